@@ -18,7 +18,7 @@ from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, prepared
-from softdb.index.planner import CALL, draw_cost, pass_cost
+from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, divisor, softmax
@@ -65,15 +65,10 @@ class Estimator(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, source: IndexedRecords) -> Estimator | None:
-        """Return the estimator, or None if nothing can be drawn or a pass over every record is cheaper."""
+        """Return the estimator, or None if nothing can be drawn."""
         tolerance, columns = request.tolerance, source.columns
         if tolerance is None or request.mask is not None or not len(request.queries):
             return None
-        snapshot, width = source.snapshot, source.width if request.pools else 0
-        if tolerance.most is None and snapshot.size:  # even if every record took part
-            numbers = request.queries.shape[1], width, record_bytes(snapshot, width > 0)
-            if pass_cost(len(request.queries), snapshot.size, *numbers) < RISK * CALL:
-                return None
         drawable = source.sampler(request.allowed)
         folded = request.detached.folded if isinstance(request.weighting, Softmax) else None
         if drawable is None or folded is None or folded.scale is None:

@@ -1,4 +1,4 @@
-"""A build of an index that can be followed and cancelled, in a thread of its own or in the caller's."""
+"""A build of an index that reports progress and can be cancelled, in its own thread or in the caller's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from softdb.check import shown
 from softdb.errors import BadInput, Cancelled
 
 Report = TypeVar("Report")
-Say = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # step, amount done, total
 
 _log = logging.getLogger("softdb")
 
@@ -38,20 +38,20 @@ class Build(Generic[Report]):
         build.result()        # waits, and returns the report of build_index()
 
     The old index, or exact search, answers until the new one is complete. `db.close()` and the end of the program
-    cancel a build. One that fails in the background is told in the log, too.
+    cancel a build. A failure in the background is logged, too.
     """
 
-    def __init__(self, work: Callable[[Say], Report], progress: Say | None = None) -> None:
-        self._work: Callable[[Say], Report] | None = work
-        self._told = progress
+    def __init__(self, work: Callable[[Progress], Report], progress: Progress | None = None) -> None:
+        self._work: Callable[[Progress], Report] | None = work
+        self._on_progress = progress
         self._step = Step("starting", 0, 1)
         self._thread: threading.Thread | None = None
         self._threads: int | None = None  # of FAISS; None: as it is
         self._runner: int | None = None  # the thread that builds
         self._begun = False
-        self._ended = False  # an interrupt may come before the event is set, not before this
+        self._ended = False  # set before the event, in case an interrupt comes in between
         self._finished = threading.Event()
-        self._stop: str | None = None  # why it shall not go on
+        self._stop: str | None = None  # reason to stop
         self._report: Report | None = None
         self._error: BaseException | None = None
 
@@ -89,7 +89,7 @@ class Build(Generic[Report]):
         return self._report
 
     def cancel(self) -> None:
-        """Stop at the next step; the old index stays. What has ended is left as it is."""
+        """Stop at the next step; the old index stays in use. A build that has ended is not changed."""
         self._stop = self._stop or "cancel() was called"
 
     def run(self) -> Report:
@@ -98,7 +98,7 @@ class Build(Generic[Report]):
         return self.result()
 
     def start(self) -> None:
-        """Build in a thread of its own."""
+        """Build in a new thread."""
         faiss = sys.modules.get("faiss")
         if faiss is not None:  # OpenMP keeps the number of threads for each thread
             self._threads = faiss.omp_get_max_threads()
@@ -112,20 +112,20 @@ class Build(Generic[Report]):
             raise
 
     def stop(self, reason: str) -> None:
-        """Cancel, and wait until nothing of it goes on."""
+        """Cancel, and wait until the build has stopped."""
         self._stop = self._stop or reason
-        if self._runs_here() or not self._begun:  # where its own progress callback asks, it stops when that returns
+        if self._runs_here() or not self._begun:  # called by its own progress callback: it stops when that returns
             return
         self._wait(None)
         if self._thread is not None:
             self._thread.join()
 
     def after_fork(self) -> None:
-        """In a forked child, which has no such thread: it has ended here."""
+        """Mark the build as ended in a forked child, which has no such thread."""
         if not self._ended:
             self._stop = "it goes on in the parent process alone"
             self._error, self._work = Cancelled(self._reason()), None
-        self._finished, self._ended = threading.Event(), True  # the lock of the other may be held for ever
+        self._finished, self._ended = threading.Event(), True  # nobody in the child would release the old event's lock
         self._finished.set()
 
     def _aside(self) -> None:
@@ -139,28 +139,28 @@ class Build(Generic[Report]):
     def _perform(self) -> None:
         assert self._work is not None
         try:
-            self._begun = True  # here: an interrupt before this leaves nothing that would be waited for
+            self._begun = True  # set here, so that nobody waits after an earlier interrupt
             self._runner = threading.get_ident()
-            self._report = self._work(self._say)
+            self._report = self._work(self._advance)
         except BaseException as error:
-            self._error = error  # of whatever kind: whoever waits for the result gets it
-        finally:  # no calls here before it has ended: an interrupt may come with one
-            self._work = self._told = self._runner = None  # and what they keep alive
+            self._error = error  # of any kind, raised by result()
+        finally:  # no calls before it has ended, as a call may be interrupted
+            self._work = self._on_progress = self._runner = None  # release what they refer to
             self._ended = True
             self._finished.set()
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for the end, and return whether it came."""
+        """Wait for the end. Return False after a timeout."""
         return self._ended or self._finished.wait(seconds)
 
     def _runs_here(self) -> bool:
         return self._runner == threading.get_ident()
 
-    def _say(self, what: str, done: int, whole: int) -> None:
-        self._step = Step(what, done, whole)
-        if self._told is not None:
-            self._told(what, done, whole)
-        # CPython takes the main thread for dead once a Ctrl-C has come into this question: not asked there
+    def _advance(self, what: str, done: int, total: int) -> None:
+        self._step = Step(what, done, total)
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
+        # not called in the main thread: after a Ctrl-C within it, CPython would report that thread as dead
         if self._thread is not None and not threading.main_thread().is_alive():
             self._stop = self._stop or "the program ended"
         if self._stop is not None:
@@ -178,7 +178,7 @@ class Build(Generic[Report]):
 
 
 def _seconds(timeout: object) -> float | None:
-    """Return a timeout as `Event.wait` takes it. Raises BadInput."""
+    """Return a timeout for `Event.wait`, checked. Raises BadInput."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:

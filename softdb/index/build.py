@@ -1,4 +1,4 @@
-"""Building an index, choosing what to build, and tuning it until the recall asked for is measured."""
+"""Building an index: the choice of engine and codes, and tuning until the measured recall meets the target."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of,
 from softdb.kernels import available
 from softdb.store import Snapshot
 
-SMALL = 20_000  # records that are compared exactly in about a millisecond: no index is faster
-LEAST = 1000  # records that an index can be trained on
+SMALL = 20_000  # records below which comparing all, in about a millisecond, is faster than any index
+LEAST = 1000  # fewest records that an index can be trained on
 QUERIES = 1024  # half of which the effort is tuned on, and half the recall is reported on
-BLOCK = 10_000  # records added at once: a build that is cancelled ends with them
-TRAINED = 1 << 14  # records that codes are trained on at least
-BUILT = 3  # indexes at most, where the one that looked best on a sample does not reach the recall
-NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys whose recall is told apart
-ALIKE = 1.001  # lengths whose ratio is at most this are not told apart: rounding must not make classes
+BLOCK = 10_000  # records added at once; a cancelled build ends after a block
+TRAINED = 1 << 14  # fewest records that codes are trained on
+BUILT = 3  # most indexes built, if those that did best in trials miss the recall
+NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys with a recall of their own
+ALIKE = 1.001  # ratio up to which lengths count as equal, so that rounding makes no classes
 FITTED = 256  # queries that an index learns its rule from
-AIMS = 4  # times that the aim is raised where the other half's recall is lower than that of the half tuned on
+AIMS = 4  # most rounds in which the aim is raised, while the held-out half has a lower recall
 
 
 class Target(NamedTuple):
-    """The recall that an index shall reach, and of which kind it may be."""
+    """The recall that an index must reach, and the kind that it may have."""
 
     recall: float
     k: int
     queries: Tensor | None = None  # to measure with; None: stored keys
     kind: str = "auto"
-    memory: int | None = None  # bytes that it may occupy; None: any number
+    memory: int | None = None  # most bytes of the index; None: no limit
 
 
 def checked(
     kind: object, recall: object, memory: object = None, devices: Devices | None = None
 ) -> tuple[str, float, int | None]:
-    """Kind, recall target and memory in bytes, or BadInput."""
+    """Return kind, target recall and memory in bytes, checked. Raises BadInput."""
     known = ("auto", "flat", *(kinds() if devices is None else devices.engines))
     if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
@@ -75,16 +75,16 @@ def build(
     progress: Progress | None = None,
     devices: Devices | None = None,  # to build on; None: the CPU
 ) -> tuple[Index | None, dict[str, Any]]:
-    """An index over a snapshot and a report of what was measured; None where exact search serves better.
+    """Build an index over a snapshot. Return it, or None if exact search serves better, and a report.
 
     Cost: a few indexes of at most 50,000 records to choose by, k-means over a sample, one pass over the keys, and the
     exact search of 512 queries. Memory: the codes, and a sample and a block of keys.
     """
     kind, memory = target.kind, target.memory
     fit = possible(snapshot, kind, memory, devices)
-    say = progress or (lambda *_: None)
+    on_progress = progress or (lambda *_: None)
     if not fit:
-        index = _sketches(snapshot, metric, memory, say) if devices is None and kind == "flat" else None
+        index = _sketches(snapshot, metric, memory, on_progress) if devices is None and kind == "flat" else None
         reason = "asked for" if kind == "flat" else f"{snapshot.count} records are searched exactly in a moment"
         where = "cpu" if devices is None else devices.name
         report = {"kind": "flat", "reason": reason, "recall": 1.0, "met": True, "device": where}
@@ -93,30 +93,30 @@ def build(
         return index, report
     target = target._replace(k=min(target.k, snapshot.count))
     start = time.perf_counter()
-    ranked = _ranked(snapshot, metric, fit, target, say)[:BUILT]
+    ranked = _ranked(snapshot, metric, fit, target, on_progress)[:BUILT]
     chosen = time.perf_counter()
     index = option = None
     while ranked and (index is None or not index.report["met"]):
         option = ranked.pop(0)
         index = None  # frees its memory before the next is made
         begun = time.perf_counter()
-        index = _filled(snapshot, metric, option, say)
+        index = _filled(snapshot, metric, option, on_progress)
         built = time.perf_counter()
         lists = index.lists if isinstance(index, Lists | IVF) else None
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
-        tuned(snapshot, index, target, say)
+        tuned(snapshot, index, target, on_progress)
         ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
     assert index is not None
     assert option is not None
     if memory is not None and not index.report["met"] and kind == "auto":
         raise _short(index, option, possible(snapshot, kind, None, devices), target)
     index.report |= {"choose_seconds": round(chosen - start, 2), "build_seconds": round(built - begun, 2)}
-    say("measuring", 1, 1)
+    on_progress("measuring", 1, 1)
     return index, index.report
 
 
 def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices | None = None) -> list[Option]:
-    """Options that may be built, none if exact search serves better. Raises MissingDependency and BadInput."""
+    """Options that may be built; none if exact search serves better. Raises MissingDependency and BadInput."""
     if kind == "flat" or (devices is not None and not devices.engines):
         return []
     if kind == "auto" and (snapshot.count < SMALL if devices is None else devices.small(snapshot)):
@@ -131,20 +131,20 @@ def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices
     return options(kind, dim, snapshot.count, memory, kinds() if devices is None else devices.engines)
 
 
-def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> None:
-    """Set effort and candidates until the recall is measured, and report what queries that took no part in it find."""
+def tuned(snapshot: Snapshot, index: Index, target: Target, progress: Progress) -> None:
+    """Set effort and candidates so that the measured recall meets the target; report the recall of held-out queries."""
     start = time.perf_counter()
-    asked, own = _questions(snapshot, target.queries)
+    queries, own = _measured_queries(snapshot, target.queries)
     index.tuned_for = target.k + 1
     lengths = lengths_of(snapshot, snapshot.size) if index.metric is Metric.DOT else None
     index.room = index.longest = None
     if lengths is not None and index.devices is None:
         index.room = most_of(snapshot)
         index.longest = longest_of(snapshot, lengths[: indexed_until(snapshot, index)], index.room)
-    trial = _FullTrial(snapshot, index, asked, own, target.k)
+    trial = _FullTrial(snapshot, index, queries, own, target.k)
     trial.leave_out()
     trial.fit()
-    setting, measured = _aimed(trial, target.recall, say)
+    setting, measured = _aimed(trial, target.recall, progress)
     index.effort, index.fetch_k = setting.effort, setting.fetch_k
     index.report = {
         **{name: index.report[name] for name in ("codes", "lists", "device") if name in index.report},
@@ -163,80 +163,80 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, say: Progress) -> No
     }
 
 
-def _aimed(trial: _FullTrial, recall: float, say: Progress) -> tuple[Setting, float]:
-    """A setting, and the recall of the half that it was not tuned on: the aim is raised while that is too low."""
+def _aimed(trial: _FullTrial, recall: float, progress: Progress) -> tuple[Setting, float]:
+    """A setting, and its recall on the held-out half. The aim is raised while that recall is too low."""
 
     def aimed_at(goal: float) -> Setting:
-        progress = functools.partial(say, "measuring")
-        return steadied(trial, trial.index, fastest(trial, trial.index, goal, progress), goal)
+        measuring = functools.partial(progress, "measuring")
+        return steadied(trial, trial.index, fastest(trial, trial.index, goal, measuring), goal)
 
-    goal, kept = recall, None
+    goal, best = recall, None
     for aim in range(AIMS):
         setting = aimed_at(goal)
-        if kept is None and trial.afford(setting):  # the others are now for the index to find
+        if best is None and trial.afford(setting):  # the outliers left out are now for the index to find
             setting = aimed_at(goal)
         each = trial.recalls(setting.effort, setting.fetch_k, held_out=True)
         measured = round(float(each.mean()), 9)
-        if kept is None or kept[1] < recall or measured >= recall:
-            kept = setting, measured
-        sure = measured - float(each.std() / np.sqrt(len(each)))  # other queries will find as much, most likely
+        if best is None or best[1] < recall or measured >= recall:
+            best = setting, measured
+        sure = measured - float(each.std() / np.sqrt(len(each)))  # other queries most likely reach this recall
         if sure >= recall or setting.recall < goal or goal == 1:
             break
         goal = min(1.0, goal + 1.5 * (recall - sure) + (1 - recall) * aim / 10)
-    assert kept is not None
-    return kept
+    assert best is not None
+    return best
 
 
 def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, Any]:
-    """For inner products, how many outliers are compared, and the recall of long keys and of others."""
+    """For inner products: the number of outliers compared, and the recall of each class of lengths."""
     index = trial.index
     hit, counts, truth = trial.hits(setting)
     classes = (lengths[truth, None] <= ALIKE * np.nanquantile(lengths, EDGES)).sum(2)
-    found: dict[str, Any] = {}
+    recalls: dict[str, Any] = {}
     for number, name in enumerate(NORMS):
-        mine = counts & (classes == number)
-        of = int(mine.sum())
-        found[name] = {"recall": round(float(hit[mine].mean()), 4) if of else None, "of": of}
-    return {"outliers": 0 if index.longest is None else len(index.longest), "recall_by_norm": found}
+        in_class = counts & (classes == number)
+        of = int(in_class.sum())
+        recalls[name] = {"recall": round(float(hit[in_class].mean()), 4) if of else None, "of": of}
+    return {"outliers": 0 if index.longest is None else len(index.longest), "recall_by_norm": recalls}
 
 
 class _FullTrial:
-    """Questions to a whole database: one half to tune on, the other held aside.
+    """Queries of a full database: one half to tune on, the other held out.
 
-    Outliers of norm are left out of what is tuned on, so that the index also finds the nearest of the other records
-    when a filter or a deletion leaves the outliers out.
+    Tuning ignores outliers of norm, so that the index also finds the nearest of the other records when a filter or a
+    deletion excludes the outliers.
     """
 
-    def __init__(self, snapshot: Snapshot, index: Index, asked: Tensor, own: Rows | None, k: int) -> None:
-        self.snapshot, self.index, self.asked, self.own = snapshot, index, asked, own
+    def __init__(self, snapshot: Snapshot, index: Index, queries: Tensor, own: Rows | None, k: int) -> None:
+        self.snapshot, self.index, self.queries, self.own = snapshot, index, queries, own
         self.searcher = Searcher(index)
         self.wanted = k + (own is not None)
-        self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(asked, self.wanted, index.metric))
-        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recall of each query
-        self.left: tuple[Rows, Rows] | None = None  # the rows without outliers, and the truth (q / 2, k) among them
+        self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(queries, self.wanted, index.metric))
+        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recalls by setting and half
+        self.ordinary: tuple[Rows, Rows] | None = None  # rows without outliers, and the truth (q / 2, k) among them
 
     def fit(self) -> None:
-        """Let the index learn from the half that is tuned on."""
+        """Fit the index's rule to the half that is tuned on."""
         half = self._half(False)
-        asked = prepared(self.asked[half][:FITTED].float().numpy(), self.index.metric)
-        rows, truth = (None, self.truth[half]) if self.left is None else self.left
-        self.index.fit(asked, self.snapshot.rows(truth[:FITTED]), rows)
+        queries = prepared(self.queries[half][:FITTED].float().numpy(), self.index.metric)
+        rows, truth = (None, self.truth[half]) if self.ordinary is None else self.ordinary
+        self.index.fit(queries, self.snapshot.rows(truth[:FITTED]), rows)
 
     def leave_out(self) -> None:
-        """Leave the outliers of the index out of what is tuned on."""
+        """Exclude the index's outliers from tuning."""
         longest, snapshot = self.index.longest, self.snapshot
         if longest is None or not len(longest):
             return
         allowed = snapshot.live.copy()
         allowed[indexed_until(snapshot, self.index) :] = False
         allowed[snapshot.positions(longest)] = False
-        tuned = Query(self.asked[self._half(False)], self.wanted, self.index.metric, allowed)
+        tuned = Query(self.queries[self._half(False)], self.wanted, self.index.metric, allowed)
         truth = flat.nearest(snapshot, tuned)
-        self.left = snapshot.rows(np.flatnonzero(allowed)), truth
+        self.ordinary = snapshot.rows(np.flatnonzero(allowed)), truth
         self.known.clear()
 
     def recall(self, effort: int, fetch_k: int) -> float:
-        """The share of the true nearest that a search finds."""
+        """Mean recall of a search."""
         return round(float(self.recalls(effort, fetch_k).mean()), 9)  # 0.99 is not 0.9899999999999999
 
     def recalls(self, effort: int, fetch_k: int, held_out: bool = False) -> NDArray[np.float64]:
@@ -244,35 +244,38 @@ class _FullTrial:
         name = (effort, fetch_k, held_out)
         if name not in self.known:
             half = self._half(held_out)
-            if self.left is None or held_out:
-                found, truth = self._search(self.asked[half], effort, fetch_k), self.truth[half]
+            if self.ordinary is None or held_out:
+                matches, truth = self._search(self.queries[half], effort, fetch_k), self.truth[half]
             else:
-                found, truth = self._candidates(self.asked[half], effort, fetch_k, self.left[0]), self.left[1]
-            self.known[name] = recalls_of(found, truth, None if self.own is None else self.own[half])
+                matches, truth = (
+                    self._candidates(self.queries[half], effort, fetch_k, self.ordinary[0]),
+                    self.ordinary[1],
+                )
+            self.known[name] = recalls_of(matches, truth, None if self.own is None else self.own[half])
         return self.known[name]
 
     def _half(self, held_out: bool) -> slice:
-        return slice(1, None, 2) if held_out and len(self.asked) > 1 else slice(0, None, 2)
+        return slice(1, None, 2) if held_out and len(self.queries) > 1 else slice(0, None, 2)
 
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, rows: Rows) -> Rows:
-        """Candidates that a search scores exactly: the nearest of these that count are those that it finds."""
+        """Candidates that a search scores exactly, which hold its matches."""
         vectors, self.index.fetch_k = prepared(queries.float().numpy(), self.index.metric), fetch_k
-        return self.snapshot.positions(self.index.find(vectors, self.index.kept_for(self.wanted), rows, effort))
+        return self.snapshot.positions(self.index.find(vectors, self.index.candidates_for(self.wanted), rows, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
-        """For the half held aside: which of the true nearest were found, which of them count, and their positions."""
+        """For the held-out half: masks of the true nearest that were found and that count, and their positions."""
         half = self._half(held_out=True)
-        found, truth = self._search(self.asked[half], setting.effort, setting.fetch_k), self.truth[half]
-        return *hits_of(found, truth, None if self.own is None else self.own[half]), truth
+        matches, truth = self._search(self.queries[half], setting.effort, setting.fetch_k), self.truth[half]
+        return *hits_of(matches, truth, None if self.own is None else self.own[half]), truth
 
     def afford(self, setting: Setting) -> bool:
-        """Keep as many outliers of norm as a search with this setting has the time for; whether any had to go."""
+        """Keep as many outliers of norm as a search has time for. Return True if any were dropped."""
         index, every = self.index, self.index.longest
         if every is None or not len(every):
             return False
-        asked = np.ascontiguousarray(self.asked[self._half(held_out=False)].float().numpy())
+        queries = np.ascontiguousarray(self.queries[self._half(held_out=False)].float().numpy())
         index.longest = every[:0]
-        index.longest = affordable(self.snapshot, every, asked, self._searching(setting.effort, setting.fetch_k))
+        index.longest = affordable(self.snapshot, every, queries, self._searching(setting.effort, setting.fetch_k))
         if len(index.longest) == len(every):
             return False
         index.room = len(index.longest)
@@ -280,13 +283,13 @@ class _FullTrial:
         return True
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """Seconds of a whole search, or another cost of it."""
+        """Seconds of a full search, or another cost."""
         self.index.fetch_k = fetch_k
-        counted = self.index.cost(prepared(self.asked.float().numpy(), self.index.metric), self.wanted, effort)
+        counted = self.index.cost(prepared(self.queries.float().numpy(), self.index.metric), self.wanted, effort)
         return (
             counted
             if counted is not None
-            else seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.asked.float().numpy()))
+            else seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.queries.float().numpy()))
         )
 
     def _searching(self, effort: int, fetch_k: int) -> Callable[[Floats], Rows]:
@@ -298,20 +301,20 @@ class _FullTrial:
         devices = self.index.devices
         if devices is None:
             return self.searcher.nearest(self.snapshot, query).positions
-        found = devices.find(self.snapshot, self.index, query)
-        return devices.nearest(self.snapshot, query) if found is None else found.positions
+        result = devices.find(self.snapshot, self.index, query)
+        return devices.nearest(self.snapshot, query) if result is None else result.positions
 
 
-def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, say: Progress) -> list[Option]:
-    """The options in the order in which a trial prefers them."""
+def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, progress: Progress) -> list[Option]:
+    """The options by preference, after trials on a sample."""
     if len(fit) == 1:
         return fit
     keys = prepared(snapshot.keys_at(sampled(snapshot.live, TRIED, 0)).numpy(), metric)
     queries = None
     if target.queries is not None and len(target.queries):
-        queries = prepared(_questions(snapshot, target.queries)[0][::2].float().numpy(), metric)
+        queries = prepared(_measured_queries(snapshot, target.queries)[0][::2].float().numpy(), metric)
     trial = SampledTrial(metric, keys, queries, target.k, len(keys) / snapshot.count)
-    return choose(fit, trial, target.recall, say)
+    return choose(fit, trial, target.recall, progress)
 
 
 def _filled(snapshot: Snapshot, metric: Metric, option: Option, progress: Progress) -> Index:
@@ -332,7 +335,7 @@ def _filled(snapshot: Snapshot, metric: Metric, option: Option, progress: Progre
 
 
 def _sketches(snapshot: Snapshot, metric: Metric, memory: int | None, progress: Progress) -> Index | None:
-    """Codes for estimates where search is exact; None: too few records, no FAISS, kernels or memory for them."""
+    """Codes for estimates beside exact search; None with too few records, or without FAISS, kernels or memory."""
     if snapshot.count < FEWEST or not available():
         return None
     dim = snapshot.segments[0].keys.shape[1]
@@ -349,12 +352,12 @@ def _sketches(snapshot: Snapshot, metric: Metric, memory: int | None, progress: 
 
 
 def _bytes(index: Index) -> int:
-    """Size of an index with all that estimates draw by."""
+    """Size of an index in bytes, its companion included."""
     return int(index.dump().nbytes) + (0 if index.companion is None else int(index.companion.dump().nbytes))
 
 
-def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows | None]:
-    """Queries to measure with, (q, d); stored keys come with their own positions (q,), which do not count as found."""
+def _measured_queries(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows | None]:
+    """Queries to measure with, (q, d), and, of stored keys, their own positions (q,), which are not matches."""
     random = np.random.default_rng(1)
     if queries is not None and len(queries):
         few = random.permutation(len(queries))[:QUERIES]
@@ -364,7 +367,7 @@ def _questions(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows
 
 
 def _short(index: Index, option: Option, every: list[Option], target: Target) -> BadInput:
-    """The error where nothing within the memory reaches the recall."""
+    """The error if no index within the memory reaches the recall."""
     finer = [other for other in every if other.size > (target.memory or 0)]
     more = f"about {min(other.size for other in finer)} bytes or more" if finer else "kind='flat'"
     return BadInput(

@@ -1,10 +1,10 @@
-"""Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only what this user has signed.
+"""Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only files that this user signed.
 
-An index file is the engine's bytes; behind them, from `codes` on, `sketches` bytes of the codes that estimates draw by,
-where they are not among the engine's; then what estimates know of the records (`reach`).
+An index file holds the engine's bytes, up to `codes`; `sketches` bytes of a companion's codes, if there is one; and the
+statistics for estimates (`reach`).
 Its entry in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over
-the entry under a key that lies outside every database. The index of a database from elsewhere carries another
-signature: it is left aside, and its file is not even read. Nothing is ever unpickled.
+the entry under a key that lies outside every database. The index of a database from elsewhere has another signature: it
+is not used, and its file is not read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from softdb.store import files
 from softdb.store.ours import entries
 
 _log = logging.getLogger("softdb")
-_ENGINES: dict[tuple[str, str], type[Index]] = {  # by kind and by what an index file's name ends in
+_ENGINES: dict[tuple[str, str], type[Index]] = {  # by kind and by the suffix of the index file
     ("ivf", "lists"): Lists, ("hnsw", "faiss"): HNSW, ("ivf", "faiss"): IVF, ("ivf-sq8", "faiss"): IVFSQ8,
     ("sketch", "lists"): Sketches,
 }  # fmt: skip
 _NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)")
-_KEPT = {  # what an entry calls the attributes of an index that stand beside its bytes
+_ATTRIBUTES = {  # of an index, by their names in an entry
     "covered": "covered", "effort": "effort", "candidates": "fetch_k", "tuned_for": "tuned_for", "report": "report",
 }  # fmt: skip
 _KEY_BYTES = 32
 
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
-    """Write an index file, whole or not at all; return its entry for the catalogue. Raises NoKey."""
+    """Write an index file atomically and return its entry for the catalogue. Raises NoKey."""
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
@@ -66,7 +66,7 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
         "codes": len(codes),
         "sketches": len(sketches),
         "sha256": digest.hexdigest(),
-        **{name: getattr(index, attribute) for name, attribute in _KEPT.items()},
+        **{name: getattr(index, attribute) for name, attribute in _ATTRIBUTES.items()},
         "room": index.room,
         "longest": None if index.longest is None else index.longest.tolist(),
     }
@@ -76,25 +76,25 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
 
 
 def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = None) -> Index | None:
-    """The index of an entry, or None, with one line in the log, where it is not one that this user has signed.
+    """Load the index of an entry. Return None, with a line in the log, unless this user signed it.
 
-    `dim`: the width of the database's keys. A signed index of another database would read beyond narrower ones.
+    `dim`: the width of the database's keys, as a signed index of wider keys would read beyond them.
     """
     try:
         data = memoryview(_signed(folder, entry))
-        codes = data[: entry.get("codes")]  # an older softdb wrote nothing else
+        codes = data[: entry.get("codes")]  # older versions wrote nothing else
         if entry["metric"] != metric.value:
             raise ValueError(f"it is for the metric {entry['metric']!r}")
         engine = _ENGINES.get((entry["kind"], entry["file"].rpartition(".")[2]))
         if engine is None:
             raise ValueError(f"it is of kind {entry['kind']!r}, which this version has not")
         index = engine.loaded(metric, np.frombuffer(codes, np.uint8), dim)
-        longest = entry.get("longest")  # an older softdb wrote neither
+        longest = entry.get("longest")  # older versions wrote neither
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
     except (NoKey, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
         return None
-    for name, attribute in _KEPT.items():
+    for name, attribute in _ATTRIBUTES.items():
         setattr(index, attribute, entry[name])
     try:
         _load_drawing(index, data[len(codes) :], entry.get("sketches", 0), dim)
@@ -104,7 +104,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
 
 
 def _load_drawing(index: Index, data: memoryview, size: int, dim: int | None) -> None:
-    """Give an index what estimates draw by: so many bytes of codes, then the reach. Raises ValueError, RuntimeError."""
+    """Read the companion, from the first `size` bytes, and the reach. Raises ValueError or RuntimeError."""
     if size:
         companion = Sketches.loaded(index.metric, np.frombuffer(data[:size], np.uint8), dim)
         companion.covered = index.covered
@@ -114,7 +114,7 @@ def _load_drawing(index: Index, data: memoryview, size: int, dim: int | None) ->
 
 
 def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
-    """The bytes of an index file, if entry and bytes are as this user has signed them. Raises ValueError, OSError."""
+    """The bytes of an index file, if entry and bytes are as this user signed them. Raises ValueError or OSError."""
     name = entry.get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError("its entry is not one that softdb writes")
@@ -122,7 +122,7 @@ def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
         raise ValueError(f"{folder} is a link")
     if not hmac.compare_digest(_signature(entry).encode(), str(entry.get("hmac")).encode("utf-8", "replace")):
         raise ValueError("it does not carry this user's signature")
-    if missing := {"kind", "metric", "bytes", "sha256", *_KEPT} - set(entry):
+    if missing := {"kind", "metric", "bytes", "sha256", *_ATTRIBUTES} - set(entry):
         raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
     with files.open_regular(folder / name) as file:
         data = file.read(entry["bytes"] + 1)
@@ -145,7 +145,7 @@ def _signature(entry: dict[str, Any]) -> str:
 
 
 class NoKey(Exception):
-    """There is no key that index files could be signed with."""
+    """No key to sign index files with."""
 
 
 def _key() -> bytes:
@@ -160,13 +160,13 @@ def _key() -> bytes:
 
 
 def _private(path: Path) -> bytes:
-    """The key in a file that nobody else may write; a pipe or a device is not waited for."""
+    """Read the key from a regular file that no other user may write. Raises ValueError or OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError("another user owns it or may write to it")
         key = os.read(descriptor, _KEY_BYTES + 1)
         if len(key) != _KEY_BYTES:

@@ -1,4 +1,4 @@
-"""Choice of engine and codes: tried on a sample of the records, as far as memory allows."""
+"""Choice of engine and codes by trials on a sample of the records, within the memory allowed."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from softdb.index.sketches import lists_for
 from softdb.index.tune import Setting, fastest, recalls_of, seconds_of
 from softdb.kernels import available
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, the whole
+Progress = Callable[[str, int, int], None]  # step, amount done, total
 
 KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (Lists, HNSW)}
 TRIED = 30_000  # records of a trial
 ASKED = 200  # queries of a trial
-LARGER = 1.1  # times as fast that the next larger codes must be
-RESCORED = 2e-10  # seconds to multiply two numbers of a candidate that is scored exactly
+LARGER = 1.1  # least factor of speed that the next larger codes must gain
+RESCORED = 2e-10  # seconds a product of an exact score
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def kinds() -> dict[str, type[Index]]:
-    """Engines that can be built here: lists are scanned by the kernels."""
+    """Engines that can be built; lists need the kernels."""
     return {kind: engine for kind, engine in KINDS.items() if available() or not engine.filters_inside}
 
 
 class Option(NamedTuple):
-    """An engine, its codes, and what they will occupy."""
+    """An engine, its codes, and the size of an index of them."""
 
     engine: type[Index]
     codes: str
@@ -42,12 +42,12 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is reported."""
+        """Kind and codes, as reports name them."""
         return f"{self.engine.kind} {self.codes}"
 
 
 def budget(memory: object) -> int | None:
-    """Bytes, from a number or from text such as "200MB", or BadInput."""
+    """Bytes of memory, from a number or text such as "200MB". Raises BadInput."""
     wrong = BadInput(f"memory is {shown(memory)}; expected a number of bytes above 0, or text such as '200MB'")
     if isinstance(memory, str):
         parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", memory.upper())
@@ -62,12 +62,12 @@ def budget(memory: object) -> int | None:
 
 
 def options(kind: str, dim: int, count: int, memory: int | None, engines: Mapping[str, type[Index]]) -> list[Option]:
-    """Options that fit the memory, the likeliest to be fast first; BadInput where there is nothing."""
+    """Options that fit into the memory, in the order of trials. Raises BadInput if none fits."""
     fixed = (lists_for(count) + dim) * (dim + 200) + 64 * dim  # centroids and lists' last blocks, rotation, words
     every = [
         Option(engine, codes, count * engine.record_bytes(dim, codes) + fixed)
         for engine in (engines.values() if kind == "auto" else [engines[kind]])
-        for codes in engine.codes(dim)[0 if memory else -2 :]  # the smallest of three for want of memory alone
+        for codes in engine.codes(dim)[0 if memory else -2 :]  # the smallest of three only if memory is limited
     ]
     fit = [option for option in every if memory is None or option.size <= memory]
     if not fit:
@@ -79,29 +79,29 @@ def options(kind: str, dim: int, count: int, memory: int | None, engines: Mappin
     return fit
 
 
-def choose(fit: list[Option], trial: SampledTrial, goal: float, say: Progress) -> list[Option]:
-    """The options by preference: those that meet the goal, the fastest first, then the others, the best first.
+def choose(fit: list[Option], trial: SampledTrial, goal: float, progress: Progress) -> list[Option]:
+    """The options by preference: those that meet the goal, the fastest first, then the others, by recall.
 
-    Lists with 4-bit codes are tried first; what comes after them only where none of them will do.
+    Lists are tried first; other engines only if no lists meet the goal.
     """
     tried: list[tuple[Option, Setting]] = []
     for done, option in enumerate(fit):
-        say("choosing", done, len(fit))
+        progress("choosing", done, len(fit))
         if option.engine.kind != Lists.kind and any(setting.recall >= goal for _, setting in tried):
             break
         trial.build(option)
         tried.append((option, fastest(trial, trial.index, goal, lambda *_: None)))
-    say("choosing", len(fit), len(fit))
-    # what is larger must be clearly faster
-    ranked = sorted(tried, key=lambda one: (one[1].seconds * LARGER ** tried.index(one), -one[1].recall))
+    progress("choosing", len(fit), len(fit))
+    # larger codes must be clearly faster
+    ranked = sorted(tried, key=lambda pair: (pair[1].seconds * LARGER ** tried.index(pair), -pair[1].recall))
     return [option for option, _ in ranked]
 
 
 class SampledTrial:
-    """A trial on a sample. Where it holds a share s of the records, the s k nearest among s c candidates are asked for.
+    """A trial on a sample. If it holds a share s of the records, it looks for the s k nearest among s c candidates.
 
-    Neighbours are as thin in a sample as the records are, so codes tell them apart more easily: k nearest of a tenth
-    would need fewer candidates than k nearest of all.
+    Neighbours in a sample are farther apart, so codes separate them more easily: the k nearest of a tenth of the
+    records would need fewer candidates than the k nearest of all.
     """
 
     index: Index
@@ -125,19 +125,19 @@ class SampledTrial:
         self.truth = faiss_module().knn(self.queries, keys, wanted, metric=measure_of(metric))[1]
 
     def build(self, option: Option) -> None:
-        """Try another index from now on."""
+        """Build the index to try next."""
         self.index = option.engine.train(self.metric, self.training, len(self.keys), option.codes)
         self.index.add(np.arange(len(self.keys)), self.keys)
         self.index.seal()
         self.index.fit(self.queries, self.truth)
 
     def recall(self, effort: int, fetch_k: int) -> float:
-        """Recall among the best codes, as many as exact scores would be worked out for."""
-        found = self.index.find(self.queries, fetch_k * self.nearest + (self.own is not None), None, effort)
-        return float(recalls_of(found, self.truth, self.own).mean())
+        """Recall among the candidates that would be scored exactly."""
+        matches = self.index.find(self.queries, fetch_k * self.nearest + (self.own is not None), None, effort)
+        return float(recalls_of(matches, self.truth, self.own).mean())
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """With as many candidates as a search of the whole would have."""
+        """Seconds of a query, or another cost, with as many candidates as a search of all records has."""
         c, self.index.fetch_k = fetch_k * self.k, fetch_k
         counted = self.index.cost(self.queries, self.k, effort)
         if counted is not None:

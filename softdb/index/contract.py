@@ -1,4 +1,4 @@
-"""The contract of an approximate index: it says which rows may be near, by codes. It never scores and holds no keys."""
+"""The contract of an approximate index, which finds candidate rows by codes. It never scores and holds no keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
 
-FLOOR = 64  # candidates that are scored exactly at least
+FLOOR = 64  # least number of candidates that are scored exactly
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     """Answer of a finder."""
 
     positions: Rows  # (q, k), best first, -1 = none
-    scores: Floats | None  # (q, k) their exact scores in float32; None where they were not all computed
+    scores: Floats | None  # (q, k) exact scores in float32; None if not all were computed
     finder: str  # the kind of the index, or "flat", which is exact
 
 
@@ -49,10 +49,10 @@ class Recent(Generic[T]):
         """Return the result for these objects, computed if it is not cached."""
         known = self._known
         for references, result in known:
-            if all(reference() is mine for reference, mine in zip(references, objects, strict=True)):
+            if all(reference() is item for reference, item in zip(references, objects, strict=True)):
                 return result
         alive = [entry for entry in known if all(reference() is not None for reference in entry[0])]
-        entry = tuple(weakref.ref(mine) for mine in objects), compute()
+        entry = tuple(weakref.ref(item) for item in objects), compute()
         self._known = [*alive, entry][-self._most :]
         return entry[1]
 
@@ -76,32 +76,32 @@ def measure_of(metric: Metric) -> Any:
 
 def prepared(vectors: NDArray[np.floating], metric: Metric) -> Floats:  # (n, d) -> (n, d)
     """Vectors as an index sees them: float32, of length 1 for the cosine (zero vectors stay)."""
-    found = np.ascontiguousarray(vectors, np.float32)
+    plain = np.ascontiguousarray(vectors, np.float32)
     if metric is Metric.COSINE:
-        found = _unit(found)
-    return found
+        plain = _unit(plain)
+    return plain
 
 
 def _unit(vectors: Floats) -> Floats:
-    """Of length 1, or zeros; float64 holds the squares of every float32."""
-    found = np.empty_like(vectors)
+    """Vectors of length 1, or zeros. Lengths are computed in float64, which holds the square of every float32."""
+    units = np.empty_like(vectors)
     if available():
-        native().prepare(vectors, True, found)
-        return found
+        native().prepare(vectors, True, units)
+        return units
     lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))[:, None]
     lengths[lengths == 0] = 1
-    np.divide(vectors, lengths, out=found, casting="same_kind")
-    return found
+    np.divide(vectors, lengths, out=units, casting="same_kind")
+    return units
 
 
 def sampled(live: Live, most: int, seed: int) -> Rows:  # (m,)
-    """Positions of so many live records, by chance, ascending."""
+    """Positions of `most` random live records, or all if they are fewer, ascending."""
     every = np.flatnonzero(live)
     return np.sort(np.random.default_rng(seed).choice(every, min(len(every), most), replace=False, shuffle=False))
 
 
 class Selected:
-    """Rows that an index may return, in FAISS' own form. Safe to use from several threads."""
+    """Rows that an index may return, as a FAISS selector. Safe to use from several threads."""
 
     def __init__(self, rows: Rows, covered: int) -> None:
         allowed = np.zeros(covered, np.bool_)
@@ -114,40 +114,41 @@ class Reach(NamedTuple):
     """Statistics of the values of the records that an index holds; those set apart are in none of the maxima."""
 
     apart: Rows  # (m,) ascending: scored for every query
-    scales: Floats  # (m,) how far their values reach, in units of `value_radius`, at least 1
-    means: Floats  # (lists, v) of the values; of labels their shares, or (lists, 0) where there are many classes
-    centre: Numbers  # (v,) mean of some values; of labels nothing
+    scales: Floats  # (m,) ‖v - centre‖ of their values in units of `value_radius`, at least 1
+    means: Floats  # (lists, v) means of the values; shares of the labels, or (lists, 0) for many classes
+    centre: Numbers  # (v,) mean of some values; (0,) for labels
     value_radius: float  # the largest ‖v - centre‖
-    witnesses: Rows  # (w,) rows, by which it is known of which records all this was measured
+    witnesses: Rows  # (w,) rows whose checksums prove that the statistics are of these records
     checksums: NDArray[np.uint32]  # (w,) of their keys and values
 
 
 class Index(ABC):
-    """Codes of the keys of the rows below `covered`, and how hard to look.
+    """Codes of the keys of rows below `covered`, and the search effort.
 
-    A new engine in FAISS writes `train`, `codes`, `record_bytes`, `parameters` and its attributes; one of its own, as
-    `softdb.index.lists`, all that names FAISS here. Safe to search from several threads; to change it, take a `copy`.
+    An engine in FAISS implements `train`, `codes`, `record_bytes`, `parameters` and the attributes; another engine, as
+    `softdb.index.lists`, also overrides every method that calls FAISS. Safe to search from several threads; change a
+    `copy`.
     """
 
     kind: ClassVar[str]
-    effort_name: ClassVar[str]  # what a report calls the effort
-    filters_inside: ClassVar[bool] = False  # one scan searches any share of the records: see `Lists`
-    levels: ClassVar[tuple[int, ...]] = (6, 10, 20, 40, 80, 160)  # of fetch_k: beyond, codes are not worth their scan
-    searches: ClassVar[bool] = True  # False: it holds codes for estimates alone, and search is exact
-    devices: ClassVar[Devices | None] = None  # that the index lies on; None: the CPU
-    effort_least, effort_most = 1, 1 << 30  # below and beyond, effort changes nothing
+    effort_name: ClassVar[str]  # name of the effort in reports
+    filters_inside: ClassVar[bool] = False  # True: a search scans only records that a filter allows
+    levels: ClassVar[tuple[int, ...]] = (6, 10, 20, 40, 80, 160)  # values of fetch_k that tuning tries
+    searches: ClassVar[bool] = True  # False: the codes serve estimates alone, and search is exact
+    devices: ClassVar[Devices | None] = None  # devices that hold the index; None: the CPU
+    effort_least, effort_most = 1, 1 << 30  # range in which effort has an effect
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         self.metric = metric
         self.inner = inner  # the FAISS index; its ids are rows
-        self.covered = 0  # rows below this are in it
+        self.covered = 0  # all rows below are in the index
         self.effort = 1
-        self.fetch_k = 10  # candidates that are fetched and rescored for each of the k asked for
+        self.fetch_k = 10  # candidates that are fetched and rescored, for each of the k wanted
         self.tuned_for = 10  # the k for which effort and fetch_k were measured
-        self.room: int | None = None  # outliers of norm at most that every query is compared with; None: not measured
-        self.longest: Rows | None = None  # their rows, the longest first; None: not known
-        self.reach: Reach | None = None  # what estimates know of its records; None: not measured
-        self.companion: Index | None = None  # by which estimates draw, where codes of searches alone are in this one
+        self.room: int | None = None  # most outliers of norm that queries are compared with; None: not measured
+        self.longest: Rows | None = None  # rows of the outliers, the longest first; None: unknown
+        self.reach: Reach | None = None  # statistics for estimates; None: not measured
+        self.companion: Index | None = None  # sketches for estimates, if this index has none itself
         self.report: dict[str, Any] = {}
 
     @classmethod
@@ -158,38 +159,38 @@ class Index(ABC):
     @classmethod
     @abstractmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """Codes that keys may have, from the smallest to the finest."""
+        """Names of the codes that keys may have, from the smallest to the finest."""
 
     @classmethod
     @abstractmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """Bytes that a record takes: its code, its id, its links."""
+        """Bytes of a record in the index: its code, its id, its links."""
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """FAISS' search parameters; an engine with a `find` of its own needs none."""
+        """FAISS search parameters; unused by an engine with a `find` of its own."""
         raise NotImplementedError
 
     @classmethod
     def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
-        """Read what `dump` wrote, by FAISS' reader. Raises ValueError where it is of keys of another width."""
+        """Read what `dump` wrote. Raises ValueError if it holds keys of another width than `dim`."""
         inner = faiss_module().deserialize_index(data)
         if dim is not None and inner.d != dim:
             raise ValueError(f"it is of keys {inner.d} wide")
         return cls(metric, inner)
 
     def dump(self) -> NDArray[np.uint8]:
-        """The codes as bytes, for the cache, by FAISS' writer."""
+        """The index as bytes, for the cache."""
         data: NDArray[np.uint8] = faiss_module().serialize_index(self.inner)
         return data
 
     @property
     def count(self) -> int:
-        """Records that it holds."""
+        """Number of records in the index."""
         return int(self.inner.ntotal)
 
     @property
     def sketches(self) -> Index | None:
-        """The codes by which estimates draw, itself or its companion; None: there are none, they are exact."""
+        """The index whose codes estimates draw by, itself or its companion; None: estimates are exact."""
         return self.companion
 
     @property
@@ -202,7 +203,7 @@ class Index(ABC):
         rows: Rows,  # (n,) ascending, none below `covered`
         keys: NDArray[np.floating],  # (n, d)
     ) -> None:
-        """Take records in; the last ones are followed by `seal`."""
+        """Add records. Call `seal` after the last ones."""
         self.inner.add_with_ids(prepared(keys, self.metric), rows)
         if self.companion is not None:
             self.companion.add(rows, keys)
@@ -210,12 +211,12 @@ class Index(ABC):
         self.longest = self.reach = None
 
     def seal(self) -> None:
-        """End a run of `add`."""
+        """Finish a series of `add`."""
         if self.companion is not None:
             self.companion.seal()
 
     def keep_only(self, rows: Rows) -> None:
-        """Remove all other records. Raises RuntimeError where the engine cannot, as a graph."""
+        """Remove all other records. Raises RuntimeError if the engine cannot remove, as a graph."""
         self.inner.remove_ids(faiss_module().IDSelectorNot(Selected(rows, self.covered).selector))
         if self.companion is not None:
             self.companion.keep_only(rows)
@@ -224,23 +225,23 @@ class Index(ABC):
         self,
         queries: Floats,  # (q, d) prepared
         truth: Rows,  # (q, k) the rows of their nearest, -1 = none
-        rows: Rows | None = None,  # among which these are the nearest; None: all
+        rows: Rows | None = None,  # records that `truth` is taken from; None: all
     ) -> None:
-        """Learn from queries whose answers are known, before the effort is tuned."""
+        """Learn from queries with known answers, before the effort is tuned."""
 
     def find(
         self,
         queries: Floats,  # (q, d) prepared
         c: int,
-        rows: Rows | None = None,  # that may be found; None: all
+        rows: Rows | None = None,  # that may be returned; None: all
         effort: int | None = None,
     ) -> Rows:  # (q, c), -1 = none
-        """The c rows of each query whose codes are nearest, in no promised order."""
+        """The c rows of each query whose codes are nearest, in any order."""
         return self.search(queries, c, None if rows is None else Selected(rows, self.covered), effort)
 
     def search(self, queries: Floats, c: int, allowed: Selected | None, effort: int | None = None) -> Rows:
-        """As `find`, for rows in FAISS' own form."""
-        # made anew for each call: to search, an id map writes to the parameters
+        """As `find`, for rows as a FAISS selector."""
+        # new ones for each call, as a search by an id map writes to them
         parameters = self.parameters(min(effort or self.effort, self.effort_most), allowed and allowed.selector)
         pointer, q, queries = faiss_module().swig_ptr, len(queries), np.ascontiguousarray(queries)
         rows, scores = np.empty((q, c), np.int64), np.empty((q, c), np.float32)
@@ -248,19 +249,19 @@ class Index(ABC):
         return rows
 
     def cost(self, queries: Floats, k: int, effort: int) -> float | None:  # (q, d) prepared
-        """Cost of a query in any unit, the same on every machine; None: the clock has to tell."""
+        """Cost of a query in a unit that is the same on every machine; None: it has to be timed."""
         return None
 
-    def kept_for(self, k: int) -> int:
-        """Candidates that are scored exactly to find k."""
+    def candidates_for(self, k: int) -> int:
+        """Number of candidates that are scored exactly to find k."""
         return max(FLOOR, self.fetch_k * k)
 
     def effort_for(self, k: int) -> int:
-        """Effort to find k with: farther neighbours lie in more places."""
+        """Effort of a search for k: farther neighbours lie in more lists."""
         return self.effort * max(1, -(-k // self.tuned_for))
 
     def copy(self) -> Index:
-        """An index that can grow while this one is searched."""
+        """A copy that can grow while this index is searched."""
         return self.restored(faiss_module().clone_index(self.inner))
 
     def hosted(self) -> Index:
@@ -268,7 +269,7 @@ class Index(ABC):
         return self.copy()
 
     def restored(self, inner: Any, engine: type[Index] | None = None) -> Index:
-        """This index around other codes, of its engine or of the same on another device."""
+        """An index with the attributes of this one around another FAISS index, maybe of another engine."""
         twin = (engine or type(self))(self.metric, inner)
         for name in ("covered", "effort", "fetch_k", "tuned_for", "room", "longest", "reach"):
             setattr(twin, name, getattr(self, name))
@@ -277,57 +278,57 @@ class Index(ABC):
         return twin
 
     def twin(self) -> Index:
-        """An index of the same codes that is tuned while this one is searched."""
+        """An index of the same codes that can be tuned while this one is searched."""
         return copy.copy(self)
 
 
 class Devices(Protocol):
-    """The devices that a database computes on: they hold copies of its columns, and an index where they have engines.
+    """Devices that a database computes on. They hold copies of its columns, and an index of an engine that they have.
 
     `softdb.device.Board` implements it; the database gives one to its finder.
     """
 
     @property
     def name(self) -> str:
-        """The devices as they are shown."""
+        """Name of the devices in reports."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the columns there; None: as they are stored."""
+        """Dtype of the columns on the devices; None: as stored."""
 
     @property
     def engines(self) -> Mapping[str, type[Index]]:
-        """Kinds of index that have a form there; none: every record is compared."""
+        """Engines of the devices by kind; empty: every record is compared."""
 
     def columns(self, snapshot: Snapshot, device: torch.device) -> PlacedColumns | None:
-        """A snapshot's columns for queries that lie on a device; None where the host's serve."""
+        """A snapshot's columns on a device; None if queries there read the host's."""
 
     def beside(self, snapshot: Snapshot, device: torch.device) -> bool:
-        """Return True if all keys lie on the devices, and queries on a device with them."""
+        """Return True if the devices hold all keys, and `device` is one of them."""
 
     def nearest(self, snapshot: Snapshot, query: Query) -> Rows:  # (q, k)
         """As `softdb.index.flat.nearest`."""
 
     def find(self, snapshot: Snapshot, index: Index, query: Query) -> Found | None:  # (q, k)
-        """As `softdb.index.search.Searcher.find`, by an index that lies there.
+        """As `softdb.index.search.Searcher.find`, by an index on the devices.
 
-        None where comparing every record costs less, or is the only way.
+        None if comparing every record costs less or is the only way.
         """
 
     def placed(self, index: Index) -> Index:
-        """An index of the CPU, copied there; as it is where it has no form there."""
+        """A copy of an index on the devices, or the index itself if they have no such engine."""
 
     def small(self, snapshot: Snapshot) -> bool:
-        """Return True if comparing every record takes a moment."""
+        """Return True if comparing every record takes a few milliseconds at most."""
 
     def require_faiss(self) -> None:
-        """Raise MissingDependency where FAISS cannot use the devices."""
+        """Raise MissingDependency if FAISS cannot use the devices."""
 
     def require_process(self) -> None:
-        """Raise DeviceFailed where this process cannot use the devices."""
+        """Raise DeviceFailed if this process cannot use the devices."""
 
     def report(self, schema: Schema) -> DeviceReport:
-        """Columns that lie there."""
+        """Report on the columns that the devices hold."""
 
     def forget(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""

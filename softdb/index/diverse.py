@@ -1,4 +1,4 @@
-"""Maximal marginal relevance: near the query, and unlike what was chosen before."""
+"""Maximal marginal relevance: candidates near the query and unlike those chosen before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def diverse(
             relevance = relevance / longest.masked_fill(longest == 0, 1).unsqueeze(1)
         keys = keys / lengths.masked_fill(lengths == 0, 1)
     lowest = torch.finfo(scores.dtype).min
-    nearest = torch.full_like(relevance, -torch.inf)  # to any that is taken
+    nearest = torch.full_like(relevance, -torch.inf)  # similarity to the nearest taken
     taken = torch.zeros_like(live)
     picks = torch.zeros(q, k, dtype=torch.int64, device=scores.device)
     every = torch.arange(q, device=scores.device)

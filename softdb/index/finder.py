@@ -1,4 +1,4 @@
-"""The finder of one database: its index is loaded when first needed, kept up to date, and saved as a cache."""
+"""The finder of one database. Its index is loaded when first needed, kept up to date, and saved as a cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from softdb.store import Snapshot, Store, fork
 
 _log = logging.getLogger("softdb")
 
-ABSORB_ROWS = 10_000  # unindexed rows that are added to the index: fewer are compared exactly in a millisecond
-ABSORB_SHARE = 0.1  # and what share of the index they must be: to add copies its codes
+ABSORB_ROWS = 10_000  # unindexed rows that are added to the index; fewer are compared in a millisecond
+ABSORB_SHARE = 0.1  # least share of the index that is added, as adding copies the codes
 
 
 class Finder:
-    """Finds candidates for a store. An index may be missing, stale or refused; the answer is right all the same."""
+    """Candidates of queries over a store. Answers are correct even if the index is missing, stale or refused."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class Finder:
         # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
         self._searcher: Searcher | None = None  # by the index in use, made when first needed
-        self._file: str | None = None  # the file that was last loaded or refused
-        self._since = 0  # the generation that made the keys which it is of
-        self._looked = False  # whether the catalogue was asked for one
+        self._file: str | None = None  # index file that was last loaded or refused
+        self._since = 0  # generation of the last re-embedding before it
+        self._looked = False  # True: the catalogue was read for an index file
         self._unsaved = False
         self._compacted = 0  # the generation of the last compaction
-        self._build: Build[IndexReport] | None = None  # the last one
+        self._build: Build[IndexReport] | None = None  # the last build
         self.watch = Watch()
         self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
         fork.watch(self)
 
     @property
     def index(self) -> Index | None:
-        """The index in use; None where search is exact."""
+        """The index in use; None if search is exact."""
         return self._in_use[0]
 
     @property
@@ -70,7 +70,7 @@ class Finder:
         return self._build is not None and self._build.running
 
     def after_fork(self) -> None:
-        """In a forked child: no thread builds, and none will release the lock."""
+        """Replace the locks in a forked child, where no thread builds or would release them."""
         self._lock = threading.Lock()
         self.watch.after_fork()
         if self._build is not None:
@@ -79,45 +79,45 @@ class Finder:
     def find(self, snapshot: Snapshot, query: Query) -> Found:  # (q, k)
         """The k nearest.
 
-        Of another metric than the database's, and for few records, the finder is "flat", which is exact. A few of the
-        searches by the index are checked against exact ones (`watch`).
+        The finder is "flat", which is exact, for another metric than the database's and for few records. The watch
+        compares a few searches by the index with exact ones.
         """
         own, devices = self._store.loader.loaded.keyed.schema.metric, self.devices
         index = None if query.exact or query.metric is not own else self._searching(snapshot)
         if index is not None and index.devices is None and devices is not None:
-            index = None if devices.beside(snapshot, query.queries.device) else index  # comparing all there is faster
-        found, start = None, time.perf_counter()
+            index = None if devices.beside(snapshot, query.queries.device) else index  # comparing there is faster
+        result, start = None, time.perf_counter()
         if index is not None:
             if devices is not None and query.pairwise:
                 query = replace(query, pairwise=False)
             if index.devices is None:
-                found = self.searcher(index).find(snapshot, query)
+                result = self.searcher(index).find(snapshot, query)
             else:
-                found = index.devices.find(snapshot, index, query)
-        if index is None or found is None:
+                result = index.devices.find(snapshot, index, query)
+        if index is None or result is None:
             return Found((devices or flat).nearest(snapshot, query), None, "flat")
-        if query.certain is None and found.finder == index.kind:  # else its recall is not what the index was tuned to
+        if query.certain is None and result.finder == index.kind:  # else its recall is not what the index was tuned to
             numbers, seconds = snapshot.count * query.queries.shape[1], time.perf_counter() - start
             self.watch.saw(
-                index, seconds, found.positions, numbers, lambda which: self._compared(snapshot, query, which)
+                index, seconds, result.positions, numbers, lambda which: self._compared(snapshot, query, which)
             )
-        return found
+        return result
 
     def searcher(self, index: Index) -> Searcher:
-        """Searches by an index, with the costs and the outliers that are known of it."""
+        """The searcher by an index, which caches costs and outliers."""
         known = self._searcher
         if known is None or known.index is not index:
             known = self._searcher = Searcher(index)
         return known
 
     def columns(self, snapshot: Snapshot, device: torch.device) -> PlacedColumns | None:
-        """A snapshot's columns as queries on a device find them there; None where the host's serve."""
+        """A snapshot's columns on a device; None if queries there read the host's."""
         return None if self.devices is None else self.devices.columns(snapshot, device)
 
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
     ) -> Found | None:  # (q, d) -> (q, k)
-        """As `find` on the CPU in the few steps that a single query should take; None: ask `find`."""
+        """As `find` on the CPU, in the few steps of a single query; None: call `find`."""
         index, since = self._in_use
         searcher = self._searcher
         if self.devices is not None or not self._looked or since > snapshot.generation or index is None:
@@ -125,27 +125,27 @@ class Finder:
         if searcher is None or searcher.index is not index or not index.searches:
             return None
         start = time.perf_counter()
-        found = searcher.find_plainly(snapshot, vectors, k, allowed)
-        if found is not None and found.finder == index.kind:
+        result = searcher.find_plainly(snapshot, vectors, k, allowed)
+        if result is not None and result.finder == index.kind:
             numbers, seconds = snapshot.count * vectors.shape[1], time.perf_counter() - start
 
             def exact(which: int) -> Rows:
                 query = Query(torch.from_numpy(vectors), k, searcher.index.metric, allowed)
                 return self._compared(snapshot, query, which)
 
-            self.watch.saw(index, seconds, found.positions, numbers, exact)
-        return found
+            self.watch.saw(index, seconds, result.positions, numbers, exact)
+        return result
 
     def _compared(self, snapshot: Snapshot, query: Query, which: int) -> Rows:  # (k,)
-        """Return the exact answer to one of the queries, as the watch checks it."""
+        """Return the exact answer to one of the queries, for the watch."""
         alone = replace(query, queries=query.queries[which : which + 1])
         nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
         return nearest
 
     def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """A sampler of the records that the index holds, those that it may draw, and the first position beyond.
+        """A sampler of indexed records, the records that it may draw, and the first unindexed position.
 
-        None where nothing can be drawn: there are no sketches, or too few records for a draw to be worth it.
+        None if nothing can be drawn: without sketches, or with too few records.
         """
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
         sketches = None if index is None else index.sketches
@@ -172,8 +172,8 @@ class Finder:
         snapshot, metric = self._store.snapshot, self._store.schema.metric
         possible(snapshot, kind, most, devices)
 
-        def work(say: Progress) -> IndexReport:
-            index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), say, devices)
+        def work(progress: Progress) -> IndexReport:
+            index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), progress, devices)
             sketches = None if index is None else index.sketches
             if isinstance(sketches, Sketches) and snapshot.count >= FEWEST:  # not when an estimate is first asked for
                 reach_of(sketches, snapshot, self._store.schema.num_classes)
@@ -192,11 +192,11 @@ class Finder:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the columns on devices; None: as they are stored."""
+        """Dtype of the columns on devices; None: as stored."""
         return None if self.devices is None else self.devices.dtype
 
     def _in_place_of(self, devices: Devices | None) -> Devices | None:
-        """Some devices, or those in use, which have columns already, where they are the same."""
+        """Return the devices in use, which hold columns already, if `devices` names the same; else `devices`."""
         used = self.devices
         if devices is None or used is None:
             return devices
@@ -204,15 +204,15 @@ class Finder:
 
     @property
     def place(self) -> str:
-        """Name of the device that it computes on."""
+        """Name of the devices that compute."""
         return "the CPU" if self.devices is None else self.devices.name
 
     def device_report(self) -> DeviceReport | None:
-        """Columns that lie on the devices; None for the CPU."""
+        """Report on the columns that devices hold; None for the CPU."""
         return None if self.devices is None else self.devices.report(self._store.schema)
 
     def move(self, devices: Devices | None) -> None:
-        """Compute elsewhere from now on; an index goes there, too, where it has a form there."""
+        """Compute on other devices from now on, and move the index if they have its engine."""
         devices = self._in_place_of(devices)
         with self._lock:
             if devices is self.devices:
@@ -226,13 +226,13 @@ class Finder:
                     self._in_use = _placed(index, devices), since
                 if before is not None:
                     before.forget()
-            except (*DEVICE_ERRORS, DeviceFailed) as error:  # what a device that was lost holds is lost
+            except (*DEVICE_ERRORS, DeviceFailed) as error:  # the memory of a lost device is lost
                 _log.warning("the index is loaded anew, or else to be built anew: %s", error)
                 self._in_use, self._searcher = (None, 0), None
                 self._file, self._looked, self._unsaved = None, False, False
 
     def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
-        """A build that may run now. Raises BadInput while another one does."""
+        """Return a build that may run now. Raises BadInput while another build runs."""
         with self._lock:
             if self._build is not None and self.building:
                 raise BadInput(
@@ -243,16 +243,16 @@ class Finder:
             return self._build
 
     def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> IndexReport:
-        """Measure the index anew, change how hard it looks, save that; returns the report. Codes stay as they are."""
+        """Measure the index anew, set its effort, save it, and return the report. Codes do not change."""
 
-        def work(say: Progress) -> IndexReport:
+        def work(progress: Progress) -> IndexReport:
             index = self._searching(self._store.snapshot)
             if index is None:
                 raise BadInput("there is no index to tune, search is exact; build_index() makes one")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
             twin = index.twin()  # the other is being searched
             snapshot = self._store.snapshot
-            tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), say)
+            tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), progress)
             with self._lock:
                 self._use(twin, self._in_use[1])
             self.save()
@@ -267,7 +267,7 @@ class Finder:
         self.save()
 
     def save(self) -> None:
-        """Write the index as a cache, if it has changed."""
+        """Write the index file if the index has changed."""
         with self._lock:
             folder = self._folder()
             if not self._unsaved or folder is None or self._store.mode != "rw":
@@ -275,7 +275,7 @@ class Finder:
             index, since = self._in_use
             try:
                 entry = None if index is None else cache.save(folder, index, since)
-            except cache.NoKey as error:  # it serves this handle all the same
+            except cache.NoKey as error:  # the index still serves this handle
                 _log.warning("the index is not kept for the next opening: %s", error)
                 self._unsaved = False
                 return
@@ -285,7 +285,7 @@ class Finder:
             self._unsaved = False
 
     def compact(self) -> None:
-        """Remove the codes of rows that are gone from the index; a graph keeps them, they are never found."""
+        """Remove the codes of compacted rows from the index. A graph keeps them and never returns them."""
         snapshot = self._store.snapshot
         self._current(snapshot)
         with self._lock:
@@ -304,17 +304,17 @@ class Finder:
         self.save()
 
     def forget(self) -> None:
-        """Drop the index: all keys were made anew, it is of the old ones."""
+        """Drop the index, as all keys were re-embedded."""
         with self._lock:
             self._in_use, self._searcher, self._file, self._unsaved = (None, 0), None, None, False
 
     def refresh(self) -> None:
-        """Ask the catalogue again when the index is next needed: a writer may have built another."""
+        """Read the catalogue again when the index is next needed: a writer may have built another."""
         if self._store.mode == "r":
             self._looked = False
 
     def report(self) -> IndexReport | None:
-        """Report on the index, on the records that it does not cover yet, and on a build under way."""
+        """Report on the index, on unindexed records, and on a running build."""
         snapshot, build = self._store.snapshot, self._build
         building = "" if build is None or build.done else str(build.progress)
         index = self._current(snapshot)
@@ -324,10 +324,10 @@ class Finder:
         return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
-        """The index that serves a snapshot, loaded, and with unindexed rows added when there are many."""
+        """The index for a snapshot, loaded if needed, with unindexed rows added if they are many."""
         index = self._serving(snapshot)
         if self._looked and (index is None or not self._behind(snapshot, index) or self._lock.locked()):
-            return index  # another thread adds rows, or saves; until then they are compared exactly
+            return index  # another thread adds rows or saves; meanwhile they are compared exactly
         with self._lock:  # not `acquire`, after which an interrupt would leave it held for ever
             if not self._looked:
                 self._load()
@@ -342,7 +342,7 @@ class Finder:
             return index
 
     def _searching(self, snapshot: Snapshot) -> Index | None:
-        """The current index; None where that holds codes for estimates alone."""
+        """The current index; None if its codes serve estimates alone."""
         index = self._current(snapshot)
         return index if index is not None and index.searches else None
 
@@ -351,7 +351,7 @@ class Finder:
         return index if self._store.loader.loaded.keyed.since <= since <= snapshot.generation else None
 
     def _use(self, index: Index | None, since: int) -> None:
-        """Take an index into use, under the lock."""
+        """Use an index from now on. The caller holds the lock."""
         self._in_use, self._searcher, self._looked, self._unsaved = (index, since), None, True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
@@ -363,7 +363,7 @@ class Finder:
         self._looked = True
         if folder is None:
             return
-        if self._since != self._store.keyed.since:  # what was refused may have been of other keys than were seen
+        if self._since != self._store.keyed.since:  # the file refused may be of other keys
             self._since, self._file = self._store.keyed.since, None
         if entry is None:
             self._in_use, self._file = (None, 0), None
@@ -378,7 +378,7 @@ class Finder:
 
 
 def _placed(index: Index, devices: Devices | None) -> Index:
-    """The same index on other devices, None for the CPU; on the CPU where its codes have no form there."""
+    """The index on other devices, None for the CPU; on the CPU if the devices lack its engine."""
     if index.devices is devices or not index.searches:
         return index
     index = index if index.devices is None else index.hosted()

@@ -9,7 +9,7 @@ from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.sketches import Sketches
 
 LINKS = 32  # neighbours a record, twice as many on the lowest level
-CONSTRUCTION = 100  # records looked at for each that is added
+CONSTRUCTION = 100  # records visited for each that is added
 
 
 class HNSW(Index):
@@ -37,10 +37,10 @@ class HNSW(Index):
         graph.hnsw.efConstruction = CONSTRUCTION
         graph.train(sample)
         inner = faiss.IndexIDMap(graph)
-        graph.this.disown()  # it lives and dies with the map
+        graph.this.disown()  # the map owns it
         inner.own_fields = True
         return cls(metric, inner)
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """Search parameters; the effort is the number of records that the search keeps in view."""
+        """Search parameters; the effort is efSearch, the size of the search's candidate list."""
         return faiss_module().SearchParametersHNSW(efSearch=effort, **({} if selector is None else {"sel": selector}))

@@ -1,4 +1,4 @@
-"""Inverted lists of FAISS: the form on the CPU of an index that was made on a GPU, in which it is kept and moved.
+"""Inverted lists of FAISS: the form of a GPU's index on the CPU, for files and for moves between devices.
 
 `softdb.index.lists` is what an index of kind "ivf" is on the CPU; it has no form on a GPU.
 """
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
-POINTS_A_LIST = 64  # that a list's centroid is trained on
+POINTS_A_LIST = 64  # most points that train a centroid
 ROUNDS = 10  # of k-means: more changes recall by less than 0.001
-ID = 8  # bytes
+ID = 8  # bytes of an id
 
 
 def lists_for(count: int) -> int:
@@ -36,7 +36,7 @@ class IVF(Index):
 
     @classmethod
     def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
-        """By FAISS' own reader."""
+        """Read what `dump` wrote."""
         index = super().loaded(metric, data, dim)
         if isinstance(index, IVF) and isinstance(index.inner, faiss_module().IndexIVFFastScan):
             raise ValueError("its 4-bit codes are FAISS', as an earlier version made them")
@@ -69,7 +69,7 @@ class IVF(Index):
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:
-        """A FAISS index of the CPU, where this engine's lie."""
+        """A FAISS index on this engine's device."""
         return inner
 
     def parameters(self, effort: int, selector: Any) -> Any:
@@ -83,12 +83,12 @@ class IVF(Index):
 
 
 class IVFSQ8(IVF):
-    """Inverted lists of 8-bit scalar codes, under the name that a GPU has for them."""
+    """Inverted lists of 8-bit scalar codes, under the engine's name on GPUs."""
 
     kind: ClassVar[str] = "ivf-sq8"
 
 
 @functools.lru_cache(maxsize=64)
 def _probing(effort: int) -> Any:
-    """Parameters that FAISS only reads: to make them takes microseconds, which a single query feels."""
+    """Search parameters, cached, as making them takes microseconds. FAISS only reads them."""
     return faiss_module().SearchParametersIVF(nprobe=effort)

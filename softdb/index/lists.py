@@ -87,14 +87,14 @@ class Lists(Sketches):
         offsets = self._in_units(fine.offsets(), self.inner)[1]
         return coarse._replace(codes=fine.codes, factors=fine.factors.astype(np.float16), offsets=offsets)
 
-    def kept_for(self, k: int) -> int:
+    def candidates_for(self, k: int) -> int:
         """Records that are scored exactly to find k."""
         return max(LEAST, self.fetch_k * k)
 
     def cost(self, queries: Floats, k: int, effort: int) -> float:
         """Bytes that a query reads: codes, and keys that are scored exactly, which lie apart from each other."""
         places, scores = np.empty((len(queries), 1), np.int64), np.empty((len(queries), 1), np.float32)
-        candidates = self.kept_for(k)
+        candidates = self.candidates_for(k)
         given = *self.filled, self.layout.rows, None, CODES[self.metric], *self.rule.of_kernels(effort, 1.0)
         scanned: int = abs(native().search_lists(self.native, queries, *given, k, candidates, places, scores))
         return float(scanned / len(queries) * (self.parts / 2 + 4) + JUMP * candidates * queries.shape[1] * 4)

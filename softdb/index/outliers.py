@@ -1,9 +1,9 @@
 """Outliers of norm: the longest keys, which every search for the largest inner product compares exactly.
 
-A key's length is a factor of its inner products, so the longest keys are most often among the nearest; and of the
-error of its code, so an index finds them least surely. They are few: their rows are kept with the index, their keys are
-copied when it is first searched, and every query is compared with all of them that its filter allows. Where lengths
-hardly vary there are none; nor for the cosine and L2.
+A key's length is a factor of its inner products, so the longest keys are often among the nearest, and of the error of
+its code, so an index misses them most often. They are few: the index stores their rows, their keys are copied at the
+first search, and every query is compared with all of them that its filter allows. If lengths hardly vary, and for the
+cosine and L2, there are none.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-SHARE = 0.04  # of the time of a search that comparing them may take, alone and in a batch
-LEAST = 32  # that are compared all the same: in half a microsecond
-MOST = 0.01  # of the records
-WIDEST = 16  # float32 of the widest vector there is
-CLEARLY = 1.5  # times as long as the median key that an outlier is at least
+SHARE = 0.04  # largest share of a search's time for comparing them, of single queries and of batches
+LEAST = 32  # outliers that are compared in any case, in half a microsecond
+MOST = 0.01  # largest share of the records
+WIDEST = 16  # float32 of the widest SIMD vector
+CLEARLY = 1.5  # least length of an outlier, in median lengths
 BLOCK = 1 << 14  # keys measured at once
-TIMED, BATCHES = 64, 5  # queries that are timed, one by one and together, and how often together
+TIMED, BATCHES = 64, 5  # queries that are timed one by one and as a batch; timings of the batch
 
 
 class Outliers:
-    """The longest of the keys that an index holds. Never changed once made: safe to use from several threads."""
+    """The longest of the keys that an index holds. Immutable: safe to use from several threads."""
 
     def __init__(self, snapshot: Snapshot, rows: Rows) -> None:
         positions = snapshot.positions(rows)
-        self.named = rows  # those asked for, some of which the snapshot may lack
+        self.named = rows  # as requested; the snapshot may lack some
         keys = snapshot.keys_at(positions).float().numpy()
         lengths = np.sqrt(np.einsum("md,md->m", keys, keys, dtype=np.float64))
         order = np.argsort(-lengths, kind="stable")
@@ -48,9 +48,9 @@ class Outliers:
         self.keys[:, : keys.shape[1]] = keys[order]
 
     def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
-        """Positions of those that are live and allowed, -1 for the others."""
-        found = _live(snapshot, self.rows)
-        return found if allowed is None else np.where((found >= 0) & allowed[found], found, -1)
+        """Positions of the outliers that are live and allowed, -1 for the others."""
+        positions = _live(snapshot, self.rows)
+        return positions if allowed is None else np.where((positions >= 0) & allowed[positions], positions, -1)
 
     def take_part(
         self,
@@ -59,10 +59,9 @@ class Outliers:
         found: Rows,  # (q, k), changed: best first, -1 = none
         scores: Floats,  # (q, k), changed
     ) -> bool:
-        """Make of the k best that were found the k best of those and of the outliers; nothing where fewer were found.
+        """Merge the outliers into the k best of each query; queries with fewer than k are not changed.
 
-        Returns whether this changed anything. Cost 2 q m d at most, less where the longest are far longer than the
-        others.
+        Return True if anything changed. Cost 2 q m d at most, less if the longest are far longer than the others.
         """
         (m, width), (q, d) = self.keys.shape, queries.shape
         if not found.size or not self.count:
@@ -71,16 +70,16 @@ class Outliers:
             before = found.copy()
             _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
             return bool((before != found).any())
-        asked = queries
+        padded = queries
         if d < width:
-            asked = np.zeros((q, width), np.float32)
-            asked[:, :d] = queries
+            padded = np.zeros((q, width), np.float32)
+            padded[:, :d] = queries
 
-        def given(part: slice) -> tuple[Any, ...]:
-            return asked[part], positions, self.keys, self.lengths, found[part], scores[part]
+        def given(run: slice) -> tuple[Any, ...]:
+            return padded[run], positions, self.keys, self.lengths, found[run], scores[run]
 
-        if q == 1:  # which feels microseconds
-            return bool(native().take_in(asked, positions, self.keys, self.lengths, found, scores))
+        if q == 1:  # saves the microseconds of `by_lines`
+            return bool(native().take_in(padded, positions, self.keys, self.lengths, found, scores))
         return any(by_lines(native().take_in, given, q, q * m * width))
 
 
@@ -99,10 +98,10 @@ def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -
 
 
 def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: Outliers | None) -> Outliers:
-    """The outliers of an index, at most `room` where they are looked for; `known`, those of an earlier search, may do.
+    """The outliers of an index, at most `room`; `known`, those of an earlier search, if they are still the same.
 
-    Looked for among the keys of the snapshot before a position, at a cost of n d, where they are not known: in a new
-    index, in one to which records were added, and where half of them have been deleted.
+    A scan of the keys before position `until`, cost n d, finds them for a new index, after records were added, and if
+    half of them have been deleted.
     """
     longest = index.longest
     if longest is None or 2 * np.count_nonzero(_live(snapshot, longest) >= 0) < len(longest):
@@ -112,16 +111,16 @@ def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: 
 
 def _live(snapshot: Snapshot, rows: Rows) -> Rows:
     """Positions of rows, -1 for those that are dead or gone."""
-    found = snapshot.positions(rows)
-    return np.where((found >= 0) & snapshot.live[found], found, -1)
+    positions = snapshot.positions(rows)
+    return np.where((positions >= 0) & snapshot.live[positions], positions, -1)
 
 
 def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:
-    """Rows of the longest keys that are clearly longer than most, the longest first, at most so many."""
-    there = lengths[~np.isnan(lengths)]
-    if not len(there):
+    """Rows of at most `room` keys that are clearly longer than the median, the longest first."""
+    of_live = lengths[~np.isnan(lengths)]
+    if not len(of_live):
         return np.empty(0, np.int64)
-    long = np.flatnonzero(lengths > CLEARLY * np.median(there))
+    long = np.flatnonzero(lengths > CLEARLY * np.median(of_live))
     if len(long) > room:
         long = long[np.argpartition(-lengths[long], room - 1)[:room]]
     return snapshot.rows(long[np.lexsort((long, -lengths[long]))])
@@ -135,8 +134,8 @@ def lengths_of(snapshot: Snapshot, until: int) -> Floats:  # (until,)
         if positions[0] >= until:
             break
         inside = positions < until
-        found = torch.linalg.vector_norm(block.keys, dim=1, dtype=torch.float64)
-        lengths[positions[inside]] = found.numpy()[inside]
+        measured = torch.linalg.vector_norm(block.keys, dim=1, dtype=torch.float64)
+        lengths[positions[inside]] = measured.numpy()[inside]
     return lengths
 
 
@@ -151,7 +150,7 @@ def affordable(
     queries: Floats,  # (q, d)
     search: Callable[[Floats], Rows],  # queries -> (q, k) positions, without the outliers
 ) -> Rows:
-    """As many of the longest as are compared within SHARE of the search's time, LEAST at least: by the clock."""
+    """The longest keys that are compared within SHARE of a search's time, as measured, and at least LEAST."""
     while len(longest) > LEAST:
         share = _share(snapshot, Outliers(snapshot, longest), queries[:TIMED], search)
         if share <= SHARE:
@@ -161,14 +160,14 @@ def affordable(
 
 
 def _share(snapshot: Snapshot, outliers: Outliers, queries: Floats, search: Callable[[Floats], Rows]) -> float:
-    """The time of comparing outliers over that of a search: of batches or of single queries, whichever is more."""
+    """Time of comparing outliers over that of a search, the larger ratio of batches and single queries."""
     positions, first = outliers.positions(snapshot, None), search(queries)
-    found, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
+    candidates, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
 
-    def seconds(part: slice) -> tuple[float, float]:
-        asked, arguments = queries[part], (positions, found[part].copy(), scores[part].copy())
-        searched = timed(functools.partial(search, asked))[1]
-        return timed(functools.partial(outliers.take_part, asked, *arguments))[1], searched
+    def seconds(run: slice) -> tuple[float, float]:
+        some, arguments = queries[run], (positions, candidates[run].copy(), scores[run].copy())
+        searched = timed(functools.partial(search, some))[1]
+        return timed(functools.partial(outliers.take_part, some, *arguments))[1], searched
 
     batches = np.median([seconds(slice(None)) for _ in range(BATCHES)], axis=0)
     alone = np.median([seconds(slice(place, place + 1)) for place in range(len(queries))], axis=0)

@@ -1,6 +1,6 @@
-"""Columns as finders and soft queries read them, on the host or on devices. `softdb.device` implements what lies there.
+"""Protocols of columns on the host or on devices. `softdb.device` implements those on devices.
 
-An answer on the CPU reads a `Snapshot`, whose `placed` is None, and meets nothing else of this file.
+An answer on the CPU reads a `Snapshot`, whose `placed` is None, and nothing else of this file.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class SoftmaxPass(NamedTuple):
 
 
 class ColumnPass(Protocol):
-    """Columns on a device, over which a softmax passes there."""
+    """Columns on a device that computes softmax passes."""
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-        """Mean of the values and lse, where the queries lie; lse is NaN where a score overflows.
+        """Weighted mean of the values and lse, on the queries' device; lse is NaN if a score overflows.
 
-        None where the columns do not fit on the device.
+        None if the columns do not fit on the device.
         """
 
 
 class TensorPass(ColumnPass, Protocol):
-    """Plain tensors on a device, which are searched there, too."""
+    """Plain tensors on a device, which also searches them."""
 
     def nearest(self, what: SoftmaxPass, k: int) -> Rows | None:  # (q, k), -1 = none
-        """Positions of the k nearest, best first, ties by position; None where a score overflows."""
+        """Positions of the k nearest, best first, ties by position; None if a score overflows."""
 
 
 class PlacedColumns(ColumnPass, Protocol):
-    """A generation whose columns lie on devices: tensors come from there, rows and live records from the host.
+    """A generation with columns on devices; rows and the mask of live records stay on the host.
 
     Read by position, as `softdb.store.snapshot.Snapshot` documents each method.
     """
@@ -108,11 +108,8 @@ class PlacedColumns(ColumnPass, Protocol):
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """As `Snapshot.blocks`: keys and values on the device, positions on the host."""
 
-    def first(self, size: int) -> PlacedColumns:
-        """At most so many of the first records, all live, on one device."""
-
     def resident(self, pools: bool) -> bool:
-        """Return True if the keys, and the values if they are pooled, lie on the devices; else they are streamed."""
+        """Return True if the devices hold the keys, and the values if pooled; else they are streamed."""
 
     def place(self, pools: bool) -> str:
         """Suffix of an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""
@@ -124,11 +121,11 @@ class PlacedColumns(ColumnPass, Protocol):
         metric: Metric,
         dtype: torch.dtype,
     ) -> NDArray[Any]:  # (q, c)
-        """Exact scores of candidates, -inf for none: of what is gathered on the device the scores alone travel."""
+        """Exact scores of candidates, -inf for none, computed on the device; only scores are copied to the host."""
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
         """As `softdb.index.flat.radius_search`."""
 
 
 RecordColumns: TypeAlias = Snapshot | PlacedColumns
-"""Columns of one generation, wherever they lie: `placed` is None for those on the host, which kernels read in place."""
+"""Columns of one generation. `placed` is None for columns on the host, which kernels read in place."""

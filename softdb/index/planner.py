@@ -1,7 +1,7 @@
-"""The planner: decides by which way a question is answered.
+"""The planner: the choice of the way in which a query is answered.
 
-A search asks the index, or compares records where few are left: in blocks, or one by one. An estimate or a count draws
-records, or passes over all; the costs of both are counted in bytes read, by fixed rates. A sample is one exact pass.
+A search asks the index or, if few records match a filter, compares them: in blocks or pair by pair. Estimates, counts
+and samples draw records or pass over all; costs of both are counted in bytes read, by fixed rates.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import Literal
 
 from softdb.index.contract import Index
 
-FEW = 4096  # matches of a filter that are compared exactly sooner than an index in FAISS is asked
+FEW = 4096  # matches of a filter up to which comparing all is preferred to an index in FAISS
 SHARE = 0.125  # of the records, likewise
-FEWEST = 2048  # likewise where the index scans the matches alone
-PAIRS = 1 << 19  # queries times matches that are compared one by one sooner than in blocks
+FEWEST = 2048  # likewise for an index that scans matches alone
+PAIRS = 1 << 19  # queries times matches up to which pairs are preferred to blocks
 
-CALL = 20_000_000  # bytes read in the time that a draw takes whatever it draws
-CODE = 0.35  # … to look up a part of a code, where all cores share the work
-DRAWN = 6000  # … for a record drawn, which lies anywhere
-GATHERED = 6  # … for a number of its key
-SPREAD = 5  # … for a number of its value, of which the error takes random sums
-PASSED = 0.11  # … for a number of a record and a query, in a pass over all
+CALL = 20_000_000  # fixed cost of a round of draws, in bytes that are read in that time
+CODE = 0.35  # … of a part of a code
+DRAWN = 6000  # … of a record drawn, at a random address
+GATHERED = 6  # … of a number of its key
+SPREAD = 5  # … of a number of its value, which the error sums, too
+PASSED = 0.11  # … of a number of a record, for each query of a pass
 
 Way = Literal["index", "blocks", "pairs"]
 
 
 class Planner:
-    """Decides by which way a question to one index is answered. Safe to use from several threads."""
+    """Choice of the way in which queries to one index are answered. Safe to use from several threads."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
 
     def way(self, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
-        """Return how to search among `matches` records; `pairs`: they may be scored one by one for each query."""
+        """Return the way to search among `matches` records; `pairs`: they may be scored pair by pair."""
         index, few = self.index, 4 * k
         if index.filters_inside:
             few = max(FEWEST, few)
@@ -44,11 +44,11 @@ class Planner:
 
 
 def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> float:
-    """Cost of exact answers over every record: bytes read, or as long as they take."""
+    """Cost of a pass over every record, in bytes read: memory traffic and the operations of each query."""
     return float(records) * (record_bytes + queries * PASSED * (d + v))
 
 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
-    """Cost of a round of an estimate, in the same measure."""
+    """Cost of a round of draws, in the same unit."""
     each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
     return CALL + queries * each

@@ -1,6 +1,6 @@
-"""Scores of whole blocks by matrix products, the best of them, and how far rounding may have misled.
+"""Approximate scores of blocks by matrix products, the best of them, and a bound on their rounding.
 
-Step one of exact search. What it keeps is scored again, pair by pair.
+Step one of exact search; the candidates are scored again, pair by pair.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from torch import Tensor
 
 from softdb.check import Metric
 
-_GROUP = 32  # scores that share a maximum
+_GROUP = 32  # scores of a group, whose maximum is taken first
 
 
 class Best(NamedTuple):
-    """The best approximate scores so far, and where they lie: not in order."""
+    """The best approximate scores so far and their positions, in any order."""
 
     scores: Tensor  # (q, c)
     positions: Tensor  # (q, c)
 
 
 class KeyBlock(NamedTuple):
-    """Some of the records, where they are compared."""
+    """A block of records on the device where they are compared."""
 
     positions: Tensor  # (m,)
     keys: Tensor  # (m, d)
 
 
 class BlockKeys:
-    """A block of keys and what its metric needs of it, computed once for all queries."""
+    """A block of keys with terms of its metric that all queries share."""
 
     def __init__(self, metric: Metric, keys: Tensor, before: BlockKeys | None) -> None:
         self.keys = keys  # (m, d)
-        # the same memory for all blocks: megabytes asked for anew cost more in page faults than the product
+        # memory shared by all blocks: page faults of new memory cost more than the product
         self._moved: Tensor = keys.new_empty(0) if before is None else before._moved
         self._scores: Tensor = keys.new_empty(0) if before is None else before._scores
         self.inverse = _inverse_lengths(keys) if metric is Metric.COSINE else keys.new_empty(0)  # (m,)
 
     def around(self, centre: Tensor) -> Tensor:  # (m, d), overwritten by the next call
-        """The keys as seen from a centre (d,)."""
+        """Return the keys minus a centre (d,)."""
         if self._moved.numel() < self.keys.numel():
             self._moved = self.keys.new_empty(self.keys.numel())
         return torch.sub(self.keys, centre, out=self._moved[: self.keys.numel()].view_as(self.keys))
 
     def scores(self, queries: int) -> Tensor:  # (q, m)
-        """Memory for the scores of so many queries, the same for every call."""
+        """Memory for the scores of `queries` queries, shared by all calls."""
         numbers = queries * len(self.keys)
         if self._scores.numel() < numbers:
             self._scores = self.keys.new_empty(numbers)
@@ -54,12 +54,12 @@ class BlockKeys:
 
 
 class Probe:
-    """Some queries made ready to be compared with blocks, and how far rounding may mislead them."""
+    """Queries prepared for comparison with blocks, and the bound on the rounding of their scores."""
 
     def __init__(self, metric: Metric, queries: Tensor) -> None:
-        self.metric, self.asked, self.queries = metric, queries, queries  # (q, d)
+        self.metric, self.given, self.queries = metric, queries, queries  # (q, d)
         if metric is Metric.L2:
-            # around the queries nothing that is near to them is lost to cancellation
+            # seen from the mean query, cancellation loses no digits of near keys
             self.centre = queries.mean(0)
             self.moved = queries - self.centre
             self.single = len(queries) == 1
@@ -67,7 +67,7 @@ class Probe:
             self.queries = queries * _inverse_lengths(queries).unsqueeze(1)
 
     def approximate(self, block: BlockKeys) -> Tensor:  # (q, m), overwritten by the next call
-        """Scores by one matrix product; L2 without its constant per query."""
+        """Scores by one matrix product; for L2 without the constant of each query."""
         out = block.scores(len(self.queries))
         if self.metric is not Metric.L2:
             _multiply(self.queries, block.keys, out)
@@ -79,16 +79,16 @@ class Probe:
         return _multiply(self.moved, moved, out).mul_(2).sub_(squares)
 
     def full(self, scores: Tensor) -> Tensor:  # (q,) float64
-        """Approximate scores, one for each query, with the constant put back."""
+        """Scores, one for each query, from approximate ones: the constant of L2 is added."""
         scores = scores.double()
         return scores - self.moved.double().square().sum(1) if self.metric is Metric.L2 else scores
 
     def slack(
         self,
-        worst: Tensor,  # (q,) float64, score of the last found
+        worst: Tensor,  # (q,) float64, score of the last candidate
         longest: Tensor,  # (q,) float64, length of the longest key concerned
     ) -> Tensor:  # (q,) float64
-        """Largest error of an approximate score, for a record about as near as the last found.
+        """Largest error of an approximate score of a record about as near as the last candidate.
 
         |error| ≤ d u Σ|a_i b_i| for a product of d terms at unit rounding u (Higham 2002, section 3.1).
         """
@@ -104,7 +104,7 @@ class Probe:
 
 
 def reduced() -> bool:
-    """Return True if products of float32 may run in less; torch refuses to say once its newer settings were used."""
+    """Return True if float32 products may run in lower precision, or if torch's settings cannot be read."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
@@ -116,7 +116,7 @@ def pair_scores(
     keys: Tensor,  # (…, d)
     metric: Metric,
 ) -> Tensor:  # (…)
-    """Scores pair by pair, without matrix products: the same for equal keys wherever they stand, and never in TF32."""
+    """Scores pair by pair, without matrix products: equal keys score alike at any position, and never in TF32."""
     if metric is Metric.L2:
         return (keys - queries).square_().sum(-1).neg_()
     products = (keys * queries).sum(-1)
@@ -131,15 +131,15 @@ def _multiply(queries: Tensor, keys: Tensor, out: Tensor) -> Tensor:
     if len(queries) >= 8:
         return torch.mm(queries, keys.T, out=out)
     # for few queries MKL is two to three times faster this way round, except for a single one
-    asked = queries if len(queries) > 1 else queries.repeat(2, 1)
-    return out.copy_(torch.mm(keys, asked.T).T[: len(queries)])
+    doubled = queries if len(queries) > 1 else queries.repeat(2, 1)
+    return out.copy_(torch.mm(keys, doubled.T).T[: len(queries)])
 
 
 def _inverse_lengths(vectors: Tensor) -> Tensor:
     """1/‖x‖ (m,) of vectors (m, d), 0 for a zero vector."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=1)
     low, high = lengths.aminmax()
-    if not (low > 1e-15 and high < 1e15):  # squares of float32 that overflow, vanish, or belong to a zero vector
+    if not (low > 1e-15 and high < 1e15):  # a square overflows or underflows, or a vector is zero
         lengths = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
     return lengths.reciprocal().masked_fill(lengths == 0, 0).to(vectors.dtype)
 
@@ -148,16 +148,16 @@ def merge(
     best: Best | None,
     scores: Tensor,  # (q, m)
     positions: Tensor,  # (m,)
-    kept: int,
+    width: int,
 ) -> Best:
-    """The best so far and a block's best, together."""
+    """Merge the best so far with a block's best."""
     groups = scores.shape[1] // _GROUP
-    if groups < 2 * kept:
-        return top(best, scores, positions.expand(scores.shape), kept)
+    if groups < 2 * width:
+        return top(best, scores, positions.expand(scores.shape), width)
     # the best scores lie in the groups with the best maxima; a strided group vectorises
     maxima = scores[:, : groups * _GROUP].view(-1, _GROUP, groups).amax(1)  # (q, groups)
     tail = torch.arange(groups * _GROUP, scores.shape[1])
-    if best is None or best.scores.shape[1] < kept:
+    if best is None or best.scores.shape[1] < width:
         hot = torch.arange(len(scores))
         best = best or Best(scores.new_empty(len(scores), 0), positions.new_empty(len(scores), 0))
     else:
@@ -165,13 +165,13 @@ def merge(
         hot = (~(torch.maximum(maxima.amax(1), _amax(scores[:, tail])) <= floor)).nonzero()[:, 0]
         if not len(hot):
             return best
-    chosen = maxima[hot].topk(kept, sorted=False).indices.unsqueeze(1)  # (hot, 1, kept)
+    chosen = maxima[hot].topk(width, sorted=False).indices.unsqueeze(1)  # (hot, 1, kept)
     places = (chosen + groups * torch.arange(_GROUP).view(1, -1, 1)).flatten(1)
     places = torch.cat([places, tail.expand(len(hot), -1)], 1)
-    here = top(Best(best.scores[hot], best.positions[hot]), scores[hot.unsqueeze(1), places], positions[places], kept)
+    own = top(Best(best.scores[hot], best.positions[hot]), scores[hot.unsqueeze(1), places], positions[places], width)
     if len(hot) == len(scores):
-        return here
-    return Best(best.scores.index_copy(0, hot, here.scores), best.positions.index_copy(0, hot, here.positions))
+        return own
+    return Best(best.scores.index_copy(0, hot, own.scores), best.positions.index_copy(0, hot, own.positions))
 
 
 def _amax(scores: Tensor) -> Tensor:
@@ -182,12 +182,12 @@ def top(
     best: Best | None,
     scores: Tensor,  # (q, m)
     positions: Tensor,  # (q, m)
-    kept: int,
+    width: int,
 ) -> Best:
-    """The best so far and others, together."""
+    """Merge the best so far with other scores."""
     if best is not None:
         scores, positions = torch.cat([best.scores, scores], 1), torch.cat([best.positions, positions], 1)
-    if scores.shape[1] <= kept:
-        return Best(scores.clone(), positions.clone())  # the scores' memory is used again
-    values, places = scores.topk(kept, sorted=False)
+    if scores.shape[1] <= width:
+        return Best(scores.clone(), positions.clone())  # the memory of the scores is reused
+    values, places = scores.topk(width, sorted=False)
     return Best(values, positions.gather(1, places))

@@ -1,10 +1,10 @@
 """The quantizer of lists: centroids, a rotation and words, by which records are coded; and blocks of coded records.
 
-A record is coded as the centroid of its list, a rotation of words of 4 bits, one for each part of what the centroid
-leaves, and a factor that makes estimates exact along it; `softdb/kernels/native/lists.cc` has the equations. Jégou et
-al. 2011, "Product quantization for nearest neighbor search"; Ge et al. 2013, "Optimized product quantization", for the
-rotation: the eigenvectors of the residuals' covariance, dealt to the parts so that their variances multiply to about
-the same; Gao and Long 2024, "RaBitQ", arXiv 2405.12497, for the factor.
+A record is coded as the centroid of its list, 4-bit words for parts of the rotated residual, and a factor that makes
+estimates exact along the residual; `softdb/kernels/native/lists.cc` has the equations. Jégou et al. 2011, "Product
+quantization for nearest neighbor search"; Ge et al. 2013, "Optimized product quantization", for the rotation: the
+eigenvectors of the residuals' covariance, assigned to parts of about equal products of variances; Gao and Long 2024,
+"RaBitQ", arXiv 2405.12497, for the factor.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from softdb.index.contract import Floats, Live, Rows, faiss_module
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 
-POINTS_A_LIST = 40  # that a list's centroid is trained on
+POINTS_A_LIST = 40  # most points that train a centroid
 ROUNDS = 8  # of k-means: more changes recall by less than 0.001
-TRAINED, EACH = 6000, 8  # residuals that rotation and words are trained on, and for each number of a key, at least
-BLOCK = 16  # records whose codes stand together; words of a part
-ENCODED = 1 << 22  # numbers at once: 16 MB
+TRAINED, EACH = 6000, 8  # residuals that train rotation and words: the larger of TRAINED and EACH d
+BLOCK = 16  # records of a block of codes; words of a part
+ENCODED = 1 << 22  # numbers that are encoded at once: 16 MB
 CODE = 127  # the largest int8
-HIGHEST = 60_000  # of a float16
-SKETCHED = (64, 4), (32, 2), (1, 1)  # numbers of a key from which on a word of a sketch is so long
-PEAK = 4.0  # deviations that the error of one part may be, where a query has all its length in it
-ROUNDED = 1.02, 0.01  # of measured errors and of |r|: rotations and factors are rounded
-SHARE = 0.0002  # of the records that may be set apart because they stand out
-ORDINARY, FACTOR = 0.9, 1.5  # no farther than so many times what this share of the records stays below
-GAIN = 63.75  # steps of a factor in one byte, at most 4
-APART = 255  # the error of a record that is scored for every query
+HIGHEST = 60_000  # largest float16 that is used
+SKETCHED = (64, 4), (32, 2), (1, 1)  # least width of keys, and numbers of a word of their sketches
+PEAK = 4.0  # largest error of one part in deviations, for a query whose length lies in that part
+ROUNDED = 1.02, 0.01  # factor of measured errors, and share of |r| added, for the rounding of rotations and factors
+SHARE = 0.0002  # largest share of records that are set apart as extreme
+ORDINARY, FACTOR = 0.9, 1.5  # a measure is ordinary up to FACTOR times its ORDINARY quantile
+GAIN = 63.75  # steps a unit of a factor in one byte, which is at most 4
+APART = 255  # error byte of a record that is set apart
 NO_ROW = int(np.iinfo(np.uint32).max)
 _ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # records of a block by the bytes of their codes
 
@@ -41,14 +41,14 @@ _COUNTS = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).resh
 
 
 class Matrix(NamedTuple):
-    """A matrix of int8, rows (r, d) each with a scale: what kernels multiply queries by."""
+    """A matrix of int8 rows (r, d) with a scale each, which kernels multiply queries by."""
 
     numbers: NDArray[np.int8]  # (r, d)
     scales: Floats  # (r,)
 
     @classmethod
     def of(cls, rows: Floats) -> Matrix:  # (r, d)
-        """The nearest such matrix."""
+        """Round a matrix (r, d)."""
         scales = np.abs(rows).max(1, initial=0) / CODE
         scales[scales == 0] = 1
         return cls(np.rint(rows / scales[:, None]).astype(np.int8), scales.astype(np.float32))
@@ -60,7 +60,7 @@ class Matrix(NamedTuple):
         return rows
 
     def interleaved(self) -> NDArray[np.uint8]:  # (groups, …)
-        """As kernels read it: 128 added, 16 rows together, and of these four numbers each."""
+        """The layout of the kernels: 128 added; groups of 16 rows, four numbers of each row in turn."""
         rows, width = self.numbers.shape
         padded = np.full((-(-rows // BLOCK) * BLOCK, -(-width // 4) * 4), 128, np.uint8)
         padded[:rows, :width] = self.numbers.view(np.uint8) ^ 128
@@ -74,9 +74,9 @@ class Quantizer(NamedTuple):
     rotation: Matrix  # (parts · word, d)
     centroids: Matrix  # (lists, d)
     words: Floats  # (parts, word, 16)
-    origin: Floats  # (d,) that keys are seen from: their mean for l2, else 0
-    unit: float  # of offsets
-    error_step: float  # of errors, in bytes
+    origin: Floats  # (d,) subtracted from keys: their mean for l2, else 0
+    unit: float  # of offsets, in squared distance
+    error_step: float  # of error bytes, in distance
 
     @classmethod
     def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
@@ -96,7 +96,7 @@ class Quantizer(NamedTuple):
         return trained._in_units(some, is_l2)
 
     def _in_units(self, sample: Floats, is_l2: bool) -> Quantizer:
-        """The same with units that leave room for records other than those of the sample."""
+        """The quantizer with units that leave room for records beyond those of the sample."""
         coded = self.coded(sample, nearest_centroids(self.centroids.rows, sample))
         offsets = np.maximum(np.abs(coded.offsets()), np.abs(coded.offsets(1.0)))
         unit = float(max(offsets.max(), 1e-30)) * 8 / HIGHEST if is_l2 else 1.0
@@ -105,7 +105,7 @@ class Quantizer(NamedTuple):
         return self._replace(unit=unit, error_step=max(usual, extreme, 1e-30) / (APART - 1))
 
     def sketched(self, sample: Floats, is_l2: bool) -> Quantizer:  # (m, d)
-        """The same lists with coarser codes, of about a bit a number. Needs FAISS."""
+        """A quantizer of the same lists with coarser codes, of about a bit a number. Needs FAISS."""
         sample = np.ascontiguousarray(sample - self.origin)
         d = sample.shape[1]
         some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
@@ -116,7 +116,7 @@ class Quantizer(NamedTuple):
         return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
 
     def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d) seen from the origin, (n,)
-        """Code records whose lists are known. Cost n d parts · word."""
+        """Encode records of known lists. Cost n d parts · word."""
         size = max(1, ENCODED // keys.shape[1])
         blocks = [self._coded(keys[low : low + size], lists[low : low + size]) for low in range(0, len(keys), size)]
         return Codes(*map(np.concatenate, zip(*blocks, strict=True)))
@@ -131,32 +131,32 @@ class Quantizer(NamedTuple):
         peak = keys.shape[1] ** 0.5 / PEAK
         words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2
 
-        def given(run: slice) -> tuple[Any, ...]:
-            asked = turned[run], turned_centroids, lists[run], squares[run], *words, peak
-            return *asked, codes[run], factors[run], central[run], errors[run]
+        def arguments(run: slice) -> tuple[Any, ...]:
+            coded_terms = turned[run], turned_centroids, lists[run], squares[run], *words, peak
+            return *coded_terms, codes[run], factors[run], central[run], errors[run]
 
-        by_lines(native().encode, given, len(turned), turned.size * BLOCK)
+        by_lines(native().encode, arguments, len(turned), turned.size * BLOCK)
         errors = ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares)
         return Codes(codes, factors, central, errors, squares)
 
 
 class Codes(NamedTuple):
-    """Records as `Quantizer.coded` codes them, in float32."""
+    """Codes of records in float32, from `Quantizer.coded`."""
 
     codes: NDArray[np.uint8]  # (n, parts / 2)
     factors: Floats  # (n,)
     central: Floats  # (n,) <c, w>
-    errors: Floats  # (n,) |k - k̂|, more where one part of the code has most of it
+    errors: Floats  # (n,) |k - k̂|, more if one part of the code has most of it
     squares: Floats  # (n,) |r|²
 
     def offsets(self, factor: float | None = None) -> Floats:  # (n,)
-        """Terms of l2 that no query changes, 2 f <c, w> + |r|²; with one factor for all where it is given."""
+        """Terms of l2 that are the same for all queries, 2 f <c, w> + |r|², with own factors or one for all."""
         offsets: Floats = 2 * (self.factors if factor is None else factor) * self.central + self.squares
         return offsets
 
 
 class Coded(NamedTuple):
-    """Records by list, in the order in which they came."""
+    """Coded records with their lists, in the order of insertion."""
 
     lists: Rows  # (n,)
     codes: NDArray[np.uint8]  # (n, parts / 2)
@@ -166,36 +166,36 @@ class Coded(NamedTuple):
     squares: Floats  # (n,) |r|²
     radii: Floats  # (n,) |r|, or more
     sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
-    gains: NDArray[np.uint8]  # (n,) their factors, for what lies far along the residual
+    gains: NDArray[np.uint8]  # (n,) their factors, applied to large scores along the residual
     errors: NDArray[np.uint8]  # (n,) their errors, rounded up
     corrections: NDArray[np.float16]  # (n,) their offsets for a factor of 1
 
     def take(self, which: NDArray[Any]) -> Coded:
-        """Some of them, in a given order."""
+        """Return some of the records, by mask or numbers."""
         return Coded(*(column[which] for column in self))
 
 
 class Allowed(NamedTuple):
     """Slots that a scan may return."""
 
-    bits: NDArray[np.uint16]  # (blocks,) a bit a slot
-    sizes: Floats  # (lists and up to 15 zeros,) their number in each list
+    bits: NDArray[np.uint16]  # (blocks,) a bit for each slot
+    sizes: Floats  # (lists,) their number in each list, padded with zeros to a multiple of 16
 
 
 class CodeBlocks(NamedTuple):
-    """Coded records where kernels read them: in blocks of 16, list by list; the last of a list has spare slots."""
+    """Coded records as kernels read them: blocks of 16, list by list; a list's last block may have spare slots."""
 
     sizes: Rows  # (lists,) records
     starts: Rows  # (lists + 1,) first block
-    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the finer codes, which there may be none of
+    blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16) finer codes; parts may be 0
     factors: NDArray[np.float16]  # (blocks, 16); without finer codes (0, 16)
     offsets: NDArray[np.float16]  # (blocks, 16) of l2 with finer codes, else (0, 16)
     rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
     squares: Floats  # (lists,) Σ |r|²
-    radii: Floats  # (lists,) no |r| is more
+    radii: Floats  # (lists,) max |r|
     sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the coarser codes
-    gains: NDArray[np.uint8]  # (blocks, 16) of these, the factors
-    errors: NDArray[np.uint8]  # (blocks, 16) APART where a record is scored for every query
+    gains: NDArray[np.uint8]  # (blocks, 16) factors of the coarser codes
+    errors: NDArray[np.uint8]  # (blocks, 16) errors of the coarser codes; APART: set apart
     corrections: NDArray[np.float16]  # (blocks, 16) their offsets of l2, else (0, 16)
 
     @classmethod
@@ -233,7 +233,7 @@ class CodeBlocks(NamedTuple):
         return _slots(self.sizes, self.starts)
 
     def coded(self) -> Coded:
-        """The records, list by list; of |r|² the mean of their list, of |r| the most."""
+        """The records, list by list, each with the mean |r|² and the largest |r| of its list."""
         slots, squares = self.slots, self.squares / np.maximum(self.sizes, 1)
 
         def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -252,7 +252,7 @@ class CodeBlocks(NamedTuple):
         )  # fmt: skip
 
     def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)
-        """The slots that are filled and whose place is in `keep`. Cost n."""
+        """The filled slots whose place is in `keep`. Cost n."""
         taking_part = np.append(keep, False)[np.minimum(places, len(keep))]
         bits = np.packbits(taking_part, bitorder="little").view(np.uint16)
         counts = np.concatenate([[0], np.cumsum(_COUNTS[bits], dtype=np.int64)])
@@ -262,13 +262,13 @@ class CodeBlocks(NamedTuple):
 
 
 def sketch_of(dim: int) -> tuple[int, int]:
-    """Numbers of a key that a word of a sketch is long, and its parts."""
+    """Length of a word of a sketch in numbers of a key, and number of parts."""
     word = next(length for least, length in SKETCHED if dim >= least)
     return word, -(-dim // (8 * word)) * 8
 
 
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
-    """Slots of records that stand list by list."""
+    """Slots of the records, list by list."""
     first = starts[:-1] * BLOCK - np.concatenate([[0], np.cumsum(sizes)[:-1]])
     slots: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
     return slots
@@ -285,7 +285,7 @@ def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (part
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
-    """A rotation whose parts have about equal products of variances: each axis goes to the part that has least."""
+    """A rotation whose parts have about equal products of variances: each axis goes to the least so far."""
     values, axes = np.linalg.eigh((residuals.T @ residuals).astype(np.float64) / len(residuals))
     logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
     logs -= logs.min() - 1e-3
@@ -303,7 +303,7 @@ def nearest_centroids(centroids: Floats, keys: Floats) -> Rows:  # (l, d), (n, d
     """The centroid that is nearest to each key."""
     table, half = torch.from_numpy(centroids), torch.from_numpy(np.square(centroids).sum(1) / 2)
     size, nearest = max(1, ENCODED // len(centroids)), torch.empty(len(keys), dtype=torch.int64)
-    room = torch.empty(min(size, len(keys)), len(centroids))  # one for all: new pages cost a third of the time
+    room = torch.empty(min(size, len(keys)), len(centroids))  # reused, as new pages cost a third of the time
     for some, out in zip(torch.split(torch.from_numpy(keys), size), torch.split(nearest, size), strict=True):
         torch.addmm(half, some, table.T, beta=-1, out=room[: len(some)])
         torch.argmax(room[: len(some)], 1, out=out)

@@ -1,4 +1,4 @@
-"""The Query, one question about the nearest records, checked. It is asked of a snapshot, or of a source."""
+"""The Query: a checked question about the nearest records of a snapshot or a source."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from softdb.store.snapshot import Live, Rows
 
 @dataclass(frozen=True)
 class Query:
-    """Queries, how many records each wants, by which metric, and which records take part.
+    """Queries, the number of records wanted for each, the metric, and the records that take part.
 
-    `least` stands for a radius in one form: the least score that is near enough, -r² for a distance r.
+    `least` is a radius as a score: the least score of a match, -r² for a distance r.
     """
 
     queries: Tensor  # (q, d) floating point, with their graph
     k: int  # records for each query; 0: all that score at least `least`
     metric: Metric
-    allowed: Live | None = None  # (size,) over positions; None: every live record. Never changed: caches know it by id
+    allowed: Live | None = None  # (size,) bool; None: every live record. Immutable: caches know it by identity
     _: KW_ONLY
     least: float | None = None
-    offset: int = 0  # the best so many are passed over
+    offset: int = 0  # number of the best records that are skipped
     diversity: float = 0.0
     fetch_k: int = 0  # candidates among which k diverse ones are chosen
-    groups: Grouping | None = None  # of the records: k and offset count groups, of which each gives `group_size`
+    groups: Grouping | None = None  # if given, k and offset count groups of `group_size` records
     group_size: int = 1
     excluded: Rows | None = None  # positions (q, e), or (1, e) for every query; -1 = none
     exact: bool = False  # ignore the index and compare all records
-    certain: int | None = None  # of the k so many need the recall that the index was tuned to; None: all
-    pairwise: bool = True  # few records may be ordered by their scores in float32
+    certain: int | None = None  # number of the k that need the tuned recall; None: all
+    pairwise: bool = True  # True: few records may be ordered by float32 scores
 
     def keep(self, live: Live) -> Live:  # (size,), (size,)
-        """Return which of the live records take part."""
+        """Mask of the live records that take part."""
         return live if self.allowed is None else live & self.allowed
 
     def excluding_by_filter(self, size: int, most: int = -1) -> Query:
-        """Return the same by `allowed`, where all queries exclude the same records, and more than `most`."""
+        """Return the query with exclusions moved to `allowed`, if all queries share more than `most` of them."""
         excluded = self.excluded
         if excluded is None or len(excluded) > 1 or excluded.shape[1] <= most:
             return self

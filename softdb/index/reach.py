@@ -1,12 +1,12 @@
-"""Reach of the values that an index knows the keys of, and the records apart.
+"""Statistics of the values of indexed records, for estimates, and the records that are set apart.
 
-An estimate may leave a record undrawn only where something bounds its weight and its value. The error of its code
-bounds the weight; the few codes with an extreme error are marked as set apart (`softdb.index.quantizer`). The distance
-‖v - v̄‖ of each value from their mean is measured in one pass when an index is built. The few in which it is extreme
-would make every bound loose: they are set apart, too, and scored for every query. With them the mean value of each list
-is kept, by which estimates are corrected.
-All stands behind the engine's bytes in the index file: arrays in NumPy's own format, one after the other, in the order
-of `FORM`. Of an index that has grown since, it is measured when it is first needed.
+An estimate may leave a record undrawn only if its weight and its value are bounded. The error of its code bounds the
+weight; the few codes with an extreme error are marked as set apart (`softdb.index.quantizer`). The distance ‖v - v̄‖ of
+each value from their mean is measured in one pass when an index is built. Records with an extreme distance would make
+every bound loose: they are set apart, too, and scored for every query. The mean value of each list is stored as well,
+by which estimates are corrected.
+In the index file, arrays in NumPy's format follow the engine's bytes, in the order of `FORM`. After an index has grown,
+they are measured again when first needed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from softdb.store import Snapshot
 
 _log = logging.getLogger("softdb")
 
-SAMPLED = 1 << 14  # values that their mean is taken from
-WITNESSES = 256  # records that are looked at again before what was kept is used
+SAMPLED = 1 << 14  # values that the mean is estimated from
+WITNESSES = 256  # records whose checksums are compared before stored statistics are used
 GATHERED = 1 << 22  # numbers copied at once
-MOST_CLASSES = 1024  # of which the share in each list is kept
+MOST_CLASSES = 1024  # most classes whose shares in each list are stored
 
 # type and axes of each field; l: the lists of the index
 FORM = {
@@ -39,30 +39,30 @@ FORM = {
 
 
 def reach_of(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
-    """As it was kept with an index of these records, or measured now, and kept."""
+    """Return the statistics stored with an index, if they are of these records; else measure and store them."""
     if index.reach is None or not _is_of(index.reach, snapshot):
         index.reach = _measured(index, snapshot, num_classes)
     return index.reach
 
 
 def _is_of(reach: Reach, snapshot: Snapshot) -> bool:
-    """True if it was measured of these records: a signed index file of another database may stand in this one's."""
+    """True if the statistics are of these records, not of another database whose signed index file was copied here."""
     positions = snapshot.positions(reach.witnesses)
-    there = positions >= 0  # the others were compacted away
-    if there.any() and np.array_equal(_checksums(snapshot, positions[there]), reach.checksums[there]):
+    present = positions >= 0  # the others have been compacted away
+    if present.any() and np.array_equal(_checksums(snapshot, positions[present]), reach.checksums[present]):
         return True
-    _log.warning("what the index file tells of the records is not of these; it is measured anew")
+    _log.warning("the statistics in the index file are of other records; they are measured anew")
     return False
 
 
 def _checksums(snapshot: Snapshot, positions: Rows) -> NDArray[np.uint32]:  # (w,) -> (w,)
-    """Of keys and values."""
+    """CRC-32 of keys and values."""
     columns = zip(snapshot.keys_at(positions).numpy(), snapshot.values_at(positions).numpy(), strict=True)
     return np.array([zlib.crc32(value.tobytes(), zlib.crc32(key.tobytes())) for key, value in columns], np.uint32)
 
 
 def packed(reach: Reach) -> bytes:
-    """Return the bytes that an index file holds."""
+    """Return the statistics as bytes of an index file."""
     file = io.BytesIO()
     for name, (dtype, _) in FORM.items():
         np.save(file, np.asarray(getattr(reach, name), f"<{dtype}"), allow_pickle=False)
@@ -70,7 +70,7 @@ def packed(reach: Reach) -> bytes:
 
 
 def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
-    """Read what `packed` wrote. Raises ValueError where it is not of such an index: that file may be another's."""
+    """Read what `packed` wrote. Raises ValueError if it does not fit the index, as that of another file."""
     file, fields, sizes = io.BytesIO(data), dict[str, Any](), {"l": index.lists}
     for name, (dtype, axes) in FORM.items():
         try:
@@ -85,7 +85,7 @@ def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
         fields[name] = array if axes else float(array)
     apart = fields["apart"]
     if file.read(1) or (apart < 0).any() or (apart >= index.covered).any() or (np.diff(apart) <= 0).any():
-        raise ValueError("there is more than an index tells of its records, or of records that it has not")
+        raise ValueError("it has trailing bytes, or names records that the index does not hold")
     return Reach(**fields)
 
 
@@ -99,13 +99,13 @@ def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> R
     sums, counts = np.zeros((lists, width), np.float32), np.zeros(lists)
     step = max(1, GATHERED // max(1, snapshot.segments[0].keys.shape[1], width))
     for low in range(0, len(rows), step):
-        there = np.flatnonzero(positions[low : low + step] >= 0) + low
-        values, where = snapshot.values_at(positions[there]), own[there]
+        present = np.flatnonzero(positions[low : low + step] >= 0) + low
+        values, where = snapshot.values_at(positions[present]), own[present]
         counts += np.bincount(where, minlength=lists)
         if len(centre):
             numbers = values.float().numpy()
             apart = numbers - centre.astype(np.float32)
-            far[there] = np.sqrt(np.einsum("nv,nv->n", apart, apart, dtype=np.float64))
+            far[present] = np.sqrt(np.einsum("nv,nv->n", apart, apart, dtype=np.float64))
             first = np.flatnonzero(np.diff(where, prepend=-1))
             if len(first):
                 sums[where[first]] += np.add.reduceat(numbers, first)
@@ -114,7 +114,7 @@ def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> R
     limit = _limit(far)
     some = sampled(snapshot.live, WITNESSES, 5)
     outside = np.flatnonzero(far > limit)
-    for extreme in np.unique(own[outside]):  # an extreme value would be most of the mean of its list
+    for extreme in np.unique(own[outside]):  # an extreme value would dominate the mean of its list
         low, high = np.searchsorted(own, [extreme, extreme + 1])
         others = positions[low:high][(positions[low:high] >= 0) & (far[low:high] <= limit)]
         counts[extreme], sums[extreme] = len(others), snapshot.values_at(others).float().numpy().sum(0)
@@ -131,7 +131,7 @@ def _centre(snapshot: Snapshot) -> Numbers:
 
 
 def _limit(measure: Numbers) -> float:
-    """Limit beyond which a measure is extreme: few stand out of the others."""
+    """Limit beyond which a distance is extreme, as few are."""
     if not len(measure):
         return 0.0
     ordinary, rare = np.quantile(measure, (ORDINARY, 1 - SHARE))

@@ -1,14 +1,14 @@
-"""The rule of lists: which of them may hold a match, by the score of their centroid. Fitted to queries.
+"""The rule that chooses which lists a query scans, by the scores of their centroids. Fitted to queries.
 
 The number of a query's k nearest in list j, of N records, is taken as Poisson with mean N times
 
-    exp(a g + b z + c z² + d)     g = (s - t) / (ρ u) is how far the list's records lie above t, the score of the k-th
+    exp(a g + b z + c z² + d)     g = (s - t) / (ρ u) is the gap of the list's records above t, the score of the k-th
                                   best in the first lists: s is their mean score, for l2 lower than their centroid's by
                                   ρ²; ρ u is its deviation (ρ of the residuals, u = |q|, for l2 2 |q - c|); z is the
                                   centroid's score standardised over the lists
-    Φ(a' g + d')                  under a filter: matches lie in lists of any z, and their scores are about normal
+    Φ(a' g + d')                  with a filter: matches lie in lists of any z, and their scores are about normal
 
-A list is scanned where a match is expected among `records_per_match` of its records (lists.cc, step 3).
+A list is scanned if a match is expected among `records_per_match` of its records (lists.cc, step 3).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Live, Rows
 
-FIRST = 4  # lists that are scanned whatever the rule (kFirst of lists.cc)
+FIRST = 4  # lists that are always scanned (kFirst of lists.cc)
 MOSTLY = 0.9  # share of the records below which a filter may leave out most of the nearest
 RARE = 0.05  # min(1, 2 s) at which the line meets the curve
 ROUNDS = 25  # of Newton's method at most
@@ -34,28 +34,28 @@ Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # η -> logarith
 
 
 class Rule(NamedTuple):
-    """The coefficients a, b, c, d, and a', d' of the rule under a filter."""
+    """The coefficients a, b, c, d, and a', d' with a filter."""
 
     gap: float = 1.0
     linear: float = 0.0
     square: float = 0.0
     constant: float = 0.0
-    filtered_gap: float = 3.0  # about as fitted where there is something to fit
+    filtered_gap: float = 3.0  # about the usual fit
     filtered_constant: float = -1.0
 
     def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float, float]:
-        """a, b, c, and what a g + b z + c z² exceeds where a list is scanned: a number, and times log min(1, 2 s) more.
+        """Return a, b, c and the threshold t, u: a list is scanned if a g + b z + c z² > t + u log min(1, 2 s).
 
-        s is the share of the records in a query's first lists that are allowed, `share` that of all. Of few records
-        matches are spread more widely, and fewer records per match do: √min(1, 2 s) times as many keep recall about as
-        it was, whether a filter goes with the keys or not (measured on five worlds; three are in
-        tests/unit/index/test_filtered_lists.py). The number is taken to be linear in log s. With 0 records per match no
-        list is scanned but the first.
+        s is the share of the records in a query's first lists that a filter allows, `share` that of all records. With
+        fewer allowed records, matches are spread more widely, and fewer records per match suffice: √min(1, 2 s) times
+        as many keep recall about the same, whether or not the filter depends on the keys (measured on five worlds;
+        three are in tests/unit/index/test_filtered_lists.py). The threshold is taken to be linear in log s. With 0
+        records per match only the first lists are scanned.
         """
         if not records_per_match:
             return 1.0, 0.0, 0.0, math.inf, 0.0
         if share < MOSTLY:
-            most, least = (_normal_edge(records_per_match * math.sqrt(part)) for part in (1.0, RARE))
+            most, least = (_normal_edge(records_per_match * math.sqrt(share_allowed)) for share_allowed in (1.0, RARE))
             return self.filtered_gap, 0.0, 0.0, most - self.filtered_constant, (least - most) / math.log(RARE)
         return self.gap, self.linear, self.square, -math.log(records_per_match) - self.constant, 0.0
 

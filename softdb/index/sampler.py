@@ -1,7 +1,7 @@
-"""Records drawn by one scan of an index's codes, each with a probability that its own code and its error decide.
+"""Draws of records by one scan of an index's codes, with probabilities from each record's code and its error.
 
-The draws are those of `softdb/kernels/native/draw.cc`, which has the equations: sums over those drawn, divided by their
-probabilities, are unbiased whatever the codes are worth. docs/error-bars.md derives what bounds those not drawn.
+`softdb/kernels/native/draw.cc` has the equations: sums over the records drawn, divided by their probabilities, are
+unbiased however coarse the codes. docs/error-bars.md derives bounds for the records not drawn.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
 FIRST = 500  # records drawn for a query in the first round
-NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the last cost; what stays of one that is too high
-PLAIN = 0.05  # share of the draws that goes to all records alike, as in draw.cc
-FEWEST = 10_000  # records below which a pass over all of them costs less than any draw
+NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the last cost in the mean; decay of a mean above 1 at each use
+PLAIN = 0.05  # share of the draws that is uniform, kPlain of draw.cc
+FEWEST = 10_000  # records below which a pass over all costs less than any draw
 
 
 class Drawing(NamedTuple):
@@ -35,15 +35,15 @@ class Drawing(NamedTuple):
 
     queries: Floats  # (q, d) prepared
     factor: float  # logits are this times the score
-    budget: int  # records to draw for a query; those set apart come on top
+    budget: int  # records to draw for a query, beside those set apart
     seed: int
-    doubt: float  # the probability that the bounds on records that were not drawn are wrong
-    least: float = math.nan  # records count if they score so much; NaN: by their weight
-    points: float = 0.0  # candidates for samples of so many; 0: no
+    doubt: float  # probability that the bounds on undrawn records are wrong
+    least: float = math.nan  # least score of records to count; NaN: draw by weight
+    points: float = 0.0  # expected points of samples; 0: no samples
 
     @property
     def visible(self) -> float:
-        """Deviations that one of `budget` records is expected to exceed: Φ(-x) = 1 / budget."""
+        """Deviations x that one of `budget` records is expected to exceed: Φ(-x) = 1 / budget."""
         return statistics.NormalDist().inv_cdf(max(0.5, 1 - 1 / max(1, min(self.budget, 1 << 40))))
 
 
@@ -53,41 +53,41 @@ class Answering(NamedTuple):
     values: Any  # the stored column
     width: int  # v, or the number of classes; 0: the normaliser alone is wanted
     z: float  # quantile of the normal at the confidence
-    salt: int = 0  # of random signs: parts that are merged need their own
-    fewest: int = 0  # draws below which nothing is known of the records that were not drawn,
-    slight: float = 0.0  # unless the largest term of these is at most so large
+    salt: int = 0  # seed of random signs; merged parts need different ones
+    fewest: int = 0  # draws below which undrawn records have no bound,
+    slight: float = 0.0  # unless their largest term is at most this share of Ẑ
 
 
 class Figures(NamedTuple):
     """Figures of drawn answers, (q,) each. Weights and terms are relative to Ẑ; in counts a record weighs 1."""
 
-    base: Numbers  # log of the unit of the correction and of `moved`
-    drawn: Numbers  # number of records, whole
-    correction: Numbers  # what estimates of all records add to Σ w / p
-    unseen: Numbers  # the largest term w / p that a record not drawn may be
-    hidden: Numbers  # Σ w² / p over errors that too few draws may show
-    missed: Numbers  # their sum Σ w, as it is expected
-    alone: Numbers  # and Σ w²
-    thinned: Numbers  # the largest term of a record set apart that was left to chance; 0: none was
-    expected: Numbers  # variance as codes tell it
+    base: Numbers  # log of the unit of `correction` and `moved`
+    drawn: Numbers  # number of records, an integer
+    correction: Numbers  # term that controls add to Σ w / p
+    unseen: Numbers  # bound of the term w / p of an undrawn record
+    hidden: Numbers  # Σ w² / p over errors that draws may not show
+    missed: Numbers  # their expected Σ w
+    alone: Numbers  # their expected Σ w²
+    thinned: Numbers  # the largest term of a record set apart that was thinned out; 0 if none was
+    expected: Numbers  # variance predicted by codes
     lse: Numbers  # log Ẑ
     noise: Numbers  # Σ r²
     noises: Numbers  # Σ r⁴
     variance: Numbers  # Σ ‖y‖²
     variances: Numbers  # Σ ‖y‖⁴
-    usual: Numbers  # root of the mean square of ‖v - o‖ by the shares of records in `hidden`
-    drift: Numbers  # length of the mean of v - o by these shares
-    reach: Numbers  # no value is farther than that from the answer
+    usual: Numbers  # root mean square of ‖v - o‖, weighted by the shares of records in `hidden`
+    drift: Numbers  # length of the mean of v - o, weighted alike
+    reach: Numbers  # largest distance of a value from the answer
     bar: Numbers  # quantile of ‖ô - o‖
     lse_bar: Numbers  # quantile of |Ẑ / Z - 1|
-    blind: Numbers  # how much of that is for what was not drawn
+    blind: Numbers  # the share of `lse_bar` for undrawn records
 
 
 class DrawnAnswer(NamedTuple):
-    """The softmax over the records drawn, and sums over the terms of its error; `softdb.attend.error` has these."""
+    """The softmax over the records drawn, and sums over the terms of its error (`softdb.attend.error`)."""
 
     output: Numbers  # (q, v)
-    moved: Numbers  # (q, v) what corrections add to Σ w v / p
+    moved: Numbers  # (q, v) term that corrections add to Σ w v / p
     first: Numbers  # (q, v) Σ r y
     signed: Floats  # (q, SIGNS, v) Σ ±y
     roots: Numbers  # (q, SIGNS) Σ ±r
@@ -95,14 +95,14 @@ class DrawnAnswer(NamedTuple):
 
 
 class DrawnSample(NamedTuple):
-    """Records drawn for each query, scored exactly, the heaviest first; and the answers that follow."""
+    """Records drawn for each query and scored exactly, the heaviest first, and the answers from them."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
-    chances: Numbers  # (q, w) the probability of each, 1 for none
-    controls: Numbers  # (q, w) of counts: the chance that the code alone gives each to lie inside
+    chances: Numbers  # (q, w) probability of each, 1 for none
+    controls: Numbers  # (q, w) for counts, the chance to lie inside by the code alone
     figures: Figures
-    answer: DrawnAnswer | None  # None of counts
+    answer: DrawnAnswer | None  # None for counts
 
 
 class Drawable(NamedTuple):
@@ -114,7 +114,7 @@ class Drawable(NamedTuple):
 
 
 class Sampler:
-    """Draws records that lists of codes hold. Safe to use from several threads."""
+    """Draws of records from lists of codes. Safe to use from several threads."""
 
     def __init__(self, index: Sketches, snapshot: Snapshot, num_classes: int | None) -> None:
         self.index = index
@@ -140,46 +140,46 @@ class Sampler:
             layout.radii, most_errors, turns, centroids,
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
-        self._native = native().Sketch(*self._held)  # of arrays that it keeps alive
-        self._costs: dict[object, float] = {}  # of kinds of queries, as shares of those of a pass
+        self._native = native().Sketch(*self._held)  # keeps a reference to the arrays
+        self._costs: dict[object, float] = {}  # mean cost by kind of queries, over that of a pass
 
     def knows(self, kind: object) -> bool:
         """Return True if queries of a kind were drawn for before."""
         return kind in self._costs
 
     def hopeless(self, kind: object) -> bool:
-        """Return True if to draw for a kind of queries cost more than a pass; now and then they are tried again."""
+        """Return True if draws for a kind of queries cost more than a pass. Decays, so that they are tried again."""
         cost = self._costs.get(kind, 0.0)
         if cost > 1:
             self._costs[kind] = FORGOTTEN * cost
         return cost > 1
 
     def learn(self, kind: object, cost: float) -> None:
-        """Take in the cost of some queries of a kind, as a share of that of a pass for them."""
+        """Note the cost of some queries of a kind, over that of a pass for them."""
         self._costs[kind] = self._costs.get(kind, cost) + NEWEST * (cost - self._costs.get(kind, cost))
 
     @property
     def parts(self) -> int:
-        """Parts of a code."""
+        """Number of parts of a code."""
         return len(self.index.sketch.words)
 
     @property
     def slots(self) -> int:
-        """Number of codes that a draw looks at."""
+        """Number of slots that a draw scans."""
         return int(self.index.layout.rows.size)
 
     def draw(
         self,
         eligible: Drawable,
         snapshot: Snapshot,
-        ask: Drawing,
-        controls: bool,  # sums over all records correct the draws
+        drawing: Drawing,
+        controls: bool,  # True: correct by sums of controls over all records
         answering: Answering | None = None,  # None: records are counted
     ) -> DrawnSample:
-        """About `budget` records for each query, and the answers that follow. Cost: see draw.cc."""
-        index, queries = self.index, np.ascontiguousarray(ask.queries)
-        q, seeds = len(queries), _factors(ask.seed, queries.shape[1])
-        budget = min(ask.budget, max(1, eligible.inside))
+        """Draw about `budget` records for each query, and answer from them. Cost: see draw.cc."""
+        index, queries = self.index, np.ascontiguousarray(drawing.queries)
+        q, seeds = len(queries), _factors(drawing.seed, queries.shape[1])
+        budget = min(drawing.budget, max(1, eligible.inside))
         width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
         positions, (scores, chances) = np.empty((q, width), np.int64), np.empty((2, q, width))
         held, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
@@ -188,25 +188,25 @@ class Sampler:
         products = q * (self.slots * self.parts // 2 + 4 * width * (queries.shape[1] + 2 * v))
         threads = workers(products) if q == 1 else 1
 
-        def drawing(part: slice) -> Any:
-            drawn = queries[part], *eligible.slots, eligible.places
+        def kernel_for(run: slice) -> Any:
+            drawn = queries[run], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            asked = ask.factor, ask.least, budget, ask.visible, controls, seeds
-            written = positions[part], scores[part], chances[part], held[part], figures[:, part]
-            which = ask.points, part.start or 0, threads
-            draw = native().Draw(self._native, self._largest, *drawn, *apart, *asked, *written, *which)
+            parameters = drawing.factor, drawing.least, budget, drawing.visible, controls, seeds
+            written = positions[run], scores[run], chances[run], held[run], figures[:, run]
+            which = drawing.points, run.start or 0, threads
+            draw = native().Draw(self._native, self._largest, *drawn, *apart, *parameters, *written, *which)
             if answering:
                 of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius
-                judged = answering.salt, answering.z, -math.log(ask.doubt), answering.fewest, answering.slight
+                judged = answering.salt, answering.z, -math.log(drawing.doubt), answering.fewest, answering.slight
                 answers = (output, moved, first, *sums)
-                draw.answers(*of_values, *judged, *(array[part] for array in answers))
+                draw.answers(*of_values, *judged, *(array[run] for array in answers))
             return draw
 
         if threads > 1:
-            draw = drawing(slice(1))
+            draw = kernel_for(slice(1))
             with_help(draw.run, draw.help, threads)
         else:
-            by_lines(lambda draw: draw.run(), lambda part: (drawing(part),), q, products)
+            by_lines(lambda draw: draw.run(), lambda run: (kernel_for(run),), q, products)
         answer = None
         if answering:
             answer = DrawnAnswer(output, moved, first, sums[0].reshape(q, signs, v), *sums[1:])
@@ -214,13 +214,13 @@ class Sampler:
 
 
 def _room(budget: int) -> int:
-    """Places for the draws that go to all records alike."""
+    """Room for uniform draws."""
     plain = max(1, PLAIN * budget)
     return int(plain + 8 * plain**0.5 + 16)
 
 
 @functools.lru_cache(maxsize=16)
 def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
-    """Odd random numbers, the same for a seed, by which a query's bits make its own: errors are independent."""
+    """Odd random numbers that hash a query's bits to its seed, so that errors of queries are independent."""
     factors: NDArray[np.uint64] = np.random.default_rng(seed).integers(1, 1 << 63, count, np.uint64) | np.uint64(1)
     return factors

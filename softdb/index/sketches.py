@@ -1,6 +1,6 @@
 """Sketches: an inverted file of the coarser codes by which estimates draw.
 
-`Lists` keeps them beside its codes of searches. Beside any other index, and where search is exact, they stand alone.
+`Lists` holds them beside its codes for searches. Beside any other index, and beside exact search, they stand alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORM = 23  # arrays of an index file
 
 
 class Sketches(Index):
-    """Coarser codes in lists, which name no candidates: d / 8 + 2 bytes a record, 2 more for l2, and 4 of its row.
+    """Coarser codes in lists, not for searches: d / 8 + 2 bytes a record, 2 more for l2, and 4 for its row.
 
     Cost of a draw: see draw.cc.
     """
@@ -45,7 +45,7 @@ class Sketches(Index):
 
     def __init__(self, metric: Metric, inner: Quantizer, sketch: Quantizer, layout: CodeBlocks | None = None) -> None:
         super().__init__(metric, inner)
-        self.sketch = sketch  # of the coarser codes; `inner` is that of the finer ones, which has no words here
+        self.sketch = sketch  # quantizer of the coarser codes; `inner`, of the finer ones, has no words here
         self.rule = Rule()
         self.parts = len(inner.words)
         self._pending: list[Coded] = []
@@ -71,7 +71,7 @@ class Sketches(Index):
     @classmethod
     def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
         """Arrays in NumPy's own format, one after the other."""
-        native()  # RuntimeError where there are none: they code what is added, and draw
+        native()  # RuntimeError without kernels, which encode and draw
         file = io.BytesIO(data.tobytes())
         try:
             arrays = [np.load(file, allow_pickle=False) for _ in range(FORM)]
@@ -98,7 +98,7 @@ class Sketches(Index):
         return np.frombuffer(file.getbuffer(), np.uint8)
 
     def _use(self, layout: CodeBlocks) -> None:
-        """Hold these records from now on."""
+        """Replace the records."""
         self.layout = layout
         self.filled = layout.allowed(np.ones(1, np.bool_), np.where(layout.rows == NO_ROW, 1, 0).astype(np.uint32))
         usual = np.sqrt(layout.squares.sum() / max(1, self.count))
@@ -107,16 +107,16 @@ class Sketches(Index):
 
     @property
     def sketches(self) -> Index:
-        """Itself."""
+        """The index itself."""
         return self
 
     @property
     def count(self) -> int:
-        """Records that it holds."""
+        """Number of records in the index."""
         return int(self.layout.sizes.sum())
 
     def add(self, rows: Rows, keys: NDArray[np.floating]) -> None:
-        """Take records in. Cost n d (lists + parts · word)."""
+        """Add records. Cost n d (lists + parts · word)."""
         if int(rows[-1]) >= NO_ROW:
             raise BadInput(f"row {rows[-1]} is too large for an index of lists; it takes rows below {NO_ROW}")
         seen = prepared(keys, self.metric) - self.inner.origin
@@ -126,7 +126,7 @@ class Sketches(Index):
         self.longest = self.reach = None
 
     def _coded(self, rows: Rows, seen: Floats, lists: Rows) -> Coded:
-        """Return the records as they are laid out; without finer codes."""
+        """Encode records, without finer codes."""
         coarse = self.sketch.coded(seen, lists)
         in_units, corrections = self._in_units(coarse.offsets(1.0), self.sketch)
         errors = np.ceil(coarse.errors / self.sketch.error_step)
@@ -139,12 +139,12 @@ class Sketches(Index):
         )  # fmt: skip
 
     def _in_units(self, offsets: Floats, by: Quantizer) -> tuple[Floats, NDArray[np.float16]]:
-        """Offsets in units of a quantizer, zeros but for l2; and the nearest that a float16 holds."""
+        """Offsets in units of a quantizer, 0 except for l2; in float32 and rounded to float16."""
         in_units = offsets / by.unit if self.metric is Metric.L2 else np.zeros(len(offsets), np.float32)
         return in_units, np.clip(in_units, -HIGHEST, HIGHEST).astype(np.float16)
 
     def seal(self) -> None:
-        """Lay out what was added. Cost n."""
+        """Lay out the added records. Cost n."""
         if self._pending:
             columns = zip(self.layout.coded(), *self._pending, strict=True)
             self._pending = []
@@ -161,7 +161,7 @@ class Sketches(Index):
         self._use(CodeBlocks.of(coded, len(self.inner.centroids.scales), self.metric is Metric.L2))
 
     def copy(self) -> Index:
-        """The same arrays, which are replaced and never changed."""
+        """A copy that shares the arrays, which are never changed in place."""
         twin = copy.copy(self)
         twin.report, twin._pending = dict(self.report), []
         return twin
@@ -178,19 +178,19 @@ def lists_for(count: int) -> int:
 
 
 def lists_in(count: int, sample: Floats) -> int:
-    """Number of lists of about `count` records, which a sample is enough to train."""
+    """Number of lists for about `count` records, at most as many as a sample can train."""
     return max(1, min(lists_for(count), len(sample) // 39))
 
 
 def parts_in(codes: str) -> int:
-    """Parts of a code of such a name."""
+    """Number of parts of a code, from its name."""
     return int(codes.removeprefix("PQ").partition("x")[0])
 
 
 def _check(
     metric: Metric, by: tuple[Quantizer, Quantizer], layout: CodeBlocks, rule: NDArray[Any], dim: int | None
 ) -> None:
-    """Raise ValueError where arrays do not fit together: kernels do not look."""
+    """Raise ValueError if arrays do not fit together, as kernels do not check."""
     inner, sketch = by
     (turned, d), lists, (parts, word, _) = inner.rotation.numbers.shape, len(inner.centroids.scales), inner.words.shape
     coarse, length, _ = sketch.words.shape

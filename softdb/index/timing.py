@@ -1,4 +1,4 @@
-"""The one stopwatch: seconds of a call, by which ways of answering are compared."""
+"""Wall-clock time of calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """Return what a call returned, and its seconds."""
+    """Return the result of a call and its seconds."""
     start = time.perf_counter()
     result = run()
     return result, time.perf_counter() - start
 
 
 def fastest(run: Callable[[], object], turns: int) -> float:
-    """Return the seconds of the fastest of some calls, the first of which warms up."""
+    """Return the seconds of the fastest of `turns` calls."""
     return min(timed(run)[1] for _ in range(turns))

@@ -13,15 +13,15 @@ from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.timing import fastest as least_seconds
 from softdb.index.timing import timed
 
-FLAT = 0.002  # recall that two doublings of effort must gain, else no more effort is tried
-FINE = 8  # the effort is found to within one part in so many
-STEADY = 0.001  # recall that more effort may lose
-PAIRED = 1 << 17  # positions of a query that are compared pair by pair: beyond, to sort is cheaper
-TIMED = 9  # single queries whose median counts
+FLAT = 0.002  # least gain of recall by two doublings of the effort, or the search for an effort ends
+FINE = 8  # precision of the effort: 1 / FINE of it
+STEADY = 0.001  # largest loss of recall by more effort
+PAIRED = 1 << 17  # pairs of positions up to which comparing them is cheaper than sorting
+TIMED = 9  # single queries that are timed
 
 
 class Setting(NamedTuple):
-    """An effort and candidates, what they reach, and the seconds a query takes, or another cost of it."""
+    """Effort and candidates, their recall, and seconds of a query or another cost."""
 
     effort: int
     fetch_k: int
@@ -30,23 +30,23 @@ class Setting(NamedTuple):
 
 
 class Trial(Protocol):
-    """Questions whose answers are known."""
+    """Queries with known answers."""
 
     def recall(self, effort: int, fetch_k: int) -> float:
-        """The share of the true nearest that are found."""
+        """Recall of a setting."""
 
     def seconds(self, effort: int, fetch_k: int) -> float:
         """Seconds of a query."""
 
 
-def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], None]) -> Setting:
-    """The fastest setting that meets the goal, or, where none does, the one of the highest recall.
+def fastest(trial: Trial, index: Index, goal: float, progress: Callable[[int, int], None]) -> Setting:
+    """The fastest setting that meets the goal or, if none does, the setting of the highest recall.
 
-    For each number of candidates the least effort, by doubling, then bisection.
+    For each number of candidates the least effort is found by doubling, then bisection.
     """
     best, highest = None, Setting(index.effort_least, index.levels[0], -1.0, np.inf)
     for done, fetch_k in enumerate(index.levels):
-        say(done, len(index.levels))
+        progress(done, len(index.levels))
         recall = functools.partial(trial.recall, fetch_k=fetch_k)
         effort, reached = least_effort(recall, index.effort_least, index.effort_most, goal, FINE)
         if reached < goal:
@@ -57,7 +57,7 @@ def fastest(trial: Trial, index: Index, goal: float, say: Callable[[int, int], N
         if best is not None and this.seconds >= best.seconds:
             break
         best = this
-    say(1, 1)
+    progress(1, 1)
     return best or highest
 
 
@@ -66,11 +66,11 @@ def least_effort(
     low: int,
     high: int,
     goal: float,
-    fine: int,  # the effort is found to within one part in so many
+    fine: int,  # precision of the effort: 1 / fine of it
 ) -> tuple[int, float]:
-    """The least effort that meets the goal and its recall, by doubling, then bisection.
+    """The least effort that meets the goal, and its recall, by doubling, then bisection.
 
-    Where none does, the effort beyond which two doublings bring next to nothing, and its recall.
+    If none does: the effort beyond which two doublings gain less than FLAT, and its recall.
     """
     effort, trail = low, [recall(low)]
     while trail[-1] < goal and effort < high:
@@ -81,15 +81,15 @@ def least_effort(
     below, reached = effort if len(trail) == 1 else effort // 2, trail[-1]
     while reached >= goal and effort - below > max(1, effort // fine):
         middle = (below + effort) // 2
-        found = recall(middle)
-        below, effort, reached = (below, middle, found) if found >= goal else (middle, effort, reached)
+        middle_recall = recall(middle)
+        below, effort, reached = (below, middle, middle_recall) if middle_recall >= goal else (middle, effort, reached)
     return effort, reached
 
 
 def steadied(trial: Trial, index: Index, setting: Setting, goal: float) -> Setting:
-    """With as many candidates more as it takes for a greater effort not to lose recall, and the effort they need.
+    """The setting with enough candidates that more effort loses no recall, and the effort that these need.
 
-    More probed lists also bring more wrong codes, which push true neighbours out of too few candidates.
+    More lists bring more records that rank too high by their codes and push true neighbours out of the candidates.
     """
     effort, fetch_k, reached, seconds = setting
     most = index.levels[-1]
@@ -113,7 +113,7 @@ def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
 
 
 def recalls_of(found: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float64]:  # (q,)
-    """The share of each query's true nearest that were found, 0 where there are none; arguments as `hits_of`."""
+    """Recall of each query, 0 if it has no true nearest; arguments as `hits_of`."""
     hit, counts = hits_of(found, truth, own)
     recalls: NDArray[np.float64] = hit.sum(1) / np.maximum(1, counts.sum(1))
     return recalls
@@ -124,7 +124,7 @@ def hits_of(
     truth: Rows,  # (q, k), -1 = none
     own: Rows | None,  # (q,) positions that do not count
 ) -> tuple[Live, Live]:  # (q, k), (q, k)
-    """Masks of the true nearest that were found, and of those that count."""
+    """Masks of the true nearest that were found, and of all that count."""
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
@@ -134,7 +134,7 @@ def hits_of(
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:
-    """Seconds a query, the geometric mean of a batch's and of a single one's."""
+    """Seconds a query: the geometric mean of a batch and of single queries."""
     batch = least_seconds(functools.partial(search, queries), 2)
     alone = np.split(queries[:TIMED], range(1, min(TIMED, len(queries))))
     return float(np.sqrt(batch / len(queries) * np.median([timed(functools.partial(search, q))[1] for q in alone])))

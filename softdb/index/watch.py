@@ -1,4 +1,4 @@
-"""The watch over recall: a few live searches are compared with exact ones, after they were answered."""
+"""The watch over recall: a few live searches are compared with exact ones after they are answered."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from softdb.errors import RecallWarning
 from softdb.index.contract import Index, Rows
 from softdb.index.timing import timed
 
-SHARE = 0.01  # of the time that searches by the index take
-WINDOW = 500  # checks that count
-LEAST = 20  # checks before anything is said
-DEVIATIONS = 3.0  # a recall as promised falls below by chance once in 700 windows, so the bound is kept wide
-RATE = 1e9  # numbers compared a second, until it is measured
+SHARE = 0.01  # share of the search time that checks may take
+WINDOW = 500  # number of the last checks that count
+LEAST = 20  # checks before a warning
+DEVIATIONS = 3.0  # width of the bound: a recall as tuned falls below by chance once in 700 windows
+RATE = 1e9  # numbers compared a second, before the first check
 
 
 def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> float:
-    """The largest share that `count` observations with that mean do not speak against.
+    """Upper confidence bound of a share, given its mean over `count` observations.
 
         (p + z²/2n + z √(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
 
-    Wilson 1927, "Probable inference". For means of numbers from 0 to 1 it is on the safe side: none spread wider.
+    Wilson 1927, "Probable inference". It is conservative for means of numbers in 0 … 1, as none have a larger variance.
     """
     square = deviations**2 / count
     spread = deviations * float(np.sqrt(share * (1 - share) / count + square / (4 * count)))
@@ -35,10 +35,10 @@ def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> flo
 
 
 class Watch:
-    """Recall that live searches by one index reach.
+    """Measured recall of live searches by one index.
 
-    A check compares one query of a batch. It is made when the checks so far and it fit into `share` of the time that
-    searches took. Safe to use from several threads: one of them checks at a time.
+    A check compares one query of a batch, if the time of all checks stays below `share` of the search time. Safe to use
+    from several threads, of which one checks at a time.
     """
 
     def __init__(self, share: float = SHARE, window: int = WINDOW) -> None:
@@ -47,28 +47,28 @@ class Watch:
         self._checking = threading.Lock()
         self._random = np.random.default_rng()
         self._recalls: deque[float] = deque(maxlen=window)
-        self._report: dict[str, Any] = {}  # of the index that is watched
+        self._report: dict[str, Any] = {}  # of the watched index
         self._checked = 0
         self._warned = False
         self._searched = self._spent = 0.0  # seconds
         self._pace = 1 / RATE  # seconds a number
 
     def change(self, share: float, window: int) -> None:
-        """Another share and window; what was measured stays."""
+        """Set share and window; measurements stay."""
         with self._lock:
             self._share, self._recalls = share, deque(self._recalls, maxlen=window)
 
     def after_fork(self) -> None:
-        """In a forked child: no thread will release the locks."""
+        """Replace the locks in a forked child, where no thread would release them."""
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def follow(self, index: Index) -> None:
-        """The same index with more records in it: what was measured stays."""
+        """Watch an index that has grown; measurements stay."""
         with self._lock:
             self._report = index.report
 
     def report(self, index: Index) -> dict[str, Any]:
-        """The recall of the searches that were checked, and how many of them there were since the index was made."""
+        """Recall of the checked searches, and their number since the index was built."""
         with self._lock:
             self._keep_to(index)
             mean = round(float(np.mean(self._recalls)), 4) if self._recalls else None
@@ -77,23 +77,23 @@ class Watch:
     def saw(
         self,
         index: Index,
-        seconds: float,  # that the search took
-        found: Rows,  # (q, k) what it answered
-        numbers: int,  # records times width: what an exact search compares
-        exact: Callable[[int], Rows],  # which query -> (k,) its true nearest
+        seconds: float,  # of the search
+        matches: Rows,  # (q, k) its answer
+        numbers: int,  # records times width, which an exact search compares
+        exact: Callable[[int], Rows],  # number of a query -> (k,) its true nearest
     ) -> None:
-        """A search was answered. Checks one of its queries, if that fits into the budget.
+        """Note an answered search, and check one of its queries if the budget allows.
 
-        Warns with RecallWarning, once for an index, when the recall is surely below what was promised.
+        Warn with RecallWarning, once for an index, if the recall is surely below the tuned one.
         """
         with self._lock:
             self._keep_to(index)
             self._searched += seconds
-            due = len(found) and self._spent + numbers * self._pace <= self._share * self._searched
+            due = len(matches) and self._spent + numbers * self._pace <= self._share * self._searched
         if not due or not self._checking.acquire(blocking=False):
             return
         try:
-            which = int(self._random.integers(len(found)))
+            which = int(self._random.integers(len(matches)))
             truth, spent = timed(functools.partial(exact, which))
         finally:
             self._checking.release()
@@ -103,14 +103,14 @@ class Watch:
             self._pace = spent / max(1, numbers)
             if index.report is not self._report or not len(truth):
                 return
-            self._recalls.append(float(np.isin(truth, found[which]).mean()))
+            self._recalls.append(float(np.isin(truth, matches[which]).mean()))
             self._checked += 1
             message = self._verdict()
         if message:
             warnings.warn(message, RecallWarning, stacklevel=2)
 
     def _verdict(self) -> str | None:
-        """Return the warning that is due, once."""
+        """Return the warning if it is due, once."""
         promised = min(self._report.get("target", 0.0), self._report.get("recall", 0.0))
         count = len(self._recalls)
         if self._warned or count < min(LEAST, self._recalls.maxlen or LEAST):
@@ -126,7 +126,7 @@ class Watch:
         )
 
     def _keep_to(self, index: Index) -> None:
-        """Begin anew where another index, or another tuning of it, serves."""
+        """Start over if another index, or another tuning, is in use."""
         if index.report is self._report:
             return
         self._report = index.report

@@ -1,4 +1,4 @@
-// What the kernels are asked: pointers and sizes, checked by whoever calls. They know nothing of Python.
+// Arguments of exact attention: pointers and sizes, which the caller checks. Kernels know nothing of Python.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ struct Column {
     bool half = false;
 };
 
-// Which records of the columns are visited.
+// The records of the columns that are visited.
 struct Part {
-    const int64_t* rows = nullptr;    // (high,) where each is; null: a record's number is its place
+    const int64_t* rows = nullptr;    // (high,) row of each record; null: its number
     const int64_t* places = nullptr;  // (high,) the mask's column of each; null: no mask
     const bool* mask = nullptr;       // (q, mask_width), true = takes part
     int64_t mask_width = 0;

@@ -1,4 +1,4 @@
-// Exact attention as Python calls it.
+// Bindings of exact attention (attention.cc has the equations): arrays in, checked; the GIL is released.
 #include <optional>
 
 #include "bind.h"

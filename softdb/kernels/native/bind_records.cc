@@ -1,4 +1,4 @@
-// Binds the kernels over single records. Arrays come as they lie: nothing is converted or copied.
+// Bindings of the kernels over single records. Arrays are read in place: nothing is converted or copied.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

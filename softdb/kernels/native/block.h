@@ -1,4 +1,4 @@
-// A block of a column's rows: where it lies if it can be read there, else a copy as float32 in whole vectors.
+// A block of a column's rows: in place if possible, else a copy in float32, padded to whole vectors.
 #pragma once
 
 #include "arguments.h"
@@ -17,7 +17,7 @@ SOFTDB_INLINE int64_t padded(int64_t width, int64_t unit = kLanes) { return (wid
 
 SOFTDB_INLINE int64_t row_of(const Part& part, int64_t i) { return part.rows ? part.rows[i] : i; }
 
-// Whether the records at i ... i + count - 1 lie side by side in the columns.
+// True if the records i ... i + count - 1 are contiguous in the columns.
 SOFTDB_INLINE bool side_by_side(const Part& part, int64_t i, int64_t count) {
     return row_of(part, i + count - 1) - row_of(part, i) == count - 1;
 }
@@ -34,7 +34,7 @@ SOFTDB_INLINE void copy_row(const T* from, int64_t width, const float* centre, f
     for (int64_t rest = width; rest < padded(width); rest++) to[rest] = 0;
 }
 
-// Records i ... i + count - 1 of the part. Rows of whole vectors where these are needed; halves where they serve.
+// Records i ... i + count - 1 of the part, as rows of whole vectors if `whole_vectors`, as float16 if `halves_serve`.
 inline Block load_block(
     const Column& column, const Part& part, int64_t i, int64_t count, const float* centre, float* scratch,
     bool whole_vectors, bool halves_serve

@@ -1,4 +1,4 @@
-// Which level's kernels are used: the best that the processor has, or the one that was asked for.
+// Choice of the level whose kernels are used: the best that the processor has, or one that the caller names.
 #include <cstring>
 
 #include "table.h"

@@ -1,32 +1,32 @@
 // Records drawn by one scan of all codes, with the drawing built in. Logits are a = φ s, weights e^a, Z their sum.
 //
-// A code gives a record's logit â and how far it may be off: σ = κ φ u ε / √d, with ε = |k - k̂| of the record and
-// u = |q|, or 2 |q - c| for l2; κ is what the errors of some records, scored exactly, show for this query. With b = â - B,
-// B about log Z, the root of the mean square of a weight, none of which exceeds Z, is about e^(B + l),
+// A code gives an estimate â of a record's logit and its standard error σ = κ φ u ε / √d, with ε = |k - k̂| of the record
+// and u = |q|, or 2 |q - c| for l2; κ is fitted to the errors of some records that are scored exactly for this query. With
+// b = â - B, B about log Z, the root mean square of a weight, given that none exceeds Z, is about e^(B + l),
 //
 //     l = b + σ²  where b <= -2 σ²;      -b² / 4 σ²  where b < 0;      0 else
 //
-// Its random number u is permanent: a hash of its slot and the query's seed. It is drawn where l - log u >= τ, τ the
-// (m + 1)-th largest of these; so its probability is p = min(1, e^(l - τ)), given τ, and sums over those drawn,
-// divided by p, are unbiased and their terms uncorrelated (Duffield, Lund and Thorup 2007, priority sampling). A share
-// of the draws goes to all alike (kPlain). log u is taken by the line between powers of two, and p accordingly.
+// Each record has a permanent random number u, a hash of its slot and the query's seed. It is drawn if l - log u >= τ, τ
+// the (m + 1)-th largest of these sums; so its probability is p = min(1, e^(l - τ)), given τ, and sums over the records
+// drawn, divided by p, are unbiased and their terms uncorrelated (Duffield, Lund and Thorup 2007, priority sampling). A
+// share kPlain of the draws is uniform. log u is interpolated between powers of two, and p accordingly.
 //
-// Where estimates are good their sums over all records, list by list, are kept, S_j = Σ h with h = e^(b + σ²/2): the sums
-// over those drawn are corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter
-// 6). β is 1 where that lowers the squared errors of the records that were scored first, which no draw decides; else 0.
+// Controls: where estimates are good, h = e^(b + σ²/2) is summed over all records of a list, S_j = Σ h, and the sum over
+// the records drawn is corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter
+// 6). β is 1 if that lowers the squared errors of the records that were scored first, which no draw decides; else 0.
 //
-// For counts B is the radius, and what is drawn by is how unsure it is that a record lies inside: h = Φ(b / σ) about,
-// l = -(b / σ)² / 4.
+// Counts: B is the radius. Records are drawn by the doubt whether they lie inside, l = -(b / σ)² / 4, and h is about
+// Φ(b / σ).
 //
-// For samples (`points` = λ > 0) a record is a candidate where U - log u >= -log λ, U >= a - B for certain by its code's
-// error and its list's longest residual: with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller keeps it with
-// (1 - e^-w) / p of that, as a Poisson process of rate w has a point in (0, 1): points are records drawn independently.
+// Samples (`points` = λ > 0): a record is a candidate if U - log u >= -log λ, U >= a - B a certain bound by its code's
+// error and its list's longest residual, so with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller accepts it with
+// probability (1 - e^-w) / p, as a Poisson process of rate w has a point in (0, 1): points are independent records.
 //
-// Of what is not drawn docs/error-bars.md derives two bounds, relative to e^B: `unseen`, the largest w / p, from
-// a <= â + z σ, z = 5, or a <= â + √d σ for certain; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
-// of the mean square, estimated from those drawn.
+// Records not drawn have two bounds, relative to e^B, which docs/error-bars.md derives: `unseen`, the largest w / p, from
+// a <= â + z σ, z = 5, or the certain a <= â + √d σ; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
+// of the mean square, estimated from the records drawn.
 //
-// Cost of a query: parts / 2 + 4 bytes a slot, 2 m d for exact scores.
+// Cost of a query over n slots: n (parts / 2 + 4) bytes of codes, 2 m d operations for exact scores of m draws.
 #include "draw.h"
 
 #include <sched.h>
@@ -39,34 +39,34 @@ namespace SOFTDB_LEVEL {
 
 namespace {
 
-constexpr int64_t kTogether = 64;      // queries that take the codes of a list together
-constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the first cache
-constexpr int64_t kNear = 2048;        // slots of the best lists that are looked at first
-constexpr int64_t kBest = 48;          // of these so many are scored, the best by their codes, and as many others
-constexpr int64_t kSome = 512;         // blocks of all lists that are looked at then
+constexpr int64_t kTogether = 64;      // queries that scan the codes of a list together
+constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
+constexpr int64_t kNear = 2048;        // slots of the best lists in the pilot
+constexpr int64_t kBest = 48;          // slots of the pilot that are scored: the best by their codes, and as many others
+constexpr int64_t kSome = 512;         // blocks of all lists in the pilot
 constexpr int64_t kBins = 256;
 constexpr float kBin = 0.125f;         // of logits of weights
-constexpr double kPlain = 0.05;        // share of the draws that goes to all alike
-constexpr double kMore = 1.3;          // times as many pass the first threshold as are wanted
+constexpr double kPlain = 0.05;        // share of the draws that is uniform
+constexpr double kMore = 1.3;          // records that pass the first threshold, over those wanted
 constexpr float kLeastThreshold = -14; // draws below it change nothing
-constexpr double kUsual = 1.5;         // deviations of residuals along a query that lies anywhere
-constexpr double kAbsurd = 20;         // deviations from which on codes are believed nothing
-constexpr double kMargin = 1.3;        // times as many deviations as one that exceeds kCertain
+constexpr double kUsual = 1.5;         // usual deviations of a residual along a query
+constexpr double kAbsurd = 20;         // deviations of an error that void all bounds by codes
+constexpr double kMargin = 1.3;        // factor of the deviations of an error beyond kCertain
 constexpr double kCertain = 5;         // deviations that none is expected to exceed
-constexpr double kLeastSpread = 0.7;  // of κ: no less than that share of what errors of any direction would show
-constexpr double kPrior = 8;           // records that are taken to err as much as the isotropic error does
+constexpr double kLeastSpread = 0.7;  // least κ
+constexpr double kPrior = 8;           // weight of the prior κ = 1, in records
 constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
 constexpr float kLongestWait = 22.2f;    // -log of the least u
 constexpr float kHalfRounded = 5e-4f;    // the rounding of a float16, relative to it
-constexpr double kLost = 0.5;            // of the sum of what was drawn: a correction that takes more is left out
-constexpr int64_t kPatience = 20000;     // turns without work after which a thread lets others run
+constexpr double kLost = 0.5;            // share of the drawn weights that a correction may take at most
+constexpr int64_t kPatience = 20000;     // idle turns after which a thread yields
 
-// Records that were drawn and scored: by their codes, then those drawn alike, then those set apart.
+// Records that were drawn and scored: by their codes, then uniformly, then those set apart.
 struct Sample {
     int64_t *slots, *positions;
     int32_t* lists;
     float *logits, *squares, *shares;  // b, σ², l
-    float *above, *chances, *controls, *doubts;  // a - B, p, h, and what each tells of errors that may not show
+    float *above, *chances, *controls, *doubts;  // a - B, p, h, and terms of `hidden`
     double* exact;                     // a
     int64_t drawn, plain, count;       // ends of the first two, and of all
 };
@@ -541,7 +541,7 @@ struct Drawing {
 
     bool takes_part(int64_t slot) const { return ask.allowed[slot / kBlock] >> (slot % kBlock) & 1; }
 
-    // What was kept, cut to the budget; some records of those that no scan looked at; and those set apart.
+    // The records kept, cut to the budget; a uniform draw from those that no scan looked at; and those set apart.
     void choose(Query& query) {
         Kept& kept = query.kept[0];
         for (int64_t part = 1; part < ask.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
@@ -568,7 +568,7 @@ struct Drawing {
             sample.logits[k] = kept.logits[k], sample.shares[k] = kept.shares[k];
             sample.chances[k] = float(chance_of(double(kept.threshold) - double(kept.shares[k])));
         }
-        // of what no scan looked at, some by chance
+        // uniform draws from the slots that no scan looked at
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
         int64_t count = sample.drawn, slot = -1;
         for (uint64_t turn = 0; count < room; turn++) {
@@ -591,7 +591,7 @@ struct Drawing {
         sample.count = count;
     }
 
-    // What records drawn by chance tell of the others: sums over them, each divided by p. Weights are relative to e^top.
+    // Sums over the records drawn by chance, each divided by p, that estimate sums over all. Weights are relative to e^top.
     struct Evidence {
         Vec squared = {}, seen = {}, model = {};     // Σ (1 - p) h² / p², of (w - h)², and of w² as that is expected
         Vec terms = {}, expected = {};               // Σ w² / p², and as it is expected
@@ -644,22 +644,33 @@ struct Drawing {
         return min(kCertain, __builtin_sqrt(double(ask.queries.width)) / max(query.spread, 1.0));
     }
 
-    // Probabilities and weights of what was scored, the corrections, and bounds of what was not drawn.
+    // Probabilities and weights of the records that were scored, the corrections, and bounds of those not drawn. Weights
+    // are relative to e^top.
     void weigh(Query& query, int64_t i) {
         Sample& sample = query.sample;
         double top = counts() ? 0 : query.base;
         for (int64_t k = 0; k < sample.count && !counts(); k++) top = max(top, sample.exact[k]);
-        const double rise = counts() ? 0 : query.base - top, threshold = double(query.kept[0].threshold);
-        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
-        for (int64_t k = 0; k < sample.plain; k++) sample.above[k] = float(sample.exact[k] - query.base);
-        const bool controlled = ask.controls && query.beta > 0;
-        for (int64_t k = 0; k < sample.plain; k += kLanes) {
-            const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
-            store(sample.controls + k, controlled ? h : Vec{});
+        const double rise = counts() ? 0 : query.base - top;
+        set(i, Figure::base, top), set(i, Figure::thinned, thin(query, rise));
+        double sum_of_weights = 0;
+        for (int64_t k = 0; k < sample.count; k++) {
+            const double p = k < sample.plain ? chance_at(query, k) : weights[k];
+            const double w = counts() ? double(sample.exact[k] >= query.base) : exp(sample.exact[k] - top);
+            weights[k] = w / p, chances[k] = 1 - p, sum_of_weights += weights[k];
+            controls[k] = 0, doubts[k] = 0;
         }
-        for (int64_t k = sample.drawn; k < sample.plain; k++) sample.controls[k] = 0;
-        double thinned = 0;
+        const double correction = correct(query, rise, sum_of_weights);
+        set(i, Figure::correction, correction), query.mass = sum_of_weights + correction;
+        bound(query, i, rise);
+    }
+
+    // Thins the records set apart by their exact weights, with probabilities in `weights`. Returns the largest term of one
+    // that was left to chance; 0 if none was.
+    double thin(Query& query, double rise) {
+        Sample& sample = query.sample;
+        const double threshold = double(query.kept[0].threshold);
         const float* scales = sample.shares + sample.plain;
+        double thinned = 0;
         int64_t count = sample.plain;
         for (int64_t k = sample.plain; k < sample.count; k++) {
             const double share = sample.exact[k] - query.base + (counts() ? 0 : log(double(scales[k - sample.plain])));
@@ -669,37 +680,47 @@ struct Drawing {
             if (!counts() && !(key > threshold)) continue;
             sample.slots[count] = sample.slots[k], sample.positions[count] = sample.positions[k];
             sample.lists[count] = sample.lists[k], sample.exact[count] = sample.exact[k];
-            weights[count++] = p;  // for now
+            weights[count++] = p;
         }
         sample.count = count;
-        double* masses = query.masses;
-        double sum_of_weights = 0, correction = 0;
-        bool corrected = controlled;
-        for (int64_t k = 0; k < count; k++) {
-            const double p = k < sample.plain ? chance_at(query, k) : weights[k];
-            const double w = counts() ? double(sample.exact[k] >= query.base) : exp(sample.exact[k] - top);
-            weights[k] = w / p, chances[k] = 1 - p, sum_of_weights += weights[k];
-            controls[k] = 0, doubts[k] = 0;
-            if (controlled && k < sample.drawn) controls[k] = double(sample.controls[k]) / p;
+        return thinned;
+    }
+
+    // Turns the sums of controls of each list into corrections S_j - Σ h / p. Returns their sum; 0, and controls of 0, if
+    // there are none or they would take more than kLost of the weights.
+    double correct(Query& query, double rise, double sum_of_weights) {
+        Sample& sample = query.sample;
+        const bool controlled = ask.controls && query.beta > 0;
+        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
+        for (int64_t k = 0; k < sample.plain; k += kLanes) {
+            const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
+            store(sample.controls + k, controlled ? h : Vec{});
         }
-        if (controlled) {
-            for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit;
-            for (int64_t k = 0; k < sample.drawn; k++) masses[sample.lists[k]] -= controls[k];
-            for (int64_t j = 0; j < lists.count; j++) correction += masses[j];
-            corrected = counts() || (correction >= -kLost * sum_of_weights && correction < 1e300);
-            if (!corrected) {
-                fill(controls, sample.drawn, 0.0);
-                fill(sample.controls, sample.drawn, 0.0f);
-                correction = 0;
-            }
+        for (int64_t k = sample.drawn; k < sample.plain; k++) sample.controls[k] = 0;
+        if (!controlled) return 0;
+        double *masses = query.masses, correction = 0;
+        for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit;
+        for (int64_t k = 0; k < sample.drawn; k++) {
+            controls[k] = double(sample.controls[k]) / chance_at(query, k);
+            masses[sample.lists[k]] -= controls[k];
         }
+        for (int64_t j = 0; j < lists.count; j++) correction += masses[j];
+        if (counts() || (correction >= -kLost * sum_of_weights && correction < 1e300)) return correction;
+        fill(controls, sample.drawn, 0.0);
+        fill(sample.controls, sample.drawn, 0.0f);
+        return 0;
+    }
+
+    // Bounds of what was not drawn, and the factor by which draws understate the variance.
+    void bound(Query& query, int64_t i, double rise) {
+        Sample& sample = query.sample;
+        for (int64_t k = 0; k < sample.plain; k++) sample.above[k] = float(sample.exact[k] - query.base);
         pad(sample);
         const Evidence sums = evidence(query, rise);
         for (int64_t k = 0; k < sample.plain; k++) doubts[k] = double(sample.doubts[k]);
-        double model = double(sum(sums.model));
-        if (!counts()) model = max(model - (corrected ? double(sum(sums.squared)) : 0), 0.0);
-        const double worst = double(-least_of(-sums.worst)), z = certain(query), most = max(z, worst);
-        double widest = 0;
+        const double threshold = double(query.kept[0].threshold);
+        const double worst = double(-least_of(-sums.worst)), most = max(certain(query), worst);
+        double widest = 0;  // the largest σ
         for (int64_t j = 0; j < lists.count; j++) widest = max(widest, double(query.slopes[j]));
         widest = widest * double(ask.largest) / double(ask.error_step) + __builtin_sqrt(double(query.rough)) * 4;
         widest *= max(1.0, 1 / query.spread);
@@ -708,20 +729,19 @@ struct Drawing {
         double over = threshold + (counts() || widest > most / 2 ? most * most / 4 : most * widest - widest * widest);
         if (counts()) over = min(over, -log(query.rate));
         else if (widest > deep) over = max(over, widest * (most - 2 * deep));
-        const bool others = sample.drawn + count - sample.plain < total && query.rate < 1;
+        const bool others = sample.drawn + sample.count - sample.plain < total && query.rate < 1;
         const double terms = double(sum(sums.terms)), expected = double(sum(sums.expected)), seen = double(sum(sums.seen));
         const double ratio = expected > 0 ? max(1.0, terms / expected) : 1.0, wrong = worst > kAbsurd ? kInfinity : 0;
-        set(i, Figure::base, top), set(i, Figure::correction, correction), set(i, Figure::thinned, thinned);
-        set(i, Figure::unseen, others ? exp(over + rise) + wrong : 0);
-        set(i, Figure::hidden, others ? double(sum(sums.hidden)) * ratio + wrong : 0);
-        set(i, Figure::missed, others ? double(sum(sums.missed)) * ratio + wrong : 0);
-        set(i, Figure::alone, others ? double(sum(sums.alone)) * ratio + wrong : 0);
+        auto undrawn = [&](Figure figure, double number) { set(i, figure, others ? number + wrong : 0); };
+        undrawn(Figure::unseen, exp(over + rise)), undrawn(Figure::hidden, double(sum(sums.hidden)) * ratio);
+        undrawn(Figure::missed, double(sum(sums.missed)) * ratio), undrawn(Figure::alone, double(sum(sums.alone)) * ratio);
+        // what corrections explain of the variance; `squared` is 0 without them
+        const double model = counts() ? double(sum(sums.model)) : max(double(sum(sums.model) - sum(sums.squared)), 0.0);
         set(i, Figure::expected, model);
         query.raised = seen > 0 ? max(1.0, model / seen) : 1;
-        query.mass = sum_of_weights + correction;
     }
 
-    // Fills the last vector of a sample with records that tell nothing.
+    // Fills the last vector of a sample with neutral records.
     static void pad(Sample& sample) {
         for (int64_t k = sample.plain; k % kLanes; k++) {
             sample.logits[k] = sample.above[k] = sample.controls[k] = 0;
@@ -949,15 +969,15 @@ void by_kind(const Draw& ask, bool fresh, Take take) {
         if (ask.keys.kind == Kind::half) take(drawing, Half());
         else take(drawing, float());
     };
-    if (ask.least != ask.least) by_number(Drawing<Weights>(ask, memory, fresh));
-    else by_number(Drawing<Chances>(ask, memory, fresh));
+    if (ask.least != ask.least) by_number(Drawing<WeightDesign>(ask, memory, fresh));
+    else by_number(Drawing<CountDesign>(ask, memory, fresh));
 }
 
 }  // namespace
 
 int64_t draw_scratch(const Draw& ask) {
     Memory memory{nullptr};
-    Drawing<Weights> drawing(ask, memory, false);
+    Drawing<WeightDesign> drawing(ask, memory, false);
     return memory.used + 64;
 }
 

@@ -183,7 +183,7 @@ inline void raise(Kept& kept, float threshold) {
     kept.count = stay, kept.threshold = threshold;
 }
 
-struct Weights {  // by the weight
+struct WeightDesign {  // draws by the weight
     // The b up to which shares are at most so large, for a σ² of at most v.
     static float cold(float floor, float v) { return min(floor - v, -2 * v); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) {
@@ -198,7 +198,7 @@ struct Weights {  // by the weight
     }
 };
 
-struct Chances {  // by the chance to lie on the other side
+struct CountDesign {  // draws by the chance to lie on the other side of the radius
     static float cold(float floor, float v) { return -__builtin_sqrtf(v) * max(2.4f, 2 * __builtin_sqrtf(max(-floor, 0.0f))); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) { return b * b / (v * -4.0f); }
     static SOFTDB_INLINE Vec controls(Vec b, Vec v) {  // about Φ(x), 0 and 1 from 2.4 deviations on

@@ -1,4 +1,4 @@
-// The best of many records, kept in a heap of whole numbers that order them.
+// The c best of n records, in a heap of int64 that hold score and position. Cost log c for a record that enters.
 #pragma once
 
 #include "vec.h"
@@ -8,7 +8,7 @@ namespace SOFTDB_LEVEL {
 
 constexpr int64_t kLast = INT64_MAX;
 
-// Score and position in one number, the less the better.
+// Score and position in one int64: smaller entries are better, ties by position.
 SOFTDB_INLINE int64_t entry_of(float score, int64_t position) {
     float least = 0.0f - score;  // no negative zeros
     int32_t order;
@@ -25,7 +25,7 @@ SOFTDB_INLINE float score_in(int64_t entry) {
     return 0.0f - least;
 }
 
-// Puts an entry into a heap, whose greatest lies first, from a place downwards.
+// Puts an entry into a heap whose greatest entry lies first, from a place downwards.
 SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry, int64_t place = 0) {
     for (int64_t below; (below = 2 * place + 1) < size; place = below) {
         if (below + 1 < size && heap[below + 1] > heap[below]) below++;

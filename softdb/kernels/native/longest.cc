@@ -1,5 +1,6 @@
-// The longest keys among the k best: a copy of them is compared with every query, from the longest on. Operations: 2 q m d
-// at most. A key shorter than every query's k-th score over |q| cannot come in (Cauchy and Schwarz), nor can those after it.
+// The m longest keys (m, d), sorted by length, compared with every query (q, d) and merged into its k best by dot product.
+// As q·k <= |q| |k| (Cauchy and Schwarz), the pass ends at the first key shorter than every query's k-th score over |q|.
+// Cost 2 q m d operations at most.
 #include "longest.h"
 
 #include "tile.h"
@@ -11,7 +12,7 @@ namespace {
 constexpr int kKeys = 8;  // compared at once
 constexpr double kRounding = 0x1p-23;  // of float32, for each of the products in a score
 
-// Puts one record where it belongs among the k best of query i, unless it is there. Returns whether it came in.
+// Inserts a record among the k best of query i unless it is one of them. Returns true if it was inserted.
 bool put(const TakeIn& ask, int64_t i, int64_t position, float score) {
     int64_t *found = ask.found[i], k = ask.found.width;
     float* scores = ask.scores[i];

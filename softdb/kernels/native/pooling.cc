@@ -1,4 +1,9 @@
-// Candidates pooled where their values lie, and how far that answer may be from the one over all records.
+// Pooling of candidates from stored values (n, v) that are read in place, o = Σ w v, and sums over the terms
+//
+//     y = √(1 - p) (w (v - o) - h (m - o)),   r = √(1 - p) (w - h)
+//
+// of the error of a drawn answer, from which `bars` makes error bars (softdb/attend/error.py has both). Cost of k candidates:
+// k v numbers read; 2 k v operations to pool, 8 k v for the error.
 #include "pooling.h"
 
 #include "hashing.h"
@@ -21,7 +26,7 @@ SOFTDB_INLINE void add_numbers(double factor, const Number* value, int64_t v, do
     for (; t < v; t++) out[t] += factor * double(widen(value[t]));
 }
 
-// Adds a value, so many times, to a sum of float64.
+// Adds a value times a factor to a sum in float64.
 SOFTDB_INLINE void add(double factor, const char* value, const Stored& values, double* out) {
     if (values.kind == Kind::label) {
         int32_t label = *(const int32_t*)value;
@@ -64,7 +69,7 @@ template void weighted_sums(const Sums<double>&);
 
 namespace {
 
-// Adds one term: u = w (v - o) - h (m - o) to the sums, c its 1 - p; returns ‖u‖² and ‖v - o‖².
+// Adds the term u = w (v - o) - h (m - o) to the sums; returns ‖u‖² in `far` and ‖v - o‖² in `apart`.
 template <class Number>
 SOFTDB_INLINE void add_term(const Number* value, const double* output, const float* mean, int64_t v, double weight,
                             double control, double pull, float signed_root, double doubt, const Errors& into, double& far,
@@ -141,7 +146,7 @@ void spread(const Terms& ask, const double* weights, const double* output, int64
     }
 }
 
-// The quantile of F with so many degrees of freedom, z that of the normal: the cube roots of both χ² are about normal
+// The quantile of F with `above` and `below` degrees of freedom, z that of the normal: cube roots of χ² are about normal
 // (Paulson 1942): ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3).
 double f_quantile(double z, double above, double below) {
     const double a = 2 / (9 * above), b = 2 / (9 * below);
@@ -153,7 +158,7 @@ double f_quantile(double z, double above, double below) {
 
 namespace {
 
-// Number of draws that tell a sum of squared terms, at least 2.
+// Effective number of draws behind a sum of squared terms, at least 2.
 double draws_of(double sum, double squares) {
     return squares > 0 && squares < kInfinity ? max(kSkewed * sum * sum / squares, 2.0) : 2;
 }

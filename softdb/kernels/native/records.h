@@ -1,5 +1,5 @@
-// What the kernels over single records are asked: candidates of an index, draws from its lists, its codes. Pointers and
-// sizes, checked by whoever calls. They know nothing of Python.
+// Arguments of the kernels over single records: candidates, stored columns, sums. Pointers and sizes, which the caller
+// checks. Kernels know nothing of Python.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ struct Table {
     inline __attribute__((always_inline)) Number* operator[](int64_t row) const { return first + row * pitch; }
 };
 
-// What a record's numbers are: float32, float16, an int32 class, or of no interest.
+// Type of a record's numbers: float32, float16, an int32 class, or unused.
 enum class Kind { wide, half, label, none };
 
-// A stored column where it lies, in segments.
+// A stored column, in segments.
 struct Stored {
     const int64_t* addresses = nullptr;  // (segments,) where each begins
     const int64_t* starts = nullptr;     // (segments + 1,) position of its first record

@@ -1,4 +1,5 @@
-// Records by exact score: stored keys are read where they lie, in one pass, and the best of each query kept.
+// Exact scores s(q, k) = q·k, q·k / |k| or -|q - k|² of candidates (q, c) of queries (q, d), from stored keys that are
+// read in place: `rerank` keeps the k best of each query, `score` gives all. Bytes moved: q c d numbers; operations 2 q c d.
 #include "rerank.h"
 
 #include "heap.h"
@@ -46,12 +47,13 @@ void scored(const Score& ask, const Table<Sum>& scores) {
 
 }  // namespace
 
-// The best k of each query's candidates by exact score. Bytes moved: q c d numbers; operations: 2 q c d.
+// The k best of each query's candidates. Returns false if there are fewer than k, or a score is NaN.
 bool rerank(const Rerank& ask) {
     return ask.keys.kind == Kind::half ? reranked<Half>(ask) : reranked<float>(ask);
 }
 
-// Queries as an index sees them: of length 1 for the cosine, in float64, which holds the squares of every float32.
+// Queries as an index compares them: for the cosine of length 1, computed in float64, which holds the square of every
+// float32. Returns false if a query is not finite.
 bool prepare(const Prepare& ask) {
     const int64_t d = ask.queries.width;
     bool finite = true;
@@ -66,8 +68,7 @@ bool prepare(const Prepare& ask) {
     return finite;
 }
 
-// Exact scores of candidates, where they stand; in float64 where the last digits decide, as at a low temperature.
-// Bytes moved: q c d numbers; operations: 2 q c d.
+// Exact scores of candidates, in their order; in float64 where the last digits decide, as at a low temperature.
 void score(const Score& ask) {
     bool half = ask.keys.kind == Kind::half, wide = ask.precisely.first;
     if (half && wide) scored<Half, double>(ask, ask.precisely);

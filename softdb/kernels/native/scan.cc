@@ -1,4 +1,7 @@
-// Exact search for few queries: every record is compared in float32, those that are found once more in float64.
+// Exact search for few queries, in two steps. `scan`: scores s(q, k) = q·k, q·k / |k| or -|q - k|² of queries (q, d) and
+// all records (n, d) in float32, the best c of each query kept; cost 2 q n d operations, n d numbers read once. `settle`:
+// these c again in float64, in order, and for each query whether a record left out may be among the k best: whether
+// s_k <= floor + slack, slack a bound on the rounding of float32; cost 2 q c d.
 #include "heap.h"
 #include "rerank.h"
 #include "stored.h"
@@ -20,7 +23,7 @@ SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
 
 constexpr int kBlock = 64;  // keys that are compared with all queries while they lie in a cache
 
-// Some of the keys.
+// A block of keys.
 template <class Number>
 struct Keys {
     const Number* at[kBlock];
@@ -59,12 +62,12 @@ SOFTDB_INLINE void score_tile(const Table<const float>& asked, int64_t first, co
         }
 }
 
-// Compares some queries with a block of keys. Returns whether some score is NaN or infinite.
+// Compares some queries with a block of keys. Returns true if some score is NaN or infinite.
 template <int queries, int keys, bool l2, class Number>
 bool compare(const Scan& ask, int64_t first, const Keys<Number>& block) {
     bool lost = false;
     for (int begin = 0; begin < block.count; begin += keys) {
-        const int last = block.count - keys;  // the last tile begins earlier, sooner than to be shorter
+        const int last = block.count - keys;  // the last tile overlaps the one before, so that all have one size
         const int start = begin <= last ? begin : max(last, 0);
         const Number* at[keys];
         for (int k = 0; k < keys; k++) at[k] = block.at[min(start + k, block.count - 1)];
@@ -122,12 +125,12 @@ bool scanned(const Scan& ask) {
     return lost;
 }
 
-// Whether one record stands after another.
+// True if a record is ordered after another: by score, then by position.
 SOFTDB_INLINE bool after(double score, int64_t position, double other, int64_t others) {
     return score < other || (score == other && position > others);
 }
 
-// Sinks the last record stands first of a heap: from a place downwards.
+// Puts a record into a heap whose last record in order lies first, from a place downwards.
 SOFTDB_INLINE void sink_pair(double* scores, int64_t* positions, int64_t size, int64_t place, double score,
                              int64_t position) {
     for (int64_t below; (below = 2 * place + 1) < size; place = below) {
@@ -150,7 +153,7 @@ void sort_pairs(double* scores, int64_t* positions, int64_t size) {
     }
 }
 
-// How far a score in float32 may lie from the true one: |error| <= d u sum |a_i b_i| for a product of d terms at unit
+// Largest error of a score in float32: |error| <= d u sum |a_i b_i| for a product of d terms at unit
 // rounding u (Higham 2002, section 3.1); for a sum of squared differences, relative to the sum itself.
 template <class Number>
 double slack_of(const Settle& ask, const Reader& reader, int64_t i) {
@@ -191,12 +194,12 @@ void settled(const Settle& ask) {
 
 }  // namespace
 
-// The best of some records for each query, by scores in float32. Cost q n d; keys are read once.
+// The best records of each query by scores in float32. Returns true if a score is NaN or infinite.
 bool scan(const Scan& ask) {
     return ask.keys.kind == Kind::half ? scanned<Half>(ask) : scanned<float>(ask);
 }
 
-// The order of what was found by scores in float64, and whether it is that of all records. Cost q c d.
+// The order of candidates by scores in float64; `unsure` where a record left out may belong among them.
 void settle(const Settle& ask) {
     if (ask.keys.kind == Kind::half) settled<Half>(ask);
     else settled<float>(ask);

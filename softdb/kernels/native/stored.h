@@ -1,4 +1,4 @@
-// Columns where they lie, and sums over the numbers of two rows.
+// Stored columns read in place, and sums over the numbers of two rows: q·k and |q - k|² in float32 or float64.
 #pragma once
 
 #include <cmath>
@@ -85,9 +85,9 @@ SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Met
     return square > 0 ? Sum(found / __builtin_sqrt(square)) : Sum(0);
 }
 
-constexpr int64_t kLine = 64;     // bytes that come at once
-constexpr int64_t kFetched = 16;  // lines of a record that are asked for; the processor sees by itself that more follow
-constexpr int64_t kAhead = 6;     // records that are on their way from memory while one is worked on
+constexpr int64_t kLine = 64;     // bytes of a cache line
+constexpr int64_t kFetched = 16;  // lines of a record that are prefetched; the processor prefetches those that follow
+constexpr int64_t kAhead = 6;     // records that are prefetched ahead of the current one
 
 // Finds records in a column.
 class Reader {
@@ -107,7 +107,7 @@ class Reader {
         return (const char*)column.addresses[low] + (position - column.starts[low]) * bytes;
     }
 
-    // Asks memory for a record of a list, where there is one.
+    // Prefetches the j-th record of a list of positions, if there is one.
     void ask(const int64_t* positions, int64_t count, int64_t j) const {
         if (j >= count || positions[j] < 0) return;
         const char* place = at(positions[j]);
@@ -119,7 +119,7 @@ class Reader {
     int64_t bytes, lines;
 };
 
-// Calls visit(j, record) for the records at positions (count,) that there are; later ones are on their way meanwhile.
+// Calls visit(j, record) for positions (count,), skipping those below 0, and prefetches later records meanwhile.
 template <class Visit>
 SOFTDB_INLINE void each_record(const Reader& reader, const int64_t* positions, int64_t count, Visit visit) {
     for (int64_t j = 0; j < kAhead; j++) reader.ask(positions, count, j);

@@ -1,4 +1,4 @@
-// The table of one level.
+// The table of kernels of one level.
 #include "table.h"
 
 #include "attention.h"

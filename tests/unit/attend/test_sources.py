@@ -49,7 +49,7 @@ class TestEncoded(LocalContract):
             queries, torch.from_numpy(keys), torch.from_numpy(values), score=Dot(), weights="sparsemax", temperature=T
         )
         close(source.exact(request).output, plain.numpy())
-        with pytest.raises(BadInput, match="the weights are sparsemax"):
+        with pytest.raises(BadInput, match="the weighting is sparsemax"):
             source.stream(request)
 
 
