@@ -24,56 +24,56 @@ struct Panel {
 
 // How the work is cut, and the memory that it needs: all float32, in the second cache but for the queries.
 struct Plan {
-    const Attend& ask;
+    const Attend& args;
     bool few;
     int64_t d, v, block;
     float *keys, *values, *scores, *along, *inverse, *tops, *queries, *grads, *query_rows, *grad_rows;
     float *offsets, *inverse_totals;
     int64_t size = 0;
 
-    explicit Plan(const Attend& asked) : ask(asked), few(asked.q <= kFew) {
-        d = padded(ask.keys.width);
-        v = ask.labels ? 0 : padded(ask.values.width);
+    explicit Plan(const Attend& given) : args(given), few(given.q <= kFew) {
+        d = padded(args.keys.width);
+        v = args.labels ? 0 : padded(args.values.width);
         block = block_rows();
-        int64_t lanes = padded(max<int64_t>(ask.q, 1)), panel = min<int64_t>(lanes, kPanel);
+        int64_t lanes = padded(max<int64_t>(args.q, 1)), panel = min<int64_t>(lanes, kPanel);
         keys = take(block * d);
         values = take(block * v);
         scores = take(block * panel);
-        along = take(ask.backward ? block * panel : 0);
+        along = take(args.backward ? block * panel : 0);
         inverse = take(block + kLanes);
         tops = take(lanes);
         queries = take(lanes * d);
-        grads = take(ask.backward ? lanes * v : 0);
-        offsets = take(ask.backward ? lanes : 0);
-        inverse_totals = take(ask.backward ? lanes : 0);
-        query_rows = take(ask.key_grad ? lanes * d : 0);
-        grad_rows = take(ask.value_grad ? lanes * v : 0);
+        grads = take(args.backward ? lanes * v : 0);
+        offsets = take(args.backward ? lanes : 0);
+        inverse_totals = take(args.backward ? lanes : 0);
+        query_rows = take(args.key_grad ? lanes * d : 0);
+        grad_rows = take(args.value_grad ? lanes * v : 0);
     }
 
     // Records of a block. For many queries it fills half of the second cache; so many that what is done once a block is
     // little. Few queries wait for memory: their blocks are short, so that the next one is fetched in time.
     int64_t block_rows() const {
-        bool one_panel = ask.q <= kPanel;
+        bool one_panel = args.q <= kPanel;
         int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (one_panel ? 5 : 2);
         int64_t fit = bytes / (4 * (d + v + kPanel)), least = few ? 12 : one_panel ? 48 : 96;
         return min<int64_t>(max(fit, least), 480) / 12 * 12;
     }
 
     float* take(int64_t count) {
-        float* found = ask.scratch ? ask.scratch + size : nullptr;
+        float* result = args.scratch ? args.scratch + size : nullptr;
         size += padded(count, 16);
-        return found;
+        return result;
     }
 
     Panel panel(int64_t first) const {
-        int64_t size = min<int64_t>(ask.q - first, kPanel);
+        int64_t size = min<int64_t>(args.q - first, kPanel);
         return {first, int(size), int(padded(size))};
     }
 
     // (q, width) as (width, lanes) for each panel, or where they are few as they are, each filled up with zeros.
     void pack(const float* rows, int64_t width, float* to) const {
         if (few) return copy_rows(rows, width, to);
-        for (int64_t first = 0; first < ask.q; first += kPanel) {
+        for (int64_t first = 0; first < args.q; first += kPanel) {
             Panel here = panel(first);
             float* out = to + first * width;
             for (int64_t t = 0; t < width; t++)
@@ -83,29 +83,29 @@ struct Plan {
     }
 
     void copy_rows(const float* rows, int64_t width, float* to) const {
-        for (int64_t j = 0; j < ask.q; j++) copy_row(rows + j * width, width, nullptr, to + j * padded(width));
+        for (int64_t j = 0; j < args.q; j++) copy_row(rows + j * width, width, nullptr, to + j * padded(width));
     }
 
     void pad(const float* row, float rest, float* to) const {
-        for (int64_t j = 0; j < padded(ask.q); j++) to[j] = j < ask.q ? row[j] : rest;
+        for (int64_t j = 0; j < padded(args.q); j++) to[j] = j < args.q ? row[j] : rest;
     }
 };
 
 // Where a column holds the records from i on, to be fetched ahead.
 Ahead ahead_of(const Column& column, const Part& part, int64_t i, int64_t count) {
-    Ahead found;
+    Ahead result;
     count = min(count, part.high - i);
-    if (count <= 0 || !column.width) return found;
-    found.data = static_cast<const char*>(column.data);
-    found.bytes = column.width * (column.half ? 2 : 4);
+    if (count <= 0 || !column.width) return result;
+    result.data = static_cast<const char*>(column.data);
+    result.bytes = column.width * (column.half ? 2 : 4);
     if (side_by_side(part, i, count)) {
-        found.at = found.data + row_of(part, i) * found.bytes;
-        found.end = found.at + count * found.bytes;
+        result.at = result.data + row_of(part, i) * result.bytes;
+        result.end = result.at + count * result.bytes;
     } else {
-        found.rows = part.rows + i;
-        found.left = count;
+        result.rows = part.rows + i;
+        result.left = count;
     }
-    return found;
+    return result;
 }
 
 // -- scores ----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ void compare_few(
 ) {
     float* squares = lengths ? plan.inverse : nullptr;
     auto compared = [&](auto inner) { inner(count, block, pitch, rows, pitch, pitch, out, kLanes, squares, ahead); };
-    switch (plan.ask.q) {
+    switch (plan.args.q) {
         case 1: return compared(inner_all<1, difference, lengths, A>);
         case 2: return compared(inner_all<2, difference, lengths, A>);
         case 3: return compared(inner_all<3, difference, lengths, A>);
@@ -165,17 +165,17 @@ void inverse_lengths(const A* block, int64_t pitch, int64_t width, int64_t count
 
 // 1 / |k| of a block's keys; where it is `known`, from the squares that stand there.
 void invert_lengths(const Plan& plan, const Block& keys, int64_t count, bool known) {
-    int64_t width = plan.ask.keys.width;
+    int64_t width = plan.args.keys.width;
     if (keys.half) inverse_lengths(keys.half, keys.pitch, width, count, known, plan.inverse);
     else inverse_lengths(keys.wide, keys.pitch, width, count, known, plan.inverse);
 }
 
 // A block's keys, and 1 / |k| where the score is a cosine; of few queries `score` finds that by the way.
 Block load_keys(const Plan& plan, int64_t i, int64_t count) {
-    const Attend& ask = plan.ask;
-    bool cosine = ask.metric == Metric::cosine;
+    const Attend& args = plan.args;
+    bool cosine = args.metric == Metric::cosine;
     Block keys = load_block(
-        ask.keys, ask.part, i, count, ask.centre, plan.keys, plan.few || cosine || ask.backward, plan.few
+        args.keys, args.part, i, count, args.centre, plan.keys, plan.few || cosine || args.backward, plan.few
     );
     if (cosine && !plan.few) invert_lengths(plan, keys, count, false);
     return keys;
@@ -188,33 +188,33 @@ struct Loaded {
     Block keys;
     Ahead next_keys, next_values;  // of the next block
 
-    Loaded(const Plan& plan, int64_t i) : plan(plan), i(i), count(min(plan.block, plan.ask.part.high - i)) {
-        const Attend& ask = plan.ask;
+    Loaded(const Plan& plan, int64_t i) : plan(plan), i(i), count(min(plan.block, plan.args.part.high - i)) {
+        const Attend& args = plan.args;
         keys = load_keys(plan, i, count);
-        next_keys = ahead_of(ask.keys, ask.part, i + count, plan.block);
-        next_values = ahead_of(ask.values, ask.part, i + count, plan.block);
+        next_keys = ahead_of(args.keys, args.part, i + count, plan.block);
+        next_values = ahead_of(args.values, args.part, i + count, plan.block);
     }
 
     const Block& values() {
-        const Attend& ask = plan.ask;
+        const Attend& args = plan.args;
         if (!has_values)
-            found = load_block(
-                ask.values, ask.part, i, count, nullptr, plan.values, plan.few || !ask.backward, plan.few
+            result = load_block(
+                args.values, args.part, i, count, nullptr, plan.values, plan.few || !args.backward, plan.few
             );
         has_values = true;
-        return found;
+        return result;
     }
 
   private:
-    Block found;
+    Block result;
     bool has_values = false;
 };
 
 // Scores of -inf for records that take no part.
-void mask_out(const Attend& ask, const Panel& panel, int64_t i, int64_t count, float* scores) {
+void mask_out(const Attend& args, const Panel& panel, int64_t i, int64_t count, float* scores) {
     for (int j = 0; j < panel.size; j++) {
-        const bool* allowed = ask.part.mask + (panel.first + j) * ask.part.mask_width;
-        const int64_t* places = ask.part.places + i;
+        const bool* allowed = args.part.mask + (panel.first + j) * args.part.mask_width;
+        const int64_t* places = args.part.places + i;
         for (int64_t r = 0; r < count; r++)
             if (!allowed[places[r]]) scores[r * panel.lanes + j] = kDead;
     }
@@ -227,51 +227,51 @@ struct Best {
 // The sign and the lengths put in, the mask laid on; V vectors a row.
 template <int V>
 Best finish(const Plan& plan, const Panel& panel, int64_t i, int64_t count, float* scores) {
-    const Attend& ask = plan.ask;
-    Best found;
-    for (int v = 0; v < V; v++) found.best[v] = everywhere(kDead), found.doubt[v] = Vec{};
+    const Attend& args = plan.args;
+    Best result;
+    for (int v = 0; v < V; v++) result.best[v] = everywhere(kDead), result.doubt[v] = Vec{};
     for (int64_t r = 0; r < count; r++) {
-        float factor = ask.metric == Metric::l2 ? -1.0f : ask.metric == Metric::cosine ? plan.inverse[r] : 1.0f;
+        float factor = args.metric == Metric::l2 ? -1.0f : args.metric == Metric::cosine ? plan.inverse[r] : 1.0f;
         for (int v = 0; v < V; v++) {
             float* at = scores + r * panel.lanes + v * kLanes;
             Vec score = load(at) * factor;
             store(at, score);
-            found.best[v] = greater(score, found.best[v]);
-            found.doubt[v] += score * 0.0f;
+            result.best[v] = greater(score, result.best[v]);
+            result.doubt[v] += score * 0.0f;
         }
     }
-    if (!ask.part.mask) return found;
-    mask_out(ask, panel, i, count, scores);
-    for (int v = 0; v < V; v++) found.best[v] = everywhere(kDead);
+    if (!args.part.mask) return result;
+    mask_out(args, panel, i, count, scores);
+    for (int v = 0; v < V; v++) result.best[v] = everywhere(kDead);
     for (int64_t r = 0; r < count; r++)
         for (int v = 0; v < V; v++)
-            found.best[v] = greater(load(scores + r * panel.lanes + v * kLanes), found.best[v]);
-    return found;
+            result.best[v] = greater(load(scores + r * panel.lanes + v * kLanes), result.best[v]);
+    return result;
 }
 
 // Scores of a block for a panel, and the largest of each query; whether any of them matters.
 bool score(
     const Plan& plan, const Block& keys, const Panel& panel, int64_t i, int64_t count, float* best, Ahead ahead
 ) {
-    const Attend& ask = plan.ask;
-    int64_t width = plan.few ? plan.d : ask.keys.width;
-    if (ask.metric == Metric::l2) {
+    const Attend& args = plan.args;
+    int64_t width = plan.few ? plan.d : args.keys.width;
+    if (args.metric == Metric::l2) {
         compare<true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
-    } else if (ask.metric == Metric::cosine && plan.few) {
+    } else if (args.metric == Metric::cosine && plan.few) {
         compare<false, true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
         invert_lengths(plan, keys, count, true);
     } else {
         compare<false>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
     }
-    Best found = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, plan.scores)
+    Best result = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, plan.scores)
                                       : finish<1>(plan, panel, i, count, plan.scores);
     float* tops = plan.tops + panel.first;
     bool matters = false;
     for (int j = 0; j < panel.size; j++) {
-        float doubt = found.doubt[j / kLanes][j % kLanes];
+        float doubt = result.doubt[j / kLanes][j % kLanes];
         if (doubt != 0) tops[j] = doubt;
-        best[j] = found.best[j / kLanes][j % kLanes];
-        matters |= (best[j] - tops[j]) * ask.inverse_temperature > ask.negligible;
+        best[j] = result.best[j / kLanes][j % kLanes];
+        matters |= (best[j] - tops[j]) * args.inverse_temperature > args.negligible;
     }
     return matters;
 }
@@ -296,24 +296,24 @@ void weigh(const Panel& panel, int64_t count, const float* tops, float inverse_t
 
 void weigh(const Plan& plan, const Panel& panel, int64_t count, float* totals) {
     const float* tops = plan.tops + panel.first;
-    if (panel.lanes > kLanes) weigh<2>(panel, count, tops, plan.ask.inverse_temperature, plan.scores, totals);
-    else weigh<1>(panel, count, tops, plan.ask.inverse_temperature, plan.scores, totals);
+    if (panel.lanes > kLanes) weigh<2>(panel, count, tops, plan.args.inverse_temperature, plan.scores, totals);
+    else weigh<1>(panel, count, tops, plan.args.inverse_temperature, plan.scores, totals);
 }
 
 // The sums so far, seen from a new largest score.
 void raise_top(const Plan& plan, const Panel& panel, const float* best) {
-    const Attend& ask = plan.ask;
+    const Attend& args = plan.args;
     for (int j = 0; j < panel.size; j++) {
         int64_t query = panel.first + j;
         float* top = plan.tops + query;
         if (!(best[j] > *top)) continue;
-        double decay = __builtin_exp(double(*top - best[j]) * ask.inverse_temperature);
+        double decay = __builtin_exp(double(*top - best[j]) * args.inverse_temperature);
         *top = best[j];
-        ask.total[query] *= decay;
-        if (ask.labels)
-            for (int64_t c = 0; c < ask.num_classes; c++) ask.output[c * ask.q + query] *= decay;
+        args.total[query] *= decay;
+        if (args.labels)
+            for (int64_t c = 0; c < args.num_classes; c++) args.output[c * args.q + query] *= decay;
         else
-            for (int64_t x = 0; x < ask.values.width; x++) ask.output[query * ask.values.width + x] *= decay;
+            for (int64_t x = 0; x < args.values.width; x++) args.output[query * args.values.width + x] *= decay;
     }
 }
 
@@ -331,11 +331,11 @@ void pool(
 }
 
 // Each record's weights to its own class; a label that rot has made since it was looked at has none.
-void add_labels(const Attend& ask, const Panel& panel, int64_t i, int64_t count, const float* weights) {
+void add_labels(const Attend& args, const Panel& panel, int64_t i, int64_t count, const float* weights) {
     for (int64_t r = 0; r < count; r++) {
-        int64_t label = ask.labels[row_of(ask.part, i + r)];
-        if (label < 0 || label >= ask.num_classes) continue;
-        double* to = ask.output + label * ask.q + panel.first;
+        int64_t label = args.labels[row_of(args.part, i + r)];
+        if (label < 0 || label >= args.num_classes) continue;
+        double* to = args.output + label * args.q + panel.first;
         for (int j = 0; j < panel.size; j++) to[j] += double(weights[r * panel.lanes + j]);
     }
 }
@@ -346,31 +346,31 @@ void exponentials(const float* x, int64_t n, float* out) {
     for (int64_t i = 0; i + kLanes <= n; i += kLanes) store(out + i, exp_negative(load(x + i)));
 }
 
-int64_t attend_scratch(const Attend& ask) { return Plan(ask).size; }
+int64_t attend_scratch(const Attend& args) { return Plan(args).size; }
 
-void attend_forward(const Attend& ask) {
-    Plan plan(ask);
-    plan.pack(ask.queries, ask.keys.width, plan.queries);
-    plan.pad(ask.top, -kDead, plan.tops);  // to padding no record matters
+void attend_forward(const Attend& args) {
+    Plan plan(args);
+    plan.pack(args.queries, args.keys.width, plan.queries);
+    plan.pad(args.top, -kDead, plan.tops);  // to padding no record matters
     float best[kPanel], totals[kPanel];
-    for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
+    for (int64_t i = args.part.low; i < args.part.high; i += plan.block) {
         Loaded block(plan, i);
         int64_t count = block.count;
-        for (int64_t first = 0; first < ask.q; first += kPanel) {
+        for (int64_t first = 0; first < args.q; first += kPanel) {
             Panel panel = plan.panel(first);
             if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
             raise_top(plan, panel, best);
             weigh(plan, panel, count, totals);
-            for (int j = 0; j < panel.size; j++) ask.total[first + j] += double(totals[j]);
-            if (ask.labels) {
-                add_labels(ask, panel, i, count, plan.scores);
+            for (int j = 0; j < panel.size; j++) args.total[first + j] += double(totals[j]);
+            if (args.labels) {
+                add_labels(args, panel, i, count, plan.scores);
             } else if (plan.v) {
                 Ahead ahead = first ? Ahead{} : block.next_values;
-                pool(panel, plan.scores, block.values(), ask.values.width, count, ask.output, ahead);
+                pool(panel, plan.scores, block.values(), args.values.width, count, args.output, ahead);
             }
         }
     }
-    for (int64_t j = 0; j < ask.q; j++) ask.top[j] = plan.tops[j];
+    for (int64_t j = 0; j < args.q; j++) args.top[j] = plan.tops[j];
 }
 
 // -- backward --------------------------------------------------------------------------------------------------------
@@ -385,21 +385,21 @@ void pulls(const Plan& plan, const Panel& panel, int64_t count, float* weights, 
         for (int64_t r = 0; r < count; r++) {
             int64_t at = r * panel.lanes + v;
             Vec weight = load(weights + at) * inverse;
-            Vec found = weight * (load(along + at) + offset) * plan.ask.inverse_temperature;
-            store(weights + at, found);
+            Vec result = weight * (load(along + at) + offset) * plan.args.inverse_temperature;
+            store(weights + at, result);
             store(along + at, weight);
-            total += found;
+            total += result;
         }
         store(totals + v, total);
     }
 }
 
 // g.v of a label: the gradient of its class.
-void along_labels(const Attend& ask, const Panel& panel, int64_t i, int64_t count, float* along) {
+void along_labels(const Attend& args, const Panel& panel, int64_t i, int64_t count, float* along) {
     for (int64_t r = 0; r < count; r++) {
-        int64_t label = ask.labels[row_of(ask.part, i + r)];
-        bool sound = label >= 0 && label < ask.num_classes;
-        const float* from = ask.output_grad + label * ask.q + panel.first;
+        int64_t label = args.labels[row_of(args.part, i + r)];
+        bool sound = label >= 0 && label < args.num_classes;
+        const float* from = args.output_grad + label * args.q + panel.first;
         for (int j = 0; j < panel.lanes; j++) along[r * panel.lanes + j] = sound && j < panel.size ? from[j] : 0;
     }
 }
@@ -410,22 +410,22 @@ struct AddRows {
     int64_t width;
     const Part& part;
     int64_t i;
-    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const {
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec result) const {
         float* at = to + row_of(part, i + r) * width + x;
-        if (x + kLanes <= width) store(at, load(at) + found);
+        if (x + kLanes <= width) store(at, load(at) + result);
         else
-            for (int lane = 0; x + lane < width; lane++) at[lane] += found[lane];
+            for (int lane = 0; x + lane < width; lane++) at[lane] += result[lane];
     }
 };
 
 // grad[i, x] += sum over j of table[i, j] rows[j, x]: what the queries of a panel send to the records.
 void send(
-    const Attend& ask, const Panel& panel, const float* table, const float* rows, int64_t width, int64_t i,
+    const Attend& args, const Panel& panel, const float* table, const float* rows, int64_t width, int64_t i,
     int64_t count, float* grad
 ) {
     int64_t pitch = padded(width);
     Operands<float> given{table, panel.lanes, 1, rows + panel.first * pitch, pitch, panel.size};
-    multiply(count, pitch, given, AddRows{grad, width, ask.part, i});
+    multiply(count, pitch, given, AddRows{grad, width, args.part, i});
 }
 
 void scale_rows(const Panel& panel, int64_t count, const float* factors, float* table) {
@@ -436,37 +436,37 @@ void scale_rows(const Panel& panel, int64_t count, const float* factors, float* 
 
 }  // namespace
 
-void attend_backward(const Attend& ask) {
-    Plan plan(ask);
-    plan.pack(ask.queries, ask.keys.width, plan.queries);
-    plan.pad(ask.top, -kDead, plan.tops);
-    plan.pad(ask.offset, 0, plan.offsets);
-    plan.pad(ask.inverse_total, 0, plan.inverse_totals);
-    if (plan.v) plan.pack(ask.output_grad, ask.values.width, plan.grads);
-    if (ask.key_grad) plan.copy_rows(ask.queries, ask.keys.width, plan.query_rows);
-    if (ask.value_grad) plan.copy_rows(ask.output_grad, ask.values.width, plan.grad_rows);
-    int64_t v_width = plan.few ? plan.v : ask.values.width;
+void attend_backward(const Attend& args) {
+    Plan plan(args);
+    plan.pack(args.queries, args.keys.width, plan.queries);
+    plan.pad(args.top, -kDead, plan.tops);
+    plan.pad(args.offset, 0, plan.offsets);
+    plan.pad(args.inverse_total, 0, plan.inverse_totals);
+    if (plan.v) plan.pack(args.output_grad, args.values.width, plan.grads);
+    if (args.key_grad) plan.copy_rows(args.queries, args.keys.width, plan.query_rows);
+    if (args.value_grad) plan.copy_rows(args.output_grad, args.values.width, plan.grad_rows);
+    int64_t v_width = plan.few ? plan.v : args.values.width;
     float best[kPanel], totals[kPanel];
-    for (int64_t i = ask.part.low; i < ask.part.high; i += plan.block) {
+    for (int64_t i = args.part.low; i < args.part.high; i += plan.block) {
         Loaded block(plan, i);
         int64_t count = block.count;
-        for (int64_t first = 0; first < ask.q; first += kPanel) {
+        for (int64_t first = 0; first < args.q; first += kPanel) {
             Panel panel = plan.panel(first);
             if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
-            if (ask.labels) {
-                along_labels(ask, panel, i, count, plan.along);
+            if (args.labels) {
+                along_labels(args, panel, i, count, plan.along);
             } else {
                 compare<false>(plan, block.values(), v_width, count, plan.grads, panel, plan.along, {});
             }
             weigh(plan, panel, count, totals);
             pulls(plan, panel, count, plan.scores, plan.along, totals);
-            for (int j = 0; j < panel.size; j++) ask.mass[first + j] += double(totals[j]);
-            if (ask.value_grad)
-                send(ask, panel, plan.along, plan.grad_rows, ask.values.width, i, count, ask.value_grad);
-            if (ask.key_grad) send(ask, panel, plan.scores, plan.query_rows, ask.keys.width, i, count, ask.key_grad);
-            if (ask.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
+            for (int j = 0; j < panel.size; j++) args.mass[first + j] += double(totals[j]);
+            if (args.value_grad)
+                send(args, panel, plan.along, plan.grad_rows, args.values.width, i, count, args.value_grad);
+            if (args.key_grad) send(args, panel, plan.scores, plan.query_rows, args.keys.width, i, count, args.key_grad);
+            if (args.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
             Ahead ahead = first ? Ahead{} : block.next_values;
-            pool(panel, plan.scores, block.keys, ask.keys.width, count, ask.query_grad, ahead);
+            pool(panel, plan.scores, block.keys, args.keys.width, count, args.query_grad, ahead);
         }
     }
 }

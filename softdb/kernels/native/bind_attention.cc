@@ -9,12 +9,12 @@ namespace {
 using Rows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // float32 or float16
 
 Column column_of(const Rows& array) {
-    Column found;
-    found.half = array.dtype() == nb::dlpack::dtype{uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
-    if (!found.half && array.dtype() != nb::dtype<float>()) throw nb::type_error("a column is float32 or float16");
-    found.data = array.data();
-    found.width = int64_t(array.shape(1));
-    return found;
+    Column result;
+    result.half = array.dtype() == nb::dlpack::dtype{uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+    if (!result.half && array.dtype() != nb::dtype<float>()) throw nb::type_error("a column is float32 or float16");
+    result.data = array.data();
+    result.width = int64_t(array.shape(1));
+    return result;
 }
 
 // A piece of the records: columns, and which of their rows.
@@ -38,42 +38,42 @@ struct Piece {
 struct Attention {
     Read<float, 2> queries;
     std::optional<Read<float, 1>> centre;
-    Attend ask;
+    Attend args;
 
     Attention(
         Read<float, 2> queries_, const std::string& metric, float inverse_temperature, float negligible,
         int64_t num_classes, std::optional<Read<float, 1>> centre_
     ) : queries(queries_), centre(centre_) {
-        ask.queries = queries.data();
-        ask.q = int64_t(queries.shape(0));
-        if (metric == "cosine") ask.metric = Metric::cosine;
-        else if (metric == "l2") ask.metric = Metric::l2;
+        args.queries = queries.data();
+        args.q = int64_t(queries.shape(0));
+        if (metric == "cosine") args.metric = Metric::cosine;
+        else if (metric == "l2") args.metric = Metric::l2;
         else if (metric != "dot") throw nb::value_error("a metric is dot, cosine or l2");
-        ask.inverse_temperature = inverse_temperature;
-        ask.negligible = negligible;
-        ask.num_classes = num_classes;
-        if (centre) ask.centre = centre->data();
+        args.inverse_temperature = inverse_temperature;
+        args.negligible = negligible;
+        args.num_classes = num_classes;
+        if (centre) args.centre = centre->data();
     }
 
     Attend of(const Piece& piece) const {
-        Attend found = ask;
-        found.keys = piece.key_column;
-        found.values = piece.value_column;
-        if (piece.labels) found.labels = piece.labels->data();
-        if (piece.rows) found.part.rows = piece.rows->data();
-        if (piece.places) found.part.places = piece.places->data();
+        Attend result = args;
+        result.keys = piece.key_column;
+        result.values = piece.value_column;
+        if (piece.labels) result.labels = piece.labels->data();
+        if (piece.rows) result.part.rows = piece.rows->data();
+        if (piece.places) result.part.places = piece.places->data();
         if (piece.mask) {
-            found.part.mask = piece.mask->data();
-            found.part.mask_width = int64_t(piece.mask->shape(1));
+            result.part.mask = piece.mask->data();
+            result.part.mask_width = int64_t(piece.mask->shape(1));
         }
-        found.part.low = piece.low;
-        found.part.high = piece.high;
-        return found;
+        result.part.low = piece.low;
+        result.part.high = piece.high;
+        return result;
     }
 
     // float32 of memory that a thread needs; as much for forward as for backward with every gradient.
     int64_t scratch(int64_t value_width) const {
-        Attend wanted = ask;
+        Attend wanted = args;
         float any = 0;
         wanted.keys.width = int64_t(queries.shape(1));
         wanted.values.width = value_width;
@@ -86,12 +86,12 @@ struct Attention {
         const Piece& piece, Write<double, 2> output, Write<float, 1> top, Write<double, 1> total,
         Write<float, 1> scratch
     ) const {
-        Attend asked = of(piece);
-        asked.output = output.data();
-        asked.top = top.data();
-        asked.total = total.data();
-        asked.scratch = scratch.data();
-        kernels().attend_forward(asked);
+        Attend call = of(piece);
+        call.output = output.data();
+        call.top = top.data();
+        call.total = total.data();
+        call.scratch = scratch.data();
+        kernels().attend_forward(call);
     }
 
     void backward(
@@ -99,18 +99,18 @@ struct Attention {
         Read<float, 1> top, Write<double, 2> query_grad, Write<double, 1> mass,
         std::optional<Write<float, 2>> key_grad, std::optional<Write<float, 2>> value_grad, Write<float, 1> scratch
     ) const {
-        Attend asked = of(piece);
-        asked.backward = true;
-        asked.output_grad = output_grad.data();
-        asked.offset = offset.data();
-        asked.inverse_total = inverse_total.data();
-        asked.top = const_cast<float*>(top.data());  // backward only reads it
-        asked.query_grad = query_grad.data();
-        asked.mass = mass.data();
-        if (key_grad) asked.key_grad = key_grad->data();
-        if (value_grad) asked.value_grad = value_grad->data();
-        asked.scratch = scratch.data();
-        kernels().attend_backward(asked);
+        Attend call = of(piece);
+        call.backward = true;
+        call.output_grad = output_grad.data();
+        call.offset = offset.data();
+        call.inverse_total = inverse_total.data();
+        call.top = const_cast<float*>(top.data());  // backward only reads it
+        call.query_grad = query_grad.data();
+        call.mass = mass.data();
+        if (key_grad) call.key_grad = key_grad->data();
+        if (value_grad) call.value_grad = value_grad->data();
+        call.scratch = scratch.data();
+        kernels().attend_backward(call);
     }
 };
 

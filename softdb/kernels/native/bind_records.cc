@@ -96,10 +96,10 @@ struct StoredColumn {
 
     // Labels are pooled into so many classes; of a column that is of no interest nothing is.
     Stored as_wide(int64_t width) const {
-        Stored found = stored;
-        found.width = width;
-        if (!width) found.kind = Kind::none;
-        return found;
+        Stored result = stored;
+        result.width = width;
+        if (!width) result.kind = Kind::none;
+        return result;
     }
 };
 
@@ -109,23 +109,23 @@ void bind_sums(nb::module_& module) {
     module.def("sums", [](Table<const Number> weights, Table<const int64_t> positions, const StoredColumn& values,
                           Table<Number> output) {
         auto scratch = memory<double>(output.width);
-        Sums<Number> ask;
-        ask.weights = weights, ask.positions = positions, ask.values = values.stored;
-        ask.output = output, ask.scratch = scratch.get();
-        if constexpr (sizeof(Number) == 4) kernels().sums(ask);
-        else kernels().sums_wide(ask);
+        Sums<Number> args;
+        args.weights = weights, args.positions = positions, args.values = values.stored;
+        args.output = output, args.scratch = scratch.get();
+        if constexpr (sizeof(Number) == 4) kernels().sums(args);
+        else kernels().sums_wide(args);
     }, free);
 }
 
 void bind_scores(nb::module_& module) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
     module.def("rerank", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
-                            Table<int64_t> found, Table<float> scores) {
-        return kernels().rerank({queries, positions, keys.stored, Metric(metric), found, scores});
+                            Table<int64_t> matches, Table<float> scores) {
+        return kernels().rerank({queries, positions, keys.stored, Metric(metric), matches, scores});
     }, free, "The best of each query's candidates by exact score; whether all were found, and no score is NaN.");
     module.def("take_in", [](Table<const float> queries, Line<const int64_t> positions, Table<const float> keys,
-                             Line<const double> lengths, Table<int64_t> found, Table<float> scores) {
-        return kernels().take_in({queries, positions.first, keys, lengths.first, found, scores});
+                             Line<const double> lengths, Table<int64_t> matches, Table<float> scores) {
+        return kernels().take_in({queries, positions.first, keys, lengths.first, matches, scores});
     }, free, "The k best of those found and of the longest keys.");
     module.def("prepare", [](Table<const float> queries, bool cosine, Table<float> out) {
         return kernels().prepare({queries, cosine, out});
@@ -139,13 +139,13 @@ void bind_scores(nb::module_& module) {
         kernels().score({queries, positions, keys.stored, Metric(metric), {}, scores});
     }, free);
     module.def("scan", [](Table<const float> queries, const StoredColumn& keys, int metric, Line<const bool> keep, int64_t low,
-                          int64_t high, Table<int64_t> found, Table<float> scores) {
-        return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, found, scores});
+                          int64_t high, Table<int64_t> matches, Table<float> scores) {
+        return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, matches, scores});
     }, free, "The best of the records by scores in float32; whether some score is NaN or infinite.");
     module.def("settle", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
-                            const StoredColumn& keys, int metric, Table<int64_t> found, Table<double> exact, int64_t k,
+                            const StoredColumn& keys, int metric, Table<int64_t> matches, Table<double> exact, int64_t k,
                             Line<bool> unsure) {
-        kernels().settle({queries, positions, floor.first, keys.stored, Metric(metric), found, exact, k, unsure.first});
+        kernels().settle({queries, positions, floor.first, keys.stored, Metric(metric), matches, exact, k, unsure.first});
     }, free, "Their order by scores in float64, and whether it is sure.");
 }
 
@@ -174,14 +174,14 @@ constexpr int64_t kKept = 16 << 20;  // bytes of memory that a thread keeps for 
 
 // A draw, its memory and its crew; the arrays live as long as whoever holds it keeps them.
 struct BoundDraw {
-    Draw ask;
+    Draw args;
     std::unique_ptr<char[]> scratch;
     Crew crew;
 };
 
 // Coarser codes where they lie, for as long as they live.
 struct BoundSketch {
-    Draw ask;
+    Draw args;
 
     BoundSketch(Line<const int64_t> starts, Table<const uint8_t> codes, Table<const uint8_t> gains,
                 Table<const uint8_t> errors, Table<const uint16_t> offsets, double unit, double error_step,
@@ -189,15 +189,15 @@ struct BoundSketch {
                 Line<const float> gained, Line<const float> radii, Line<const float> most_errors,
                 Table<const float> rotation, Table<const float> centroids, Line<const float> lengths,
                 Line<const float> origin, bool l2) {
-        Lists& lists = ask.lists;
+        Lists& lists = args.lists;
         lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
         lists.factors = (const HalfBits*)gains.first;  // which is only asked for from memory
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
-        ask.gains = gains.first, ask.errors = errors.first, ask.error_step = float(error_step);
-        ask.spreads = spreads.first, ask.gained = gained.first, ask.radii = radii.first;
-        ask.most_errors = most_errors.first, ask.rotation = rotation, ask.centroids = centroids;
-        ask.lengths = lengths.first, lists.origin = l2 ? origin.first : nullptr;
+        args.gains = gains.first, args.errors = errors.first, args.error_step = float(error_step);
+        args.spreads = spreads.first, args.gained = gained.first, args.radii = radii.first;
+        args.most_errors = most_errors.first, args.rotation = rotation, args.centroids = centroids;
+        args.lengths = lengths.first, lists.origin = l2 ? origin.first : nullptr;
     }
 };
 
@@ -206,7 +206,7 @@ void bind_lists(nb::module_& module) {
     module.def("spread", [](Table<const int64_t> positions, Table<const double> chances, Table<const double> weights,
                             Table<const double> controls, Table<const double> doubts, Table<const int32_t> own,
                             Table<const float> means, const StoredColumn& values, uint64_t salt,
-                            Table<const double> output, Table<double> found, Table<double> first, Table<float> sums,
+                            Table<const double> output, Table<double> figures_table, Table<double> first, Table<float> sums,
                             Table<double> roots) {
         const int64_t v = output.width;
         auto line = memory<float>(v);
@@ -218,7 +218,7 @@ void bind_lists(nb::module_& module) {
             std::fill_n(drift.get(), v, 0.0);
             kernels().spread(terms, weights[i], output[i], v, errors, line.get());
             const double figures[] = {errors.noise, errors.noises, errors.variance, errors.variances, errors.doubt, errors.apart};
-            for (int64_t k = 0; k < found.rows; k++) found[k][i] = figures[k];
+            for (int64_t k = 0; k < figures_table.rows; k++) figures_table[k][i] = figures[k];
         }
     }, free, "Sums over the terms of errors, added to arrays of zeros; for tests of the kernel alone.");
     module.def("f_quantile", [](double z, double above, double below) { return kernels().f_quantile(z, above, below); });
@@ -233,14 +233,14 @@ void bind_lists(nb::module_& module) {
     module.def("search_lists", [](const BoundLists& lists, Table<const float> queries, Line<const uint16_t> allowed,
                                   Line<const float> sizes, Line<const uint32_t> places, const StoredColumn* keys, int metric,
                                   double gap, double linear, double square, double least, double less, int64_t nearest, int64_t kept,
-                                  Table<int64_t> found, Table<float> scores) {
+                                  Table<int64_t> matches, Table<float> scores) {
         int64_t scanned = 0;
         Stored none;
         none.kind = Kind::none;
-        ListSearch ask{lists.lists, queries, allowed.first, sizes.first, places.first, keys ? keys->stored : none, Metric(metric),
-                       {float(gap), float(linear), float(square), float(least), float(less)}, nearest, kept, found, scores, &scanned};
-        auto scratch = memory<char>(kernels().list_scratch(ask));
-        bool whole = kernels().search_lists(ask, scratch.get());
+        ListSearch args{lists.lists, queries, allowed.first, sizes.first, places.first, keys ? keys->stored : none, Metric(metric),
+                       {float(gap), float(linear), float(square), float(least), float(less)}, nearest, kept, matches, scores, &scanned};
+        auto scratch = memory<char>(kernels().list_scratch(args));
+        bool whole = kernels().search_lists(args, scratch.get());
         return whole ? scanned : -1 - scanned;
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
@@ -263,35 +263,35 @@ void bind_lists(nb::module_& module) {
                             Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
                             Table<double> chances, Table<double> controlled, Table<double> bounds, double points, int64_t first,
                             int64_t threads) {
-            new (made) BoundDraw{sketch.ask, nullptr, {}};
-            Draw& ask = made->ask;
-            ask.largest = float(largest), ask.queries = queries, ask.allowed = allowed.first, ask.sizes = sizes.first;
-            ask.places = places.first, ask.apart = apart.first, ask.scales = scales.first, ask.aparts = apart.length;
-            ask.keys = keys.stored, ask.metric = Metric(metric), ask.factor = factor, ask.least = least;
-            ask.budget = budget, ask.visible = visible, ask.controls = controls, ask.seeds = seeds.first;
-            ask.positions = positions, ask.scores = scores, ask.chances = chances, ask.controlled = controlled;
-            ask.bounds = bounds, ask.points = points, ask.first_query = first, ask.threads = threads < kMostThreads ? threads : kMostThreads, ask.crew = &made->crew;
-            ask.values.kind = Kind::none;
+            new (made) BoundDraw{sketch.args, nullptr, {}};
+            Draw& args = made->args;
+            args.largest = float(largest), args.queries = queries, args.allowed = allowed.first, args.sizes = sizes.first;
+            args.places = places.first, args.apart = apart.first, args.scales = scales.first, args.aparts = apart.length;
+            args.keys = keys.stored, args.metric = Metric(metric), args.factor = factor, args.least = least;
+            args.budget = budget, args.visible = visible, args.controls = controls, args.seeds = seeds.first;
+            args.positions = positions, args.scores = scores, args.chances = chances, args.controlled = controlled;
+            args.bounds = bounds, args.points = points, args.first_query = first, args.threads = threads < kMostThreads ? threads : kMostThreads, args.crew = &made->crew;
+            args.values.kind = Kind::none;
         })
         .def("answers", [](BoundDraw& draw, const StoredColumn& values, Table<const float> means, Line<const double> centre,
                            double value_radius, uint64_t salt, double z, double doubt, int64_t fewest, double slight, Table<double> output,
                            Table<double> moved, Table<double> first, Table<float> sums, Table<double> roots,
                            Table<double> weights) {
-            Draw& ask = draw.ask;
-            ask.values = values.as_wide(output.width), ask.means = means, ask.centre = centre.first;
-            ask.value_radius = value_radius, ask.salt = salt, ask.z = z, ask.doubt = doubt, ask.fewest = fewest, ask.slight = slight;
-            ask.output = output, ask.moved = moved, ask.first = first, ask.sums = sums, ask.roots = roots;
-            ask.weights = weights;
+            Draw& args = draw.args;
+            args.values = values.as_wide(output.width), args.means = means, args.centre = centre.first;
+            args.value_radius = value_radius, args.salt = salt, args.z = z, args.doubt = doubt, args.fewest = fewest, args.slight = slight;
+            args.output = output, args.moved = moved, args.first = first, args.sums = sums, args.roots = roots;
+            args.weights = weights;
         }, "Where the answers go.")
         .def("run", [](BoundDraw& draw) {
-            const int64_t bytes = kernels().draw_scratch(draw.ask);
+            const int64_t bytes = kernels().draw_scratch(draw.args);
             static thread_local std::vector<char> kept;  // fresh pages cost more than the work on them
             if (bytes <= kKept && int64_t(kept.size()) < bytes) kept.resize(size_t(bytes));
             if (bytes > kKept) draw.scratch = memory<char>(bytes);
-            draw.ask.scratch = bytes > kKept ? draw.scratch.get() : kept.data();
-            kernels().draw(draw.ask);
+            draw.args.scratch = bytes > kKept ? draw.scratch.get() : kept.data();
+            kernels().draw(draw.args);
         }, free)
-        .def("help", [](const BoundDraw& draw) { kernels().help_draw(draw.ask); }, free);
+        .def("help", [](const BoundDraw& draw) { kernels().help_draw(draw.args); }, free);
 }
 
 }  // namespace

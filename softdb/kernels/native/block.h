@@ -27,8 +27,8 @@ template <class T>
 SOFTDB_INLINE void copy_row(const T* from, int64_t width, const float* centre, float* to) {
     int64_t x = 0;
     for (; x + kLanes <= width; x += kLanes) {
-        Vec found = load(from + x);
-        store(to + x, centre ? found - load(centre + x) : found);
+        Vec result = load(from + x);
+        store(to + x, centre ? result - load(centre + x) : result);
     }
     for (int64_t rest = x; rest < width; rest++) to[rest] = widen(from[rest]) - (centre ? centre[rest] : 0);
     for (int64_t rest = width; rest < padded(width); rest++) to[rest] = 0;
@@ -42,22 +42,22 @@ inline Block load_block(
     const float* wide = static_cast<const float*>(column.data);
     const Half* half = static_cast<const Half*>(column.data);
     int64_t width = column.width, pitch = padded(width);
-    Block found;
+    Block result;
     if (!centre && side_by_side(part, i, count) && (!whole_vectors || width == pitch) && (!column.half || halves_serve)) {
         int64_t start = row_of(part, i) * width;
-        if (column.half) found.half = half + start;
-        else found.wide = wide + start;
-        found.pitch = width;
-        return found;
+        if (column.half) result.half = half + start;
+        else result.wide = wide + start;
+        result.pitch = width;
+        return result;
     }
     for (int64_t r = 0; r < count; r++) {
         int64_t start = row_of(part, i + r) * width;
         if (column.half) copy_row(half + start, width, centre, scratch + r * pitch);
         else copy_row(wide + start, width, centre, scratch + r * pitch);
     }
-    found.wide = scratch;
-    found.pitch = pitch;
-    return found;
+    result.wide = scratch;
+    result.pitch = pitch;
+    return result;
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -72,14 +72,14 @@ bool use_level(const char* level) {
 }
 
 int64_t cache_bytes(int level) {
-    int64_t found = 0;
+    int64_t result = 0;
 #ifdef __APPLE__
-    size_t size = sizeof found;
-    if (sysctlbyname(level == 1 ? "hw.l1dcachesize" : "hw.l2cachesize", &found, &size, nullptr, 0)) found = 0;
+    size_t size = sizeof result;
+    if (sysctlbyname(level == 1 ? "hw.l1dcachesize" : "hw.l2cachesize", &result, &size, nullptr, 0)) result = 0;
 #elif defined(_SC_LEVEL1_DCACHE_SIZE)
-    found = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
+    result = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
 #endif
-    if (found > 0) return found;
+    if (result > 0) return result;
     return level == 1 ? 32 << 10 : 512 << 10;  // where the system does not tell
 }
 

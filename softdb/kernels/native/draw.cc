@@ -99,7 +99,7 @@ struct Query {
 // Draws for some queries.
 template <class Design>
 struct Drawing {
-    const Draw& ask;
+    const Draw& args;
     const Lists& lists;
     Query* queries;
     float *entries, *order, *some_logits, *some_squares, *some_others;
@@ -111,8 +111,8 @@ struct Drawing {
     Errors* errors;                                 // of each part
 
     // `fresh`: nothing is in memory yet.
-    Drawing(const Draw& ask, Memory& memory, bool fresh) : ask(ask), lists(ask.lists) {
-        const int64_t together = min(kTogether, max(ask.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
+    Drawing(const Draw& args, Memory& memory, bool fresh) : args(args), lists(args.lists) {
+        const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
         stride = max(int64_t(1), blocks / kSome);
         queries = memory.take<Query>(together);
         entries = memory.take<float>(lists.parts * kBlock);
@@ -122,12 +122,12 @@ struct Drawing {
         some_logits = memory.take<float>(some);
         some_squares = memory.take<float>(some), some_others = memory.take<float>(some);
         some_slots = memory.take<uint32_t>(some);
-        const int64_t room = 3 * ask.budget + 64, width = max(ask.positions.width, 4 * kBest) + 2 * kBlock;
-        const int64_t v = ask.output.width;
+        const int64_t room = 3 * args.budget + 64, width = max(args.positions.width, 4 * kBest) + 2 * kBlock;
+        const int64_t v = args.output.width;
         weights = memory.take<double>(width), chances = memory.take<double>(width);
         doubts = memory.take<double>(width), controls = memory.take<double>(width);
         ranks = memory.take<int64_t>(width), errors = memory.take<Errors>(kMostThreads);
-        for (int64_t part = 0; part < ask.threads; part++) {
+        for (int64_t part = 0; part < args.threads; part++) {
             totals[part] = memory.take<double>(v), lines[part] = memory.take<float>(v);
             Errors sums;
             sums.first = memory.take<double>(v), sums.drift = memory.take<double>(v);
@@ -138,13 +138,13 @@ struct Drawing {
             Query query;
             query.tables.low = memory.take<uint8_t>(lists.parts * 8);
             query.tables.high = memory.take<uint8_t>(lists.parts * 8);
-            query.seen = memory.take<float>(ask.queries.width), query.turned = memory.take<float>(ask.rotation.rows);
+            query.seen = memory.take<float>(args.queries.width), query.turned = memory.take<float>(args.rotation.rows);
             query.raw = memory.take<double>(lists.count), query.masses = memory.take<double>(lists.count);
             query.sides = memory.take<float>(lists.count);
             query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
             query.bounds = memory.take<float>(lists.count);
-            for (int64_t part = 0; part < ask.threads; part++)
-                query.kept[part] = kept_in(memory, room, part ? room : ask.threads * room);
+            for (int64_t part = 0; part < args.threads; part++)
+                query.kept[part] = kept_in(memory, room, part ? room : args.threads * room);
             Sample& sample = query.sample;
             sample.slots = memory.take<int64_t>(width), sample.positions = memory.take<int64_t>(width);
             sample.lists = memory.take<int32_t>(width), sample.exact = memory.take<double>(width);
@@ -153,7 +153,7 @@ struct Drawing {
             for (float** column : columns) *column = memory.take<float>(width);
             if (memory.at && fresh) queries[i] = query;
         }
-        for (int64_t j = 0; memory.at && j < lists.count; j++) total += int64_t(ask.sizes[j]);
+        for (int64_t j = 0; memory.at && j < lists.count; j++) total += int64_t(args.sizes[j]);
     }
 
     static Kept kept_in(Memory& memory, int64_t room, int64_t places) {
@@ -198,10 +198,10 @@ struct Drawing {
     };
 
     CodeView view(const Query& query, int64_t list) const {
-        const float factor = float(ask.factor), spread = ask.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
+        const float factor = float(args.factor), spread = args.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
         return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
                 float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square,
-                factor * query.sides[list] * ask.radii[list], factor * query.sides[list] * ask.error_step,
+                factor * query.sides[list] * args.radii[list], factor * query.sides[list] * args.error_step,
                 0.5f * query.tables.step * factor * float(lists.parts) + 1e-3f + 1e-6f * float(__builtin_fabs(query.raw[list]))};
     }
 
@@ -216,28 +216,28 @@ struct Drawing {
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
         const bool whole = bounded && steps >= 0;
         auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
-        each_block(lists, ask.allowed, query.tables, first, last, pass, [&](const BlockSums& sums, int64_t block, int u) {
+        each_block(lists, args.allowed, query.tables, first, last, pass, [&](const BlockSums& sums, int64_t block, int u) {
             if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
                 const Vec y = at.from_code(lists, widened(sums, u, lane), slot);
-                uint32_t bits = uint32_t(ask.allowed[block]) >> lane;
+                uint32_t bits = uint32_t(args.allowed[block]) >> lane;
                 if constexpr (kLanes < 16) bits &= (1u << kLanes) - 1;
                 if (bounded) bits &= above(y, everywhere(bound));
                 if (!bits) continue;
                 if (caps) {
-                    take(at.cap(lists, y, octets(ask.errors + slot), slot), Vec{}, uint32_t(slot), bits);
+                    take(at.cap(lists, y, octets(args.errors + slot), slot), Vec{}, uint32_t(slot), bits);
                     continue;
                 }
-                const Vec b = at.logit(y, octets(ask.gains + slot) * kGain);
-                take(b, at.square(lists, octets(ask.errors + slot), slot), uint32_t(slot), bits);
+                const Vec b = at.logit(y, octets(args.gains + slot) * kGain);
+                take(b, at.square(lists, octets(args.errors + slot), slot), uint32_t(slot), bits);
             }
         });
     }
 
     void fetch_all(int64_t block) const {
         fetch(lists, block, 1);
-        __builtin_prefetch(ask.errors + block * kBlock, 0, 3);
+        __builtin_prefetch(args.errors + block * kBlock, 0, 3);
     }
 
     // b and σ² of one slot; false where no scan looks at it.
@@ -253,8 +253,8 @@ struct Drawing {
         }
         const int64_t first = block * kBlock + lane;
         const Vec y = at.from_code(lists, everywhere(float(total)), first);
-        b = at.logit(y, octets(ask.gains + first) * kGain)[place % kLanes];
-        v = at.square(lists, octets(ask.errors + first), first)[place % kLanes];
+        b = at.logit(y, octets(args.gains + first) * kGain)[place % kLanes];
+        v = at.square(lists, octets(args.errors + first), first)[place % kLanes];
         return y[place % kLanes] > query.bounds[list];
     }
 
@@ -263,16 +263,16 @@ struct Drawing {
     void set_bounds(Query& query) const {
         for (int64_t j = 0; j < lists.count; j++) {
             const CodeView at = view(query, j);
-            const float off = at.slope * ask.most_errors[j], v = off * off + at.rough, gain = max(ask.gained[j], 1.0f);
+            const float off = at.slope * args.most_errors[j], v = off * off + at.rough, gain = max(args.gained[j], 1.0f);
             const float left = Design::cold(query.floor, v) - at.own;
             query.bounds[j] = left <= at.usual ? left : (left + (gain - 1) * at.usual) / gain;
-            if (!(ask.sizes[j] > 0) || at.most <= left) query.bounds[j] = __builtin_inff();
+            if (!(args.sizes[j] > 0) || at.most <= left) query.bounds[j] = __builtin_inff();
         }
     }
 
     // Threshold and bounds of candidates for samples; none where these would be more than the budget.
     void set_caps(Query& query) {
-        const float threshold = float(-log(ask.points)), least = threshold - kLongestWait;
+        const float threshold = float(-log(args.points)), least = threshold - kLongestWait;
         double expected = 0;
         for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
             while (lists.starts[j + 1] <= block) j++;
@@ -281,14 +281,14 @@ struct Drawing {
             });
         }
         query.candidates = expected * double(stride);
-        const bool many = query.candidates > double(ask.budget);
+        const bool many = query.candidates > double(args.budget);
         for (int64_t j = 0; j < lists.count; j++) {
             const CodeView at = view(query, j);
-            const bool none = many || !(ask.sizes[j] > 0) || at.most + at.pad + at.own <= least;
+            const bool none = many || !(args.sizes[j] > 0) || at.most + at.pad + at.own <= least;
             query.bounds[j] = none ? __builtin_inff() : least - at.own - at.pad - at.certain * kSetApart;
         }
-        for (int64_t k = 0; k < ask.aparts && !many; k++) query.bounds[list_of(ask.apart[k])] = -__builtin_inff();
-        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+        for (int64_t k = 0; k < args.aparts && !many; k++) query.bounds[list_of(args.apart[k])] = -__builtin_inff();
+        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
     }
 
     // The candidates as the caller sees them.
@@ -296,10 +296,10 @@ struct Drawing {
     void propose(Query& query, int64_t i) {
         Sample& sample = query.sample;
         int64_t count = 0;
-        const float threshold = float(-log(ask.points));
-        for (int64_t part = 0; part < ask.threads; part++) {
+        const float threshold = float(-log(args.points));
+        for (int64_t part = 0; part < args.threads; part++) {
             const Kept& kept = query.kept[part];
-            const bool whole = kept.threshold == threshold && count + kept.count <= ask.positions.width;
+            const bool whole = kept.threshold == threshold && count + kept.count <= args.positions.width;
             if (!whole) query.candidates = kInfinity;
             for (int64_t k = 0; k < kept.count && whole; k++, count++) {
                 sample.slots[count] = kept.slots[k];
@@ -315,47 +315,47 @@ struct Drawing {
     // Exact logits of some of the slots of a sample.
     template <class Number>
     void score(int64_t i, Sample& sample, int64_t first, int64_t last) {
-        const Reader reader(ask.keys);
-        for (int64_t j = first; j < last; j++) sample.positions[j] = ask.places[sample.slots[j]];
+        const Reader reader(args.keys);
+        for (int64_t j = first; j < last; j++) sample.positions[j] = args.places[sample.slots[j]];
         each_record(reader, sample.positions + first, last - first, [&](int64_t j, const char* at) {
             sample.exact[first + j] =
-                score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric) * ask.factor;
+                score_of<double>(args.queries[i], (const Number*)at, args.keys.width, args.metric) * args.factor;
         });
     }
 
     void set_slopes(Query& query) const {
-        const double along = ask.factor / __builtin_sqrt(double(ask.queries.width));
-        const double turn = query.spread * ask.factor * ask.error_step / __builtin_sqrt(double(ask.queries.width));
+        const double along = args.factor / __builtin_sqrt(double(args.queries.width));
+        const double turn = query.spread * args.factor * args.error_step / __builtin_sqrt(double(args.queries.width));
         for (int64_t j = 0; j < lists.count; j++) {
-            const double square = lists.offsets ? max(-query.raw[j] / ask.factor, 0.0) * 4 : query.length;
+            const double square = lists.offsets ? max(-query.raw[j] / args.factor, 0.0) * 4 : query.length;
             query.sides[j] = float(__builtin_sqrt(square));
             query.slopes[j] = float(turn) * query.sides[j];
-            query.usual[j] = float(kUsual * along) * query.sides[j] * ask.spreads[j];
+            query.usual[j] = float(kUsual * along) * query.sides[j] * args.spreads[j];
         }
     }
 
     // Scores of all centroids for some queries, and the queries as codes see them.
     void prepare(int64_t low, int64_t count) {
-        const int64_t d = ask.queries.width;
+        const int64_t d = args.queries.width;
         auto product = [](auto a, auto b) { return a * b; };
         for (int64_t i = 0; i < count; i++) {
             Query& query = queries[i];
-            uint64_t seed = ask.seeds[0] + (ask.points > 0 ? uint64_t(ask.first_query + low + i + 1) * 0x9E3779B97F4A7C15u : 0);
-            const float* given = ask.queries[low + i];
+            uint64_t seed = args.seeds[0] + (args.points > 0 ? uint64_t(args.first_query + low + i + 1) * 0x9E3779B97F4A7C15u : 0);
+            const float* given = args.queries[low + i];
             for (int64_t t = 0; t < d; t++) {
                 uint32_t bits;
                 std::memcpy(&bits, given + t, sizeof bits);
-                seed += bits * ask.seeds[t];
+                seed += bits * args.seeds[t];
                 query.seen[t] = lists.origin ? given[t] - lists.origin[t] : given[t];
             }
             query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
             query.length = double(summed(query.seen, query.seen, d, product));
-            for (int64_t t = 0; t < ask.rotation.rows; t++) query.turned[t] = summed(query.seen, ask.rotation[t], d, product);
+            for (int64_t t = 0; t < args.rotation.rows; t++) query.turned[t] = summed(query.seen, args.rotation[t], d, product);
         }
         for (int64_t j = 0; j < lists.count; j++)
             for (int64_t i = 0; i < count; i++) {
-                const double near = double(summed(queries[i].seen, ask.centroids[j], d, product));
-                queries[i].raw[j] = ask.factor * (lists.origin ? 2 * near - double(ask.lengths[j]) - queries[i].length : near);
+                const double near = double(summed(queries[i].seen, args.centroids[j], d, product));
+                queries[i].raw[j] = args.factor * (lists.origin ? 2 * near - double(args.lengths[j]) - queries[i].length : near);
             }
     }
 
@@ -365,16 +365,16 @@ struct Drawing {
         make_tables(lists, query.turned, entries, query.tables);
         query.spread = query.beta = 1, query.base = -kInfinity;
         fill(query.masses, lists.count, 0.0);
-        const double rounding = query.tables.step * ask.factor;
+        const double rounding = query.tables.step * args.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
         set_slopes(query);
-        const double per_unit = 2 / double(ask.error_step);
+        const double per_unit = 2 / double(args.error_step);
         for (int64_t j = 0; j < lists.count; j++) query.base = max(query.base, query.raw[j]);
         for (int64_t j = 0; j < lists.count; j++) {
-            const double wide = query.slopes[j] * per_unit * ask.spreads[j];
-            order[j] = ask.sizes[j] > 0 ? float(query.raw[j] - query.base + wide) : -__builtin_inff();
+            const double wide = query.slopes[j] * per_unit * args.spreads[j];
+            order[j] = args.sizes[j] > 0 ? float(query.raw[j] - query.base + wide) : -__builtin_inff();
         }
-        if (counts()) query.base = ask.factor * ask.least;
+        if (counts()) query.base = args.factor * args.least;
         near<Number>(query, i);
         all(query);
     }
@@ -390,7 +390,7 @@ struct Drawing {
         int64_t count = 0, chosen = 0;
         int64_t picks[64];
         for (int64_t j = 0; j < lists.count && chosen < 64; j++)
-            if (order[j] >= edge && ask.sizes[j] > 0) picks[chosen++] = j;
+            if (order[j] >= edge && args.sizes[j] > 0) picks[chosen++] = j;
         for (int64_t c = 0; c < chosen && some.count < 2 * kNear; c++)
             look<false>(query, picks[c], lists.starts[picks[c]], min(lists.starts[picks[c] + 1], lists.starts[picks[c]] + 256),
                  [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
@@ -461,7 +461,7 @@ struct Drawing {
             shift = float(max(0.0, log(mass * double(stride)) + double(kShift)));
             query.base += shift;
         }
-        if (ask.points > 0) return set_caps(query);
+        if (args.points > 0) return set_caps(query);
         float bins[kBins] = {};
         for (int64_t j = 0; j < count; j += kLanes) {
             float shares[kLanes];
@@ -472,7 +472,7 @@ struct Drawing {
             }
         }
         // the largest τ that about so many reach: Σ min(1, e^(l - τ)), from the top downwards
-        const double plain = kPlain * double(ask.budget), wanted = kMore * double(ask.budget) + 16;
+        const double plain = kPlain * double(args.budget), wanted = kMore * double(args.budget) + 16;
         double sure = 0, beyond = 0;  // number above τ; Σ e^(l - τ) below, by a first look at all
         for (int64_t bin = 0; bin < kBins; bin++) beyond += bins[bin] * exp(-double(bin) * kBin);
         float threshold = 4 - kBin;
@@ -485,20 +485,20 @@ struct Drawing {
                 beyond = max(beyond, 0.0);
             }
         }
-        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
-        if (ask.budget < total) return;
+        if (args.budget < total) return;
         query.floor = -1e30f, query.rate = 1;  // all are drawn
-        for (int64_t part = 0; part < ask.threads; part++) query.kept[part].threshold = query.floor;
+        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = query.floor;
         fill(query.bounds, lists.count, -__builtin_inff());
     }
 
     void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
         if (query.bounds[list] == __builtin_inff()) return;
-        if (ask.points > 0) return scan_caps(query, kept, list, first, last);
-        if (ask.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
+        if (args.points > 0) return scan_caps(query, kept, list, first, last);
+        if (args.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
         else scan_with<false>(query, kept, list, first, last);
     }
 
@@ -508,7 +508,7 @@ struct Drawing {
             const uint32_t hits = above(key, everywhere(kept.threshold)) & bits;
             if (__builtin_expect(!hits, 1)) return;
             append(kept, key, cap, cap, v, slot, hits);
-            if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
+            if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         });
     }
 
@@ -522,12 +522,12 @@ struct Drawing {
             if (controls) mass += where(bits, Design::controls(b, v));
             if (__builtin_expect(!hits, 1)) return;
             append(kept, key, share, b, v, slot, hits);
-            if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
+            if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         });
         if (controls) query.masses[list] += double(sum(mass));
     }
 
-    bool counts() const { return ask.least == ask.least; }
+    bool counts() const { return args.least == args.least; }
 
     int64_t list_of(int64_t slot) const {
         int64_t low = 0, high = lists.count;
@@ -539,14 +539,14 @@ struct Drawing {
         return low;
     }
 
-    bool takes_part(int64_t slot) const { return ask.allowed[slot / kBlock] >> (slot % kBlock) & 1; }
+    bool takes_part(int64_t slot) const { return args.allowed[slot / kBlock] >> (slot % kBlock) & 1; }
 
     // The records kept, cut to the budget; a uniform draw from those that no scan looked at; and those set apart.
     void choose(Query& query) {
         Kept& kept = query.kept[0];
-        for (int64_t part = 1; part < ask.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
+        for (int64_t part = 1; part < args.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
         raise(kept, kept.threshold);
-        for (int64_t part = 1; part < ask.threads; part++) {
+        for (int64_t part = 1; part < args.threads; part++) {
             Kept& other = query.kept[part];
             raise(other, kept.threshold);
             std::memcpy(kept.keys + kept.count, other.keys, size_t(other.count) * 4);
@@ -556,9 +556,9 @@ struct Drawing {
             std::memcpy(kept.slots + kept.count, other.slots, size_t(other.count) * 4);
             kept.count += other.count;
         }
-        if (kept.count > ask.budget) raise(kept, largest_but(kept.keys, kept.count, ask.budget + 1));
+        if (kept.count > args.budget) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         Sample& sample = query.sample;
-        const int64_t room = ask.positions.width - ask.aparts;
+        const int64_t room = args.positions.width - args.aparts;
         sample.drawn = min(kept.count, room);
         for (int64_t k = 0, list = 0; k < sample.drawn; k++) {  // of each part they come in order
             const int64_t slot = kept.slots[k];
@@ -583,10 +583,10 @@ struct Drawing {
             sample.squares[count] = v, sample.shares[count] = -1e30f, sample.chances[count++] = float(query.rate);
         }
         sample.plain = count;
-        for (int64_t k = 0; k < ask.aparts; k++) {
-            if (!takes_part(ask.apart[k])) continue;
-            sample.slots[count] = ask.apart[k], sample.lists[count] = int32_t(list_of(ask.apart[k]));
-            sample.shares[count++] = ask.scales[k];
+        for (int64_t k = 0; k < args.aparts; k++) {
+            if (!takes_part(args.apart[k])) continue;
+            sample.slots[count] = args.apart[k], sample.lists[count] = int32_t(list_of(args.apart[k]));
+            sample.shares[count++] = args.scales[k];
         }
         sample.count = count;
     }
@@ -601,7 +601,7 @@ struct Drawing {
 
     Evidence evidence(const Query& query, double rise) const {
         const Sample& sample = query.sample;
-        const float cap = float(max(1.0, 1 / query.spread)), x = float(ask.visible), up = float(rise);
+        const float cap = float(max(1.0, 1 / query.spread)), x = float(args.visible), up = float(rise);
         const float z = float(certain(query));
         const Vec rare = normal(everywhere(-x));
         const float rounded = z < kCertain ? float(kCertain) * cap * __builtin_sqrtf(query.rough) : 0;
@@ -617,8 +617,8 @@ struct Drawing {
             sums.worst = greater(only(over), sums.worst);
             Vec w, mean_square, tail, missed, shown;
             if (counts()) {
-                const Vec inside = normal(b / deviation), one = everywhere(1.0f);
-                w = a >= 0.0f ? one : Vec{};
+                const Vec inside = normal(b / deviation), unit = everywhere(1.0f);
+                w = a >= 0.0f ? unit : Vec{};
                 mean_square = inside * (1.0f - inside) + (inside - h) * (inside - h), shown = mean_square;
                 tail = missed = smaller(rare, normal((b < 0.0f ? b : -b) / wide));
                 w -= h;
@@ -641,7 +641,7 @@ struct Drawing {
 
     // Deviations that no record is believed to exceed.
     double certain(const Query& query) const {
-        return min(kCertain, __builtin_sqrt(double(ask.queries.width)) / max(query.spread, 1.0));
+        return min(kCertain, __builtin_sqrt(double(args.queries.width)) / max(query.spread, 1.0));
     }
 
     // Probabilities and weights of the records that were scored, the corrections, and bounds of those not drawn. Weights
@@ -690,7 +690,7 @@ struct Drawing {
     // there are none or they would take more than kLost of the weights.
     double correct(Query& query, double rise, double sum_of_weights) {
         Sample& sample = query.sample;
-        const bool controlled = ask.controls && query.beta > 0;
+        const bool controlled = args.controls && query.beta > 0;
         const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
         for (int64_t k = 0; k < sample.plain; k += kLanes) {
             const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
@@ -722,7 +722,7 @@ struct Drawing {
         const double worst = double(-least_of(-sums.worst)), most = max(certain(query), worst);
         double widest = 0;  // the largest σ
         for (int64_t j = 0; j < lists.count; j++) widest = max(widest, double(query.slopes[j]));
-        widest = widest * double(ask.largest) / double(ask.error_step) + __builtin_sqrt(double(query.rough)) * 4;
+        widest = widest * double(args.largest) / double(args.error_step) + __builtin_sqrt(double(query.rough)) * 4;
         widest *= max(1.0, 1 / query.spread);
         // the largest b + z σ - log p: where l = b + σ², and where p is about to be 1
         const double deep = __builtin_sqrt(max(-threshold, 0.0));
@@ -755,13 +755,13 @@ struct Drawing {
         return chance_of(double(query.kept[0].threshold) - double(sample.shares[k]));
     }
 
-    void set(int64_t i, Figure what, double number) { ask.bounds[int64_t(what)][i] = number; }
-    double figure(int64_t i, Figure what) const { return ask.bounds[int64_t(what)][i]; }
+    void set(int64_t i, Figure what, double number) { args.bounds[int64_t(what)][i] = number; }
+    double figure(int64_t i, Figure what) const { return args.bounds[int64_t(what)][i]; }
 
     // The sample as the caller sees it; the heaviest first, where it was answered.
     void write(const Query& query, int64_t i, bool by_weight) {
         const Sample& sample = query.sample;
-        const int64_t width = ask.positions.width, count = sample.count;
+        const int64_t width = args.positions.width, count = sample.count;
         if (by_weight) {
             for (int64_t k = 0; k < count; k++) ranks[k] = entry_of(float(weights[k]), k);
             for (int64_t k = count / 2 - 1; k >= 0; k--) sink(ranks, count, ranks[k], k);
@@ -769,16 +769,16 @@ struct Drawing {
         }
         for (int64_t place = 0; place < count; place++) {
             const int64_t k = by_weight ? ranks[place] & 0xFFFFFFFF : place;
-            ask.positions[i][place] = sample.positions[k], ask.scores[i][place] = sample.exact[k] / ask.factor;
-            ask.chances[i][place] = 1 - chances[k];
-            if (ask.controlled.width) ask.controlled[i][place] = controls[k] * (1 - chances[k]);
-            if (by_weight) ask.weights[i][place] = weights[k];
+            args.positions[i][place] = sample.positions[k], args.scores[i][place] = sample.exact[k] / args.factor;
+            args.chances[i][place] = 1 - chances[k];
+            if (args.controlled.width) args.controlled[i][place] = controls[k] * (1 - chances[k]);
+            if (by_weight) args.weights[i][place] = weights[k];
         }
         set(i, Figure::drawn, double(count));
-        for (int64_t k = count; k < width && !(ask.points > 0); k++) {
-            ask.positions[i][k] = -1, ask.scores[i][k] = -kInfinity, ask.chances[i][k] = 1;
-            if (ask.controlled.width) ask.controlled[i][k] = 0;
-            if (by_weight) ask.weights[i][k] = 0;
+        for (int64_t k = count; k < width && !(args.points > 0); k++) {
+            args.positions[i][k] = -1, args.scores[i][k] = -kInfinity, args.chances[i][k] = 1;
+            if (args.controlled.width) args.controlled[i][k] = 0;
+            if (by_weight) args.weights[i][k] = 0;
         }
     }
 
@@ -786,26 +786,26 @@ struct Drawing {
         const Sample& sample = query.sample;
         Terms terms;
         terms.positions = sample.positions + first, terms.chances = chances + first, terms.count = last - first;
-        terms.values = ask.values, terms.controls = controls + first, terms.doubts = doubts + first;
-        terms.own = sample.lists + first, terms.means = ask.means, terms.salt = ask.salt;
+        terms.values = args.values, terms.controls = controls + first, terms.doubts = doubts + first;
+        terms.own = sample.lists + first, terms.means = args.means, terms.salt = args.salt;
         return terms;
     }
 
     // The answer of what was pooled: o = (Σ w v / p + Σ_j M_j v̄_j) / Z, M_j the corrections.
     void answer(Query& query, int64_t i) {
-        const int64_t v = ask.output.width;
+        const int64_t v = args.output.width;
         const double z = query.mass;
-        double *output = ask.output[i], *moved = ask.moved[i];
+        double *output = args.output[i], *moved = args.moved[i];
         fill(output, v, 0.0), fill(moved, v, 0.0);
         if (v && figure(i, Figure::correction) != 0)
             for (int64_t j = 0; j < lists.count; j++)
                 if (query.masses[j] != 0) {
-                    const float* mean = ask.means[j];
+                    const float* mean = args.means[j];
                     for (int64_t t = 0; t < v; t++) moved[t] += query.masses[j] * double(mean[t]);
                 }
         for (int64_t t = 0; t < v; t++) {
             double numerator = moved[t];
-            for (int64_t part = 0; part < ask.threads; part++) numerator += totals[part][t];
+            for (int64_t part = 0; part < args.threads; part++) numerator += totals[part][t];
             output[t] = z > 0 ? numerator / z : 0;
         }
         set(i, Figure::lse, z > 0 ? figure(i, Figure::base) + log(z) : -kInfinity);
@@ -815,12 +815,12 @@ struct Drawing {
 
     // Sums over the terms of the error, and the bounds relative to Z.
     void judge(Query& query, int64_t i) {
-        const int64_t v = ask.output.width;
+        const int64_t v = args.output.width;
         Errors whole;
-        whole.first = ask.first[i], whole.signed_sums = ask.sums[i], whole.roots = ask.roots[i], whole.drift = errors[0].drift;
+        whole.first = args.first[i], whole.signed_sums = args.sums[i], whole.roots = args.roots[i], whole.drift = errors[0].drift;
         fill(whole.first, v, 0.0), fill(whole.signed_sums, kSigns * v, 0.0f), fill(whole.roots, kSigns, 0.0);
         const double raised = query.raised, root_of = __builtin_sqrt(raised);
-        for (int64_t part = 0; part < ask.threads; part++) {
+        for (int64_t part = 0; part < args.threads; part++) {
             const Errors& some = errors[part];
             whole.noise += some.noise, whole.noises += some.noises, whole.variance += some.variance;
             whole.variances += some.variances, whole.doubt += some.doubt, whole.apart += some.apart;
@@ -830,19 +830,19 @@ struct Drawing {
             for (int64_t t = 0; t < kSigns; t++) whole.roots[t] += root_of * some.roots[t];
         }
         double drift = 0, far = 0, corner = 0, lowest = 0;
-        const double* output = ask.output[i];
+        const double* output = args.output[i];
         for (int64_t t = 0; t < v; t++) drift += whole.drift[t] * whole.drift[t];
-        if (ask.values.kind == Kind::label) {  // from the farthest corner
+        if (args.values.kind == Kind::label) {  // from the farthest corner
             for (int64_t t = 0; t < v; t++) corner += output[t] * output[t], lowest = min(lowest, output[t]);
             far = __builtin_sqrt(corner + 1 - 2 * lowest);
         } else if (v) {
-            for (int64_t t = 0; t < v; t++) corner += (output[t] - ask.centre[t]) * (output[t] - ask.centre[t]);
-            far = ask.value_radius + __builtin_sqrt(corner);
+            for (int64_t t = 0; t < v; t++) corner += (output[t] - args.centre[t]) * (output[t] - args.centre[t]);
+            far = args.value_radius + __builtin_sqrt(corner);
         } else {
             far = 1;
         }
         const double z = query.mass, inverse = z > 0 ? 1 / z : kInfinity;
-        const bool few = query.sample.count < ask.fewest && figure(i, Figure::unseen) * inverse > ask.slight;
+        const bool few = query.sample.count < args.fewest && figure(i, Figure::unseen) * inverse > args.slight;
         auto relative = [&](Figure what, double by, bool bound) {
             const double number = figure(i, what);
             set(i, what, number == 0 && !few ? 0 : bound && (few || !(number * by < kInfinity)) ? kInfinity : number * by);
@@ -854,9 +854,9 @@ struct Drawing {
         set(i, Figure::usual, whole.doubt > 0 ? __builtin_sqrt(whole.apart / whole.doubt) : 0);
         set(i, Figure::drift, whole.doubt > 0 ? __builtin_sqrt(drift) / whole.doubt : 0);
         set(i, Figure::reach, far);
-        Table<double> own = ask.bounds;
+        Table<double> own = args.bounds;
         own.first += i;
-        bars({own, {ask.sums[i], 1, ask.sums.width, ask.sums.width}, ask.z, ask.doubt});
+        bars({own, {args.sums[i], 1, args.sums.width, args.sums.width}, args.z, args.doubt});
         write(query, i, true);
     }
 
@@ -865,8 +865,8 @@ struct Drawing {
     // One part of a step of a query's draw; what it does depends on the number of parts alone.
     template <class Number>
     void work(Step step, int64_t part, Query& query, int64_t i) {
-        const int64_t count = query.sample.count, first = count * part / ask.threads, last = count * (part + 1) / ask.threads;
-        const int64_t v = ask.output.width;
+        const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
+        const int64_t v = args.output.width;
         if (step == scanning) {
             for (int64_t j = 0; j < lists.count; j++) {
                 const int64_t low = max(lists.starts[j], cuts[part]), high = min(lists.starts[j + 1], cuts[part + 1]);
@@ -882,35 +882,35 @@ struct Drawing {
             sums.noise = sums.noises = sums.variance = sums.variances = sums.doubt = sums.apart = 0;
             fill(sums.first, v, 0.0), fill(sums.drift, v, 0.0), fill(sums.roots, kSigns, 0.0);
             fill(sums.signed_sums, kSigns * v, 0.0f);
-            spread(terms_of(query, first, last), weights + first, ask.output[i], v, sums, lines[part]);
+            spread(terms_of(query, first, last), weights + first, args.output[i], v, sums, lines[part]);
         }
     }
 
     // A step, in parts that whoever is there takes by turns.
     template <class Number>
     void share(Step step, Query& query, int64_t i) {
-        if (ask.threads == 1) return work<Number>(step, 0, query, i);
-        Crew& crew = *ask.crew;
+        if (args.threads == 1) return work<Number>(step, 0, query, i);
+        Crew& crew = *args.crew;
         __atomic_store_n(&crew.done, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&crew.ticket, int64_t(step) << 16 | ask.threads, __ATOMIC_RELEASE);
+        __atomic_store_n(&crew.ticket, int64_t(step) << 16 | args.threads, __ATOMIC_RELEASE);
         for (int64_t part; (part = take(crew, __atomic_load_n(&crew.ticket, __ATOMIC_ACQUIRE))) >= 0;)
             finish_part<Number>(step, part);
-        while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < ask.threads) pause();
+        while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < args.threads) pause();
     }
 
     template <class Number>
     void finish_part(int64_t step, int64_t part) {
         work<Number>(Step(step), part, queries[0], 0);
-        __atomic_fetch_add(&ask.crew->done, 1, __ATOMIC_RELEASE);
+        __atomic_fetch_add(&args.crew->done, 1, __ATOMIC_RELEASE);
     }
 
     template <class Number>
     void finish(Query& query, int64_t i) {
-        if (ask.points > 0) return propose<Number>(query, i);
+        if (args.points > 0) return propose<Number>(query, i);
         choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);
-        if (!ask.roots.first) return write(query, i, false);  // nothing is pooled
+        if (!args.roots.first) return write(query, i, false);  // nothing is pooled
         share<Number>(pooling, query, i);
         answer(query, i);
         share<Number>(judging, query, i);
@@ -925,27 +925,27 @@ struct Drawing {
         cuts[0] = 0;
         for (int64_t j = 0; j < lists.count; j++) {
             const int64_t here = blocks(j);
-            for (; part < ask.threads && here && seen + here >= all * part / ask.threads; part++)
-                cuts[part] = lists.starts[j] + (all * part / ask.threads - seen);
+            for (; part < args.threads && here && seen + here >= all * part / args.threads; part++)
+                cuts[part] = lists.starts[j] + (all * part / args.threads - seen);
             seen += here;
         }
-        for (; part <= ask.threads; part++) cuts[part] = lists.starts[lists.count];
+        for (; part <= args.threads; part++) cuts[part] = lists.starts[lists.count];
     }
 
     template <class Number>
     void run() {
-        if (ask.threads > 1) {
+        if (args.threads > 1) {
             prepare(0, 1);
             begin<Number>(queries[0], 0);
             cut(queries[0]);
             share<Number>(scanning, queries[0], 0);
             finish<Number>(queries[0], 0);
-            __atomic_store_n(&ask.crew->ticket, -1, __ATOMIC_RELEASE);
+            __atomic_store_n(&args.crew->ticket, -1, __ATOMIC_RELEASE);
             return;
         }
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
-        for (int64_t low = 0; low < ask.queries.rows; low += kTogether) {
-            const int64_t count = min(kTogether, ask.queries.rows - low);
+        for (int64_t low = 0; low < args.queries.rows; low += kTogether) {
+            const int64_t count = min(kTogether, args.queries.rows - low);
             prepare(low, count);
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
             for (int64_t j = 0; j < lists.count; j++)
@@ -963,37 +963,37 @@ namespace {
 
 // Calls take(drawing, a number of the keys' kind).
 template <class Take>
-void by_kind(const Draw& ask, bool fresh, Take take) {
-    Memory memory{ask.scratch};
+void by_kind(const Draw& args, bool fresh, Take take) {
+    Memory memory{args.scratch};
     auto by_number = [&](auto drawing) {
-        if (ask.keys.kind == Kind::half) take(drawing, Half());
+        if (args.keys.kind == Kind::half) take(drawing, Half());
         else take(drawing, float());
     };
-    if (ask.least != ask.least) by_number(Drawing<WeightDesign>(ask, memory, fresh));
-    else by_number(Drawing<CountDesign>(ask, memory, fresh));
+    if (args.least != args.least) by_number(Drawing<WeightDesign>(args, memory, fresh));
+    else by_number(Drawing<CountDesign>(args, memory, fresh));
 }
 
 }  // namespace
 
-int64_t draw_scratch(const Draw& ask) {
+int64_t draw_scratch(const Draw& args) {
     Memory memory{nullptr};
-    Drawing<WeightDesign> drawing(ask, memory, false);
+    Drawing<WeightDesign> drawing(args, memory, false);
     return memory.used + 64;
 }
 
-void draw(const Draw& ask) {
-    by_kind(ask, true, [](auto& drawing, auto number) { drawing.template run<decltype(number)>(); });
+void draw(const Draw& args) {
+    by_kind(args, true, [](auto& drawing, auto number) { drawing.template run<decltype(number)>(); });
 }
 
 // Takes parts of the steps of another thread's query until that is answered. Nothing of it is looked at before a part is
 // taken, for which the other waits: it may have ended, and its arrays be gone.
-void help_draw(const Draw& ask) {
-    Crew& crew = *ask.crew;
+void help_draw(const Draw& args) {
+    Crew& crew = *args.crew;
     int64_t ticket, idle = 0;
     while ((ticket = __atomic_load_n(&crew.ticket, __ATOMIC_ACQUIRE)) >= 0) {
         const int64_t part = take(crew, ticket);
         if (part >= 0) {
-            by_kind(ask, false, [&](auto& drawing, auto number) {
+            by_kind(args, false, [&](auto& drawing, auto number) {
                 drawing.template finish_part<decltype(number)>(ticket >> 16, part);
             });
             idle = 0;

@@ -6,9 +6,9 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-int64_t draw_scratch(const Draw& ask);  // bytes
-void draw(const Draw& ask);
-void help_draw(const Draw& ask);
+int64_t draw_scratch(const Draw& args);  // bytes
+void draw(const Draw& args);
+void help_draw(const Draw& args);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

@@ -8,9 +8,9 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-int64_t list_scratch(const ListSearch& ask);  // bytes
-bool search_lists(const ListSearch& ask, char* scratch);
-void encode(const Encode& ask);
+int64_t list_scratch(const ListSearch& args);  // bytes
+bool search_lists(const ListSearch& args, char* scratch);
+void encode(const Encode& args);
 
 constexpr int kBlock = 16;           // records
 constexpr int64_t kBlocksAhead = 8;  // that are on their way from memory while one is worked on
@@ -26,9 +26,9 @@ struct Memory {
     int64_t used = 0;
     template <class Number>
     Number* take(int64_t count) {
-        Number* found = (Number*)(at + used);
+        Number* result = (Number*)(at + used);
         used += (count * int64_t(sizeof(Number)) + 63) / 64 * 64;
-        return found;
+        return result;
     }
 };
 
@@ -44,9 +44,9 @@ struct ListState {
 };
 
 SOFTDB_INLINE Bytes bytes_at(const uint8_t* at) {
-    Bytes found;
-    std::memcpy(&found, at, sizeof found);
-    return found;
+    Bytes result;
+    std::memcpy(&result, at, sizeof result);
+    return result;
 }
 
 // Entries of 16-byte tables, one in each quarter of a register.

@@ -133,7 +133,7 @@ ListState state_in(Memory& memory, const Lists& lists, int64_t kept) {
 
 // What lists.h calls search, for one element type of the keys.
 struct Search {
-    const ListSearch& ask;
+    const ListSearch& args;
     const Lists& lists;
     Query* queries;
     ListState wide;    // of the query that begins
@@ -143,25 +143,25 @@ struct Search {
     int64_t* positions;
     int64_t scanned = 0;
 
-    Search(const ListSearch& ask, Memory& memory) : ask(ask), lists(ask.lists) {
-        const int64_t together = min(kTogether, max(ask.queries.rows, int64_t(1))), d = lists.rotation.width;
+    Search(const ListSearch& args, Memory& memory) : args(args), lists(args.lists) {
+        const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), d = lists.rotation.width;
         queries = memory.take<Query>(together);
         centred = memory.take<float>(d + kLanes);
         steps.numbers = memory.take<int8_t>(d + kLanes);
         turned = memory.take<float>(lists.rotation.rows);
         entries = memory.take<float>(lists.parts * kBlock);
         visits = memory.take<uint64_t>(lists.count);
-        positions = memory.take<int64_t>(2 * ask.kept + 64);
-        make_room(memory, max(kWide, 3 * ask.kept + 64), wide);
+        positions = memory.take<int64_t>(2 * args.kept + 64);
+        make_room(memory, max(kWide, 3 * args.kept + 64), wide);
         for (int64_t i = 0; i < together; i++) {
-            ListState state = state_in(memory, lists, ask.kept);
+            ListState state = state_in(memory, lists, args.kept);
             float* scores = memory.take<float>(lists.centroids.rows);
             if (memory.at) queries[i] = {state, scores, 0, 0, 0, 1};
         }
     }
 
     void scan(Query& query, int64_t list, int64_t first, int64_t last) {
-        scan_blocks(lists, ask.allowed, query.state, query.scores[list], first, last);
+        scan_blocks(lists, args.allowed, query.state, query.scores[list], first, last);
         scanned += (last - first) * kBlock;
     }
 
@@ -197,14 +197,14 @@ struct Search {
             least = smaller(load(scores + j), least), most = greater(load(scores + j), most);
         const float low = least_of(least), last = low - 0.05f * (-least_of(-most) - low);
         for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
-            store(scores + j, load(ask.sizes + j) > 0 ? load(scores + j) : everywhere(last));
+            store(scores + j, load(args.sizes + j) > 0 ? load(scores + j) : everywhere(last));
     }
 
     // Steps 1 and 2.
-    void begin(Query& query, const float* asked) {
-        const int64_t d = ask.queries.width;
+    void begin(Query& query, const float* given) {
+        const int64_t d = args.queries.width;
         fill(centred, lists.rotation.width + kLanes, 0.0f);
-        for (int64_t j = 0; j < d; j++) centred[j] = asked[j];
+        for (int64_t j = 0; j < d; j++) centred[j] = given[j];
         for (int64_t j = 0; lists.origin && j < d; j++) centred[j] -= lists.origin[j];
         query.length = summed(centred, centred, d, [](auto a, auto b) { return a * b; });
         round_off(centred, lists.rotation.width, steps);
@@ -227,13 +227,13 @@ struct Search {
                 each_list([&](int64_t j) {
                     const Vec scores = load(query.scores + j);
                     return ~above(everywhere(least), scores) & above(everywhere(query.visited), scores);
-                }, [&](int64_t j) { allowed += ask.sizes[j], visit(j); });
+                }, [&](int64_t j) { allowed += args.sizes[j], visit(j); });
             }, query);
             query.visited = least;
-            if (state.count >= ask.nearest) break;
+            if (state.count >= args.nearest) break;
         }
         query.share = allowed / float(max(scanned - before, int64_t(1)));
-        query.last = state.count < ask.nearest ? -kInfinity : level(state.estimates, state.count, ask.nearest, 0);
+        query.last = state.count < args.nearest ? -kInfinity : level(state.estimates, state.count, args.nearest, 0);
         cut(state);
         std::memcpy(own.estimates, state.estimates, state.count * sizeof(float));
         std::memcpy(own.slots, state.slots, state.count * sizeof(uint32_t));
@@ -253,8 +253,8 @@ struct Search {
         const float whole = float(max(lists.count / kLanes * kLanes, int64_t(1)));
         const float apart = sum(total) / whole, variance = sum(square) / whole - apart * apart;
         const float inverse = variance > 0 ? 1 / __builtin_sqrtf(variance) : 0, middle = shift + apart;
-        const float a = ask.rule.gap, b = ask.rule.linear, c = ask.rule.square;
-        const float rare = log(max(min(2 * query.share, 1.0f), 1e-6f)), least = ask.rule.least + ask.rule.less * rare;
+        const float a = args.rule.gap, b = args.rule.linear, c = args.rule.square;
+        const float rare = log(max(min(2 * query.share, 1.0f), 1e-6f)), least = args.rule.least + args.rule.less * rare;
         const float length = query.length, plain = 1 / max(__builtin_sqrtf(length), 1e-30f);
         each_list([&](int64_t j) {
             const Vec score = load(scores + j);
@@ -268,7 +268,7 @@ struct Search {
             const Vec tight = load(lists.inverse_spreads + j), mean = lists.offsets ? score - 1 / (tight * tight) : score;
             const Vec z = (score - middle) * inverse, g = (mean - t) * side * tight;
             return above(a * g + z * (b + c * z), everywhere(least)) & above(everywhere(query.visited), score) &
-                   above(load(ask.sizes + j), Vec{});
+                   above(load(args.sizes + j), Vec{});
         }, visit);
     }
 
@@ -276,26 +276,26 @@ struct Search {
     template <class Number>
     bool finish(Query& query, int64_t i) {
         ListState& state = query.state;
-        const int64_t k = ask.found.width;
-        int64_t* heap = ask.found[i];
+        const int64_t k = args.matches.width;
+        int64_t* heap = args.matches[i];
         bool whole = query.length < kInfinity;
         fill(heap, k, kLast);
-        if (ask.keys.kind == Kind::none) {
+        if (args.keys.kind == Kind::none) {
             for (int64_t j = 0; j < state.count; j++)
-                push(heap, k, entry_of(state.estimates[j], ask.places[state.slots[j]]));
+                push(heap, k, entry_of(state.estimates[j], args.places[state.slots[j]]));
         } else {
             cut(state);
-            for (int64_t j = 0; j < state.count; j++) positions[j] = ask.places[state.slots[j]];
-            const Reader reader(ask.keys);
+            for (int64_t j = 0; j < state.count; j++) positions[j] = args.places[state.slots[j]];
+            const Reader reader(args.keys);
             each_record(reader, positions, state.count, [&](int64_t j, const char* at) {
-                float score = score_of<float>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+                float score = score_of<float>(args.queries[i], (const Number*)at, args.keys.width, args.metric);
                 whole &= score == score;
                 push(heap, k, entry_of(score, positions[j]));
             });
         }
         whole &= k < 1 || heap[0] != kLast;
         sort(heap, k);
-        unpack(heap, k, ask.scores[i]);
+        unpack(heap, k, args.scores[i]);
         return whole;
     }
 
@@ -303,11 +303,11 @@ struct Search {
     bool run() {
         bool whole = true;
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
-        for (int64_t low = 0; low < ask.queries.rows; low += kTogether) {
-            const int64_t count = min(kTogether, ask.queries.rows - low);
+        for (int64_t low = 0; low < args.queries.rows; low += kTogether) {
+            const int64_t count = min(kTogether, args.queries.rows - low);
             if (count > 1) fill(visits, lists.count, uint64_t(0));
             for (int64_t i = 0; i < count; i++) {
-                begin(queries[i], ask.queries[low + i]);
+                begin(queries[i], args.queries[low + i]);
                 if (count > 1) choose(queries[i], [&](int64_t j) { visits[j] |= uint64_t(1) << i; });
                 else scan_each([&](auto visit) { choose(queries[i], visit); }, queries[i]);
             }
@@ -317,7 +317,7 @@ struct Search {
                         scan(queries[__builtin_ctzll(left)], j, first, min(first + step, last));
             for (int64_t i = 0; i < count; i++) whole &= finish<Number>(queries[i], low + i);
         }
-        *ask.scanned += scanned;
+        *args.scanned += scanned;
         return whole;
     }
 };
@@ -325,59 +325,59 @@ struct Search {
 }  // namespace
 
 // Bytes of memory that a search needs.
-int64_t list_scratch(const ListSearch& ask) {
+int64_t list_scratch(const ListSearch& args) {
     Memory memory{nullptr};
-    Search search(ask, memory);
+    Search search(args, memory);
     return memory.used;
 }
 
 // The whole search; returns whether k were found for every query, all are finite and no score is NaN.
-bool search_lists(const ListSearch& ask, char* scratch) {
+bool search_lists(const ListSearch& args, char* scratch) {
     Memory memory{scratch};
-    Search search(ask, memory);
-    return ask.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
+    Search search(args, memory);
+    return args.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
 }
 
 // The nearest word of each part: of argmin |y - w|² = argmax <y, w> - |w|² / 2 the first; the factor |r|² / <r, w>, and
 // how far the estimate f w is off. Cost 16 n parts · word.
-void encode(const Encode& ask) {
+void encode(const Encode& args) {
     constexpr int kVectors = kBlock / kLanes;
-    for (int64_t i = 0; i < ask.residuals.rows; i++) {
-        const float *residual = ask.residuals[i], *centroid = ask.centroids[ask.own[i]];
+    for (int64_t i = 0; i < args.residuals.rows; i++) {
+        const float *residual = args.residuals[i], *centroid = args.centroids[args.own[i]];
         float along = 0, central = 0;
-        for (int64_t part = 0; part < ask.parts; part++) {
-            const float* words = ask.words + part * ask.word * kBlock;
+        for (int64_t part = 0; part < args.parts; part++) {
+            const float* words = args.words + part * args.word * kBlock;
             Vec scores[kVectors];
-            for (int u = 0; u < kVectors; u++) scores[u] = -load(ask.halves + part * kBlock + u * kLanes);
-            for (int64_t t = 0; t < ask.word; t++)
+            for (int u = 0; u < kVectors; u++) scores[u] = -load(args.halves + part * kBlock + u * kLanes);
+            for (int64_t t = 0; t < args.word; t++)
                 for (int u = 0; u < kVectors; u++)
-                    scores[u] += load(words + t * kBlock + u * kLanes) * residual[part * ask.word + t];
+                    scores[u] += load(words + t * kBlock + u * kLanes) * residual[part * args.word + t];
             Vec most = scores[0];
             for (int u = 1; u < kVectors; u++) most = greater(scores[u], most);
             const Vec top = everywhere(-least_of(-most));
             uint32_t best = 0;
             for (int u = 0; u < kVectors; u++) best |= (~above(top, scores[u]) & ((1u << kLanes) - 1)) << (u * kLanes);
             const int word = best ? __builtin_ctz(best) : 0;
-            for (int64_t t = 0; t < ask.word; t++) {
-                along += words[t * kBlock + word] * residual[part * ask.word + t];
-                central += words[t * kBlock + word] * centroid[part * ask.word + t];
+            for (int64_t t = 0; t < args.word; t++) {
+                along += words[t * kBlock + word] * residual[part * args.word + t];
+                central += words[t * kBlock + word] * centroid[part * args.word + t];
             }
-            uint8_t& pair = ask.codes[i][part / 2];
+            uint8_t& pair = args.codes[i][part / 2];
             pair = uint8_t(part % 2 ? pair | word << 4 : word);
         }
-        const float square = ask.squares[i], factor = square > 0 ? square / max(along, kLeastFactor * square) : 0;
+        const float square = args.squares[i], factor = square > 0 ? square / max(along, kLeastFactor * square) : 0;
         float error = 0, worst = 0;
-        for (int64_t part = 0; part < ask.parts; part++) {
-            const int word = ask.codes[i][part / 2] >> (part % 2 * 4) & 15;
+        for (int64_t part = 0; part < args.parts; part++) {
+            const int word = args.codes[i][part / 2] >> (part % 2 * 4) & 15;
             float apart = 0;
-            for (int64_t t = part * ask.word; t < (part + 1) * ask.word; t++) {
-                const float left = residual[t] - ask.words[t * kBlock + word];
+            for (int64_t t = part * args.word; t < (part + 1) * args.word; t++) {
+                const float left = residual[t] - args.words[t * kBlock + word];
                 apart += left * left;
             }
             error += apart, worst = max(worst, apart);
         }
-        ask.factors[i] = factor, ask.central[i] = central;
-        ask.errors[i] = max(__builtin_sqrtf(error), ask.peak * __builtin_sqrtf(worst));
+        args.factors[i] = factor, args.central[i] = central;
+        args.errors[i] = max(__builtin_sqrtf(error), args.peak * __builtin_sqrtf(worst));
     }
 }
 

@@ -48,7 +48,7 @@ struct ListSearch {
     ListRule rule;
     int64_t nearest = 0;         // the threshold of lists is so many's estimate
     int64_t kept = 0;            // records by their codes, which are scored exactly
-    Table<int64_t> found;        // (q, k), written to: best first, ties by place, then -1
+    Table<int64_t> matches;        // (q, k), written to: best first, ties by place, then -1
     Table<float> scores;         // (q, k), written to; then -inf
     int64_t* scanned = nullptr;  // slots that were looked at, added to
 };

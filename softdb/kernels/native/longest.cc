@@ -13,59 +13,59 @@ constexpr int kKeys = 8;  // compared at once
 constexpr double kRounding = 0x1p-23;  // of float32, for each of the products in a score
 
 // Inserts a record among the k best of query i unless it is one of them. Returns true if it was inserted.
-bool put(const TakeIn& ask, int64_t i, int64_t position, float score) {
-    int64_t *found = ask.found[i], k = ask.found.width;
-    float* scores = ask.scores[i];
+bool put(const TakeIn& args, int64_t i, int64_t position, float score) {
+    int64_t *matches = args.matches[i], k = args.matches.width;
+    float* scores = args.scores[i];
     for (int64_t place = 0; place < k; place++)
-        if (found[place] == position) return false;
+        if (matches[place] == position) return false;
     int64_t place = k;
     while (place &&
-           (scores[place - 1] < score || (scores[place - 1] == score && found[place - 1] > position)))
+           (scores[place - 1] < score || (scores[place - 1] == score && matches[place - 1] > position)))
         place--;
     for (int64_t other = k - 1; other > place; other--) {
-        found[other] = found[other - 1];
+        matches[other] = matches[other - 1];
         scores[other] = scores[other - 1];
     }
     if (place < k) {
-        found[place] = position;
+        matches[place] = position;
         scores[place] = score;
     }
     return place < k;
 }
 
 // The length below which no key scores as much as the worst that was found.
-double least_length(const TakeIn& ask, int64_t i) {
-    float worst = ask.scores[i][ask.scores.width - 1];
+double least_length(const TakeIn& args, int64_t i) {
+    float worst = args.scores[i][args.scores.width - 1];
     if (!(worst > 0)) return -1;
     Wide squares{};  // float64 holds the square of every float32
-    for (int64_t x = 0; x < ask.queries.width; x += kLanes) {
-        Wide part = __builtin_convertvector(load(ask.queries[i] + x), Wide);
+    for (int64_t x = 0; x < args.queries.width; x += kLanes) {
+        Wide part = __builtin_convertvector(load(args.queries[i] + x), Wide);
         squares += part * part;
     }
     double total = 0;
     for (int lane = 0; lane < kLanes; lane++) total += squares[lane];
-    return worst / (__builtin_sqrt(total) * (1 + double(ask.queries.width) * kRounding));
+    return worst / (__builtin_sqrt(total) * (1 + double(args.queries.width) * kRounding));
 }
 
 // Compares J queries, from the first of them on.
 template <int J>
-bool compare(const TakeIn& ask, int64_t first) {
+bool compare(const TakeIn& args, int64_t first) {
     double least = __builtin_inf();
-    for (int64_t i = first; i < first + J; i++) least = min(least, least_length(ask, i));
+    for (int64_t i = first; i < first + J; i++) least = min(least, least_length(args, i));
     float products[kKeys * kLanes];
-    const Table<const float>&queries = ask.queries, &keys = ask.keys;
-    int64_t last = ask.found.width - 1;
+    const Table<const float>&queries = args.queries, &keys = args.keys;
+    int64_t last = args.matches.width - 1;
     bool changed = false;
-    for (int64_t j = 0; j < keys.rows && !(ask.lengths[j] < least); j += kKeys) {
+    for (int64_t j = 0; j < keys.rows && !(args.lengths[j] < least); j += kKeys) {
         int64_t count = min<int64_t>(kKeys, keys.rows - j);
         inner_all<J, false, false>(
             count, keys[j], keys.pitch, queries[first], queries.pitch, keys.width, products, kLanes, nullptr, {}
         );
         for (int64_t x = 0; x < count * J; x++) {
-            int64_t position = ask.positions[j + x / J], i = first + x % J;
+            int64_t position = args.positions[j + x / J], i = first + x % J;
             float score = products[x / J * kLanes + x % J];
-            if (score >= ask.scores[i][last] && position >= 0 && ask.found[i][last] >= 0)
-                changed |= put(ask, i, position, score);
+            if (score >= args.scores[i][last] && position >= 0 && args.matches[i][last] >= 0)
+                changed |= put(args, i, position, score);
         }
     }
     return changed;
@@ -73,11 +73,11 @@ bool compare(const TakeIn& ask, int64_t first) {
 
 }  // namespace
 
-bool take_in(const TakeIn& ask) {
+bool take_in(const TakeIn& args) {
     int64_t first = 0;
     bool changed = false;
-    for (; first + kFew <= ask.queries.rows; first += kFew) changed |= compare<kFew>(ask, first);
-    for (; first < ask.queries.rows; first++) changed |= compare<1>(ask, first);
+    for (; first + kFew <= args.queries.rows; first += kFew) changed |= compare<kFew>(args, first);
+    for (; first < args.queries.rows; first++) changed |= compare<1>(args, first);
     return changed;
 }
 

@@ -6,7 +6,7 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-bool take_in(const TakeIn& ask);  // whether that changed anything
+bool take_in(const TakeIn& args);  // whether that changed anything
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

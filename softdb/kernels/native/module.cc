@@ -10,9 +10,9 @@ namespace nb = nanobind;
 NB_MODULE(_native, module) {
     module.doc() = "softdb's kernels: pointers and sizes come in checked, the GIL is released while they run.";
     module.def("levels", [] {
-        std::vector<std::string> found;
-        for (const char* const* level = softdb::levels(); *level; level++) found.emplace_back(*level);
-        return found;
+        std::vector<std::string> result;
+        for (const char* const* level = softdb::levels(); *level; level++) result.emplace_back(*level);
+        return result;
     }, "Instruction sets that this processor has and that kernels were built for, the best first.");
     module.def("level", [] { return std::string(softdb::kernels().level); }, "The one in use.");
     module.def("lanes", [] { return softdb::kernels().lanes; }, "float32 of one of its vectors.");

@@ -41,26 +41,26 @@ SOFTDB_INLINE void add(double factor, const char* value, const Stored& values, d
 }  // namespace
 
 // Adds Σ w v to `total`. Bytes moved: k v numbers; operations: 2 k v.
-void add_weighed(const Terms& ask, const double* weights, double* total) {
-    const Reader reader(ask.values);
-    each_record(reader, ask.positions, ask.count, [&](int64_t j, const char* at) {
-        if (weights[j] > 0) add(weights[j], at, ask.values, total);
+void add_weighed(const Terms& args, const double* weights, double* total) {
+    const Reader reader(args.values);
+    each_record(reader, args.positions, args.count, [&](int64_t j, const char* at) {
+        if (weights[j] > 0) add(weights[j], at, args.values, total);
     });
 }
 
 // sum w v over each query's candidates. Bytes moved: q k v numbers; operations: 2 q k v.
 template <class Number>
-void weighted_sums(const Sums<Number>& ask) {
-    const int64_t v = ask.output.width;
-    const Reader reader(ask.values);
-    double* total = ask.scratch;
-    for (int64_t i = 0; i < ask.weights.rows; i++) {
-        const Number* weights = ask.weights[i];
+void weighted_sums(const Sums<Number>& args) {
+    const int64_t v = args.output.width;
+    const Reader reader(args.values);
+    double* total = args.scratch;
+    for (int64_t i = 0; i < args.weights.rows; i++) {
+        const Number* weights = args.weights[i];
         fill(total, v, 0.0);
-        each_record(reader, ask.positions[i], ask.weights.width, [&](int64_t j, const char* at) {
-            if (weights[j] != 0) add(double(weights[j]), at, ask.values, total);
+        each_record(reader, args.positions[i], args.weights.width, [&](int64_t j, const char* at) {
+            if (weights[j] != 0) add(double(weights[j]), at, args.values, total);
         });
-        for (int64_t t = 0; t < v; t++) ask.output[i][t] = Number(total[t]);
+        for (int64_t t = 0; t < v; t++) args.output[i][t] = Number(total[t]);
     }
 }
 
@@ -107,41 +107,41 @@ SOFTDB_INLINE void add_term(const Number* value, const double* output, const flo
 }  // namespace
 
 // Adds the terms of an answer's error to its sums. `line`: (v,) scratch. Cost 8 k v operations; values come from cache.
-void spread(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line) {
-    const Reader reader(ask.values);
+void spread(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line) {
+    const Reader reader(args.values);
     for (int64_t t = 0; t < v; t++) line[t] = 0;
-    for (int64_t j = 0; j < ask.count; j++) {
-        if (ask.values.kind != Kind::none) reader.ask(ask.positions, ask.count, j + kAhead);
-        const double weight = weights[j], control = ask.controls ? ask.controls[j] : 0.0;
-        const double chance = ask.chances[j], root = __builtin_sqrt(chance), left = weight - control;
-        if (!(chance > 0) || ask.positions[j] < 0) continue;
+    for (int64_t j = 0; j < args.count; j++) {
+        if (args.values.kind != Kind::none) reader.prefetch(args.positions, args.count, j + kAhead);
+        const double weight = weights[j], control = args.controls ? args.controls[j] : 0.0;
+        const double chance = args.chances[j], root = __builtin_sqrt(chance), left = weight - control;
+        if (!(chance > 0) || args.positions[j] < 0) continue;
         const double square = chance * left * left;
         into.noise += square, into.noises += square * square;
-        if (ask.values.kind == Kind::none) continue;
-        const uint32_t bits = hashed(uint64_t(ask.positions[j]), ask.salt);
+        if (args.values.kind == Kind::none) continue;
+        const uint32_t bits = hashed(uint64_t(args.positions[j]), args.salt);
         const int64_t group = bits % kSigns;
         const float sign = bits / kSigns % 2 ? 1.0f : -1.0f;
         Errors sums = into;
         sums.signed_sums += group * v;
-        const float* mean = control ? ask.means[ask.own[j]] : nullptr;
+        const float* mean = control ? args.means[args.own[j]] : nullptr;
         double far, apart;
-        const char* at = reader.at(ask.positions[j]);
+        const char* at = reader.at(args.positions[j]);
         auto add_value = [&](auto value) {
-            add_term(value, output, mean, v, weight, control, chance * left, sign * float(root), ask.doubts[j], sums, far, apart);
+            add_term(value, output, mean, v, weight, control, chance * left, sign * float(root), args.doubts[j], sums, far, apart);
         };
-        if (ask.values.kind == Kind::label) {
+        if (args.values.kind == Kind::label) {
             const int32_t label = *(const int32_t*)at;
             const bool known = 0 <= label && label < v;  // rot may have made another since it was checked
             if (known) line[label] = 1;
             add_value((const float*)line);
             if (known) line[label] = 0;
-        } else if (ask.values.kind == Kind::half) {
+        } else if (args.values.kind == Kind::half) {
             add_value((const Half*)at);
         } else {
             add_value((const float*)at);
         }
         into.variance += chance * far, into.variances += chance * far * chance * far;
-        into.doubt += ask.doubts[j], into.apart += ask.doubts[j] * apart;
+        into.doubt += args.doubts[j], into.apart += args.doubts[j] * apart;
         into.roots[group] += double(sign) * root * left;
     }
 }
@@ -183,13 +183,13 @@ double finite_or(double x, double other) { return x == x ? x : other; }
 
 // docs/error-bars.md derives the bar: √(F V + B²) + R (L / 3) t, B the least of usual √(2 L H), drift M + usual √(2 L A) and
 // R L b; and that of Z, for which 1 takes the place of values.
-void bars(const Bars& ask) {
-    auto at = [&](Figure what, int64_t i) -> double& { return ask.figures[int64_t(what)][i]; };
-    const int64_t v = ask.sums.width / kSigns;
-    for (int64_t i = 0; i < ask.sums.rows; i++) {
-        const double noise = at(Figure::noise, i), variance = at(Figure::variance, i), doubt = ask.doubt;
+void bars(const Bars& args) {
+    auto at = [&](Figure what, int64_t i) -> double& { return args.figures[int64_t(what)][i]; };
+    const int64_t v = args.sums.width / kSigns;
+    for (int64_t i = 0; i < args.sums.rows; i++) {
+        const double noise = at(Figure::noise, i), variance = at(Figure::variance, i), doubt = args.doubt;
         const double draws = draws_of(noise, at(Figure::noises, i)), pooled = draws_of(variance, at(Figure::variances, i));
-        const double many = min(directions(ask.sums[i], v, variance, at(Figure::variances, i)), double(max(v, int64_t(1))));
+        const double many = min(directions(args.sums[i], v, variance, at(Figure::variances, i)), double(max(v, int64_t(1))));
         const double reach = at(Figure::reach, i), usual = at(Figure::usual, i), missed = at(Figure::missed, i);
         const double none_drawn = __builtin_sqrt(2 * doubt * at(Figure::hidden, i));
         const double by_chance = __builtin_sqrt(2 * doubt * at(Figure::alone, i)), at_most = doubt * at(Figure::unseen, i);
@@ -198,8 +198,8 @@ void bars(const Bars& ask) {
         const double farthest = finite_or(at_most * reach, kInfinity);
         const double of_output = min(min(finite_or(none_drawn * usual, kInfinity), expected), farthest);
         const double known = doubt / 3 * at(Figure::thinned, i);
-        at(Figure::bar, i) = __builtin_sqrt(variance * f_quantile(ask.z, many, pooled) + of_output * of_output) + reach * known;
-        at(Figure::lse_bar, i) = __builtin_sqrt(noise * f_quantile(ask.z, 1, draws) + blind * blind) + known;
+        at(Figure::bar, i) = __builtin_sqrt(variance * f_quantile(args.z, many, pooled) + of_output * of_output) + reach * known;
+        at(Figure::lse_bar, i) = __builtin_sqrt(noise * f_quantile(args.z, 1, draws) + blind * blind) + known;
         at(Figure::blind, i) = blind;
     }
 }

@@ -6,12 +6,12 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-void add_weighed(const Terms& ask, const double* weights, double* total);
+void add_weighed(const Terms& args, const double* weights, double* total);
 template <class Number>
-void weighted_sums(const Sums<Number>& ask);
-void spread(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line);
+void weighted_sums(const Sums<Number>& args);
+void spread(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line);
 double f_quantile(double z, double above, double below);
-void bars(const Bars& ask);
+void bars(const Bars& args);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

@@ -33,7 +33,7 @@ struct Rerank {
     Table<const int64_t> positions;  // (q, c), negative = none
     Stored keys;
     Metric metric = Metric::dot;
-    Table<int64_t> found;  // (q, k), written to: positions, best first, ties by position, then -1
+    Table<int64_t> matches;  // (q, k), written to: positions, best first, ties by position, then -1
     Table<float> scores;   // (q, k), written to; then -inf
 };
 
@@ -43,7 +43,7 @@ struct TakeIn {
     const int64_t* positions = nullptr;  // (m,) negative = takes no part
     Table<const float> keys;             // (m, d)
     const double* lengths = nullptr;     // (m,) |k|, descending
-    Table<int64_t> found;                // (q, k) positions, best first, ties by position, negative = none
+    Table<int64_t> matches;                // (q, k) positions, best first, ties by position, negative = none
     Table<float> scores;                 // (q, k)
 };
 
@@ -69,7 +69,7 @@ struct Scan {
     Metric metric = Metric::dot;
     const bool* keep = nullptr;  // (size,) over positions: which are compared
     int64_t low = 0, high = 0;   // positions
-    Table<int64_t> found;        // (q, c), written to: positions, best first, ties by position, then -1
+    Table<int64_t> matches;        // (q, c), written to: positions, best first, ties by position, then -1
     Table<float> scores;         // (q, c), written to; then -inf
 };
 
@@ -79,7 +79,7 @@ struct Settle {
     const double* floor = nullptr;   // (q,) no record beyond the candidates scored more in float32; -inf: there is none
     Stored keys;
     Metric metric = Metric::dot;
-    Table<int64_t> found;       // (q, c), written to: positions, best first, ties by position; then -1
+    Table<int64_t> matches;       // (q, c), written to: positions, best first, ties by position; then -1
     Table<double> exact;        // (q, c), written to: their scores in float64
     int64_t k = 0;              // of them are wanted
     bool* unsure = nullptr;     // (q,), written to: whether rounding or a tie may have kept one of the k out

@@ -6,11 +6,11 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-bool rerank(const Rerank& ask);    // whether k were found for every query, and no score is NaN
-bool prepare(const Prepare& ask);  // whether all numbers are finite
-void score(const Score& ask);
-bool scan(const Scan& ask);  // whether some score is NaN or infinite
-void settle(const Settle& ask);
+bool rerank(const Rerank& args);    // whether k were found for every query, and no score is NaN
+bool prepare(const Prepare& args);  // whether all numbers are finite
+void score(const Score& args);
+bool scan(const Scan& args);  // whether some score is NaN or infinite
+void settle(const Settle& args);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

@@ -34,20 +34,20 @@ struct Keys {
 
 // Scores of some queries, side by side, and some keys: as many of both as the registers hold sums for.
 template <int queries, int keys, bool l2, class Number>
-SOFTDB_INLINE void score_tile(const Table<const float>& asked, int64_t first, const Number* const* at, int64_t d,
+SOFTDB_INLINE void score_tile(const Table<const float>& table, int64_t first, const Number* const* at, int64_t d,
                               float (*scores)[keys]) {
     Vec sums[queries][keys] = {};
     const float* query[queries];
-    for (int i = 0; i < queries; i++) query[i] = asked[first + i];
+    for (int i = 0; i < queries; i++) query[i] = table[first + i];
     int64_t j = 0;
     for (; j + kLanes <= d; j += kLanes) {
         Vec key[keys];
         for (int k = 0; k < keys; k++) key[k] = load(at[k] + j);
         for (int i = 0; i < queries; i++) {
-            Vec one = load(query[i] + j);
+            Vec number = load(query[i] + j);
             for (int k = 0; k < keys; k++) {
-                Vec apart = l2 ? one - key[k] : key[k];
-                sums[i][k] += (l2 ? apart : one) * apart;
+                Vec apart = l2 ? number - key[k] : key[k];
+                sums[i][k] += (l2 ? apart : number) * apart;
             }
         }
     }
@@ -64,7 +64,7 @@ SOFTDB_INLINE void score_tile(const Table<const float>& asked, int64_t first, co
 
 // Compares some queries with a block of keys. Returns true if some score is NaN or infinite.
 template <int queries, int keys, bool l2, class Number>
-bool compare(const Scan& ask, int64_t first, const Keys<Number>& block) {
+bool compare(const Scan& args, int64_t first, const Keys<Number>& block) {
     bool lost = false;
     for (int begin = 0; begin < block.count; begin += keys) {
         const int last = block.count - keys;  // the last tile overlaps the one before, so that all have one size
@@ -72,14 +72,14 @@ bool compare(const Scan& ask, int64_t first, const Keys<Number>& block) {
         const Number* at[keys];
         for (int k = 0; k < keys; k++) at[k] = block.at[min(start + k, block.count - 1)];
         float scores[queries][keys];
-        score_tile<queries, keys, l2>(ask.queries, first, at, ask.keys.width, scores);
+        score_tile<queries, keys, l2>(args.queries, first, at, args.keys.width, scores);
         for (int i = 0; i < queries; i++) {
-            int64_t* heap = ask.found[first + i];
+            int64_t* heap = args.matches[first + i];
             for (int k = begin - start; k < keys && start + k < block.count; k++) {
                 const float score = scores[i][k] * block.inverse[start + k];
                 lost |= !(score - score == 0);
                 const int64_t entry = entry_of(score, block.positions[start + k]);
-                if (entry < heap[0]) sink(heap, ask.found.width, entry);
+                if (entry < heap[0]) sink(heap, args.matches.width, entry);
             }
         }
     }
@@ -87,30 +87,30 @@ bool compare(const Scan& ask, int64_t first, const Keys<Number>& block) {
 }
 
 template <bool l2, class Number>
-bool compare_all(const Scan& ask, const Keys<Number>& block) {
+bool compare_all(const Scan& args, const Keys<Number>& block) {
     bool lost = false;
     int64_t i = 0;
-    for (; i + 4 <= ask.queries.rows; i += 4) lost |= compare<4, 2, l2>(ask, i, block);
-    for (; i < ask.queries.rows; i++) lost |= compare<1, 4, l2>(ask, i, block);
+    for (; i + 4 <= args.queries.rows; i += 4) lost |= compare<4, 2, l2>(args, i, block);
+    for (; i < args.queries.rows; i++) lost |= compare<1, 4, l2>(args, i, block);
     return lost;
 }
 
 template <class Number>
-bool scanned(const Scan& ask) {
-    const int64_t kept = ask.found.width, d = ask.keys.width, bytes = d * int64_t(sizeof(Number));
-    const bool cosine = ask.metric == Metric::cosine, l2 = ask.metric == Metric::l2;
+bool scanned(const Scan& args) {
+    const int64_t kept = args.matches.width, d = args.keys.width, bytes = d * int64_t(sizeof(Number));
+    const bool cosine = args.metric == Metric::cosine, l2 = args.metric == Metric::l2;
     bool lost = false;
     Keys<Number> block;
     auto flush = [&] {
-        lost |= l2 ? compare_all<true>(ask, block) : compare_all<false>(ask, block);
+        lost |= l2 ? compare_all<true>(args, block) : compare_all<false>(args, block);
         block.count = 0;
     };
-    for (int64_t i = 0; i < ask.queries.rows; i++) fill(ask.found[i], kept, kLast);
-    for (int64_t s = 0; s < ask.keys.segments && kept; s++) {
-        const int64_t begin = ask.keys.starts[s], end = min(ask.keys.starts[s + 1], ask.high);
-        for (int64_t p = max(begin, ask.low); p < end; p++) {
-            if (!ask.keep[p]) continue;
-            const Number* key = (const Number*)((const char*)ask.keys.addresses[s] + (p - begin) * bytes);
+    for (int64_t i = 0; i < args.queries.rows; i++) fill(args.matches[i], kept, kLast);
+    for (int64_t s = 0; s < args.keys.segments && kept; s++) {
+        const int64_t begin = args.keys.starts[s], end = min(args.keys.starts[s + 1], args.high);
+        for (int64_t p = max(begin, args.low); p < end; p++) {
+            if (!args.keep[p]) continue;
+            const Number* key = (const Number*)((const char*)args.keys.addresses[s] + (p - begin) * bytes);
             const float length = cosine ? length_of(key, d) : 1;
             block.at[block.count] = key, block.positions[block.count] = p;
             block.inverse[block.count++] = length > 0 ? 1 / length : 0;
@@ -118,9 +118,9 @@ bool scanned(const Scan& ask) {
         }
     }
     if (block.count) flush();
-    for (int64_t i = 0; i < ask.queries.rows; i++) {
-        sort(ask.found[i], kept);
-        unpack(ask.found[i], kept, ask.scores[i]);
+    for (int64_t i = 0; i < args.queries.rows; i++) {
+        sort(args.matches[i], kept);
+        unpack(args.matches[i], kept, args.scores[i]);
     }
     return lost;
 }
@@ -156,53 +156,53 @@ void sort_pairs(double* scores, int64_t* positions, int64_t size) {
 // Largest error of a score in float32: |error| <= d u sum |a_i b_i| for a product of d terms at unit
 // rounding u (Higham 2002, section 3.1); for a sum of squared differences, relative to the sum itself.
 template <class Number>
-double slack_of(const Settle& ask, const Reader& reader, int64_t i) {
-    const int64_t d = ask.keys.width;
-    const double terms = 0x1p-24 * double(2 * d + 16), worst = ask.exact[i][ask.k - 1];
-    if (ask.metric != Metric::dot) return terms * (ask.metric == Metric::l2 ? -worst : 1.0);
+double slack_of(const Settle& args, const Reader& reader, int64_t i) {
+    const int64_t d = args.keys.width;
+    const double terms = 0x1p-24 * double(2 * d + 16), worst = args.exact[i][args.k - 1];
+    if (args.metric != Metric::dot) return terms * (args.metric == Metric::l2 ? -worst : 1.0);
     auto product = [](auto a, auto b) { return a * b; };
     double longest = 0;
-    for (int64_t j = 0; j < ask.k; j++) {
-        const Number* key = (const Number*)reader.at(ask.found[i][j]);
+    for (int64_t j = 0; j < args.k; j++) {
+        const Number* key = (const Number*)reader.at(args.matches[i][j]);
         longest = max(longest, summed_wide(key, key, d, product));
     }
-    return terms * __builtin_sqrt(longest * summed_wide(ask.queries[i], ask.queries[i], d, product));
+    return terms * __builtin_sqrt(longest * summed_wide(args.queries[i], args.queries[i], d, product));
 }
 
 template <class Number>
-void settled(const Settle& ask) {
-    const int64_t c = ask.positions.width;
-    const Reader reader(ask.keys);
-    for (int64_t i = 0; i < ask.queries.rows; i++) {
-        int64_t* found = ask.found[i];
-        double* exact = ask.exact[i];
+void settled(const Settle& args) {
+    const int64_t c = args.positions.width;
+    const Reader reader(args.keys);
+    for (int64_t i = 0; i < args.queries.rows; i++) {
+        int64_t* matches = args.matches[i];
+        double* exact = args.exact[i];
         int64_t count = 0;
         auto product = [](auto a, auto b) { return a * b; };
-        double square = ask.metric == Metric::cosine ? summed_wide(ask.queries[i], ask.queries[i], ask.keys.width, product) : 1;
+        double square = args.metric == Metric::cosine ? summed_wide(args.queries[i], args.queries[i], args.keys.width, product) : 1;
         const double inverse = square > 0 ? 1 / __builtin_sqrt(square) : 0;
-        each_record(reader, ask.positions[i], c, [&](int64_t j, const char* at) {
-            found[count] = ask.positions[i][j];
-            exact[count++] = inverse * score_of<double>(ask.queries[i], (const Number*)at, ask.keys.width, ask.metric);
+        each_record(reader, args.positions[i], c, [&](int64_t j, const char* at) {
+            matches[count] = args.positions[i][j];
+            exact[count++] = inverse * score_of<double>(args.queries[i], (const Number*)at, args.keys.width, args.metric);
         });
-        sort_pairs(exact, found, count);
-        fill(found + count, c - count, int64_t(-1));
+        sort_pairs(exact, matches, count);
+        fill(matches + count, c - count, int64_t(-1));
         fill(exact + count, c - count, -kInfinity);
-        ask.unsure[i] = ask.floor[i] > -kInfinity &&
-                        !(exact[ask.k - 1] > ask.floor[i] + slack_of<Number>(ask, reader, i));
+        args.unsure[i] = args.floor[i] > -kInfinity &&
+                        !(exact[args.k - 1] > args.floor[i] + slack_of<Number>(args, reader, i));
     }
 }
 
 }  // namespace
 
 // The best records of each query by scores in float32. Returns true if a score is NaN or infinite.
-bool scan(const Scan& ask) {
-    return ask.keys.kind == Kind::half ? scanned<Half>(ask) : scanned<float>(ask);
+bool scan(const Scan& args) {
+    return args.keys.kind == Kind::half ? scanned<Half>(args) : scanned<float>(args);
 }
 
 // The order of candidates by scores in float64; `unsure` where a record left out may belong among them.
-void settle(const Settle& ask) {
-    if (ask.keys.kind == Kind::half) settled<Half>(ask);
-    else settled<float>(ask);
+void settle(const Settle& args) {
+    if (args.keys.kind == Kind::half) settled<Half>(args);
+    else settled<float>(args);
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -17,9 +17,9 @@ constexpr double kInfinity = __builtin_inf();
 
 // Half a vector, as float64.
 SOFTDB_INLINE Doubles load_wide(const float* at) {
-    Singles found;
-    std::memcpy(&found, at, sizeof found);
-    return __builtin_convertvector(found, Doubles);
+    Singles result;
+    std::memcpy(&result, at, sizeof result);
+    return __builtin_convertvector(result, Doubles);
 }
 
 SOFTDB_INLINE Doubles load_wide(const Half* at) {
@@ -30,8 +30,8 @@ SOFTDB_INLINE Doubles load_wide(const Half* at) {
 #else
     Half block[kLanes] = {};
     std::memcpy(block, at, kPairs * sizeof(Half));
-    Vec found = load(block);
-    return Doubles{double(found[0]), double(found[1])};
+    Vec result = load(block);
+    return Doubles{double(result[0]), double(result[1])};
 #endif
 }
 
@@ -77,12 +77,12 @@ SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Met
         if constexpr (wide) return -summed_wide(query, key, d, apart);
         else return -summed(query, key, d, apart);
     }
-    Sum found;
-    if constexpr (wide) found = summed_wide(query, key, d, product);
-    else found = summed(query, key, d, product);
-    if (metric == Metric::dot) return found;
+    Sum result;
+    if constexpr (wide) result = summed_wide(query, key, d, product);
+    else result = summed(query, key, d, product);
+    if (metric == Metric::dot) return result;
     double square = summed_wide(key, key, d, product);  // float64 holds the squares of every float32
-    return square > 0 ? Sum(found / __builtin_sqrt(square)) : Sum(0);
+    return square > 0 ? Sum(result / __builtin_sqrt(square)) : Sum(0);
 }
 
 constexpr int64_t kLine = 64;     // bytes of a cache line
@@ -108,7 +108,7 @@ class Reader {
     }
 
     // Prefetches the j-th record of a list of positions, if there is one.
-    void ask(const int64_t* positions, int64_t count, int64_t j) const {
+    void prefetch(const int64_t* positions, int64_t count, int64_t j) const {
         if (j >= count || positions[j] < 0) return;
         const char* place = at(positions[j]);
         for (int64_t line = 0; line < lines; line++) __builtin_prefetch(place + line * kLine, 0, 3);
@@ -122,9 +122,9 @@ class Reader {
 // Calls visit(j, record) for positions (count,), skipping those below 0, and prefetches later records meanwhile.
 template <class Visit>
 SOFTDB_INLINE void each_record(const Reader& reader, const int64_t* positions, int64_t count, Visit visit) {
-    for (int64_t j = 0; j < kAhead; j++) reader.ask(positions, count, j);
+    for (int64_t j = 0; j < kAhead; j++) reader.prefetch(positions, count, j);
     for (int64_t j = 0; j < count; j++) {
-        reader.ask(positions, count, j + kAhead);
+        reader.prefetch(positions, count, j + kAhead);
         if (positions[j] >= 0) visit(j, reader.at(positions[j]));
     }
 }

@@ -12,26 +12,26 @@ struct Kernels {
     const char* level;
     int lanes;  // float32 of a vector
     void (*exponentials)(const float* x, int64_t n, float* out);
-    int64_t (*attend_scratch)(const Attend& ask);
-    void (*attend_forward)(const Attend& ask);
-    void (*attend_backward)(const Attend& ask);
-    bool (*rerank)(const Rerank& ask);
-    bool (*take_in)(const TakeIn& ask);
-    bool (*prepare)(const Prepare& ask);
-    void (*score)(const Score& ask);
-    bool (*scan)(const Scan& ask);
-    void (*settle)(const Settle& ask);
-    void (*sums)(const Sums<float>& ask);
-    void (*sums_wide)(const Sums<double>& ask);
-    void (*spread)(const Terms& ask, const double* weights, const double* output, int64_t v, Errors& into, float* line);
+    int64_t (*attend_scratch)(const Attend& args);
+    void (*attend_forward)(const Attend& args);
+    void (*attend_backward)(const Attend& args);
+    bool (*rerank)(const Rerank& args);
+    bool (*take_in)(const TakeIn& args);
+    bool (*prepare)(const Prepare& args);
+    void (*score)(const Score& args);
+    bool (*scan)(const Scan& args);
+    void (*settle)(const Settle& args);
+    void (*sums)(const Sums<float>& args);
+    void (*sums_wide)(const Sums<double>& args);
+    void (*spread)(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line);
     double (*f_quantile)(double z, double above, double below);
-    void (*bars)(const Bars& ask);
-    int64_t (*list_scratch)(const ListSearch& ask);
-    bool (*search_lists)(const ListSearch& ask, char* scratch);
-    void (*encode)(const Encode& ask);
-    int64_t (*draw_scratch)(const Draw& ask);
-    void (*draw)(const Draw& ask);
-    void (*help_draw)(const Draw& ask);
+    void (*bars)(const Bars& args);
+    int64_t (*list_scratch)(const ListSearch& args);
+    bool (*search_lists)(const ListSearch& args, char* scratch);
+    void (*encode)(const Encode& args);
+    int64_t (*draw_scratch)(const Draw& args);
+    void (*draw)(const Draw& args);
+    void (*help_draw)(const Draw& args);
 };
 
 const Kernels& kernels();             // those in use; there are none where `levels` is empty

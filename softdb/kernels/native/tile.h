@@ -75,14 +75,14 @@ __attribute__((noinline)) void tile(const Operands<B>& given, int64_t r, int64_t
             for (int v = 0; v < V; v++) columns[v] = load(b + v * kLanes);
 #pragma GCC unroll 16
             for (int i = 0; i < R; i++) {
-                Vec one = everywhere(a[i * row]);
+                Vec scalar = everywhere(a[i * row]);
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) {
                     if constexpr (difference) {
-                        Vec apart = one - columns[v];
+                        Vec apart = scalar - columns[v];
                         sums[i][v] += apart * apart;
                     } else {
-                        sums[i][v] += one * columns[v];
+                        sums[i][v] += scalar * columns[v];
                     }
                 }
             }
@@ -136,22 +136,22 @@ void multiply(int64_t rows, int64_t width, const Operands<B>& given, Out out, Ah
 struct Store {
     float* to;
     int64_t pitch;
-    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const { store(to + r * pitch + x, found); }
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec result) const { store(to + r * pitch + x, result); }
 };
 
 // Adds to rows of float64 that are `width` long, whatever the vectors' length.
 struct Add {
     double* to;
     int64_t width;
-    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec found) const {
+    SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec result) const {
         double* at = to + r * width + x;
         if (x + kLanes <= width) {
             Wide sum;
             std::memcpy(&sum, at, sizeof sum);
-            sum += __builtin_convertvector(found, Wide);
+            sum += __builtin_convertvector(result, Wide);
             std::memcpy(at, &sum, sizeof sum);
         } else {
-            for (int i = 0; x + i < width; i++) at[i] += found[i];
+            for (int i = 0; x + i < width; i++) at[i] += result[i];
         }
     }
 };
@@ -170,9 +170,9 @@ SOFTDB_INLINE void inner(
         for (int j = 0; j < J; j++) sums[r][j] = Vec{};
     }
     for (int64_t t = 0; t < steps; t += kLanes) {
-        Vec asked[J];
+        Vec query[J];
 #pragma GCC unroll 4
-        for (int j = 0; j < J; j++) asked[j] = load(b + j * b_pitch + t);
+        for (int j = 0; j < J; j++) query[j] = load(b + j * b_pitch + t);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             Vec key = load(a + r * pitch + t);
@@ -180,18 +180,18 @@ SOFTDB_INLINE void inner(
 #pragma GCC unroll 4
             for (int j = 0; j < J; j++) {
                 if constexpr (difference) {
-                    Vec apart = key - asked[j];
+                    Vec apart = key - query[j];
                     sums[r][j] += apart * apart;
                 } else {
-                    sums[r][j] += key * asked[j];
+                    sums[r][j] += key * query[j];
                 }
             }
         }
     }
     for (int r = 0; r < R; r++) {
-        Vec found{};
-        for (int j = 0; j < J; j++) found[j] = sum(sums[r][j]);
-        store(out + r * out_pitch, found);
+        Vec result{};
+        for (int j = 0; j < J; j++) result[j] = sum(sums[r][j]);
+        store(out + r * out_pitch, result);
         if constexpr (lengths) squares[r] = sum(own[r]);
     }
 }

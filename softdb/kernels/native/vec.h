@@ -43,9 +43,9 @@ SOFTDB_INLINE T max(T a, T b) { return a < b ? b : a; }
 SOFTDB_INLINE Vec everywhere(float x) { return x - Vec{}; }
 
 SOFTDB_INLINE Vec load(const float* at) {
-    Vec found;
-    std::memcpy(&found, at, sizeof found);
-    return found;
+    Vec result;
+    std::memcpy(&result, at, sizeof result);
+    return result;
 }
 
 SOFTDB_INLINE void store(float* at, Vec x) { std::memcpy(at, &x, sizeof x); }

@@ -33,9 +33,9 @@ float uniform() {  // of -1 ... 1
     return float(int64_t(state >> 40)) / float(1 << 23) - 1;
 }
 std::vector<float> uniforms(int64_t count) {
-    std::vector<float> found(count);
-    for (float& x : found) x = uniform();
-    return found;
+    std::vector<float> numbers(count);
+    for (float& x : numbers) x = uniform();
+    return numbers;
 }
 
 // A float16's bits, of a number that it holds exactly.
@@ -47,14 +47,14 @@ uint16_t half_of(float x) {
 }
 
 int compared = 0;
-void expect(bool right, const char* what, int64_t q, int64_t d, int metric, double found, double expected) {
+void expect(bool right, const char* what, int64_t q, int64_t d, int metric, double actual, double expected) {
     compared++;
     if (right) return;
-    std::printf("%s is wrong: q = %d, d = %d, metric %d: %.9g, not %.9g\n", what, int(q), int(d), metric, found, expected);
+    std::printf("%s is wrong: q = %d, d = %d, metric %d: %.9g, not %.9g\n", what, int(q), int(d), metric, actual, expected);
     std::exit(1);
 }
-void near(double found, double expected, double bound, const char* what, const Attend& ask) {
-    expect(std::fabs(found - expected) <= bound, what, ask.q, ask.keys.width, int(ask.metric), found, expected);
+void near(double actual, double expected, double bound, const char* what, const Attend& args) {
+    expect(std::fabs(actual - expected) <= bound, what, args.q, args.keys.width, int(args.metric), actual, expected);
 }
 
 struct World {
@@ -94,33 +94,33 @@ struct World {
 
 void World::check(Metric metric, bool half, bool labelled) const {
     const double temperature = 0.5;
-    Attend ask;
-    ask.queries = queries.data();
-    ask.q = q;
-    ask.keys = {half ? (const void*)half_keys.data() : keys.data(), d, half};
+    Attend args;
+    args.queries = queries.data();
+    args.q = q;
+    args.keys = {half ? (const void*)half_keys.data() : keys.data(), d, half};
     std::vector<int32_t> labels;
     for (int64_t i = 0; i < n; i++) labels.push_back(int32_t(i * 5 % v));
-    if (labelled) ask.labels = labels.data();
-    else ask.values = {half ? (const void*)half_values.data() : values.data(), v, half};
-    ask.num_classes = v;
-    ask.metric = metric;
-    ask.inverse_temperature = float(1 / temperature);
-    ask.negligible = -40;
-    ask.part.rows = rows.data();
-    ask.part.high = int64_t(rows.size());
+    if (labelled) args.labels = labels.data();
+    else args.values = {half ? (const void*)half_values.data() : values.data(), v, half};
+    args.num_classes = v;
+    args.metric = metric;
+    args.inverse_temperature = float(1 / temperature);
+    args.negligible = -40;
+    args.part.rows = rows.data();
+    args.part.high = int64_t(rows.size());
     std::vector<float> top(q, -1e38f);
     std::vector<double> output(q * v), total(q);
-    ask.top = top.data();
-    ask.output = output.data();
-    ask.total = total.data();
+    args.top = top.data();
+    args.output = output.data();
+    args.total = total.data();
     auto value = [&](int64_t i, int64_t x) { return labelled ? double(labels[i] == x) : double(values[i * v + x]); };
     auto at = [&](int64_t j, int64_t x) { return labelled ? x * q + j : j * v + x; };
     auto run = [&](void (*kernel)(const Attend&)) {
-        std::vector<float> memory(level::attend_scratch(ask) + 16);
+        std::vector<float> memory(level::attend_scratch(args) + 16);
         auto address = reinterpret_cast<uintptr_t>(memory.data());
-        ask.scratch = memory.data() + (64 - address % 64) % 64 / 4;
-        kernel(ask);
-        ask.scratch = nullptr;
+        args.scratch = memory.data() + (64 - address % 64) % 64 / 4;
+        kernel(args);
+        args.scratch = nullptr;
     };
     run(level::attend_forward);
 
@@ -134,10 +134,10 @@ void World::check(Metric metric, bool half, bool labelled) const {
             for (int64_t x = 0; x < v; x++) mean[j * v + x] += weights[j * n + i] * value(i, x);
         }
         for (int64_t x = 0; x < v; x++) {
-            near(output[at(j, x)] / total[j], mean[j * v + x], 1e-5, "the output", ask);
+            near(output[at(j, x)] / total[j], mean[j * v + x], 1e-5, "the output", args);
             along += output_grad[j * v + x] * mean[j * v + x];
         }
-        near(std::log(total[j]) + top[j] / temperature, std::log(sum), 2e-5, "the log-sum", ask);
+        near(std::log(total[j]) + top[j] / temperature, std::log(sum), 2e-5, "the log-sum", args);
         offset[j] = float(lse_grad[j] - along);
         inverse_total[j] = float(1 / total[j]);
     }
@@ -148,14 +148,14 @@ void World::check(Metric metric, bool half, bool labelled) const {
         for (int64_t x = 0; x < v; x++) grads[at(j, x)] = output_grad[j * v + x];
     std::vector<double> query_grad(q * d), mass(q);
     bool trained = metric == Metric::dot && !labelled;
-    ask.backward = true;
-    ask.output_grad = grads.data();
-    ask.offset = offset.data();
-    ask.inverse_total = inverse_total.data();
-    ask.query_grad = query_grad.data();
-    ask.mass = mass.data();
-    ask.key_grad = trained ? key_grad.data() : nullptr;
-    ask.value_grad = trained ? value_grad.data() : nullptr;
+    args.backward = true;
+    args.output_grad = grads.data();
+    args.offset = offset.data();
+    args.inverse_total = inverse_total.data();
+    args.query_grad = query_grad.data();
+    args.mass = mass.data();
+    args.key_grad = trained ? key_grad.data() : nullptr;
+    args.value_grad = trained ? value_grad.data() : nullptr;
     run(level::attend_backward);
     std::vector<double> right_keys(n * d), right_values(n * v);
     for (int64_t j = 0; j < q; j++) {
@@ -169,10 +169,10 @@ void World::check(Metric metric, bool half, bool labelled) const {
             }
             for (int64_t x = 0; x < v; x++) right_values[i * v + x] += weight * output_grad[j * v + x];
         }
-        for (int64_t x = 0; x < d; x++) near(query_grad[j * d + x], pulled[x], 1e-4, "the queries' gradient", ask);
+        for (int64_t x = 0; x < d; x++) near(query_grad[j * d + x], pulled[x], 1e-4, "the queries' gradient", args);
     }
-    for (int64_t x = 0; trained && x < n * d; x++) near(key_grad[x], right_keys[x], 1e-4, "the keys' gradient", ask);
-    for (int64_t x = 0; trained && x < n * v; x++) near(value_grad[x], right_values[x], 1e-4, "the values' gradient", ask);
+    for (int64_t x = 0; trained && x < n * d; x++) near(key_grad[x], right_keys[x], 1e-4, "the keys' gradient", args);
+    for (int64_t x = 0; trained && x < n * v; x++) near(value_grad[x], right_values[x], 1e-4, "the values' gradient", args);
 }
 
 // Candidates scored, the best of them, the best of all, and what is pooled of them.
@@ -191,9 +191,9 @@ void World::check_candidates(Metric metric, bool half) const {
     std::vector<double> precise(q * c), scratch(v);
     level::score({seen, places, key_column, metric, {scores.data(), q, c, c}, {}});
     level::score({seen, places, key_column, metric, {}, {precise.data(), q, c, c}});
-    auto close = [&](double found, double expected, double bound, const char* what) {
-        bool right = std::isinf(expected) ? found == expected : std::fabs(found - expected) <= bound;
-        expect(right, what, q, d, int(metric), found, expected);
+    auto close = [&](double actual, double expected, double bound, const char* what) {
+        bool right = std::isinf(expected) ? actual == expected : std::fabs(actual - expected) <= bound;
+        expect(right, what, q, d, int(metric), actual, expected);
     };
     bool whole = level::rerank({seen, places, key_column, metric, {best.data(), q, k, k}, {best_scores.data(), q, k, k}});
     close(whole, 1, 0, "what rerank says");
@@ -265,47 +265,47 @@ void check_draws(bool controls, int64_t threads) {
     const int64_t address = int64_t(keys.data()), none = 0;
     std::vector<uint64_t> seeds(d);
     softdb::Crew crew;
-    softdb::Draw ask;
-    ask.lists.starts = starts.data(), ask.lists.count = lists, ask.lists.codes = codes.data();
-    ask.lists.factors = (decltype(ask.lists.factors))gains.data(), ask.lists.words = words.data();
-    ask.lists.parts = d, ask.lists.word = 1;
-    ask.gains = gains.data(), ask.errors = errors.data(), ask.gained = gained.data(), ask.spreads = spreads.data();
-    ask.error_step = step, ask.largest = noise * std::sqrt(float(d));
-    ask.queries = {query.data(), 1, d, d}, ask.rotation = {rotation.data(), d, d, d};
-    ask.centroids = {centroids.data(), lists, d, d}, ask.radii = radii.data(), ask.most_errors = most_errors.data();
-    ask.allowed = allowed.data(), ask.sizes = sizes.data(), ask.places = places.data();
-    ask.keys = ask.values = {&address, &none, 1, d, Kind::wide}, ask.factor = 2, ask.least = NAN, ask.budget = budget, ask.visible = 2;
-    ask.controls = controls, ask.seeds = seeds.data(), ask.positions = {positions.data(), 1, room, room};
-    ask.scores = {scores.data(), 1, room, room}, ask.chances = {chances.data(), 1, room, room};
-    ask.bounds = {bounds.data(), int64_t(softdb::Figure::count), 1, 1}, ask.means = {means.data(), lists, d, d};
-    ask.centre = centre.data(), ask.value_radius = 100, ask.z = 1.96, ask.doubt = 3;
-    ask.output = {output.data(), 1, d, d}, ask.moved = {moved.data(), 1, d, d}, ask.first = {first.data(), 1, d, d};
-    ask.sums = {sums_of.data(), 1, softdb::kSigns * d, softdb::kSigns * d}, ask.roots = {roots.data(), 1, softdb::kSigns, softdb::kSigns};
-    ask.weights = {weights.data(), 1, room, room}, ask.threads = threads, ask.crew = &crew;
-    std::vector<char> scratch(level::draw_scratch(ask) + 64);
-    ask.scratch = scratch.data();
+    softdb::Draw args;
+    args.lists.starts = starts.data(), args.lists.count = lists, args.lists.codes = codes.data();
+    args.lists.factors = (decltype(args.lists.factors))gains.data(), args.lists.words = words.data();
+    args.lists.parts = d, args.lists.word = 1;
+    args.gains = gains.data(), args.errors = errors.data(), args.gained = gained.data(), args.spreads = spreads.data();
+    args.error_step = step, args.largest = noise * std::sqrt(float(d));
+    args.queries = {query.data(), 1, d, d}, args.rotation = {rotation.data(), d, d, d};
+    args.centroids = {centroids.data(), lists, d, d}, args.radii = radii.data(), args.most_errors = most_errors.data();
+    args.allowed = allowed.data(), args.sizes = sizes.data(), args.places = places.data();
+    args.keys = args.values = {&address, &none, 1, d, Kind::wide}, args.factor = 2, args.least = NAN, args.budget = budget, args.visible = 2;
+    args.controls = controls, args.seeds = seeds.data(), args.positions = {positions.data(), 1, room, room};
+    args.scores = {scores.data(), 1, room, room}, args.chances = {chances.data(), 1, room, room};
+    args.bounds = {bounds.data(), int64_t(softdb::Figure::count), 1, 1}, args.means = {means.data(), lists, d, d};
+    args.centre = centre.data(), args.value_radius = 100, args.z = 1.96, args.doubt = 3;
+    args.output = {output.data(), 1, d, d}, args.moved = {moved.data(), 1, d, d}, args.first = {first.data(), 1, d, d};
+    args.sums = {sums_of.data(), 1, softdb::kSigns * d, softdb::kSigns * d}, args.roots = {roots.data(), 1, softdb::kSigns, softdb::kSigns};
+    args.weights = {weights.data(), 1, room, room}, args.threads = threads, args.crew = &crew;
+    std::vector<char> scratch(level::draw_scratch(args) + 64);
+    args.scratch = scratch.data();
     double sums[2] = {}, squares[2] = {}, outside = 0;
     const double right[] = {count, total};
     for (int64_t turn = 0; turn < turns; turn++) {
         for (int64_t x = 0; x < d; x++) seeds[x] = uint64_t(turn * d + x) * 0x9E3779B97F4A7C15u | 1;
         crew = {};
-        level::draw(ask);
+        level::draw(args);
         int64_t drawn = 0;
         auto figure = [&](softdb::Figure which) { return bounds[int64_t(which)]; };
-        double found[] = {0, std::exp(figure(softdb::Figure::base)) * figure(softdb::Figure::correction)};
+        double estimates[] = {0, std::exp(figure(softdb::Figure::base)) * figure(softdb::Figure::correction)};
         for (int64_t i = 0; i < room && positions[i] >= 0; i++, drawn++) {
             const int64_t slot = positions[i];
             expect(slot % 3 != 0, "a record that may be drawn", 1, d, 0, double(slot), 0);
             const bool precise = std::fabs(scores[i] - logits[slot] / 2) < 1e-6;
             expect(precise, "the score of a record that is drawn", 1, d, 0, scores[i], logits[slot] / 2);
-            found[0] += 1 / chances[i], found[1] += std::exp(logits[slot]) / chances[i];
+            estimates[0] += 1 / chances[i], estimates[1] += std::exp(logits[slot]) / chances[i];
         }
-        expect(std::fabs(std::log(found[1]) - figure(softdb::Figure::lse)) < 1e-9, "log Z", 1, d, 0, figure(softdb::Figure::lse), std::log(found[1]));
+        expect(std::fabs(std::log(estimates[1]) - figure(softdb::Figure::lse)) < 1e-9, "log Z", 1, d, 0, figure(softdb::Figure::lse), std::log(estimates[1]));
         double apart = 0;
         for (int64_t x = 0; x < d; x++) apart += std::pow(output[x] - numerator[x] / total, 2);
         outside += std::sqrt(apart) > figure(softdb::Figure::bar);
         expect(drawn >= budget && drawn < 1.3 * budget, "the number drawn", 1, d, 0, double(drawn), double(budget));
-        for (int which : {0, 1}) sums[which] += found[which], squares[which] += found[which] * found[which];
+        for (int which : {0, 1}) sums[which] += estimates[which], squares[which] += estimates[which] * estimates[which];
     }
     expect(outside <= 0.09 * turns, "the share of answers beyond their bar", 1, d, 0, outside / turns, 0.05);
     for (int which : {0, 1}) {
@@ -320,7 +320,7 @@ void check_longest(int64_t q, int64_t m) {
     const int64_t d = 32, k = 5;
     std::vector<float> keys(m * d), queries(q * d), scores(q * k, -1e30f);
     std::vector<double> lengths(m);
-    std::vector<int64_t> positions(m), found(q * k, 1 << 20);
+    std::vector<int64_t> positions(m), matches(q * k, 1 << 20);
     for (float& x : queries) x = std::round(uniform() * 3);
     for (int64_t i = 0; i < m; i++) {
         double square = 0;
@@ -330,9 +330,9 @@ void check_longest(int64_t q, int64_t m) {
         positions[i] = i;
     }
     for (int64_t j = 0; j < q; j++)
-        for (int64_t x = 0; x < k; x++) found[j * k + x] = (1 << 20) + x;
+        for (int64_t x = 0; x < k; x++) matches[j * k + x] = (1 << 20) + x;
     level::take_in({{queries.data(), q, d, d}, positions.data(), {keys.data(), m, d, d}, lengths.data(),
-                    {found.data(), q, k, k}, {scores.data(), q, k, k}});
+                    {matches.data(), q, k, k}, {scores.data(), q, k, k}});
     for (int64_t j = 0; j < q; j++) {
         std::vector<bool> taken(m);
         for (int64_t x = 0; x < k; x++) {
@@ -344,7 +344,7 @@ void check_longest(int64_t q, int64_t m) {
                 if (!taken[i] && product > most) best = i, most = product;
             }
             taken[best] = true;
-            expect(found[j * k + x] == best, "one of the longest", q, d, 0, double(found[j * k + x]), double(best));
+            expect(matches[j * k + x] == best, "one of the longest", q, d, 0, double(matches[j * k + x]), double(best));
         }
     }
 }
@@ -358,7 +358,7 @@ void check_lists(int64_t q, bool l2) {
     std::vector<float> origin(d), queries(q * d), scores(q * slots);
     std::vector<uint16_t> factors(slots), offsets(slots), allowed(blocks);
     std::vector<uint32_t> places(slots);
-    std::vector<int64_t> found(q * slots);
+    std::vector<int64_t> matches(q * slots);
     for (auto* bytes : {&rotation, &centroids, &codes})
         for (uint8_t& x : *bytes) x = uint8_t(uniform() * 127 + 128);
     for (auto* numbers : {&turn_scales, &scales, &lengths, &words, &origin, &queries})
@@ -372,20 +372,20 @@ void check_lists(int64_t q, bool l2) {
     std::vector<float> sizes(rows);
     for (int64_t j = 0; j < lists; j++)
         for (int64_t i = 16 * starts[j]; i < 16 * starts[j + 1]; i++) sizes[j] += i % 3 != 0;
-    ListSearch ask;
-    ask.lists.rotation = {rotation.data(), turn_scales.data(), turns, d};
-    ask.lists.centroids = {centroids.data(), scales.data(), rows, d};
-    ask.lists.lengths = lengths.data(), ask.lists.inverse_spreads = inverse.data(), ask.lists.starts = starts;
-    ask.lists.count = lists, ask.lists.codes = codes.data(), ask.lists.factors = factors.data();
-    if (l2) ask.lists.offsets = offsets.data(), ask.lists.unit = 0.5f, ask.lists.origin = origin.data();
-    ask.lists.words = words.data(), ask.lists.parts = parts, ask.lists.word = word;
-    ask.queries = {queries.data(), q, d, d}, ask.allowed = allowed.data(), ask.sizes = sizes.data();
-    ask.places = places.data();
-    ask.keys.kind = Kind::none, ask.nearest = slots, ask.kept = slots;
+    ListSearch args;
+    args.lists.rotation = {rotation.data(), turn_scales.data(), turns, d};
+    args.lists.centroids = {centroids.data(), scales.data(), rows, d};
+    args.lists.lengths = lengths.data(), args.lists.inverse_spreads = inverse.data(), args.lists.starts = starts;
+    args.lists.count = lists, args.lists.codes = codes.data(), args.lists.factors = factors.data();
+    if (l2) args.lists.offsets = offsets.data(), args.lists.unit = 0.5f, args.lists.origin = origin.data();
+    args.lists.words = words.data(), args.lists.parts = parts, args.lists.word = word;
+    args.queries = {queries.data(), q, d, d}, args.allowed = allowed.data(), args.sizes = sizes.data();
+    args.places = places.data();
+    args.keys.kind = Kind::none, args.nearest = slots, args.kept = slots;
     int64_t scanned = 0;
-    ask.found = {found.data(), q, slots, slots}, ask.scores = {scores.data(), q, slots, slots}, ask.scanned = &scanned;
-    std::vector<char> scratch(level::list_scratch(ask));
-    level::search_lists(ask, scratch.data());
+    args.matches = {matches.data(), q, slots, slots}, args.scores = {scores.data(), q, slots, slots}, args.scanned = &scanned;
+    std::vector<char> scratch(level::list_scratch(args));
+    level::search_lists(args, scratch.data());
     expect(scanned == q * slots, "slots that were looked at", q, d, 0, double(scanned), double(q * slots));
     for (int64_t i = 0; i < q; i++) {
         std::vector<double> seen(d), turned(parts * word), table(parts * 16);
@@ -405,8 +405,8 @@ void check_lists(int64_t q, bool l2) {
                     table[m * 16 + c] += (l2 ? 2 : 1) * turned[m * word + t] * words[(m * word + t) * 16 + c];
                 low = std::min(low, table[m * 16 + c]), high = std::max(high, table[m * 16 + c]);
             }
-        for (int64_t k = 0; k < slots && found[i * slots + k] >= 0; k++) {
-            const int64_t slot = 1000 - found[i * slots + k], block = slot / 16, record = slot % 16;
+        for (int64_t k = 0; k < slots && matches[i * slots + k] >= 0; k++) {
+            const int64_t slot = 1000 - matches[i * slots + k], block = slot / 16, record = slot % 16;
             expect(slot % 3 != 0, "a record that is allowed", q, d, 0, double(slot), 0);
             double sum = 0, step = (high - low) / 127;
             for (int64_t m = 0; m < parts; m++) {
@@ -420,7 +420,7 @@ void check_lists(int64_t q, bool l2) {
             if (l2) right -= half(offsets[slot]) * 0.5;
             expect(std::fabs(scores[i * slots + k] - right) < 1e-3, "an estimate", q, d, 0, scores[i * slots + k], right);
         }
-        expect(found[i * slots + slots - 1] == -1, "the end", q, d, 0, double(found[i * slots + slots - 1]), -1);
+        expect(matches[i * slots + slots - 1] == -1, "the end", q, d, 0, double(matches[i * slots + slots - 1]), -1);
     }
 }
 
