@@ -151,6 +151,6 @@ def _questions(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> l
         ("index_field", BadInput, "can have no index", lambda: db.index_field("year", "q\0")),
         ("drop_field", BadInput, "has no index", lambda: db.drop_field("never declared")),
         ("build_index: kind", BadInput, "kind", lambda: db.build_index("tree")),
-        ("snapshot: taken", BadInput, "something in it", lambda: db.snapshot(folder / "taken")),
+        ("snapshot: taken", BadInput, "that is not empty", lambda: db.snapshot(folder / "taken")),
         ("open: no dim", softdb.NotADatabase, "holds no database", lambda: softdb.open(folder / "nothing")),
     ]
