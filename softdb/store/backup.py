@@ -46,7 +46,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
         with files.building(path, "catalog.sqlite") as folder:
             snapshot = _copied(store, folder)
     except (OSError, apsw.Error) as error:
-        raise WriteFailed(f"{path} cannot be written ({error}); choose another path, or free disk space") from error
+        raise WriteFailed(f"{path} cannot be written ({error}); choose another path or make room") from error
     return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 

@@ -23,7 +23,7 @@ from softdb.store.segments import MAX_ROWS, SegmentEntry
 
 # the last two are for macOS, where fsync does not flush the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
-_MAX_COUNTER = 1 << 62  # of generations and rows; leaves room below int64's limit
+_LIMIT = 1 << 62  # of generations and rows: leaves room below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
 
 
@@ -165,7 +165,7 @@ class Catalog:
         if len(rows) != 1:  # `advance` would write to all of them; LIMIT, as damaged pages may form a cycle
             raise damaged_catalog("has lost its state row" if not rows else "has several state rows")
         generation, next_row, crc = rows[0]
-        sound = type(generation) is type(next_row) is int and 0 <= generation < _MAX_COUNTER and 0 <= next_row < _MAX_COUNTER
+        sound = type(generation) is type(next_row) is int and 0 <= generation < _LIMIT and 0 <= next_row < _LIMIT
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
         self._state = CatalogState(generation, next_row)

@@ -70,8 +70,8 @@ def require(generation: int, acknowledged: int, directory: Path | None) -> None:
     aside = [] if directory is None else sorted(directory.glob("catalog.sqlite-wal-*"))
     if aside:
         raise CorruptionError(
-            f"{behind} in {aside[-1].name}, which was put aside when another program wrote to catalog.sqlite; rename it "
-            "to catalog.sqlite-wal if catalog.sqlite is unchanged since, else restore the directory from a copy"
+            f"{behind} in {aside[-1].name}, which was put aside when another program wrote to catalog.sqlite; rename "
+            "it to catalog.sqlite-wal if catalog.sqlite is unchanged since, else restore the directory from a copy"
         )
     raise CorruptionError(
         f"{behind} lost with catalog.sqlite-wal, which was removed or damaged; put that file back, or remove the file "
