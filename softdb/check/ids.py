@@ -70,5 +70,5 @@ def encodable(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         bad = text[error.start : error.end]
         raise BadInput(
-            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
+            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source correctly"
         ) from None

@@ -107,7 +107,7 @@ class Store(Session):
                 stored = self.catalog.lookup(batch.ids)
                 first = next((one for one in batch.ids if one in stored), None)
                 if first is None:
-                    raise damaged_catalog("has records in rows that are yet to come") from None
+                    raise damaged_catalog("has records in rows beyond the last assigned one") from None
                 raise DuplicateId(
                     f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert replaces"
                 ) from None
