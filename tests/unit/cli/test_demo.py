@@ -202,7 +202,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
         path.write_text("no array")
     elif damage == "pickle":
         torch.save(object, path)
-    with pytest.raises(softdb.BadInput, match=r"projection.pt is not what the demo saved"):
+    with pytest.raises(softdb.BadInput, match=r"projection.pt was not saved by the demo"):
         named_encoder("demo", path=tmp_path)
 
 
