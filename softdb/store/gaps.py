@@ -1,4 +1,4 @@
-"""What compaction writes to the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
+"""Effects of compaction in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
 
 The format, as MUSTs (a database that was never compacted has none of it):
 

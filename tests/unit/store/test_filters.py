@@ -83,7 +83,7 @@ def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
     """As if there were many records, and all fields were kept in order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
-        patch.setattr(fieldorder, "KEPT", 100)
+        patch.setattr(fieldorder, "MAX_FIELDS", 100)
         db._store.order_fields()
         yield
 

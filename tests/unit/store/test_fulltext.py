@@ -323,7 +323,7 @@ def test_other_tables_of_texts_are_refused(tmp_path: Path, statement: str) -> No
 
 
 def test_what_is_remembered_of_words_is_bounded(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.filters.fulltext.KEPT", 3)
+    monkeypatch.setattr("softdb.filters.fulltext.MAX_CACHED", 3)
     for word in ["the", "a", "fox", "quick", "dog", "the"]:
         assert len(db.search(word, mode="text")[0]) == 1
-    assert db._store._full_text._kept <= 3
+    assert db._store._full_text._size <= 3

@@ -66,8 +66,8 @@ def small(runs: int = 1) -> Iterator[None]:
     """As if there were many records, and few of them appended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
-        patch.setattr(fieldorder, "APPENDED", 20)
-        patch.setattr(fieldorder, "RUNS", runs)
+        patch.setattr(fieldorder, "MAX_APPENDED", 20)
+        patch.setattr(fieldorder, "MAX_RUNS", runs)
         yield
 
 
