@@ -141,10 +141,7 @@ Before = tuple[str, tuple[Any, ...]]  # SQL condition of the records before one 
 
 
 def _ends(field: str, kind: str | None, tests: list[tuple[str, Any]]) -> tuple[list[Before], list[Before]]:
-    """Return conditions of the records before the start of a range of one type, and of those before its end.
-
-    The start is the largest of the first list's ends, the end the smallest of the second's, see `_cut`.
-    """
+    """Return conditions of the records before a range of one type, and of those before its end, for `_cut`."""
     of_type, value = field_sql(parts_of(field))
     if kind is None:  # missing fields come first in the order
         return [], [(f"{of_type} IS NULL", ())]

@@ -215,9 +215,8 @@ class Catalog:
 
     def dead(self) -> NDArray[np.int64]:
         """Return the rows that have a tombstone, ascending."""
-        tombstones = self._tombstones(self.state().next_row)
-        dead = (chunk * CHUNK + np.flatnonzero(bits) for chunk, bits in tombstones)
-        return np.concatenate([np.empty(0, np.int64), *dead])
+        bitmaps = self._tombstones(self.state().next_row)
+        return np.concatenate([np.empty(0, np.int64), *(i * CHUNK + np.flatnonzero(bits) for i, bits in bitmaps)])
 
     def live(self, rows: int) -> NDArray[np.bool_]:
         """Mask (rows,) of the rows 0 … rows - 1 without a tombstone."""
@@ -253,9 +252,9 @@ class Catalog:
             self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
 
     def checkpoint(self) -> None:
-        """Checkpoint before anything is appended to the WAL: after a failed sync its bytes may not be on disk.
+        """Checkpoint, unless another connection uses the file. Raises apsw.Error, such as FullError.
 
-        Skipped while another connection reads the WAL. Raises apsw.Error, such as FullError.
+        Called before anything is appended to the WAL: after a failed sync its bytes may not be on disk.
         """
         with self._without_waiting():
             self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
@@ -306,10 +305,7 @@ class Catalog:
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
     def _looked_up(self, sql: str, keys: str) -> list[Any]:
-        """Run a query that descends a B-tree for each key, without a progress handler.
-
-        SQLite bounds the depth of a tree, and no Python may run within the statement: see `Worker.run_between`.
-        """
+        """Run a query that descends a B-tree for each key, which SQLite bounds; see `Worker.run_between`."""
         self.connection.set_progress_handler(None)
         try:
             return self.connection.execute(sql, (keys,)).fetchall()
@@ -322,10 +318,7 @@ class Catalog:
         return self.all(f"SELECT row, key_crc, value_crc FROM records WHERE {where}", (first, last))
 
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """Return the rows whose `column` ("payload" or "text") differs from its checksum, ascending.
-
-        `among`: check only these rows.
-        """
+        """Return the rows, ascending, all or `among` some, whose payload or text (`column`) fails its checksum."""
         where, bound = ("", ()) if among is None else ("row IN (SELECT value FROM json_each(?)) AND", (_json(among),))
         differs = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
         return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {differs} ORDER BY row", bound)]

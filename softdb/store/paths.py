@@ -52,7 +52,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 def spelled(parts: Iterable[str]) -> str:
     """Join the names of a path to a field's name, in its one canonical spelling."""
-    return ".".join(re.sub(r"\\(?=[.\\]|$)|\.", r"\\\g<0>", part) for part in parts)
+    return ".".join(re.sub(r"\\(?=[.\\]|$)|\.", r"\\\g<0>", name) for name in parts)
 
 
 def field_sql(parts: Sequence[str], of: str = "payload") -> tuple[str, str]:

@@ -80,10 +80,7 @@ class Reader:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Snapshot]:
-        """Open a transaction on the newest generation, for several statements, and yield its snapshot.
-
-        Raises CorruptionError, and StaleRead if the catalogue changed while it was read without locks.
-        """
+        """Open a transaction on the newest generation, and yield its snapshot. Raises CorruptionError, StaleRead."""
         with contextlib.ExitStack() as transaction:
             before = -1
             while True:

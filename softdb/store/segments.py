@@ -190,8 +190,8 @@ class ColumnFiles:
         with contextlib.ExitStack() as open_files:
             put: dict[str, Callable[[bytes | memoryview], None]] = {}
             done = 0
-            for part in parts:
-                for column, data in part._asdict().items():
+            for chunk in parts:
+                for column, data in chunk._asdict().items():
                     if data is None:
                         continue
                     if self.directory is None:
@@ -203,7 +203,7 @@ class ColumnFiles:
                         )
                         put[column] = open_files.enter_context(filling)
                     put[column](_raw(data))
-                done += len(part.keys)
+                done += len(chunk.keys)
 
     def overwrite(self, number: int, capacity: int, slot: int, keys: Array) -> None:
         """Replace keys from a slot on, in a segment that is not committed yet; on disk when this returns."""

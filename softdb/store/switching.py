@@ -190,10 +190,7 @@ class Switch:
         self.tries += 1
 
     def commit(self) -> bool:
-        """Commit and return True, or return False if rows are to be gathered first. Call it on the store's thread.
-
-        After TRIES rounds, gather within the transaction, while other writers wait.
-        """
+        """Commit and return True; or return False, at most TRIES times, if rows must be gathered first."""
         with self.store.write_transaction(durable=True):
             if len(_pending(self.store, self.progress)[1]):
                 if self.tries < TRIES:

@@ -99,10 +99,7 @@ class Worker:
             del error  # its traceback refers to this frame: a reference cycle
 
     def run_between(self, work: Callable[[], Any]) -> Any:
-        """Run one query in the calling thread, between operations.
-
-        No Python may run within its statement, as SQLite's callbacks would let a signal handler run there.
-        """
+        """Run one query in the calling thread, between operations; its statement must not call Python (signals)."""
         if self.inside:
             return work()
         with self._busy:
