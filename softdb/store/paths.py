@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter, BadInput
 
-_MOST_NUMBERS = 4  # each is a list's index or an object's field, so that 4 give 16 paths
+_MAX_NUMBERS = 4  # each is a list's index or an object's field, so that 4 give 16 paths
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # a longer one overflows in SQLite below 3.54, to another index
 
 
@@ -43,10 +43,10 @@ def parts_of(name: str) -> tuple[str, ...]:
             f"field {shown(name)} has a dot with no name beside it; a dot leads into a field, "
             r"write '\.' for a dot that is part of a name"
         )
-    if any("\0" in part for part in names[:-1]):
+    if any("\0" in key for key in names[:-1]):
         raise BadFilter(f"field {shown(name)} leads through a name with NUL, which SQLite cannot follow")
-    if sum(_NUMBER.fullmatch(part) is not None for part in names[1:]) > _MOST_NUMBERS:
-        raise BadFilter(f"field {shown(name)} has more than {_MOST_NUMBERS} numbers; flatten the payload")
+    if sum(_NUMBER.fullmatch(key) is not None for key in names[1:]) > _MAX_NUMBERS:
+        raise BadFilter(f"field {shown(name)} has more than {_MAX_NUMBERS} numbers; flatten the payload")
     return names
 
 
@@ -58,7 +58,7 @@ def spelled(parts: Iterable[str]) -> str:
 def field_sql(parts: Sequence[str], of: str = "payload") -> tuple[str, str]:
     """Return SQL of a field's JSON type (NULL if absent) and of its value; `of`: SQL of the JSON object."""
     steps = [[_step(parts[0])]]
-    steps += [[f"[{part}]", _step(part)] if _NUMBER.fullmatch(part) else [_step(part)] for part in parts[1:]]
+    steps += [[f"[{key}]", _step(key)] if _NUMBER.fullmatch(key) else [_step(key)] for key in parts[1:]]
     if "\0" in parts[-1]:  # a JSON path ends at NUL
         name = "(" + _literal('["' + _escaped(parts[-1]).replace("\0", r"\u0000") + '"]') + " ->> 0)"
         paths = [_literal("$" + "".join(path)) for path in itertools.product(*steps[:-1])]
