@@ -261,7 +261,7 @@ class Writer:
         with contextlib.suppress(SoftDBError):
             self._reader.refresh()  # a commit that raised may have come to disk
         cause = str(error) if isinstance(error, Displaced) else refused(error)
-        also = f" and the {lost} changes since the last flush are rolled back" if lost else ""
+        also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
         return WriteFailed(
             f"{cause}{also}; nothing more is written through this handle: mend the cause, then open the database again"
         )

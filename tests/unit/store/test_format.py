@@ -39,7 +39,7 @@ def flip(file: Path, at: int) -> None:
 
 def test_a_version_that_never_was_is_corruption(path: Path) -> None:
     changed(path, "PRAGMA user_version = 0")
-    with pytest.raises(softdb.CorruptionError, match="no format version 0"):
+    with pytest.raises(softdb.CorruptionError, match="format version 0, which never existed"):
         softdb.open(path)
 
 

@@ -265,7 +265,7 @@ def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Pa
         if how in UNSEEN:
             assert {hit.id for hit in db.search("fox", mode="text")[0]} <= {0, 1}
         else:
-            with pytest.raises(CorruptionError, match=r"drop_text_index\(\) and index_text\(\) make it anew"):
+            with pytest.raises(CorruptionError, match=r"rebuild it by drop_text_index\(\), then index_text"):
                 db.search("fox", mode="text")
         db.drop_text_index()
         db.index_text()
@@ -293,7 +293,7 @@ def test_a_write_that_a_damaged_index_refuses_says_so_and_changes_nothing(
             lambda: db.insert([2], np.ones((1, 2)), texts=["new"]),  # which does not meet a wrong length
         ]
         for write in writes[: 3 if how == "length" else 4]:
-            with pytest.raises(CorruptionError, match=r"drop_text_index\(\) and index_text\(\) make it anew") as error:
+            with pytest.raises(CorruptionError, match=r"rebuild it by drop_text_index\(\), then index_text") as error:
                 write()
             assert "\n" not in str(error.value)
             assert (db.refresh(), len(db)) == (before, 2)

@@ -215,7 +215,7 @@ def test_reembed_refuses_a_folder_that_is_not_its_own(db: softdb.SoftDB, tmp_pat
     stranger = Stranger(tmp_path, put)
     stranger.take(tmp_path / "db", "reembed-0")
     with softdb.open(tmp_path / "db") as again:
-        with pytest.raises(softdb.BadInput, match="is not softdb's"):
+        with pytest.raises(softdb.BadInput, match="was not created by softdb"):
             again.reembed(HashedNGrams(dim=32))
         assert again.verify() == 2
     stranger.is_untouched()
@@ -248,7 +248,7 @@ def test_only_what_softdb_makes_is_removed(db: softdb.SoftDB, tmp_path: Path, pu
     stranger, path = Stranger(tmp_path, put), tmp_path / "db"
     (path / "index").mkdir(exist_ok=True)
     stranger.take(path, name)
-    with pytest.raises(softdb.BadInput, match="is not softdb's"):
+    with pytest.raises(softdb.BadInput, match="was not created by softdb"):
         require_ours(path)
     assert softdb.open(path, mode="r").verify() == 2
     remove_database(path)
