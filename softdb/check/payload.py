@@ -50,7 +50,7 @@ def _items(value: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from value
     except (OSError, MemoryError, UnicodeDecodeError) as error:
-        raise BadInput(f"payloads could not be drawn ({type(error).__name__}: {error}); mend the cause") from error
+        raise BadInput(f"payloads could not be read ({type(error).__name__}: {error}); fix the cause") from error
 
 
 def json_text(value: object, name: str) -> str:

@@ -85,10 +85,11 @@ def _require_schema(stored: list[Any]) -> None:
     strange = [f"{kind} {name!r}" for (kind, name), sql in actual.items() if not _ours(kind, name, sql, expected)]
     missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(actual)]
     if strange or missing:
+        has = [f"has {', '.join(strange)} that softdb does not write"] if strange else []
+        lacks = [f"lacks {', '.join(missing)}"] if missing else []
         raise CorruptionError(
-            f"catalog.sqlite has {', '.join(strange) or 'nothing'} that softdb does not write"
-            + (f" and lacks {', '.join(missing)}" if missing else "")
-            + "; it was damaged or tampered with: restore the directory from a copy"
+            f"catalog.sqlite {' and '.join(has + lacks)}: it was damaged or tampered with; "
+            "restore the directory from a copy"
         )
 
 

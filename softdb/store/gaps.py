@@ -57,7 +57,7 @@ def next_segment(catalog: Catalog) -> int:
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
     last = max(int(greatest), catalog.setting("last_segment", -1))
     if last >= MAX_SEGMENT:
-        raise damaged_catalog(f"says that there was a segment {last}")
+        raise damaged_catalog(f"names a segment {last}, beyond the last possible one")
     return 1 + last
 
 

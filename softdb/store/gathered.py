@@ -48,7 +48,7 @@ class Gathered:
         except (OSError, apsw.Error) as error:
             why = f"{type(error).__name__}: {error}"
             raise WriteFailed(
-                f"the disk refused the folder of the new keys ({why}); nothing has changed: mend the cause"
+                f"the disk refused the folder of the new keys ({why}), and nothing has changed; fix the cause"
             ) from error
 
     def _created(self, schema: Schema, encoder: str | None) -> Store:

@@ -87,7 +87,7 @@ def field_names(fields: object) -> tuple[str, ...]:
         if "\0" in name:
             raise BadInput(
                 f"field {shown(name)} has NUL in its name and can have no index; "
-                "it can be filtered on without, or be stored under another name"
+                "filter on it without an index, or store it under another name"
             )
         names.append(spelled(parts_of(name)))
     return tuple(names)

@@ -303,7 +303,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: in
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise SoftDBError(f"{path.name} cannot be opened ({error}); raise the limit, or close files") from error
         raise CorruptionError(
-            f"{path.name} cannot be read ({error}); mend the cause, or restore it from a copy"
+            f"{path.name} cannot be read ({error}); fix the cause, or restore it from a copy"
         ) from error
     with opened as file:
         start = file.read(len(head))

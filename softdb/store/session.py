@@ -207,7 +207,7 @@ class Session:
         return self._reader is None or not (self._reader.connected or self._reader.inherited)
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed if this handle is closed."""
         if self.closed:
             raise Closed(self._why_closed)
 

@@ -47,7 +47,7 @@ class Worker:
             self.stop()
             if not isinstance(error, RuntimeError) or error.__context__ is not None:  # an interrupt during `start`
                 raise error.__context__ or error from None
-            raise SoftDBError(f"a database needs a thread of its own ({error}); end some others") from None
+            raise SoftDBError(f"a database needs a thread of its own ({error}); end other threads") from None
 
     def _work(self) -> None:
         while True:

@@ -262,9 +262,7 @@ class Writer:
             self._reader.refresh()  # a commit that raised may have come to disk
         cause = str(error) if isinstance(error, Displaced) else refused(error)
         also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
-        return WriteFailed(
-            f"{cause}{also}; nothing more is written through this handle: mend the cause, then open the database again"
-        )
+        return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")
 
     def _kept_apart(self, error: Displaced) -> Displaced:
         """Keep SQLite from mixing pages of this database with those that another program wrote over them.
