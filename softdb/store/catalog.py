@@ -280,7 +280,7 @@ class Catalog:
         key_crcs: Iterable[int | None],
         value_crcs: Iterable[int | None],
     ) -> None:
-        """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
+        """Insert records in consecutive rows. Raises apsw.ConstraintError if an id is stored already."""
         rows = range(first_row, first_row + len(payloads))
         text_crcs = (map(format.text_crc, column) for column in (payloads, texts))
         records = zip(rows, ids, payloads, key_crcs, value_crcs, *text_crcs, texts, strict=True)

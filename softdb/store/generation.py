@@ -63,9 +63,9 @@ class SnapshotLoader:
         return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
 
     def append(self, state: CatalogState, entries: list[SegmentEntry]) -> bool:
-        """Advance to a generation that only appended rows with keys to the one before it.
+        """Advance to a generation that only appended rows with keys to the previous one.
 
-        Return False if that one is not loaded. Cost: that of the appended rows, and a byte or two of memory a row.
+        Return False if the previous one is not loaded. Cost: the appended rows; a byte or two of memory for each row.
         """
         old = self.snapshot
         if state.generation != old.generation + 1:

@@ -60,7 +60,7 @@ def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
 
 def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run a method that looks up records in the caller's thread, between two operations."""
+    """Run a method, which looks up records, in the caller's thread, between two operations."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
@@ -249,7 +249,7 @@ class Session:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The generation that this handle reads: the newest of a writer, that of the last `refresh` of a reader."""
+        """The snapshot that this handle reads: the newest of a writer, that of the last `refresh` of a reader."""
         return self.loader.loaded.snapshot
 
     @property

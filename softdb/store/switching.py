@@ -133,7 +133,7 @@ class Switch:
         self.tries = 0
 
     def run(self) -> None:
-        """Replace the keys in one commit. Raises WriteFailed, CorruptionError, and errors of `gather`; then none is."""
+        """Replace all keys in one commit, or none. Raises WriteFailed, CorruptionError, and errors of `gather`."""
         try:
             if self.store.path is not None:  # in memory any commit drops columns that the catalogue does not name
                 self.write_aside()
