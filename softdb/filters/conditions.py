@@ -113,12 +113,12 @@ def _sql(
     if not node.of:
         return "(TRUE)" if isinstance(node, All) else "(FALSE)"
     operands = [_sql(child, bindings, certain) for child in node.of]
-    return _joined(operands, "AND" if isinstance(node, All) else "OR")
+    return _join(operands, "AND" if isinstance(node, All) else "OR")
 
 
-def _joined(operands: list[str], operator: str) -> str:
+def _join(operands: list[str], operator: str) -> str:
     """Join as a balanced tree: SQLite limits the depth to 1,000, and a chain a OR b OR c … is as deep as it is long."""
     if len(operands) == 1:
         return operands[0]
     half = len(operands) // 2
-    return f"({_joined(operands[:half], operator)} {operator} {_joined(operands[half:], operator)})"
+    return f"({_join(operands[:half], operator)} {operator} {_join(operands[half:], operator)})"

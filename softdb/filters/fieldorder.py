@@ -87,16 +87,16 @@ class Orders:
     def _order(self, field: str, catalog: Catalog, snapshot: Snapshot) -> _Order:
         """Return the order in this generation, updated by the commits since, or rebuilt."""
         order = self._cached.pop(field, None)
-        if order is None or not _caught_up(order, field, catalog, snapshot):
+        if order is None or not _catch_up(order, field, catalog, snapshot):
             next_row = catalog.state().next_row
-            order = _Order(snapshot.generation, next_row, next_row, [_listed(catalog, field, "records", next_row)])
+            order = _Order(snapshot.generation, next_row, next_row, [_list_rows(catalog, field, "records", next_row)])
         self._cached[field] = order
         if len(self._cached) > MAX_FIELDS:
             self._listed.pop(self._cached.popitem(last=False)[0], None)
         return order
 
 
-def _caught_up(order: _Order, field: str, catalog: Catalog, snapshot: Snapshot) -> bool:
+def _catch_up(order: _Order, field: str, catalog: Catalog, snapshot: Snapshot) -> bool:
     """Update an order to the current generation; return False if it is invalid, or rebuilding it is faster."""
     if order.generation == snapshot.generation:
         return True
@@ -107,17 +107,17 @@ def _caught_up(order: _Order, field: str, catalog: Catalog, snapshot: Snapshot) 
         or next_row > np.iinfo(order.runs[0].dtype).max
     ):
         return False
-    order.runs = [_living(run, snapshot) for run in order.runs]
+    order.runs = [_live_rows(run, snapshot) for run in order.runs]
     if next_row > order.next_row:
         if len(order.runs) > MAX_RUNS:
             order.runs, order.next_row = order.runs[:1], order.base
         appended = f"records NOT INDEXED WHERE row >= {order.next_row}"
-        order.runs.append(_listed(catalog, field, appended, next_row))
+        order.runs.append(_list_rows(catalog, field, appended, next_row))
     order.generation, order.next_row = snapshot.generation, next_row
     return True
 
 
-def _listed(catalog: Catalog, field: str, source: str, next_row: int) -> Rows:
+def _list_rows(catalog: Catalog, field: str, source: str, next_row: int) -> Rows:
     """Return the rows of an SQL source in the order of a field's index."""
     ordered = f"SELECT row FROM {source} ORDER BY {', '.join(field_sql(parts_of(field)))}, row"
     kind = np.int32 if next_row <= np.iinfo(np.int32).max else np.int64
@@ -127,7 +127,7 @@ def _listed(catalog: Catalog, field: str, source: str, next_row: int) -> Rows:
         return np.fromiter((row for (row,) in catalog.connection.execute(ordered)), kind)
 
 
-def _living(rows: Rows, snapshot: Snapshot) -> Rows:
+def _live_rows(rows: Rows, snapshot: Snapshot) -> Rows:
     """Return those of rows (m,) that hold a record, with a key or without."""
     positions = snapshot.positions(rows)
     living = positions >= 0
@@ -162,11 +162,11 @@ def _ends(field: str, kind: str | None, tests: list[tuple[str, Any]]) -> tuple[l
 
 def _cut(catalog: Catalog, run: Rows, low: list[Before], high: list[Before]) -> tuple[int, int]:
     """Return start and end of a range in a run."""
-    begin = max((_before(catalog, run, *condition) for condition in low), default=0)
-    return begin, max(begin, min(_before(catalog, run, *condition) for condition in high))
+    begin = max((_count_before(catalog, run, *condition) for condition in low), default=0)
+    return begin, max(begin, min(_count_before(catalog, run, *condition) for condition in high))
 
 
-def _before(catalog: Catalog, rows: Rows, condition: str, bindings: tuple[Any, ...]) -> int:
+def _count_before(catalog: Catalog, rows: Rows, condition: str, bindings: tuple[Any, ...]) -> int:
     """Return by bisection the number of rows (m,) that meet a condition, which all others come after."""
     low, high = 0, len(rows)
     pivots = np.unique([0, high - 1])  # most ranges end at an end of the array

@@ -92,7 +92,7 @@ class FullText:
         if self._connection is not catalog.connection:  # a fork or a writer changes it
             self._connection = catalog.connection
             self._connection.register_fts5_function("occurrences", _occurrences)
-        documents = self._documents = self._loaded(catalog, snapshot)
+        documents = self._documents = self._load_documents(catalog, snapshot)
         count = int(np.count_nonzero(documents.live))
         mean = int(documents.lengths[documents.live].sum()) / max(1, count) or 1.0
         norms: Floats = K1 * (1 - B + B * documents.lengths.astype(np.float64) / mean)
@@ -100,13 +100,13 @@ class FullText:
             [
                 (times * _idf(count, int(np.count_nonzero(documents.live[word.places]))), word)
                 for phrase, times in Counter(textindex.phrases(text)).items()
-                if len((word := self._word(phrase, documents, catalog)).places)
+                if len((word := self._find_word(phrase, documents, catalog)).places)
             ]
             for text in texts
         ]
         return TextScores(documents.rows, documents.live, norms, words)
 
-    def _word(self, phrase: str, documents: _Documents, catalog: Catalog) -> _Word:
+    def _find_word(self, phrase: str, documents: _Documents, catalog: Catalog) -> _Word:
         """Return the texts that contain a word."""
         word = self._words.pop(phrase, _NONE)
         self._size -= len(word.places)
@@ -128,7 +128,7 @@ class FullText:
             self._size -= len(self._words.popitem(last=False)[1].places)
         return word
 
-    def _loaded(self, catalog: Catalog, snapshot: Snapshot) -> _Documents:
+    def _load_documents(self, catalog: Catalog, snapshot: Snapshot) -> _Documents:
         """Return the texts of this generation, updating the cached ones of an earlier generation."""
         cached = self._documents
         if cached is not None and cached.generation == snapshot.generation:
@@ -140,12 +140,12 @@ class FullText:
         last = int(cached.rows[-1]) if len(cached.rows) else -1
         sql = "SELECT group_concat(id), group_concat(hex(sz), '') FROM texts_docsize WHERE id > ?"
         ids, sizes = catalog.one(sql, (last,))  # in the order of ids
-        new = _integers(ids)
+        new = _parse_integers(ids)
         rows = np.concatenate([cached.rows, new])
-        lengths = np.concatenate([cached.lengths, _varints(bytes.fromhex(sizes or ""), len(new))])
+        lengths = np.concatenate([cached.lengths, _decode_varints(bytes.fromhex(sizes or ""), len(new))])
         live = np.concatenate([cached.live, np.ones(len(new), np.bool_)])
         if catalog.one("SELECT count(*) FROM texts_docsize")[0] != np.count_nonzero(live):
-            live = np.isin(rows, _integers(catalog.one("SELECT group_concat(id) FROM texts_docsize")[0]))
+            live = np.isin(rows, _parse_integers(catalog.one("SELECT group_concat(id) FROM texts_docsize")[0]))
         if not snapshot.holds(rows[live]).all():
             raise damaged_text_index("names rows without a record")
         return _Documents(snapshot.generation, rows, lengths, live)
@@ -161,11 +161,11 @@ def _idf(count: int, containing: int) -> float:
     return idf if idf > 0 else LEAST_IDF
 
 
-def _integers(listed: str | None) -> Rows:
+def _parse_integers(listed: str | None) -> Rows:
     return np.fromstring(listed or "", np.int64, sep=",")
 
 
-def _varints(blobs: bytes, count: int) -> Rows:
+def _decode_varints(blobs: bytes, count: int) -> Rows:
     """Decode SQLite's varints: seven bits a byte, the highest first; the top bit of all bytes but the last is set."""
     data = np.frombuffer(blobs, np.uint8)
     ends = np.flatnonzero(data < 0x80)

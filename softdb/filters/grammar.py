@@ -99,7 +99,7 @@ class _Field:
                 f"field {shown(self.name)} is given {shown(operator)}, which is no operator; a field in it is {inner}"
             )
         return (
-            f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_meant(operator, _OPERATORS)}; "
+            f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_hint(operator, _OPERATORS)}; "
             f"there are {' '.join(_OPERATORS)}"
         )
 
@@ -182,7 +182,7 @@ class _Field:
                 f"{shown(operand)}"
             )
         table = f"e{depth}"  # nested $elemMatch need tables of different names
-        if _of_itself(operand):
+        if _applies_to_element(operand):
             element = _Field(f"{self.name}[]", f"{table}.type", f"{table}.value", indexed=False)
             inner, bindings, size = compiled(element.operators(operand, depth))
         else:
@@ -204,7 +204,7 @@ def _field(name: object, document: str) -> _Field:
         raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
     if name.startswith("$"):
         raise BadFilter(
-            f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; expected $and, $or or $not around "
+            f"where has the unknown operator {shown(name)}{_hint(name, _AROUND)}; expected $and, $or or $not around "
             "fields, or $id or $text for the record's id or text"
         )
     parts = parts_of(name)
@@ -216,14 +216,14 @@ def _require_depth(depth: int) -> None:
         raise BadFilter(f"where nests deeper than {MAX_DEPTH}; flatten it")
 
 
-def _of_itself(operand: dict[Any, Any]) -> bool:
+def _applies_to_element(operand: dict[Any, Any]) -> bool:
     """Return True if operators apply to an element itself, False if a filter applies to its fields."""
     while "$not" in operand and isinstance(operand["$not"], dict) and len(operand) == 1:
         operand = operand["$not"]
     return any(name in _OPERATORS and name != "$not" for name in operand)
 
 
-def _meant(operator: object, known: list[str]) -> str:
+def _hint(operator: object, known: list[str]) -> str:
     near = difflib.get_close_matches(operator, known, 1) if isinstance(operator, str) else []
     return "".join(f" (did you mean {name}?)" for name in near)
 

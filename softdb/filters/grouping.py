@@ -58,14 +58,14 @@ class Groups:
         if groups.grouping is None or groups.generation < snapshot.generation:
             _extend(groups, name, catalog)
             groups.generation, groups.next_row = snapshot.generation, catalog.state().next_row
-            groups.grouping = _placed(groups, snapshot)
+            groups.grouping = _place_codes(groups, snapshot)
         self._cached[name] = groups
         if len(self._cached) > MAX_FIELDS:
             self._cached.popitem(last=False)
         return groups.grouping
 
 
-def _placed(groups: _ByField, snapshot: Snapshot) -> Grouping:
+def _place_codes(groups: _ByField, snapshot: Snapshot) -> Grouping:
     positions, codes = snapshot.positions(groups.rows), np.full(snapshot.size, -1, np.int32)
     present = positions >= 0
     codes[positions[present]] = groups.codes[present]

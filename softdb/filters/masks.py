@@ -132,8 +132,8 @@ class Evaluation:
         return allowed & self.line.of(self.catalog.matching(*statement(node), among=among))
 
 
-def _flat(node: All) -> list[Node]:
-    return [leaf for child in node.of for leaf in (_flat(child) if isinstance(child, All) else [child])]
+def _flatten(node: All) -> list[Node]:
+    return [leaf for child in node.of for leaf in (_flatten(child) if isinstance(child, All) else [child])]
 
 
 def _by_field(node: All) -> list[Node]:
@@ -143,7 +143,7 @@ def _by_field(node: All) -> list[Node]:
     """
     fields: dict[str, list[Node]] = {}
     others: list[Node] = []
-    for child in _flat(node):
+    for child in _flatten(node):
         (fields.setdefault(child.field, []) if isinstance(child, Condition) else others).append(child)
     return sorted([*(All(tuple(conditions)) for conditions in fields.values()), *others], key=_breadth)
 

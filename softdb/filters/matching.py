@@ -77,7 +77,7 @@ class Matches:
         text = json_text([condition, bindings], "where")
         entry = self._cached.pop(text, None)
         if entry is None or entry.generation != snapshot.generation:
-            entry = self._evaluated(node, entry, catalog, snapshot)
+            entry = self._evaluate(node, entry, catalog, snapshot)
         self._cached[text] = entry
         if len(self._cached) > MAX_FILTERS:
             self._cached.popitem(last=False)
@@ -91,9 +91,9 @@ class Matches:
             last[json.dumps(where)] = entry
         self._last = last
 
-    def _evaluated(self, node: Node, old: _Cached | None, catalog: Catalog, snapshot: Snapshot) -> _Cached:
+    def _evaluate(self, node: Node, old: _Cached | None, catalog: Catalog, snapshot: Snapshot) -> _Cached:
         next_row, line = catalog.state().next_row, RecordLine(snapshot)
-        mask = None if old is None else _updated(old, next_row, node, catalog, line)
+        mask = None if old is None else _update(old, next_row, node, catalog, line)
         if mask is None:
             mask = Evaluation(catalog, line, self.orders).of(node)
         if self.is_whole and snapshot.records and not mask.any():
@@ -107,7 +107,7 @@ class Matches:
             self._looked_for.add(name)
             condition, bindings = statement(parse({name: {"$exists": True}}))
             if catalog.one(f"SELECT 1 FROM records WHERE {condition} LIMIT 1", bindings) is None:
-                message = f"no record has the field {shown(name)}{_nearest(name, catalog)}"
+                message = f"no record has the field {shown(name)}{_suggest(name, catalog)}"
                 warnings.warn(message, UnknownField, stacklevel=2)
 
 
@@ -115,7 +115,7 @@ def _segments(snapshot: Snapshot) -> list[tuple[int, int]]:
     return [(segment.number, segment.first_row) for segment in snapshot.segments]
 
 
-def _updated(old: _Cached, next_row: int, node: Node, catalog: Catalog, line: RecordLine) -> Live | None:
+def _update(old: _Cached, next_row: int, node: Node, catalog: Catalog, line: RecordLine) -> Live | None:
     """Update the matches of an earlier generation; return None if they are invalid, or evaluating again is faster."""
     snapshot = line.snapshot
     if not catalog.payloads_replaced() <= old.generation <= snapshot.generation:
@@ -132,7 +132,7 @@ def _updated(old: _Cached, next_row: int, node: Node, catalog: Catalog, line: Re
     return mask
 
 
-def _nearest(name: str, catalog: Catalog) -> str:
+def _suggest(name: str, catalog: Catalog) -> str:
     """Return the end of a warning that suggests a similar name for an unknown one; empty if none is similar."""
     parts = parts_of(name)
     for i, key_name in enumerate(parts):

@@ -50,7 +50,7 @@ class Log:
         magic, _, size = struct.unpack_from(">III", head)
         salts, expected = head[16:24], struct.unpack_from(">II", head, 24)
         order = ">u4" if magic & 1 else "<u4"
-        sums = _summed(head[:24], order, (0, 0))
+        sums = _checksum(head[:24], order, (0, 0))
         if magic & ~1 != _MAGIC or size & (size - 1) or not 512 <= size <= 65536 or sums != expected:
             self.cut = True
             return
@@ -62,7 +62,7 @@ class Log:
                 self.cut = bool(waiting or frame)
                 return
             number, commit = struct.unpack_from(">II", frame)
-            sums = _summed(frame[:8] + frame[_FRAME:], order, sums)
+            sums = _checksum(frame[:8] + frame[_FRAME:], order, sums)
             valid = number and sums == struct.unpack_from(">II", frame, 16)
             if frame[8:16] != salts:  # an older round; or, if the checksum continues, this round with damaged salts
                 self.cut = bool(waiting or valid)
@@ -84,7 +84,7 @@ def _read(descriptor: int, offset: int, size: int) -> bytes:
         return b""
 
 
-def _summed(data: bytes, order: str, before: Sums) -> Sums:
+def _checksum(data: bytes, order: str, before: Sums) -> Sums:
     """Continue SQLite's checksum: a ← a + x + b, b ← b + y + a for each two words x, y, modulo 2³².
 
     The recurrence is linear: n steps give Mⁿ (a, b) + Σ Mⁿ⁻¹⁻ⁱ (xᵢ, xᵢ + yᵢ) with M = (1 1; 1 2).

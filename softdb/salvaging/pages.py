@@ -133,7 +133,7 @@ class Pages:
                 spots.append(spot(data, offset, is_inner, table))
             except Damaged:
                 continue
-        spots = _apart(spots, freed(data, block))
+        spots = _drop_overlapping(spots, freed(data, block))
         if len(spots) < count:
             self.damaged.add(number)
         last = int.from_bytes(data[start + 8 : start + 12], "big")
@@ -170,7 +170,7 @@ def _start(number: int) -> int:
     return _HEADER if number == 1 else 0
 
 
-def _apart(spots: list[Spot], blocks: list[tuple[int, int]]) -> list[Spot]:
+def _drop_overlapping(spots: list[Spot], blocks: list[tuple[int, int]]) -> list[Spot]:
     """Return the cells that overlap neither another cell nor a free block."""
     spans = sorted([(at.start, at.stop) for at in spots] + blocks)
     overlapping = set[tuple[int, int]]()

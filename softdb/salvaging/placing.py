@@ -218,14 +218,14 @@ class _File:
         if not len(rows):
             return
         (shift, votes), *_ = Counter((rows - slots).tolist()).most_common(1)
-        if self._sure(votes):
+        if self._is_no_chance(votes):
             every = np.arange(len(self.crcs))
             self.check(Claim(shift + every, every))
         placed = self._placed()
         rows, slots = (np.concatenate(both) for both in zip(placed, self._pairs(), strict=True))
         order = np.argsort(slots, kind="stable")
         chain = order[_chain(rows[order])]
-        if self._sure(len(chain)) and 8 * len(chain) >= len(np.unique(self.crcs)):
+        if self._is_no_chance(len(chain)) and 8 * len(chain) >= len(np.unique(self.crcs)):
             new = chain[chain >= len(placed.rows)]
             self._put(rows[new], slots[new])
 
@@ -238,7 +238,7 @@ class _File:
         pairs = self.scratch.execute(f"{sql} ORDER BY row", (self.number,)).fetchall()
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
-    def _sure(self, hits: int) -> bool:
+    def _is_no_chance(self, hits: int) -> bool:
         """Return True if this number of matches in one sequence is no chance.
 
         A checksum matches one of c slots by chance with probability c / 2³², so of u sequences, one for each unplaced

@@ -41,7 +41,7 @@ class Remains:
         """Raises NotADatabase if the catalogue cannot be opened."""
         with contextlib.ExitStack() as opened:
             try:
-                file = _opened(path)
+                file = _open_catalogue(path)
             except (OSError, apsw.Error) as error:
                 raise NotADatabase(
                     f"{path} cannot be read ({error}), which alone held ids and payloads; restore it from a copy. "
@@ -97,7 +97,7 @@ class Remains:
             elif isinstance(name, str) and kind == "index":
                 self.fields += format.indexed_field(name)
         self._named = "records" in self._roots
-        self._roots = {**dict(_laid_out()), **self._roots}
+        self._roots = {**dict(_default_roots()), **self._roots}
 
     def _generation(self) -> int:
         state = self.state()
@@ -221,7 +221,7 @@ def is_dead(dead: dict[int, bytes], row: int) -> bool:
     return packed is not None and bool(packed[bit // 8] >> bit % 8 & 1)
 
 
-def _opened(path: Path) -> apsw.VFSFile:
+def _open_catalogue(path: Path) -> apsw.VFSFile:
     """Open a catalogue's file by SQLite: if Python closed it, connections in this process would lose their locks."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a regular file")
@@ -250,7 +250,7 @@ def _numbers(row: tuple[Value, ...]) -> list[int]:
     return [value for value in row if isinstance(value, int) and value >= 0]
 
 
-def _laid_out() -> list[tuple[str, int]]:
+def _default_roots() -> list[tuple[str, int]]:
     """Return the root pages of the trees of a new or a vacuumed catalogue."""
     connection = apsw.Connection(":memory:")
     try:

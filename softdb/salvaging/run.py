@@ -80,7 +80,7 @@ def _salvage(path: Path, destination: Path, given: dict[str, Any]) -> dict[str, 
     if not path.is_dir():
         raise NotADatabase(f"{path} is no directory; expected the directory of a database")
     _require_free(path, destination)
-    with _locked(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
+    with _hold_off_writers(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
         if not remains.has_records:
             raise CorruptionError(
                 f"{path}/catalog.sqlite holds no records that can be found: it is destroyed, or another program's; "
@@ -104,7 +104,7 @@ def _require_free(path: Path, destination: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_off_writers(path: Path) -> Iterator[None]:
     """Hold off writers by the lock, without writing to its file. Raises DatabaseLocked."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ class _Salvage:
                 if isinstance(name, str):
                     with contextlib.suppress(BadInput):
                         store.note_encoder(name)
-                for chunk in self._placed(scratch):
+                for chunk in self._intact_records(scratch):
                     self._copy(scratch, store, chunk)
                 store.index_fields(self.remains.fields)
                 store.index_text(self.remains.tokenizer)
@@ -195,7 +195,7 @@ class _Salvage:
                 f"WHERE why IS NULL AND {column}_slot IS NULL AND NOT keyless"
             )
 
-    def _placed(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
+    def _intact_records(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
         """Yield chunks of the intact records, in the order of rows."""
         sql = """SELECT row, id, payload, text, keyless,
                         key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM records

@@ -27,10 +27,10 @@ def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: li
     if stored is not None:
         return check.schema(**arguments, stored=stored)
     known = {name: value for source in (settings, arguments) for name, value in source.items() if value is not None}
-    return _pieced({**_headers(path), **known}, sorted(set(_SETTINGS) - set(settings)), notes)
+    return _combine({**_headers(path), **known}, sorted(set(_SETTINGS) - set(settings)), notes)
 
 
-def _pieced(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:
+def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:
     """Return the schema of settings from several sources. Raises BadInput if one is known by none."""
     labels = known.pop("labels", False)
     needed = ["dim", "metric", *(["num_classes"] if labels else [])]

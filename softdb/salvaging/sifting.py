@@ -75,7 +75,7 @@ def _record(row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
         keyless and value_crc is not None
     ):
         return _lost(row, name, "its checksums are damaged")
-    why = None if payload is None else _unsound(payload)
+    why = None if payload is None else _payload_error(payload)
     for noun, crc, value in (("text", text_crc, text), ("payload", payload_crc, payload)):
         if crc != (crc32(value.encode()) if isinstance(value, str) else None) or isinstance(value, int | float | bytes):
             why = f"catalog.sqlite: its {noun} differs from its checksum"
@@ -86,7 +86,7 @@ def _lost(row: int, name: Value, why: str) -> tuple[Value, ...]:
     return row, name, None, None, None, f"catalog.sqlite: {why}", None, False
 
 
-def _unsound(payload: Value) -> str | None:
+def _payload_error(payload: Value) -> str | None:
     try:
         if isinstance(payload, str):
             json.loads(payload, parse_constant=_refuse)

@@ -44,7 +44,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
     require_free(path, store.path)
     try:
         with files.building(path, "catalog.sqlite") as folder:
-            snapshot = _copied(store, folder)
+            snapshot = _copy(store, folder)
     except (OSError, apsw.Error) as error:
         raise WriteFailed(f"{path} cannot be written ({error}); choose another path or make room") from error
     return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
@@ -60,16 +60,16 @@ def require_free(path: Path, database: Path | None = None) -> None:
         raise BadInput(f"path {str(path)!r} is inside the database; choose a path outside of {str(database)!r}")
 
 
-def _copied(store: Store, path: Path) -> Snapshot:
+def _copy(store: Store, path: Path) -> Snapshot:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        snapshot, entries, missing, index = store.run(_copied_catalog, store, unfinished, opened)
+        snapshot, entries, missing, index = store.run(_copy_generation, store, unfinished, opened)
         columns = ColumnFiles(path, store.schema, relaxed=True)  # `building` syncs the names once they are final
         segments = {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
             if entry.number in segments:
-                columns.fill(entry.number, entry.capacity, _parts(segments[entry.number]))
+                columns.fill(entry.number, entry.capacity, _segment_parts(segments[entry.number]))
         if index is not None:
             disk.make(path / "index")
             files.copy(index[1], path / "index" / index[0])
@@ -78,7 +78,7 @@ def _copied(store: Store, path: Path) -> Snapshot:
     return snapshot
 
 
-def _copied_catalog(
+def _copy_generation(
     store: Store, path: Path, opened: contextlib.ExitStack
 ) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, tuple[str, BinaryIO] | None]:
     """Copy the catalogue; return its snapshot, segments, gaps, and its index file, opened."""
@@ -108,7 +108,7 @@ def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
         target.close()
 
 
-def _parts(segment: Segment) -> Iterator[SegmentPart]:
+def _segment_parts(segment: Segment) -> Iterator[SegmentPart]:
     for low in range(0, len(segment), SLOTS):
         slots = slice(low, low + SLOTS)
         yield SegmentPart(

@@ -108,14 +108,14 @@ class Catalog:
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
         """Return every row of a query."""
-        rows: list[Any] = self._bounded(apsw.Cursor.fetchall, sql, bindings)
+        rows: list[Any] = self._run_bounded(apsw.Cursor.fetchall, sql, bindings)
         return rows
 
     def one(self, sql: str, bindings: Sequence[Any] = ()) -> Any:
         """Return the first row of a query, or None."""
-        return self._bounded(apsw.Cursor.fetchone, sql, bindings)
+        return self._run_bounded(apsw.Cursor.fetchone, sql, bindings)
 
-    def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
+    def _run_bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
         """Run a query; raise CorruptionError if it takes more steps than a sound file of this size can need."""
         self._budget.allow(self._bytes())
         try:
@@ -128,26 +128,26 @@ class Catalog:
     def _bytes(self) -> int:
         """Return the bytes that the catalogue occupies, on disk or in memory: a header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
-        return sum(map(occupied, files)) if files[0] else self._claimed()
+        return sum(map(occupied, files)) if files[0] else self._claimed_bytes()
 
-    def _claimed(self) -> int:
+    def _claimed_bytes(self) -> int:
         return self._pragma("page_count") * self._pragma("page_size")
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """Return all settings. Raises CorruptionError if one differs from its checksum."""
-        return {name: self._sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
+        return {name: self._require_sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
 
     def setting(self, name: str, default: int = 0) -> int:
         """Return an integer setting, or the default if it is absent. Raises CorruptionError if below the default."""
         row = self.one(f"{_SETTINGS} WHERE name = ?", (name,))
-        value = default if row is None else self._sound(*row)
+        value = default if row is None else self._require_sound(*row)
         if type(value) is not int or value < default:
             raise damaged_catalog(f"has a damaged setting {name!r}")
         return value
 
-    def _sound(self, name: str, value: Any, crc: int | None) -> Any:
+    def _require_sound(self, name: str, value: Any, crc: int | None) -> Any:
         if isinstance(value, bytes) or crc != format.setting_crc(name, value):
             raise damaged_catalog(f"has a damaged setting, {shown(name)}")
         return value
@@ -236,7 +236,7 @@ class Catalog:
 
     def capacity(self) -> int:
         """Upper bound of the rows in a catalogue of this size: each takes a bit; file systems may compress."""
-        return min(8 * self._claimed(), DENSEST * self._bytes())
+        return min(8 * self._claimed_bytes(), DENSEST * self._bytes())
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))
@@ -292,19 +292,19 @@ class Catalog:
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         columns = "r.payload, r.text" if whole else "NULL, NULL"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
-        return {record.id: record for record in plain(self._looked_up(sql, json.dumps(ids)))}
+        return {record.id: record for record in plain(self._look_up(sql, json.dumps(ids)))}
 
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Entries by row, of those rows that hold a record, with the requested columns. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        return {record.row: record for record in plain(self._looked_up(sql, _json(rows)))}
+        return {record.row: record for record in plain(self._look_up(sql, _json(rows)))}
 
     def keyless(self) -> NDArray[np.int64]:
         """Return the rows of records without a key, ascending. Cost: only their index entries are read."""
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
-    def _looked_up(self, sql: str, keys: str) -> list[Any]:
+    def _look_up(self, sql: str, keys: str) -> list[Any]:
         """Run a query that descends a B-tree for each key, which SQLite bounds; see `Worker.run_between`."""
         self.connection.set_progress_handler(None)
         try:

@@ -52,7 +52,7 @@ def _groups(snapshot: Snapshot) -> list[set[int]]:
     """
     groups: list[set[int]] = []
     group: list[int] = []  # indices of segments
-    counts = [int(np.count_nonzero(live)) for _, live in _lives(snapshot)]
+    counts = [int(np.count_nonzero(live)) for _, live in _live_slots(snapshot)]
 
     def close() -> None:
         if len(group) > 1 or any(counts[i] < len(snapshot.segments[i]) for i in group):
@@ -70,7 +70,7 @@ def _groups(snapshot: Snapshot) -> list[set[int]]:
     return groups
 
 
-def _lives(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+def _live_slots(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
     """Yield each segment's first position and the mask of its live slots."""
     for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
         yield start, snapshot.live[start : start + len(segment)]
@@ -91,7 +91,7 @@ class _Group(NamedTuple):
         places = [i for i, segment in enumerate(snapshot.segments) if segment.number in numbers]
         if len(places) < len(numbers):
             return None
-        lives = [(start, live) for i, (start, live) in enumerate(_lives(snapshot)) if i in places]
+        lives = [(start, live) for i, (start, live) in enumerate(_live_slots(snapshot)) if i in places]
         alive = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
         dead = np.concatenate([start + np.flatnonzero(~live) for start, live in lives])
         return cls(snapshot, places, alive, snapshot.rows(dead))
@@ -111,20 +111,20 @@ class _Written(NamedTuple):
 
 def _replace(store: Store, numbers: set[int]) -> int:
     """Replace several segments by one, and return the number of removed rows."""
-    group, number = store.run(_reserved, store, numbers)
+    group, number = store.run(_reserve, store, numbers)
     if group is None:
         return 0
     # in memory everything happens in one transaction: any commit drops columns that the catalogue does not name
-    written = None if store.path is None else _written_aside(store, group, number)
-    return store.run(_swapped, store, numbers, group, number, written)
+    written = None if store.path is None else _write_aside(store, group, number)
+    return store.run(_commit, store, numbers, group, number, written)
 
 
-def _reserved(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
+def _reserve(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
     with store.write_transaction(durable=True):
         return _Group.of(store, numbers), gaps.reserve(store.catalog)
 
 
-def _swapped(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
+def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
     with store.write_transaction(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)
         if current is None:
@@ -138,7 +138,7 @@ def _swapped(store: Store, numbers: set[int], group: _Group, number: int, writte
     return int(np.count_nonzero(~np.isin(group.dropped, group.snapshot.keyless)))
 
 
-def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
+def _write_aside(store: Store, group: _Group, number: int) -> _Written | None:
     """Copy a group while other threads read and write. An error here changes nothing."""
     try:
         return _write(store, group, number)

@@ -34,7 +34,7 @@ class UnreadableLog(NotADatabase):
 
 def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Connection:
     """Connect to a catalogue; path None: in memory. Raises NotADatabase, CorruptionError, apsw.Error."""
-    connection = _opened(path, write, immutable)
+    connection = _open(path, write, immutable)
     try:
         connection.set_busy_timeout(BUSY)
         _harden(connection)
@@ -45,7 +45,7 @@ def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Con
     return connection
 
 
-def _opened(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
+def _open(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
     if path is None:
         return apsw.Connection(":memory:")
     for suffix in ("", "-wal", "-shm", "-journal"):

@@ -58,13 +58,13 @@ class Directory:
         self._compared = 0  # change time of the directory when all names were last compared, ns
         if writing:
             try:
-                self.lock = self._locked()
+                self.lock = self._acquire_lock()
                 self._lock = mark(self.lock.descriptor)
             except BaseException:
                 self.close()
                 raise
 
-    def _locked(self) -> files.Lock:
+    def _acquire_lock(self) -> files.Lock:
         lock = files.acquire(self.path / "lock", self.descriptor)
         if lock is None:
             holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
@@ -99,7 +99,7 @@ class Directory:
         `unchanged`: files whose marks must be those of `note_state`. Cost: a stat for each, and one for the lock.
         """
         self.require_in_place(columns)
-        if self.lock is not None and not _same(mark("lock", self.descriptor), self._lock):
+        if self.lock is not None and not _is_same(mark("lock", self.descriptor), self._lock):
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
         for name in unchanged:
             if name in self._left and mark(name, self.descriptor) != self._left[name]:
@@ -111,7 +111,7 @@ class Directory:
         `columns`: marks of the column files by name. Cost: two stats, and one for each file during the seconds after a
         name in the directory has changed.
         """
-        if not _same(mark(self._place), self._mark):
+        if not _is_same(mark(self._place), self._mark):
             raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
         changed = os.fstat(self.descriptor).st_ctime_ns
         if changed != self._compared:
@@ -159,7 +159,7 @@ class Directory:
             os.close(self.descriptor)  # the lock closes itself
 
 
-def _same(now: Mark | None, opened: Mark | None) -> bool:
+def _is_same(now: Mark | None, opened: Mark | None) -> bool:
     return now is not None and now.is_of(opened)
 
 

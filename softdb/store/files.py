@@ -51,7 +51,7 @@ def create(path: Path, head: bytes, size: int, named: bool = True, folder: int |
 
     Head and size come to disk when it is first filled; without `named`, the name does at the next `sync_directory`.
     """
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
+    with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
         _write(descriptor, memoryview(head), 0)
         disk.truncate(descriptor, size)
     if named:
@@ -72,7 +72,7 @@ def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = T
 @contextlib.contextmanager
 def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Yield a function that overwrites an existing file, piece after piece from an offset on; sync at the end."""
-    with _opened(path, os.O_WRONLY, folder=folder) as descriptor:
+    with _open_descriptor(path, os.O_WRONLY, folder=folder) as descriptor:
 
         def put(data: bytes | memoryview) -> None:
             nonlocal offset
@@ -85,7 +85,7 @@ def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Call
 
 def copy(source: BinaryIO, path: Path) -> None:
     """Copy an open file to a new one and sync it; the name is not synced."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         offset = 0
         while data := source.read(_COPIED):
             _write(descriptor, memoryview(data), offset)
@@ -95,7 +95,7 @@ def copy(source: BinaryIO, path: Path) -> None:
 
 def publish(fresh: Path, path: Path) -> None:
     """Bring a finished file to disk, and rename it to a path that is free."""
-    with _opened(fresh, os.O_RDONLY) as descriptor:
+    with _open_descriptor(fresh, os.O_RDONLY) as descriptor:
         disk.sync(descriptor)
     disk.rename(fresh, path)
     sync_directory(path.parent)
@@ -108,7 +108,7 @@ def temporary(folder: Path) -> Path:
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Replace a file's content atomically by the concatenation of `data`."""
-    with _fresh(path, data) as fresh:
+    with _temporary_file(path, data) as fresh:
         disk.rename(fresh, path)
     sync_directory(path.parent)
 
@@ -116,7 +116,7 @@ def write_whole(path: Path, *data: bytes | memoryview) -> None:
 def make_once(path: Path, data: bytes) -> None:
     """Create a private file atomically, unless it exists."""
     make_directory(path.parent, 0o700)
-    with _fresh(path, (data,), 0o600) as fresh:
+    with _temporary_file(path, (data,), 0o600) as fresh:
         with contextlib.suppress(FileExistsError):
             disk.link(fresh, path)
         disk.unlink(fresh)
@@ -124,10 +124,10 @@ def make_once(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _fresh(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) -> Iterator[Path]:
+def _temporary_file(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) -> Iterator[Path]:
     """Yield the path of a new file beside `path`, written and synced; remove it on an error."""
     fresh = temporary(path.parent)
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
+    with _open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         try:
             offset = 0
             for piece in data:
@@ -183,7 +183,7 @@ def _place(folder: Path, directory: Path, last: str) -> None:
                 for holding in [directory, *filter(Path.is_dir, placed)]:
                     sync_directory(holding)
             path = directory / fresh.relative_to(folder)
-            disk.make(path) if fresh.is_dir() else _name(fresh, path)
+            disk.make(path) if fresh.is_dir() else _link_or_rename(fresh, path)
             placed.append(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ def _place(folder: Path, directory: Path, last: str) -> None:
     sync_directory(directory)
 
 
-def _name(fresh: Path, path: Path) -> None:
+def _link_or_rename(fresh: Path, path: Path) -> None:
     """Move a file to a path that must be free: unlike a rename, a hard link replaces nothing."""
     try:
         disk.link(fresh, path)
@@ -230,14 +230,14 @@ def sync_directory(path: Path, folder: int | None = None) -> None:
     if folder is not None:
         disk.sync(folder)
         return
-    with _opened(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    with _open_descriptor(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         disk.sync(descriptor)
 
 
 def sync(path: Path, folder: int | None = None) -> None:
     """Sync a file that was written to; do nothing if it does not exist."""
     flags = os.O_RDONLY | os.O_NONBLOCK
-    with contextlib.suppress(FileNotFoundError), _opened(path, flags, folder=folder) as descriptor:
+    with contextlib.suppress(FileNotFoundError), _open_descriptor(path, flags, folder=folder) as descriptor:
         disk.sync(descriptor)
 
 
@@ -323,7 +323,7 @@ class Lock:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> Iterator[int]:
+def _open_descriptor(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> Iterator[int]:
     descriptor = disk.open(path, flags, mode, folder)
     try:
         yield descriptor

@@ -82,7 +82,7 @@ def _require_schema(stored: list[Any]) -> None:
     indexed = [name for name in TOKENIZERS if ("table", "texts", "texts", text_index_sql(name)) in stored]
     expected = _schema(*indexed)
     actual = {(kind, name): (table, sql) for kind, name, table, sql in stored}
-    strange = [f"{kind} {name!r}" for (kind, name), sql in actual.items() if not _ours(kind, name, sql, expected)]
+    strange = [f"{kind} {name!r}" for (kind, name), sql in actual.items() if not _is_ours(kind, name, sql, expected)]
     missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(actual)]
     if strange or missing:
         has = [f"has {', '.join(strange)} that softdb does not write"] if strange else []
@@ -93,7 +93,7 @@ def _require_schema(stored: list[Any]) -> None:
         )
 
 
-def _ours(kind: str, name: str, definition: tuple[str, str | None], expected: dict[tuple[str, str], Any]) -> bool:
+def _is_ours(kind: str, name: str, definition: tuple[str, str | None], expected: dict[tuple[str, str], Any]) -> bool:
     if (kind, name) in expected:
         return bool(expected[kind, name] == definition)
     if kind != "index" or definition[0] != "records" or not name.startswith("field_"):

@@ -44,14 +44,14 @@ class Gathered:
         only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
         self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
         try:
-            self._store = self._resumed(Keyed(only_keys, encoder, 0)) or self._created(only_keys, encoder)
+            self._store = self._resume(Keyed(only_keys, encoder, 0)) or self._create(only_keys, encoder)
         except (OSError, apsw.Error) as error:
             why = f"{type(error).__name__}: {error}"
             raise WriteFailed(
                 f"the disk refused the folder of the new keys ({why}), and nothing has changed; fix the cause"
             ) from error
 
-    def _created(self, schema: Schema, encoder: str | None) -> Store:
+    def _create(self, schema: Schema, encoder: str | None) -> Store:
         store = Store(self._folder, "rw", schema)
         with contextlib.ExitStack() as opened:
             opened.callback(store.close)
@@ -60,7 +60,7 @@ class Gathered:
             opened.pop_all()
         return store
 
-    def _resumed(self, origin: Keyed) -> Store | None:
+    def _resume(self, origin: Keyed) -> Store | None:
         """Return the keys of an interrupted run, if they are sound and of this `origin`; else remove its folder."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None

@@ -44,11 +44,11 @@ def read(catalog: Catalog) -> Keyed:
     missing = [name for name in _SCHEMA if name not in settings]
     if missing:
         raise damaged_catalog(f"has damaged settings ({missing[0]} is missing)")
-    return _keyed(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
+    return _parse(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
 
 
 @lru_cache(64, typed=True)  # every refresh calls it
-def _keyed(*values: Any) -> Keyed:
+def _parse(*values: Any) -> Keyed:
     dim, value_dim, num_classes, dtype, metric, encoder, since = values
     try:
         stored = schema(dim, value_dim, num_classes, dtype, metric, None)

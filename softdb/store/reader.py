@@ -85,11 +85,11 @@ class Reader:
             before = -1
             while True:
                 with contextlib.ExitStack() as attempt:
-                    attempt.enter_context(self._one_generation())
+                    attempt.enter_context(self._pin_generation())
                     try:
                         self.loader.load(self.catalog)
                     except (FileNotFoundError, CorruptionError) as error:
-                        if self._overtaken():
+                        if self._is_overtaken():
                             continue  # a writer came: connect again, with its log
                         if isinstance(error, CorruptionError):
                             raise
@@ -103,15 +103,15 @@ class Reader:
             try:
                 yield self.loader.snapshot
             finally:
-                if self._overtaken() and self._directory is not None and self._directory.rewritten():
+                if self._is_overtaken() and self._directory is not None and self._directory.rewritten():
                     raise StaleRead("a writer opened the database during a read without locks; ask again")
 
-    def _overtaken(self) -> bool:
+    def _is_overtaken(self) -> bool:
         immutable = self.connected is not None and self.connected.immutable
         return immutable and self._directory is not None and self._directory.overtaken()
 
     @contextlib.contextmanager
-    def _one_generation(self) -> Iterator[None]:
+    def _pin_generation(self) -> Iterator[None]:
         """Open a read transaction, unless one is open already."""
         if self.catalog.connection.in_transaction:
             with contextlib.nullcontext() if self.in_operation else typed_errors():

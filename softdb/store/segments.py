@@ -260,7 +260,7 @@ class ColumnFiles:
         if array is None:
             dtype, width = self._all[column]
             path = self._path(column, number)
-            array = self._arrays[column, number] = _mapped(path, dtype, (capacity, *width), self._folder)
+            array = self._arrays[column, number] = _map_file(path, dtype, (capacity, *width), self._folder)
             if path.name not in self.marks:
                 self._mark(path)
         return array
@@ -292,7 +292,7 @@ def _bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return math.prod(shape, start=dtype.itemsize)
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: int | None) -> Array:
+def _map_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: int | None) -> Array:
     head = header(dtype, shape)
     expected = len(head) + _bytes(dtype, shape)
     try:

@@ -46,10 +46,10 @@ def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterato
     `only`: check these rows (m,); others than the segment's are ignored. Cost: every checked byte is read once.
     """
     keys, values = list[int](), list[int]()
-    for slots, rows, expected in _records(fetch, segment, only):
+    for slots, rows, expected in _fetch_records(fetch, segment, only):
         key_crcs, value_crcs = zip(*expected, strict=True)
-        keys += _different(rows, checksums(segment.keys[slots]), key_crcs)
-        values += _different(
+        keys += _differing_rows(rows, checksums(segment.keys[slots]), key_crcs)
+        values += _differing_rows(
             rows, [None] * len(rows) if segment.values is None else checksums(segment.values[slots]), value_crcs
         )
     number = f"{segment.number:08d}"
@@ -64,7 +64,7 @@ def damaged_texts(fetch: FetchTexts, only: Rows | None = None) -> Iterator[Damag
             yield Damage("catalog.sqlite", rows, f"{column} of ")
 
 
-def _records(
+def _fetch_records(
     fetch: Fetch, segment: Segment, only: Rows | None
 ) -> Iterator[tuple[Rows, Rows, list[tuple[object, object]]]]:
     """Yield slots, rows and checksums of a segment's records, at most AT_ONCE at a time."""
@@ -81,5 +81,5 @@ def _records(
             yield slots, fetched[present], [records[i][1:] for i in np.flatnonzero(present)]
 
 
-def _different(rows: Rows, actual: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:
+def _differing_rows(rows: Rows, actual: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:
     return [row for row, crc, stored in zip(rows.tolist(), actual, expected, strict=True) if crc != stored]

@@ -56,11 +56,13 @@ class Store(Session):
         if (rows < 0).any():
             missing = np.flatnonzero(rows < 0)
             several = f" ({len(missing)} of {len(ids)} ids are unknown)" if len(ids) > 1 else ""
-            raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._behind()}; check it with `in`")
+            raise UnknownId(
+                f"id {shown(ids[missing[0]])} is not stored{several}{self._describe_lag()}; check it with `in`"
+            )
         return located
 
     @on_thread
-    def _behind(self) -> str:
+    def _describe_lag(self) -> str:
         with typed_errors():
             newest = self.catalog.state().generation
         own = self.snapshot.generation

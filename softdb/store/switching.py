@@ -65,10 +65,10 @@ class Progress:
 
 def pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
     """Return the newest snapshot, and its rows, ascending, that are not processed or have changed since."""
-    return store.run(_pending, store, progress)
+    return store.run(_find_pending, store, progress)
 
 
-def _pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
+def _find_pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
     with store.read_transaction() as snapshot:
         live = snapshot.all_rows
         rows = live[~np.isin(live, progress.rows)]
@@ -154,11 +154,11 @@ class Switch:
         snapshot, _ = pending(self.store, self.progress)
         rows = self.progress.of(snapshot)
         try:
-            self._write(snapshot, rows, self.store.run(self._reserved, len(rows)))
+            self._write(snapshot, rows, self.store.run(self._reserve, len(rows)))
         except (OSError, MemoryError) as error:
             raise WriteFailed(f"the disk refused a write ({error}); no record changed, make room") from error
 
-    def _reserved(self, count: int) -> list[int]:
+    def _reserve(self, count: int) -> list[int]:
         with self.store.write_transaction(durable=True):
             return [gaps.reserve(self.store.catalog) for _ in range(0, count, MAX_ROWS)]
 
@@ -192,7 +192,7 @@ class Switch:
     def commit(self) -> bool:
         """Commit and return True; or return False, at most TRIES times, if rows must be gathered first."""
         with self.store.write_transaction(durable=True):
-            if len(_pending(self.store, self.progress)[1]):
+            if len(_find_pending(self.store, self.progress)[1]):
                 if self.tries < TRIES:
                     return False
                 self.catch_up()

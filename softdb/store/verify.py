@@ -24,13 +24,13 @@ def verify(store: Store) -> int:
 
     Raises CorruptionError that lists all damage by file and rows. Cost: every byte is read once.
     """
-    return store.run(_verified, store)
+    return store.run(_verify, store)
 
 
-def _verified(store: Store) -> int:
+def _verify(store: Store) -> int:
     with store.read_transaction() as snapshot:
         damage: list[str] = []
-        for check in (_catalogue, _rows, _records):
+        for check in (_check_catalogue, _check_row_columns, _check_records):
             try:
                 damage += check(store, snapshot)
             except (apsw.CorruptError, apsw.IOError, CorruptionError) as error:
@@ -41,14 +41,14 @@ def _verified(store: Store) -> int:
         return snapshot.records
 
 
-def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
+def _check_records(store: Store, snapshot: Snapshot) -> Iterator[str]:
     """Yield records that differ from their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
     yield from map(str, damaged_texts(store.catalog.damaged_texts))
 
 
-def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
+def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     """Check the catalogue by SQLite, records against tombstones, and the text index."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
@@ -70,10 +70,10 @@ def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
         damage.append(f"catalog.sqlite: {unplaced} rows are marked dead that no segment holds")
     if textindex.unlike(store.catalog.connection):
         damage.append("catalog.sqlite: the text index is not that of the texts (drop_text_index(), then index_text())")
-    return damage + _texts(store.catalog)
+    return damage + _check_texts(store.catalog)
 
 
-def _texts(catalog: Catalog) -> list[str]:
+def _check_texts(catalog: Catalog) -> list[str]:
     """Check settings, and ids, payloads and texts for content that softdb never writes, whatever their checksums."""
     catalog.settings()  # raises
     catalog.payloads_replaced()  # raises
@@ -93,7 +93,7 @@ def _texts(catalog: Catalog) -> list[str]:
     return [f"catalog.sqlite: ids, payloads or texts that are not text or JSON, rows {rows}"] if bad else []
 
 
-def _rows(store: Store, snapshot: Snapshot) -> list[str]:
+def _check_row_columns(store: Store, snapshot: Snapshot) -> list[str]:
     """List row columns that differ from their checksum, or that do not ascend."""
     damage, missing = [], gaps.read(store.catalog)
     for number, column in ((segment.number, segment.rows) for segment in snapshot.segments):

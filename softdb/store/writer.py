@@ -74,7 +74,7 @@ class Writer:
         self._checkpointed = checkpointed
         self._broken: apsw.Error | None = None  # error of a checkpoint, whose sync must not be tried again
         self._displaced: Displaced | None = None  # why a checkpoint was not tried
-        self._spills = 0  # `_spilled` when the open transaction began
+        self._spills = 0  # `_spilled_pages` when the open transaction began
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
         if directory is not None:
@@ -117,7 +117,7 @@ class Writer:
                 self.note_state()
                 self._checkpointed = True
             catalog.begin(write=True)
-            self._spills = self._spilled()
+            self._spills = self._spilled_pages()
         elif self._later is not None:
             self._require_ours(CATALOG)
         self._reader.in_operation = True
@@ -144,7 +144,7 @@ class Writer:
         generation = catalog.state().generation
         if catalog.connection.in_transaction:
             self._columns.require_unchanged()
-            self._require_ours(CATALOG, *(() if self._spilled() != self._spills else (LOG,)))
+            self._require_ours(CATALOG, *(() if self._spilled_pages() != self._spills else (LOG,)))
             catalog.commit()
             if self._displaced is not None:
                 raise self._displaced
@@ -162,7 +162,7 @@ class Writer:
         catalog = self._reader.catalog
         if catalog.connection.in_transaction:
             catalog.rollback("operation" if self.waiting else None)
-            if not self.waiting and self._spilled() != self._spills:
+            if not self.waiting and self._spilled_pages() != self._spills:
                 self.note_state()  # SQLite has written pages to the log, and taken them back
         elif self.waiting:
             raise apsw.AbortError("SQLite rolled back changes that were not flushed")
@@ -188,7 +188,7 @@ class Writer:
         if self._directory is not None:
             self._directory.note_state()
 
-    def _spilled(self) -> int:
+    def _spilled_pages(self) -> int:
         """Return how many pages SQLite has spilled to the log before a commit, as its cache was full."""
         return self._reader.catalog.connection.status(apsw.SQLITE_DBSTATUS_CACHE_SPILL)[0]
 
@@ -257,14 +257,14 @@ class Writer:
         with contextlib.suppress(apsw.Error):
             self._reader.catalog.rollback()
         if isinstance(error, Displaced) and error.overwritten in (CATALOG, LOG):
-            error = self._kept_apart(error)
+            error = self._put_log_aside(error)
         with contextlib.suppress(SoftDBError):
             self._reader.refresh()  # a commit that raised may have come to disk
         cause = str(error) if isinstance(error, Displaced) else refused(error)
         also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
         return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")
 
-    def _kept_apart(self, error: Displaced) -> Displaced:
+    def _put_log_aside(self, error: Displaced) -> Displaced:
         """Keep SQLite from mixing pages of this database with those that another program wrote over them.
 
         Forbid checkpoints and reads. The log's pages belong to the catalogue that was overwritten, so rename the log:
