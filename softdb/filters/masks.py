@@ -64,8 +64,8 @@ class Evaluation:
         if isinstance(node, All):
             indexed = [child for child in node.of if fields_of(child) <= self.declared]
             if indexed:
-                others = All(tuple(child for child in node.of if child not in indexed))
-                return self.among(others, self.indexed(All(tuple(indexed))))
+                unindexed = All(tuple(child for child in node.of if child not in indexed))
+                return self.among(unindexed, self.indexed(All(tuple(indexed))))
         return self.listed(node)
 
     def indexed(self, node: Node) -> Live:
@@ -142,10 +142,10 @@ def _by_field(node: All) -> list[Node]:
     Those that likely match fewest records come first: then the payloads of few records are read for the others.
     """
     fields: dict[str, list[Node]] = {}
-    others: list[Node] = []
+    remaining: list[Node] = []
     for child in _flatten(node):
-        (fields.setdefault(child.field, []) if isinstance(child, Condition) else others).append(child)
-    return sorted([*(All(tuple(conditions)) for conditions in fields.values()), *others], key=_breadth)
+        (fields.setdefault(child.field, []) if isinstance(child, Condition) else remaining).append(child)
+    return sorted([*(All(tuple(conditions)) for conditions in fields.values()), *remaining], key=_breadth)
 
 
 def _breadth(node: Node) -> int:
