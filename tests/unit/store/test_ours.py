@@ -151,7 +151,7 @@ def test_a_copy_leaves_what_comes_into_its_place_meanwhile(
     stranger, target = Stranger(tmp_path, put), tmp_path / "copy"
     if there:
         target.mkdir()
-    module, function = (backup, "_copied") if kind == "snapshot" else (salvaging._Salvage, "run")
+    module, function = (backup, "_copy") if kind == "snapshot" else (salvaging._Salvage, "run")
     real = getattr(module, function)
 
     def meanwhile(*arguments: object) -> object:
@@ -203,7 +203,7 @@ def test_a_copy_that_fails_leaves_what_comes_into_its_place_meanwhile(
         stranger.take(target, "notes.txt", "keys-00000000.npy")
         _refuse()
 
-    monkeypatch.setattr(backup, "_copied", fail)
+    monkeypatch.setattr(backup, "_copy", fail)
     with pytest.raises(softdb.WriteFailed, match="no room"):
         _copy("snapshot", tmp_path / "db", target)
     stranger.is_untouched()
