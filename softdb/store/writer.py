@@ -277,7 +277,7 @@ class Writer:
             with contextlib.suppress(OSError, Displaced):
                 self._require_ours()
                 disk.rename(self._directory.path / LOG, self._directory.path / aside)
-                return Displaced(f"{error} (its log is now {aside}; if you restore {CATALOG}, rename it to {LOG})")
+                return Displaced(f"{error} (its log is now {aside}; if {CATALOG} is unchanged, rename it to {LOG})")
         return error
 
     def _fail_after_checkpoint(self) -> None:

@@ -70,7 +70,7 @@ def test_a_rename_between_two_relaxed_writes_keeps_flushed_records(path: Path) -
     put(old, 10)
     moved = path.rename(path.with_name("moved"))
     new = made(path)
-    with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1 changes\) is rolled back"):
+    with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1\) are rolled back"):
         old.flush()
     old.close()
     new.close()
