@@ -1,6 +1,6 @@
-"""Validation: arguments become canonical here, or a BadInput that says what came, what was expected, what to do.
+"""Validation: convert arguments to a canonical form, or raise a BadInput with what came, what was expected, what to do.
 
-May touch NumPy and torch; no files, no database. Begin in `plain.py`, then the file named after what you check.
+It touches NumPy and torch, but no files and no database. Begin in `plain.py`, then the file of the argument.
 """
 
 from softdb.check.arrays import *  # noqa: F403 - keys, values, queries, masks; encoders, devices

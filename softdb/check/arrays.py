@@ -1,4 +1,4 @@
-"""Keys, values, queries and masks: numbers as arrays and tensors of one shape."""
+"""Check keys, values, queries and masks, and convert them to arrays and tensors; also devices and encoders."""
 
 from __future__ import annotations
 
@@ -42,50 +42,51 @@ Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
 
 
 def devices(value: object) -> tuple[torch.device, ...] | None:
-    """Devices to compute on: the CPU, a GPU that torch sees, or several of them."""
+    """Return the devices to compute on: the CPU, or one or several GPUs that torch sees; None for None."""
     if value is None:
         return None
-    given = value if isinstance(value, list | tuple) else [value]
-    found = tuple(_device(one) for one in given)
-    if not found or len(set(found)) < len(found) or (len(found) > 1 and any(one.type == "cpu" for one in found)):
+    listed = value if isinstance(value, list | tuple) else [value]
+    chosen = tuple(_device(item) for item in listed)
+    mixed = len(chosen) > 1 and any(device.type == "cpu" for device in chosen)
+    if not chosen or len(set(chosen)) < len(chosen) or mixed:
         raise BadInput(f"device is {shown(value)}; expected one device, or a list of GPUs that are all different")
-    return found
+    return chosen
 
 
 def resident_dtype(value: object) -> torch.dtype | None:
-    """Dtype of columns on a device: a torch dtype or its name; None: as they are stored."""
+    """Return the dtype of columns on a device, given a torch dtype or its name; None: as they are stored."""
     if value is None:
         return None
     import torch
 
-    known = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.float16, torch.bfloat16)}
-    found = known.get((value if isinstance(value, str) else shown(value)).removeprefix("torch."))
-    if found is None:
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    dtype = known.get((value if isinstance(value, str) else shown(value)).removeprefix("torch."))
+    if dtype is None:
         raise BadInput(f"dtype is {shown(value)}; expected 'float32', 'float16' or 'bfloat16', or None: as stored")
-    return found
+    return dtype
 
 
 def _device(value: object) -> torch.device:
     import torch
 
     try:
-        found: torch.device = torch.device(value)  # type: ignore[call-overload]
+        device: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError):
         raise BadInput(f"device is {shown(value)}; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs") from None
-    if found.type not in ("cpu", "cuda"):
-        raise BadInput(f"device is {shown(value)}, which softdb does not know; expected 'cpu' or 'cuda'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"device is {found} but torch sees no CUDA device; omit it to answer on the CPU")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"device is {shown(value)}, which softdb does not support; expected 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"device is {device} but torch sees no CUDA device; omit it to answer on the CPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
-        raise BadInput(f"device is {found} but the last that torch sees is 'cuda:{last}'; choose one up to that")
-    if str(found) == "cuda":
+        raise BadInput(f"device is {device} but the last that torch sees is 'cuda:{last}'; choose one up to that")
+    if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return device
 
 
 def precise() -> contextlib.AbstractContextManager[Any]:
-    """Switch autocast off: answers are as precise as their queries, whatever a model around them is cast to."""
+    """Disable autocast in a context, so that answers are as precise as their queries within any model."""
     import torch
 
     stack = contextlib.ExitStack()
@@ -96,20 +97,20 @@ def precise() -> contextlib.AbstractContextManager[Any]:
 
 
 def are_texts(value: object) -> bool:
-    """Return True if something is a text, or holds some."""
+    """Return True for a str, an array of str, or a list or tuple that holds a str."""
     if isinstance(value, np.ndarray):
         return bool(value.dtype.kind == "U")
-    return isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(one, str) for one in value))
+    return isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(item, str) for item in value))
 
 
 def query_encoder(encoder: Encoder | None) -> Encoder | None:
-    """Return the encoder of queries: the method `encode_queries` of an encoder that has one, else itself."""
-    found = attribute(encoder, "encode_queries")
-    return found if callable(found) else encoder
+    """Return the encoder of queries: the method `encode_queries` of an encoder, if it has one, else the encoder."""
+    method = attribute(encoder, "encode_queries")
+    return method if callable(method) else encoder
 
 
 def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) -> object:
-    """Texts as vectors, by the database's encoder, which is asked for then; numbers as they came."""
+    """Encode texts as vectors, by the encoder that `encoder_of` returns; return anything else unchanged."""
     if not are_texts(value):
         return value
     texts: Any = [value] if isinstance(value, str) else value.tolist() if isinstance(value, np.ndarray) else value
@@ -131,14 +132,14 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
 
 
 def numbers(value: object, name: str) -> Array:
-    """A numeric array of what came: numpy, torch on any device, or (nested) lists."""
+    """Return a numeric array of a numpy array, a tensor on any device, or (nested) lists. Raises BadInput."""
     if is_tensor(value):
         import torch
 
         value = dense(value, name).detach()
         value = (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
-    elif type(value) is not np.ndarray and isinstance(value, Sequence) and any(is_tensor(one) for one in value):
-        value = [numbers(one, name) if is_tensor(one) else one for one in value]
+    elif type(value) is not np.ndarray and isinstance(value, Sequence) and any(is_tensor(item) for item in value):
+        value = [numbers(item, name) if is_tensor(item) else item for item in value]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
@@ -149,7 +150,7 @@ def numbers(value: object, name: str) -> Array:
 
 
 def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
-    """Vectors as a finite C-contiguous (n, width) array of the column's dtype; one vector alone is a batch of one."""
+    """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector is a batch of one."""
     array = numbers(value, name)
     if array.ndim == 1 and len(array):
         array = array[None]
@@ -172,14 +173,14 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
 
 
 def all_finite(array: Array) -> bool:
-    """True if all numbers are finite, for sure: their sum of squares is, which costs far less than asking each."""
+    """Return True if the sum of squares is finite, which is a fast proof that all numbers are; False proves nothing."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return math.isfinite(np.dot(flat, flat))
 
 
 def finite(array: Array, name: str, remedy: str = "; remove or repair those rows") -> None:
-    """BadInput, naming the first row, where a number is NaN or infinite."""
+    """Raise BadInput, naming the first row, if a number is NaN or infinite."""
     if array.dtype.kind != "f":
         return
     if array.itemsize > 2 and all_finite(array):
@@ -190,7 +191,7 @@ def finite(array: Array, name: str, remedy: str = "; remove or repair those rows
 
 
 def values(value: object, schema: Schema, count: int) -> Array | None:
-    """The values column of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None."""
+    """Return the values of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None."""
     if not schema.has_values:
         if value is not None:
             raise BadInput(
@@ -221,14 +222,14 @@ def _labels(value: object, num_classes: int, count: int) -> Array:
 
 
 def vectors(value: object, width: int) -> NDArray[np.float32] | None:
-    """Queries (q, width) that are float32 in memory already, as numpy has them; None: ask `queries`.
+    """Return queries (q, width) as numpy, without a copy, if they are float32 on the CPU and want no gradient.
 
-    They may hold NaN or infinity.
+    None: the caller must use `queries`. NaN and infinity are not checked for.
     """
     if is_tensor(value) and not value.requires_grad and value.is_cpu:
         try:
             value = value.numpy()
-        except (RuntimeError, TypeError):  # sparse, of a transform, or of a dtype that numpy lacks
+        except (RuntimeError, TypeError):  # sparse, within a transform, or of a dtype that numpy lacks
             return None
     if type(value) is not np.ndarray or value.dtype != np.float32 or not value.flags.c_contiguous:
         return None
@@ -240,10 +241,10 @@ def vectors(value: object, width: int) -> NDArray[np.float32] | None:
 def queries(
     value: object, width: int, device: torch.device | None = None, taker: str = "this database's keys are"
 ) -> Tensor:
-    """Queries as a finite (q, width) tensor, at least float32; a tensor keeps its graph and device.
+    """Return queries as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
 
-    Lists are float32, as torch makes of them; arrays and tensors of float64 stay that. One query alone becomes
-    (1, width).
+    Lists become float32, as in torch; arrays and tensors of float64 stay float64. A single query becomes (1, width).
+    `taker` names the owner of `width` in the error message. Raises BadInput.
     """
     import torch
 
@@ -265,7 +266,7 @@ def queries(
         raise BadInput(f"queries have {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; expected (q, {width})")
     if tensor.shape[1] != width:
         raise BadInput(f"queries are {tensor.shape[1]} wide but {taker} {width} wide; encode them alike")
-    # a sum is finite only where every number is, or where it is too large: then each is looked at
+    # a finite sum proves that all numbers are finite; otherwise they are checked, as a sum may also overflow
     if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
         bad = (~torch.isfinite(tensor.detach()).all(dim=1)).nonzero()[:, 0]
         raise BadInput(f"queries hold NaN or infinity, first in query {int(bad[0])}; remove or repair them")
@@ -273,7 +274,7 @@ def queries(
 
 
 def mask(value: object, shape: tuple[int, int]) -> Tensor:
-    """A boolean (q, n) mask of the n records with a key, in row order, True = takes part; (n,) serves all queries."""
+    """Return a bool mask (q, n) of the n records with a key, in row order, True = takes part; (n,) holds for all q."""
     import torch
 
     expected = "expected bool, True where the record takes part"

@@ -1,4 +1,4 @@
-"""Arguments of searches and estimates: k or a radius, tolerance, excluded ids, diversity, generator."""
+"""Check arguments of searches and estimates: k or a radius, tolerance, excluded ids, diversity, generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_K = 10
 
 
 class Extent(TypedDict):
-    """Number and order of the records that a search wants, as keywords of a `Query`."""
+    """Number and order of a search's hits, as keywords of a `Query`."""
 
     k: int
     least: float | None
@@ -32,17 +32,17 @@ class Extent(TypedDict):
 
 
 def extent(metric: Metric, k: object, radius: object, offset: object = 0, **others: object) -> Extent:
-    """Return k, a radius, k diverse ones among more, or k groups; BadInput where they contradict each other.
+    """Return k, a radius, k diverse hits of fetch_k, or k groups; raise BadInput for arguments that contradict.
 
-    The others are diversity, fetch_k, group_by and group_size.
+    `others`: diversity, fetch_k, group_by and group_size.
     """
-    passed = integer(offset, "offset", 0)
+    skipped = integer(offset, "offset", 0)
     if radius is None:
         count = integer(DEFAULT_K if k is None else k, "k")
-        diversity, fetch_k = _diversity(others.get("diversity"), others.get("fetch_k"), count, passed)
+        diversity, fetch_k = _diversity(others.get("diversity"), others.get("fetch_k"), count, skipped)
         size = _group_size(others.get("group_by"), others.get("group_size"), others.get("diversity"))
-        return Extent(k=count, least=None, offset=passed, diversity=diversity, fetch_k=fetch_k, group_size=size)
-    for name, value in {"k": k, "offset": passed or None, **others}.items():
+        return Extent(k=count, least=None, offset=skipped, diversity=diversity, fetch_k=fetch_k, group_size=size)
+    for name, value in {"k": k, "offset": skipped or None, **others}.items():
         if value is not None:
             raise BadInput(
                 f"radius and {name} are both given ({shown(radius)}, {shown(value)}); a radius finds every record "
@@ -52,17 +52,17 @@ def extent(metric: Metric, k: object, radius: object, offset: object = 0, **othe
 
 
 class Tolerance(NamedTuple):
-    """Largest error of a soft query that is accepted: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
+    """Largest accepted error of an estimate: bar ≤ atol + rtol max(‖o‖, 0.1 rms‖v‖)."""
 
     rtol: float
     atol: float
-    confidence: float  # the share of answers whose error shall be within their bar
-    most: int | None  # records pooled for it at most; None: every record, where it takes that
+    confidence: float  # share of the answers whose error must be within their bar
+    most: int | None  # maximum number of draws for a query; None: up to all records
 
 
 def tolerance(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
-    """A tolerance, None where none is asked for; BadInput where it makes no sense or k is given, too."""
-    absolute = number(atol, "atol", "a number of at least 0", lambda found: found >= 0)
+    """Return a tolerance, None without rtol and atol; raise BadInput for impossible values, or if k is given, too."""
+    absolute = number(atol, "atol", "a number of at least 0", lambda x: x >= 0)
     if rtol is None and not absolute:
         if max_draws is not None:
             raise BadInput("max_draws bounds an estimate, but no tolerance is asked for; give rtol or atol, too")
@@ -73,46 +73,46 @@ def tolerance(rtol: object, atol: object, confidence: object, max_draws: object,
             "tolerance estimates what truncation would miss: give one of them"
         )
     expected = "a number above 0 and below 1, or 0 with an atol above 0"
-    relative = 0.0 if rtol is None else number(rtol, "rtol", expected, lambda found: 0 <= found < 1)
+    relative = 0.0 if rtol is None else number(rtol, "rtol", expected, lambda x: 0 <= x < 1)
     if relative == absolute == 0:
         raise BadInput(f"rtol is {relative}; expected {expected}")
     expected = "a number between 0 and 1, such as 0.95"
-    sure = number(confidence, "confidence", expected, lambda found: 0 < found < 1)
+    level = number(confidence, "confidence", expected, lambda x: 0 < x < 1)
     most = None if max_draws is None else integer(max_draws, "max_draws")
-    return Tolerance(relative, absolute, sure, most)
+    return Tolerance(relative, absolute, level, most)
 
 
 def excluded(value: object, queries: int) -> list[list[Id]]:
-    """Ids to leave out: one list for all queries, or one for each of several; empty where none are."""
+    """Return lists of ids to exclude: one list for all queries, or one for each query; empty for None."""
     if value is None:
         return []
     if isinstance(value, np.ndarray):
         value = value.tolist()
     elif is_tensor(value):
         value = dense(value, "exclude_ids").tolist()
-    several = (list, tuple, set, frozenset)
-    each: list[Any] = list(value) if isinstance(value, several) else [value]
-    nested = [isinstance(one, (*several, np.ndarray)) or is_tensor(one) for one in each]
+    collections = (list, tuple, set, frozenset)
+    items: list[Any] = list(value) if isinstance(value, collections) else [value]
+    nested = [isinstance(item, (*collections, np.ndarray)) or is_tensor(item) for item in items]
     if not any(nested):
         return [identifiers(value, unique=False)]
     if not all(nested):
         raise BadInput("exclude_ids mix ids and lists of ids; give one list of ids, or one list for each query")
-    if len(each) != queries:
+    if len(items) != queries:
         raise BadInput(
-            f"exclude_ids are {len(each)} lists for {queries} queries; give one list for each, or one list of ids"
+            f"exclude_ids are {len(items)} lists for {queries} queries; give one list for each, or one list of ids"
         )
-    return [identifiers(one, unique=False) for one in each]
+    return [identifiers(item, unique=False) for item in items]
 
 
 def draws(max_draws: object, k: object) -> Tolerance | None:
-    """The tolerance of an answer from so many draws, which promises nothing; None where none is asked for."""
+    """Return the tolerance of an answer from `max_draws` draws, without a bound of its error; None for None."""
     if max_draws is not None and k is not None:
         raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws stand for all: give one")
     return None if max_draws is None else Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))
 
 
 def generator(value: object) -> Generator | None:
-    """torch's random numbers, or None."""
+    """Return a torch.Generator or None; raise BadInput for anything else."""
     import torch
 
     if value is None or isinstance(value, torch.Generator):
@@ -121,35 +121,35 @@ def generator(value: object) -> Generator | None:
 
 
 def least_score(radius: object, metric: Metric) -> float:
-    """The least score that a radius asks for: -r² for a distance r, else the radius itself."""
+    """Return the least score within a radius: -r² for a distance r, else the radius itself."""
     expected, fits = {
-        Metric.L2: ("a distance of at least 0", lambda found: found >= 0),
-        Metric.COSINE: ("a similarity from -1 to 1", lambda found: abs(found) <= 1),
+        Metric.L2: ("a distance of at least 0", lambda x: x >= 0),
+        Metric.COSINE: ("a similarity from -1 to 1", lambda x: abs(x) <= 1),
         Metric.DOT: ("the least score, a finite number", math.isfinite),
     }[metric]
-    found = number(radius, "radius", f"{expected}, for the metric {metric.value!r}", fits)
+    bound = number(radius, "radius", f"{expected}, for the metric {metric.value!r}", fits)
     if metric is not Metric.L2:
-        return found
-    if not math.isfinite(found * found):
-        raise BadInput(f"radius is {found}, whose square is not finite; expected {expected}, of at most 1e154")
-    return -found * found
+        return bound
+    if not math.isfinite(bound * bound):
+        raise BadInput(f"radius is {bound}, whose square is not finite; expected {expected}, of at most 1e154")
+    return -bound * bound
 
 
-def _diversity(value: object, fetch_k: object, k: int, passed: int) -> tuple[float, int]:
-    """Diversity, 0 where none is asked for, and among how many the k are chosen."""
+def _diversity(value: object, fetch_k: object, k: int, offset: int) -> tuple[float, int]:
+    """Return the diversity, 0 for None, and the number of records among which the k are chosen."""
     if value is None:
         if fetch_k is not None:
             raise BadInput(f"fetch_k is {shown(fetch_k)} without diversity; give both, or leave fetch_k out")
-        return 0.0, passed + k
-    count = 4 * (passed + k) if fetch_k is None else integer(fetch_k, "fetch_k")
-    if count < passed + k:
-        after = f" and offset {passed}" if passed else ""
+        return 0.0, offset + k
+    count = 4 * (offset + k) if fetch_k is None else integer(fetch_k, "fetch_k")
+    if count < offset + k:
+        after = f" and offset {offset}" if offset else ""
         raise BadInput(f"fetch_k is {count} but k is {shown(k)}{after}; choose the k among at least as many")
     return share(value, "diversity"), count
 
 
 def _group_size(field: object, size: object, diversity: object) -> int:
-    """Return how many records of a group are wanted, 1 where no field groups them."""
+    """Return the number of hits for a group, 1 without group_by."""
     if field is None:
         if size is not None:
             raise BadInput(f"group_size is {shown(size)} without group_by; give both, or leave group_size out")

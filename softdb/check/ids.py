@@ -1,4 +1,4 @@
-"""Ids: `int` and `str`."""
+"""Check ids, which are `int` or `str`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Id: TypeAlias = int | str
 
 
 def identifiers(value: object, unique: bool = True) -> list[Id]:
-    """Ids as a list of `int` and `str`; one id alone is a batch of one.
+    """Return ids as a list of `int` and `str`; a single id is a batch of one.
 
-    Raises BadInput for another type, an int beyond 64 bits or text that is not Unicode, DuplicateId for one that comes
-    twice where `unique`.
+    Raises BadInput for another type, an int beyond 64 bits or text that is not Unicode; with `unique`, DuplicateId for
+    an id that comes twice.
     """
     if isinstance(value, str | int):
         value = [value]
@@ -30,27 +30,27 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
         value = dense(value, "ids").tolist()
     if type(value) is not list and (not isinstance(value, Iterable) or isinstance(value, bytes)):
         raise BadInput(f"ids are {shown(value)}; expected a list of str or int")
-    ids = [one if type(one) is str else _identifier(one) for one in value]
-    text = "".join([one for one in ids if type(one) is str])
+    ids = [item if type(item) is str else _identifier(item) for item in value]
+    text = "".join([name for name in ids if type(name) is str])
     if not text.isascii():
         encodable(text, "an id")
     if unique and len(set(ids)) < len(ids):
         seen: set[Id] = set()
-        twice = next(one for one in ids if one in seen or seen.add(one))  # type: ignore[func-returns-value]
+        twice = next(name for name in ids if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise DuplicateId(f"id {shown(twice)} comes twice in this batch; an id names one record, keep one of them")
     return ids
 
 
 def padded(
-    rows: NDArray[np.int64],  # (Σ counts,) list after list
+    rows: NDArray[np.int64],  # (Σ counts,) concatenated lists
     counts: Sequence[int],  # q, the length of each list
     missing: int = -1,
-) -> NDArray[np.int64]:  # (q, the longest)
-    """Lists of unequal length as one array, each filled up with `missing`."""
+) -> NDArray[np.int64]:  # (q, max counts)
+    """Return lists of unequal length as one array, padded with `missing`."""
     lengths = np.asarray(counts, np.int64)
-    found = np.full((len(lengths), lengths.max(initial=0)), missing, np.int64)
-    found[np.arange(found.shape[1]) < lengths[:, None]] = rows
-    return found
+    lists = np.full((len(lengths), lengths.max(initial=0)), missing, np.int64)
+    lists[np.arange(lists.shape[1]) < lengths[:, None]] = rows
+    return lists
 
 
 def _identifier(value: object) -> Id:
@@ -64,11 +64,11 @@ def _identifier(value: object) -> Id:
 
 
 def encodable(text: str, what: str) -> None:
-    """BadInput where a text holds a lone surrogate."""
+    """Raise BadInput if a text holds a lone surrogate; `what` names it in the message."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         bad = text[error.start : error.end]
         raise BadInput(
-            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source rightly"
+            f"{what} holds the lone surrogate {bad!a}, which is not Unicode text; decode the source correctly"
         ) from None

@@ -1,4 +1,4 @@
-"""Payloads: values that JSON can represent and give back unchanged."""
+"""Check payloads, which must be values that JSON returns unchanged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from softdb.errors import BadInput
 
 __all__ = ["MAX_DEPTH", "json_text", "payloads"]
 
-MAX_DEPTH = 64  # nesting of a payload or a filter: far below where any JSON parser in the line gives up
+MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
 _LEAVES = (str, int, bool, type(None))
-_LISTS = (list, tuple)  # a union made anew for each payload would cost as much as the check
+_LISTS = (list, tuple)  # a constant, as evaluating `list | tuple` for each payload would double the cost of the check
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
-if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
-    # `encode` makes one of these for every value, which takes longer than a small value itself
-    _chunks = _made(
+if (_make_encoder := getattr(json.encoder, "c_make_encoder", None)) is not None:
+    # `encode` makes an encoder for every value, which takes longer than to encode a small one
+    _chunks = _make_encoder(
         None, json.JSONEncoder().default, json.encoder.encode_basestring, None, ":", ",", False, False, False
     )
 
@@ -31,9 +31,9 @@ if (_made := getattr(json.encoder, "c_make_encoder", None)) is not None:
 
 
 def payloads(value: object, count: int) -> list[str | None]:
-    """Payloads as JSON texts, one an id; None stays None.
+    """Return payloads as JSON texts, one for each id; None stays None.
 
-    Raises BadInput for what JSON cannot say (another type, NaN, a key that is no str) or nesting beyond 64.
+    Raises BadInput for values that JSON lacks (another type, NaN, a key that is no str) or nesting beyond 64.
     """
     if value is None:
         return [None] * count
@@ -42,19 +42,19 @@ def payloads(value: object, count: int) -> list[str | None]:
             raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
         value = [value]
     filled(value, "payloads", count)
-    return [None if one is None else json_text(one, f"payload {i}") for i, one in enumerate(_drawn(value))]
+    return [None if item is None else json_text(item, f"payload {i}") for i, item in enumerate(_items(value))]
 
 
-def _drawn(value: Iterable[Any]) -> Iterator[Any]:
-    """Its items. What reads files to make them may fail, which is not the database's disk."""
+def _items(value: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of a sequence; an OSError of one that reads files must not look like the database's."""
     try:
         yield from value
     except (OSError, MemoryError, UnicodeDecodeError) as error:
-        raise BadInput(f"payloads could not be drawn ({type(error).__name__}: {error}); mend the cause") from error
+        raise BadInput(f"payloads could not be read ({type(error).__name__}: {error}); fix the cause") from error
 
 
 def json_text(value: object, name: str) -> str:
-    """The JSON text of a value that JSON can say and give back unchanged (a tuple comes back as a list)."""
+    """Return the JSON text of a value that JSON returns unchanged (but a tuple as a list). Raises BadInput."""
     if type(value) not in _LEAVES:
         _json_value(value, name, 1)
     try:
@@ -72,7 +72,7 @@ def _json_value(value: object, name: str, depth: int) -> None:
         raise BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]
-            raise BadInput(f"{name} holds {value}, which JSON has no word for; use null or text")
+            raise BadInput(f"{name} holds {value}, which JSON cannot represent; use null or text")
         return
     if isinstance(value, dict):
         for key in value:
@@ -80,7 +80,7 @@ def _json_value(value: object, name: str, depth: int) -> None:
                 raise BadInput(f"{name} has the key {shown(key)}, which is no str; JSON keys are text, convert it")
         value = value.values()
     elif not isinstance(value, _LISTS):
-        way = next((f" with .{one}()" for one in ("tolist", "isoformat") if hasattr(kind, one)), "")
+        way = next((f" with .{method}()" for method in ("tolist", "isoformat") if hasattr(kind, method)), "")
         raise BadInput(
             f"{name} holds a {kind.__name__}; expected JSON: dict, list, str, number, bool or None; convert it{way}"
         )

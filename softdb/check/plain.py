@@ -1,4 +1,4 @@
-"""Checks of single values: numbers, choices, lengths, tensors; how messages quote a value."""
+"""Check single values: numbers, choices, lengths, tensors; and quote values in messages."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SHOWN = 80  # characters of a rejected value that a message quotes
 
 
 def shown(value: object) -> str:
-    """A rejected value as a message quotes it."""
+    """Return a rejected value's repr for a message, cut to SHOWN characters."""
     try:
         text = repr(value)
-    except Exception:  # nested too deep, too many digits, or whatever a `__repr__` does: what is wrong is said anyway
+    except Exception:  # nested too deep, too many digits, or a broken `__repr__`: the message must come all the same
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def attribute(owner: object, name: str, default: Any = None) -> Any:
-    """An attribute of a caller's object, or the default where it has none. An error of its own property is raised."""
+    """Return an attribute of a caller's object, or the default if it has none; an error of its property is raised."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -47,16 +47,16 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """True if something is a tensor. Does not import torch, so that the metadata of a database is read without it."""
+    """Return True for a torch tensor, without importing torch, which reading metadata must not do."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def integer(value: object, name: str, low: int = 1, high: int | None = None) -> int:
-    """A whole number of at least `low` (and at most `high`)."""
+    """Return a whole number of at least `low` (and at most `high`). Raises BadInput."""
     bounds = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # the second of a tensor on the device 'meta'
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the device 'meta'
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}") from None
     if isinstance(value, bool) or number < low or (high is not None and number > high):
         raise BadInput(f"{name} is {shown(value)}; expected a whole number {bounds}")
@@ -64,7 +64,7 @@ def integer(value: object, name: str, low: int = 1, high: int | None = None) -> 
 
 
 def one_of(value: object, name: str, choices: Iterable[str]) -> str:
-    """One of some words."""
+    """Return a value that is one of the choices. Raises BadInput."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         raise BadInput(f"{name} is {shown(value)}; choose one of {', '.join(map(repr, known))}")
@@ -72,7 +72,7 @@ def one_of(value: object, name: str, choices: Iterable[str]) -> str:
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
-    """A tensor whose numbers can be read: dense, on a device that holds them, of a type that softdb computes in."""
+    """Return a tensor that is dense, not on 'meta', and of a dtype that softdb reads. Raises BadInput."""
     import torch
 
     if tensor.is_nested:
@@ -88,7 +88,7 @@ def dense(tensor: Tensor, name: str) -> Tensor:
 
 @functools.cache
 def _dtypes() -> frozenset[torch.dtype]:
-    """Those of numbers that softdb reads."""
+    """Return the dtypes that softdb reads."""
     import torch
 
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
@@ -98,38 +98,38 @@ def _dtypes() -> frozenset[torch.dtype]:
 def number(
     value: object,
     name: str,
-    expected: str,  # as a message says it
+    expected: str,  # for the message
     fits: Callable[[float], bool],
-    gradient: str = "it only selects records; pass a plain number",  # why there is none
+    gradient: str = "it only selects records; pass a plain number",  # why it has no gradient, for the message
 ) -> float:
-    """A finite number that fits."""
+    """Return a finite number that `fits`. Raises BadInput."""
     if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
-        found = float(value)  # type: ignore[arg-type]
-        if not isinstance(value, bool | str) and math.isfinite(found) and fits(found):
-            return found
+        converted = float(value)  # type: ignore[arg-type]
+        if not isinstance(value, bool | str) and math.isfinite(converted) and fits(converted):
+            return converted
     raise BadInput(f"{name} is {shown(value)}; expected {expected}")
 
 
 def positive(value: object, name: str) -> float:
-    """A finite number above zero."""
-    return number(value, name, "a finite number above 0", lambda found: found > 0, "it is not trained; pass its item()")
+    """Return a finite number above zero. Raises BadInput."""
+    return number(value, name, "a finite number above 0", lambda x: x > 0, "it is not trained; pass its item()")
 
 
 def temperature(value: object) -> float:
-    """The temperature of a soft query, a finite number above zero."""
+    """Return the temperature of a soft query, a finite number above zero. Raises BadInput."""
     advice = "it is a plain number; to train one give score=, an nn.Module that divides a score by its parameter"
-    return number(value, "temperature", "a finite number above 0", lambda found: found > 0, advice)
+    return number(value, "temperature", "a finite number above 0", lambda x: x > 0, advice)
 
 
 def share(value: object, name: str) -> float:
-    """A number from 0 to 1."""
-    return number(value, name, "a number from 0 to 1", lambda found: 0 <= found <= 1)
+    """Return a number from 0 to 1. Raises BadInput."""
+    return number(value, name, "a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def filled(batch: Batched, name: str, count: int) -> Batched:
-    """The batch, if it has one entry for each id."""
+    """Return a batch that has one entry for each of `count` ids. Raises BadInput."""
     if getattr(batch, "shape", None) == ():
         raise BadInput(f"{name} are {shown(batch)}; expected a list with one for each of {count} ids")
     if len(batch) != count:

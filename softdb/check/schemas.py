@@ -1,4 +1,4 @@
-"""Paths of databases, and their schema: metric and columns."""
+"""Check paths of databases, and their schema: metric and columns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from softdb.errors import BadInput
 
 __all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema"]
 
-MAX_DIM = 1 << 20  # a wider vector is a mistake in the argument
+MAX_DIM = 1 << 20  # a larger width is surely a mistake
 
 
 class Metric(Enum):
-    """Metric by which a query and a key are compared."""
+    """Metric that compares a query with a key."""
 
     DOT = "dot"
     COSINE = "cosine"
@@ -28,7 +28,7 @@ class Metric(Enum):
 
     @classmethod
     def parse(cls, name: object) -> Metric:
-        """The metric of that name, or BadInput that lists them."""
+        """Return the metric of a name. Raises BadInput that lists them."""
         if isinstance(name, Metric):
             return name
         return cls(one_of(name, "metric", [metric.value for metric in cls]))
@@ -39,14 +39,14 @@ class Schema:
     """Schema of a database, fixed when it is created."""
 
     dim: int  # d, width of a key
-    value_dim: int | None  # v, width of a value; None: the key serves, unless there are classes
-    num_classes: int | None  # values are integer labels below this
+    value_dim: int | None  # v, width of a value; None: labels if there are classes, else the key serves as the value
+    num_classes: int | None  # values are integer labels from 0 to num_classes - 1
     dtype: np.dtype[Any]  # of keys and vector values
     metric: Metric
 
     @property
     def described(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for a database like it."""
+        """Arguments of `softdb.open` for a database of this schema."""
         return {
             "dim": self.dim,
             "value_dim": self.value_dim,
@@ -74,8 +74,8 @@ class Schema:
 def schema(
     dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, stored: Schema | None
 ) -> Schema:
-    """The schema asked for: of a new database, or (`stored`) of one whose own must agree with whatever is given."""
-    given: dict[str, Any] = {
+    """Return the schema of a new database, or the `stored` one, if no argument contradicts it. Raises BadInput."""
+    wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
         "value_dim": None if value_dim is None else integer(value_dim, "value_dim", 1, MAX_DIM),
         "num_classes": None if num_classes is None else integer(num_classes, "num_classes", 1, 2**31 - 1),
@@ -85,14 +85,14 @@ def schema(
     if value_dim is not None and num_classes is not None:
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels, give one")
     if stored is None:
-        if given["dim"] is None:
+        if wanted["dim"] is None:
             raise BadInput("dim is not given; a new database needs the width of its keys")
         return Schema(
-            **{**given, "dtype": given["dtype"] or np.dtype(np.float32), "metric": given["metric"] or Metric.DOT}
+            **{**wanted, "dtype": wanted["dtype"] or np.dtype(np.float32), "metric": wanted["metric"] or Metric.DOT}
         )
-    for name, asked in given.items():
-        if asked is not None and asked != (kept := getattr(stored, name)):
-            plain = [one.value if isinstance(one, Metric) else one for one in (asked, kept)]
+    for name, new in wanted.items():
+        if new is not None and new != (old := getattr(stored, name)):
+            plain = [setting.value if isinstance(setting, Metric) else setting for setting in (new, old)]
             raise BadInput(f"{name}={plain[0]} was asked for but this database has {plain[1]}; omit it or open another")
     return stored
 
@@ -110,10 +110,10 @@ def _dtype(value: object) -> np.dtype[Any]:
 
 
 def folder(value: object, name: str, expected: str) -> Path:
-    """A directory's path that SQLite and the file system can take: text in UTF-8, names of at most 255 bytes."""
+    """Return a directory's path that SQLite and file systems accept: UTF-8, names of at most 255 bytes."""
     if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
         raise BadInput(f"{name} is {shown(value)}; expected {expected}, as text")
     encodable(text, name)
-    if "\0" in text or any(len(part.encode()) > 255 for part in text.split(os.sep)):
+    if "\0" in text or any(len(component.encode()) > 255 for component in text.split(os.sep)):
         raise BadInput(f"{name} is {shown(text)}; expected names without NUL, of at most 255 bytes each")
     return Path(text)

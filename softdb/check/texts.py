@@ -1,4 +1,4 @@
-"""Texts that records carry."""
+"""Check the texts of records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_TEXT = 1 << 24  # bytes of UTF-8
 
 
 def texts(value: object, count: int) -> list[str | None] | None:
-    """Texts, one an id, None where a record has none; None where no texts are given at all.
+    """Return the texts of a batch, one for each id, None for a record without one; None if no texts are given.
 
     Raises BadInput for another type, a lone surrogate, or more than 16 MiB of UTF-8.
     """
@@ -29,7 +29,7 @@ def texts(value: object, count: int) -> list[str | None] | None:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise BadInput(f"texts are {shown(value)}; expected a list with one str or None for each id")
     filled(value, "texts", count)
-    return [one if one is None else _text(one, i) for i, one in enumerate(value)]
+    return [text if text is None else _text(text, i) for i, text in enumerate(value)]
 
 
 def _text(value: object, i: int) -> str:

@@ -1,4 +1,4 @@
-"""Arguments of searches by text: the texts, the mode, and how the scores of text and vector become one."""
+"""Check arguments of searches by text: the texts, the mode, and the fusion of text and vector scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fusion", "Mode", "Words", "words"]
 
-LONGEST = 100_000  # characters of a text that is searched for
+LONGEST = 100_000  # maximum characters of a text that is searched for
 
 
 class Mode(Enum):
@@ -31,37 +31,37 @@ class Mode(Enum):
 class Fusion(NamedTuple):
     """Fusion of the scores of text and vector."""
 
-    ranks: bool  # by reciprocal ranks, else by a sum
-    weight: float | Tensor | None  # of the text's score in that sum; None: of scores scaled to 0 … 1
+    ranks: bool  # True: by reciprocal ranks; False: by a weighted sum
+    weight: float | Tensor | None  # of the text's score in the sum; None: scale both scores to 0 … 1, then add
 
 
 class Words(NamedTuple):
     """Queries and texts of a search."""
 
-    queries: Any  # as they came; texts to be encoded, where there are no others; None where none are compared
+    queries: Any  # unchecked; the texts, to be encoded, if no queries are given
     texts: list[str]
     mode: Mode
     fusion: Fusion
 
     def require_none(self, **others: object) -> None:
-        """BadInput where something is given that goes with vectors alone."""
+        """Raise BadInput if an argument is given that only vector searches take."""
         for name, value in others.items():
             if value is not None:
                 raise BadInput(f"{name} is {shown(value)}, but a search in mode {self.mode.value!r} takes none")
 
 
 def words(queries: object, texts: object, mode: object, fusion: object, encodes: Callable[[], bool]) -> Words:
-    """Return the checked arguments of a search by text.
+    """Return the checked arguments of a search by text; `encodes`: True if the database has an encoder.
 
-    Mode None: hybrid where there is something to compare with vectors, else text.
+    Mode None: hybrid if queries are given or texts can be encoded, else text. Raises BadInput.
     """
     if queries is None and texts is None:
         raise BadInput("neither queries nor texts are given; give one of them, or both")
-    chosen = None if mode is None else Mode(one_of(mode, "mode", [one.value for one in Mode]))
+    chosen = None if mode is None else Mode(one_of(mode, "mode", [member.value for member in Mode]))
     if texts is None and chosen in (None, Mode.VECTOR):
-        chosen, names = Mode.VECTOR, list[str]()
+        chosen, given_texts = Mode.VECTOR, list[str]()
     else:
-        names = _texts(queries if texts is None else texts)
+        given_texts = _texts(queries if texts is None else texts)
         if chosen is None:
             chosen = Mode.HYBRID if queries is not None or encodes() else Mode.TEXT
         if (texts is None or queries is None) and chosen is Mode.HYBRID and not encodes():
@@ -72,7 +72,7 @@ def words(queries: object, texts: object, mode: object, fusion: object, encodes:
             raise BadInput(f"queries and texts are both given, but mode is {chosen.value!r}; give the one it compares")
     if fusion is not None and chosen is not Mode.HYBRID:
         raise BadInput(f"fusion is {shown(fusion)}, but mode is {chosen.value!r}, which has one score; leave it out")
-    return Words(names if queries is None else queries, names, chosen, _fusion(fusion))
+    return Words(given_texts if queries is None else queries, given_texts, chosen, _fusion(fusion))
 
 
 def _fusion(value: object) -> Fusion:
@@ -80,19 +80,19 @@ def _fusion(value: object) -> Fusion:
         return Fusion(value == "ranks", None)
     expected = "'scores', 'ranks', or the weight of the text's score, a finite number of at least 0"
     value = dense(value, "fusion") if is_tensor(value) else value
-    found = number(value.detach() if is_tensor(value) else value, "fusion", expected, lambda one: one >= 0)
-    return Fusion(False, value.reshape(()) if is_tensor(value) else found)
+    weight = number(value.detach() if is_tensor(value) else value, "fusion", expected, lambda x: x >= 0)
+    return Fusion(False, value.reshape(()) if is_tensor(value) else weight)
 
 
 def _texts(value: object) -> list[str]:
-    """Texts to search for; one alone is a batch of one."""
+    """Return the texts to search for; a single text is a batch of one. Raises BadInput."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+    batch = [value] if isinstance(value, str) else value
+    if not isinstance(batch, list | tuple) or not all(isinstance(text, str) for text in batch):
         raise BadInput(f"texts are {shown(value)}; expected a str or a list of str")
-    for i, one in enumerate(found):
-        encodable(one, f"text {i}")
-        if len(one) > LONGEST:
-            raise BadInput(f"text {i} has {len(one):,} characters; search for one of at most {LONGEST:,}")
-    return [str(one) for one in found]
+    for i, text in enumerate(batch):
+        encodable(text, f"text {i}")
+        if len(text) > LONGEST:
+            raise BadInput(f"text {i} has {len(text):,} characters; search for one of at most {LONGEST:,}")
+    return [str(text) for text in batch]

@@ -1,6 +1,6 @@
-"""The data that ships with softdb: about 20,000 WordNet glosses with their embeddings, for `softdb demo`.
+"""Demonstration data: about 20,000 WordNet glosses with their embeddings, for `softdb demo`.
 
-Reads files of the package only. Begin with `load_wordnet` below.
+It reads files of the package only. Begin with `load_wordnet` below.
 """
 
 import gzip
@@ -31,14 +31,14 @@ class DemoData:
     query_texts: list[str]  # m dictionary words
     query_keys: Floats  # (m, d) the embedded words
     answers: list[list[int]]  # m lists of positions in `ids`: every record that has the word among its lemmas
-    held_out: NDArray[np.bool_]  # (m,) True = never train on it; no held-out answer is an answer of a training query
+    held_out: NDArray[np.bool_]  # (m,) True = not for training; such queries share no answer with training queries
     projection: Floats  # (384, d) from all-MiniLM-L6-v2 to the keys' space
 
     def reduce(
         self,
-        embedded: Floats,  # (q, 384) texts as all-MiniLM-L6-v2 embeds them
+        embedded: Floats,  # (q, 384) embeddings by all-MiniLM-L6-v2
     ) -> Floats:  # (q, d)
-        """Bring freshly embedded texts into the keys' space: project, then scale to length 1."""
+        """Map embeddings of texts into the keys' space: project, then scale to length 1."""
         return unit(embedded @ self.projection)
 
 
@@ -75,7 +75,7 @@ def _read(name: str) -> bytes:
 
 def _read_lines(name: str) -> list[dict[str, Any]]:
     text = gzip.decompress(_read(name)).decode()
-    # One call of the parser for the whole file is several times faster than one a line.
+    # one call of the parser for all lines is several times faster than a call for each
     return list(json.loads("[" + ",".join(text.splitlines()) + "]"))
 
 

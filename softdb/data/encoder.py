@@ -14,25 +14,25 @@ from softdb.data import load_wordnet
 from softdb.errors import BadInput
 from softdb.text import SentenceEncoder, Vectors
 
-DEMO = "demo"  # its name
-PROJECTION = "projection.pt"  # in a demo database's directory: what `train.fit` found for its queries
+DEMO = "demo"  # name of the encoder
+PROJECTION = "projection.pt"  # in a demo database's directory: the projection of queries that `train.fit` learned
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """The demo's encoder, then what was learned for its queries."""
+    """The demo's encoder, followed by the learned projection of queries."""
 
     encoder: SentenceEncoder
     weight: NDArray[np.float32]  # (d, d)
     name: str = DEMO
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        found: Vectors = self.encoder(texts) @ self.weight.T
-        return found
+        vectors: Vectors = self.encoder(texts) @ self.weight.T
+        return vectors
 
 
 def demo_encoder(path: Path | None = None) -> Encoder:
-    """The encoder of the demo's keys; with the path of a demo database that of its queries, as trained."""
+    """Return the encoder of the demo's keys; with the path of a demo database, the trained encoder of its queries."""
     from softdb.train import load
 
     encoder = SentenceEncoder(projection=load_wordnet().projection, name=DEMO)
@@ -43,5 +43,5 @@ def demo_encoder(path: Path | None = None) -> Encoder:
     except BadInput:
         weight = None
     if weight is None or len(weight) != encoder.dim:
-        raise BadInput(f"{path / PROJECTION} is not what the demo saved; make the demo anew with softdb demo --fresh")
+        raise BadInput(f"{path / PROJECTION} was not saved by the demo; create the demo again by softdb demo --fresh")
     return _Trained(encoder, weight)

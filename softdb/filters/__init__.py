@@ -1,7 +1,7 @@
-"""Filters: the records that a `where=`, a group's field or the words of a text names.
+"""Find records by a filter (`where=`), group them by a field, and score them by the words of their texts.
 
-May read the catalogue and the snapshot of one generation, on the store's thread; writes nothing.
-Begin in `filtered.py`; `grammar.py` parses a filter to the tree of `conditions.py`, `masks.py` finds its matches.
+It reads the catalogue and the snapshot of one generation, on the store's thread, and writes nothing.
+Begin in `filtered.py`. `grammar.py` parses a filter to the tree of `conditions.py`; `masks.py` finds its matches.
 """
 
 from softdb.filters.filtered import ByText, FilteredStore

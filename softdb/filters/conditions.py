@@ -1,8 +1,8 @@
 """The tree of a filter, and its compilation to SQL over the table `records`.
 
-A condition on a declared field consists of the expressions of the field's index, its type and its value
-(`softdb.store.paths.field_sql`), to the letter, so that SQLite answers it from the index. Most are ranges: a `Span`
-gives their SQL, the ranges that they leave, and their place in the field's order.
+A condition on a declared field uses the expressions of the field's index, its type and its value
+(`softdb.store.paths.field_sql`), to the letter, so that SQLite answers it from the index. Most conditions are ranges:
+their `Span` gives the SQL, the complementary ranges, and a slice of the field's order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from softdb.store.paths import field_sql, parts_of
 
 _EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # of SQLite's json_type
 _OPPOSITE = {"<": (">=",), "<=": (">",), ">": ("<=",), ">=": ("<",), "=": ("<", ">")}
-_LIMIT = 32_000  # conditions of a filter, and values that they bind; SQLite's limit is 32,766
+_LIMIT = 32_000  # maximum number of conditions of a filter, and of their bindings; SQLite's limit is 32,766
 
 
 class Span(NamedTuple):
-    """A range of a field: records whose field is of one of some types and meets every test."""
+    """A range of a field: the records whose field has one of the types and passes every test."""
 
     types: tuple[str | None, ...]  # of SQLite's json_type; None: the field is missing
     tests: tuple[tuple[str, Any], ...] = ()  # comparison and operand
@@ -28,33 +28,33 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on one field: SQL that is true where it holds, else false or null."""
+    """A condition on one field: SQL that is true for matching records, false or null for others."""
 
     sql: str
     bindings: tuple[Any, ...]
-    field: str  # spelled
-    indexed: bool  # an index of the field answers it, if there is one
-    span: Span | None = None  # None: it is no range
-    size: int = 1  # number of conditions that it consists of
+    field: str  # in canonical spelling
+    indexed: bool  # True if an index of the field can answer it
+    span: Span | None = None  # None: not a range
+    size: int = 1  # number of conditions in its SQL
 
 
 @dataclass(frozen=True)
 class Not:
-    """The records that a filter does not match."""
+    """Records that a node does not match."""
 
     of: Node
 
 
 @dataclass(frozen=True)
 class All:
-    """The records that every part matches."""
+    """Records that every node matches."""
 
     of: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """The records that some part matches."""
+    """Records that at least one node matches."""
 
     of: tuple[Node, ...]
 
@@ -63,14 +63,14 @@ Node = Condition | Not | All | Either
 
 
 def ranged(field: str, type_sql: str, value_sql: str, span: Span, indexed: bool = True) -> Condition:
-    """Condition of a range. The value comes first: where no index helps, it rules out more records than the type."""
+    """Return the condition of a range. Its SQL tests the value first, which without an index excludes most records."""
     kinds = f"IN ({', '.join(map(repr, span.types))})" if span.types != (None,) else "IS NULL"
     sql = " AND ".join([*(f"{value_sql} {comparison} ?" for comparison, _ in span.tests), f"{type_sql} {kinds}"])
     return Condition(sql, tuple(operand for _, operand in span.tests), field, indexed, span)
 
 
 def others(field: str, span: Span) -> list[Condition]:
-    """Ranges that together hold the records outside of a range."""
+    """Return conditions that together match the records outside of a range."""
     spans = [] if None in span.types else [Span((None,))]
     spans.append(Span(tuple(kind for kind in _EVERY_TYPE if kind not in span.types)))
     spans += [Span(span.types, ((less, operand),)) for test, operand in span.tests for less in _OPPOSITE[test]]
@@ -78,7 +78,7 @@ def others(field: str, span: Span) -> list[Condition]:
 
 
 def statement(node: Node) -> tuple[str, list[Any]]:
-    """SQL condition of a whole filter, and its bindings. Raises BadFilter where SQLite cannot take so many."""
+    """Return the SQL condition of a filter, and its bindings. Raises BadFilter if it exceeds SQLite's limits."""
     sql, bindings, count = compiled(node)
     if max(count, len(bindings)) > _LIMIT:
         raise BadFilter(f"where has {count:,} conditions, too many for one filter; $in takes any number of values")
@@ -86,24 +86,24 @@ def statement(node: Node) -> tuple[str, list[Any]]:
 
 
 def compiled(node: Node) -> tuple[str, list[Any], int]:
-    """SQL, its bindings in the order of the question marks, and the number of conditions."""
+    """Return SQL, its bindings in the order of the question marks, and the number of conditions."""
     bindings: list[Any] = []
     return _sql(node, bindings, certain=False), bindings, sum(leaf.size for leaf in leaves(node))
 
 
 def leaves(node: Node) -> Iterator[Condition]:
-    """The conditions of a tree, in order."""
+    """Yield the conditions of a tree, in order."""
     if isinstance(node, Condition):
         yield node
     else:
-        for part in [node.of] if isinstance(node, Not) else node.of:
-            yield from leaves(part)
+        for child in [node.of] if isinstance(node, Not) else node.of:
+            yield from leaves(child)
 
 
 def _sql(
     node: Node,
-    bindings: list[Any],  # grows
-    certain: bool,  # null must not stand for false: NOT null is not true. An index is used only where it may
+    bindings: list[Any],  # extended
+    certain: bool,  # True: null must become false, as NOT null is not true; SQLite then uses no index
 ) -> str:
     if isinstance(node, Condition):
         bindings += node.bindings
@@ -112,13 +112,13 @@ def _sql(
         return f"(NOT {_sql(node.of, bindings, certain=True)})"
     if not node.of:
         return "(TRUE)" if isinstance(node, All) else "(FALSE)"
-    parts = [_sql(part, bindings, certain) for part in node.of]
-    return _joined(parts, "AND" if isinstance(node, All) else "OR")
+    operands = [_sql(child, bindings, certain) for child in node.of]
+    return _join(operands, "AND" if isinstance(node, All) else "OR")
 
 
-def _joined(parts: list[str], word: str) -> str:
-    """Join in halves: SQLite takes expressions that are 1,000 deep, and a OR b OR c is two deep."""
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    return f"({_joined(parts[:half], word)} {word} {_joined(parts[half:], word)})"
+def _join(operands: list[str], operator: str) -> str:
+    """Join as a balanced tree: SQLite limits the depth to 1,000, and a chain a OR b OR c … is as deep as it is long."""
+    if len(operands) == 1:
+        return operands[0]
+    half = len(operands) // 2
+    return f"({_join(operands[:half], operator)} {operator} {_join(operands[half:], operator)})"

@@ -1,4 +1,4 @@
-"""`FilteredStore`: a store whose records are also found by filters, by groups and by the words of their texts."""
+"""`FilteredStore`: a store with filters, groups and full-text scores of its records."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ByText(NamedTuple):
 
     snapshot: Snapshot
     scores: TextScores
-    keep: NDArray[np.bool_] | None  # (m,) records with a text that a filter matches; None: all
-    allowed: NDArray[np.bool_] | None  # (size,) positions that it matches
-    left_out: NDArray[np.int64]  # (e,) rows of ids, -1 for an id that is not stored
+    keep: NDArray[np.bool_] | None  # (m,) mask of the records with a text that a filter matches; None: all
+    allowed: NDArray[np.bool_] | None  # (size,) mask of the positions that the filter matches; None: all
+    left_out: NDArray[np.int64]  # (e,) rows of excluded ids, -1 for an id that is not stored
 
 
 class FilteredStore(Store):
-    """A store, and what is remembered of the matches of filters, of groups and of texts.
+    """A store with caches of filters' matches, of groups and of text scores.
 
-    A filter needs vectors and catalogue of one generation, so a reader that has fallen behind is refreshed first.
+    A filter needs vectors and catalogue of one generation, so each call first refreshes a reader that is behind.
     """
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
@@ -38,19 +38,19 @@ class FilteredStore(Store):
         super().__init__(path, mode, create, relaxed)
 
     def matching(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.bool_]]:
-        """The snapshot, and a mask of its positions (size,) that a filter matches. Cost: see `Matches.of`."""
+        """Return the snapshot, and the mask (size,) of its positions that a filter matches. Cost: see `Matches.of`."""
         snapshot, (matching, _) = self._matching(where)
         return snapshot, matching
 
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> NDArray[np.bool_] | None:
-        """The positions of a snapshot that a filter is known to match, without a call; None: ask `matching`.
+        """Return a filter's cached mask (size,) for a snapshot, without a call on the store's thread; None: not cached.
 
-        A handle that only reads always has to ask: it may have fallen behind.
+        Always None in a read-only handle, which may be behind: `matching` refreshes it.
         """
-        return self.matches.known(where, snapshot.generation) if self.mode == "rw" else None
+        return self.matches.cached(where, snapshot.generation) if self.mode == "rw" else None
 
     def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """As `matching`, but the rows (m,), ascending, of all records that match, with a key or without."""
+        """Return the snapshot, and the rows (m,), ascending, of all records that match, with a key or without."""
         snapshot, (matching, keyless) = self._matching(where)
         rows = snapshot.rows(np.flatnonzero(matching))
         return snapshot, np.sort(np.concatenate([rows, keyless])) if len(keyless) else rows
@@ -62,31 +62,31 @@ class FilteredStore(Store):
 
     @on_thread
     def delete_matching(self, where: dict[str, Any]) -> int:
-        """Delete the records that a filter matches, and return how many."""
+        """Delete the records that a filter matches, and return their number."""
         with self.write_transaction():
             return self.delete_rows(self.matching_rows(where)[1])
 
     @on_thread
     def order_fields(self) -> None:
-        """Remember the order of declared fields where there are many records; see `Orders.make`."""
+        """Cache the order of declared fields, if there are many records; see `Orders.make`."""
         with self.read_transaction() as snapshot:
             if snapshot.records >= masks.LARGE:
                 self.matches.orders.make(self.catalog.fields(), self.catalog, snapshot)
 
     @on_thread
     def groups(self, field: str) -> tuple[Snapshot, Grouping]:
-        """The snapshot, and the group of each of its positions by a field; see `Groups.of`."""
+        """Return the snapshot, and the group of each of its positions by a field; see `Groups.of`."""
         with self.read_transaction() as snapshot:
             grouping = self._groups.of(field, self.catalog, snapshot)
             if snapshot.count and grouping.takes_part is not None and not grouping.takes_part.any():
-                self.matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # which warns of a field unknown
+                self.matches.of({field: {"$exists": True}}, self.catalog, snapshot)  # to warn of an unknown field
             return snapshot, grouping
 
     @on_thread
     def by_text(self, texts: list[str], where: dict[str, Any] | None, left_out: list[Id]) -> ByText:
-        """Scores of records by texts, the records that take part, and the rows of ids.
+        """Score records by texts; also return the records that take part, and the rows of the ids left out.
 
-        Raises BadInput where there is no text index. Cost: see `FullText.scorer`.
+        Raises BadInput if there is no text index. Cost: see `FullText.scorer`.
         """
         with self.read_transaction() as snapshot:
             scores, rows = self._full_text.scorer(texts, self.catalog, snapshot), self.locate(left_out).rows

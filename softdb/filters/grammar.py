@@ -1,13 +1,13 @@
-"""The grammar of `where`: a dict as of document databases, checked and parsed to a tree of conditions.
+"""Parse `where`, a dict in the style of document databases, to a tree of conditions.
 
-    {"year": {"$gte": 2020, "$lt": 2024}, "lang": "de"}        several fields and operators: all must hold
+    {"year": {"$gte": 2020, "$lt": 2024}, "lang": "de"}        several fields and operators: all must match
     {"$or": [{"lang": {"$in": ["de", "fr"]}}, {"tags": {"$contains": "new"}}], "$not": {"draft": True}}
     {"author.name": {"$startswith": "Sch"}, "reviews": {"$elemMatch": {"by": "Ann", "stars": {"$gt": 3}}}}
 
-Numbers compare with numbers, strings with strings, booleans with booleans; anything else does not match (SQLite's own
-order would call "1999" >= 2020 true). `$ne` and `$nin` match records without the field. `softdb.store.paths` says which
-field a name means; a payload that is no object has no fields. `$id` and `$text` in a field's place are the record's id
-and text. `$contains` and `$elemMatch` always read the payloads, the others are answered by a field's index.
+Numbers are compared with numbers, strings with strings, booleans with booleans; any other pair does not match (SQLite
+itself has "1999" >= 2020). `$ne` and `$nin` match records without the field. `softdb.store.paths` defines the names of
+fields; a payload that is no object has no fields. `$id` and `$text` in place of a field are the record's id and text.
+`$contains` and `$elemMatch` always read the payloads; a field's index can answer the other operators.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _TYPES = {"number": ("integer", "real"), "string": ("text",)}
 
 
 def parse(where: object, depth: int = 1, document: str = "payload") -> Node:
-    """Tree of a whole filter over a JSON document, given as SQL. Raises BadFilter for what is no filter."""
+    """Parse a filter to a tree; `document`: SQL of the JSON that it filters. Raises BadFilter."""
     _require_depth(depth)
     if not isinstance(where, dict):
         raise BadFilter(f'where is {shown(where)}; expected a dict such as {{"year": {{"$gte": 2020}}}}')
-    parts: list[Node] = []
+    nodes: list[Node] = []
     for name, condition in where.items():
         if name in ("$and", "$or"):
             if not isinstance(condition, list | tuple):
                 raise BadFilter(f"{name} is given {shown(condition)}; expected a list of filters")
-            inner = tuple(parse(part, depth + 1, document) for part in condition)
-            parts.append(All(inner) if name == "$and" else Either(inner))
+            inner = tuple(parse(item, depth + 1, document) for item in condition)
+            nodes.append(All(inner) if name == "$and" else Either(inner))
         elif name == "$not":
-            parts.append(Not(parse(condition, depth + 1, document)))
+            nodes.append(Not(parse(condition, depth + 1, document)))
         else:
-            parts.append(_field(name, document).operators(condition, depth + 1))
-    return _all(parts)
+            nodes.append(_field(name, document).operators(condition, depth + 1))
+    return _all(nodes)
 
 
 @dataclass(frozen=True)
 class _Field:
-    """A field, or an element of a list, and the conditions on it."""
+    """A field, or an element of a list, which makes conditions on itself."""
 
-    name: str  # spelled
-    type: str  # SQL
-    value: str
-    indexed: bool
+    name: str  # in canonical spelling
+    type: str  # SQL of its JSON type
+    value: str  # SQL of its value
+    indexed: bool  # True if the field may have an index
 
     def operators(self, condition: object, depth: int) -> Node:
-        """All operators of a field."""
+        """Parse the condition of a field: a dict of operators, or a value to be equal to."""
         if not isinstance(condition, dict):
             return self.equal(condition)
         if not condition:
@@ -72,7 +72,7 @@ class _Field:
         return _all([self.operator(name, operand, depth) for name, operand in condition.items()])
 
     def operator(self, operator: object, operand: object, depth: int) -> Node:
-        """One operator."""
+        """Parse one operator and its operand."""
         _require_depth(depth)
         name = str(operator)
         if operator in _ORDER:
@@ -92,35 +92,35 @@ class _Field:
         return plain[name](operand)
 
     def unknown(self, operator: object) -> str:
-        """Message about an operator that there is not."""
+        """Return the message for an unknown operator."""
         if isinstance(operator, str) and not operator.startswith("$"):
             inner = shown(f"{self.name}.{operator}")
             return (
                 f"field {shown(self.name)} is given {shown(operator)}, which is no operator; a field in it is {inner}"
             )
         return (
-            f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_meant(operator, _OPERATORS)}; "
+            f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_hint(operator, _OPERATORS)}; "
             f"there are {' '.join(_OPERATORS)}"
         )
 
     def range(self, types: tuple[str | None, ...], *tests: tuple[str, Any]) -> Condition:
-        """The field is of one of some types and meets every test."""
+        """Match a field that has one of the types and passes every test."""
         return ranged(self.name, self.type, self.value, Span(types, tests), self.indexed)
 
     def exists(self, operand: object) -> Node:
-        """The field exists, whatever it holds; or does not."""
+        """Match a field that exists, with any value; or, for False, that does not."""
         if not isinstance(operand, bool):
             raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
         missing = self.range((None,))
         return Not(missing) if operand else missing
 
     def equal(self, operand: object) -> Node:
-        """The field is of the operand's kind, and equal to it."""
+        """Match a field that is of the operand's kind and equal to it."""
         kind = _kind(operand, self.name)
         return self.ordered("=", operand) if kind in _TYPES else self.range((kind,))
 
     def ordered(self, comparison: str, operand: object) -> Condition:
-        """A comparison within numbers or within strings."""
+        """Match a field by a comparison of numbers or of strings."""
         kind = _kind(operand, self.name)
         if kind not in _TYPES:
             raise BadFilter(
@@ -129,34 +129,34 @@ class _Field:
         return self.range(_TYPES[kind], (comparison, _plain(operand)))
 
     def starts(self, operand: object) -> Node:
-        """The field is a text with a prefix: from that text on, up to the next that does not begin so."""
+        """Match a string with a prefix, as the range from the prefix up to the next string without it."""
         if not isinstance(operand, str):
             raise BadFilter(f"field {shown(self.name)}: $startswith takes a text; got {shown(operand)}")
         prefix = str(utf8(operand))
-        stem = prefix.rstrip(chr(0x10FFFF))  # nothing is above that
+        stem = prefix.rstrip(chr(0x10FFFF))  # the largest character has no successor
         if not stem:
             return self.ordered(">=", prefix)
-        above = chr(0xE000 if stem[-1] == "\ud7ff" else ord(stem[-1]) + 1)  # between them are no characters
-        return self.range(_TYPES["string"], (">=", prefix), ("<", stem[:-1] + above))
+        successor = chr(0xE000 if stem[-1] == "\ud7ff" else ord(stem[-1]) + 1)  # surrogates are no characters
+        return self.range(_TYPES["string"], (">=", prefix), ("<", stem[:-1] + successor))
 
     def among(self, operand: object) -> Node:
-        """The field equals a member of a list."""
+        """Match a field that equals a member of a list."""
         if not isinstance(operand, list | tuple | set | frozenset):
             raise BadFilter(f"field {shown(self.name)}: $in and $nin take a list; got {shown(operand)}")
         kinds: dict[str, list[object]] = {}
         for member in operand:
             kinds.setdefault(_kind(member, self.name), []).append(member)
-        parts = []
+        alternatives = []
         for kind, members in kinds.items():
             if kind in _TYPES:
                 sql = f"{self.value} IN (SELECT value FROM json_each(?)) AND {self.range(_TYPES[kind]).sql}"
-                parts.append(Condition(sql, (json.dumps(members),), self.name, self.indexed))
+                alternatives.append(Condition(sql, (json.dumps(members),), self.name, self.indexed))
             else:
-                parts.append(self.range((kind,)))
-        return Either(tuple(parts))
+                alternatives.append(self.range((kind,)))
+        return Either(tuple(alternatives))
 
     def contains(self, operand: object) -> Node:
-        """The field is a list with that member, or a string with that part."""
+        """Match a list that contains the operand, or a string of which it is a substring."""
         kind = _kind(operand, self.name)
         inner, bound = f"type IS '{kind}'", list[object]()
         if kind in _TYPES:
@@ -165,35 +165,35 @@ class _Field:
         if kind == "string":
             sql = f"{sql} OR {self.type} = 'text' AND instr({self.value}, ?) > 0"
             bound *= 2
-        # IS TRUE keeps SQLite from taking the parts apart: a text that is no list must not reach json_each
+        # IS TRUE keeps SQLite from splitting the conjunction: a text that is no list must not reach json_each
         return Condition(f"({sql}) IS TRUE", tuple(bound), self.name, indexed=False)
 
     def matches(self, operand: object) -> Node:
-        """Every word of a text is in the record's text, as the text index cuts words."""
+        """Match records whose text contains every word of the operand, by the text index's tokenizer."""
         if not isinstance(operand, str) or not (words := phrases(str(utf8(operand)))):
             raise BadFilter(f"$match is given {shown(operand)}; expected words to be found in the record's text")
         return Condition(MATCHING, (" ".join(words),), self.name, indexed=False)
 
     def element(self, operand: object, depth: int) -> Node:
-        """The field is a list, and an element of it meets all operators, or a filter over objects."""
+        """Match a list with an element that meets all operators, or a filter over objects."""
         if not isinstance(operand, dict) or not operand:
             raise BadFilter(
                 f"field {shown(self.name)}: $elemMatch takes a filter over a list's elements, or operators; got "
                 f"{shown(operand)}"
             )
-        each = f"e{depth}"  # elements within elements are of other tables
-        if _of_itself(operand):
-            element = _Field(f"{self.name}[]", f"{each}.type", f"{each}.value", indexed=False)
+        table = f"e{depth}"  # nested $elemMatch need tables of different names
+        if _applies_to_element(operand):
+            element = _Field(f"{self.name}[]", f"{table}.type", f"{table}.value", indexed=False)
             inner, bindings, size = compiled(element.operators(operand, depth))
         else:
-            inner, bindings, size = compiled(parse(operand, depth, f"{each}.value"))
-            inner = f"CASE {each}.type WHEN 'object' THEN {inner} END"  # nothing else must be read as an object
-        sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) {each} WHERE {inner})"
+            inner, bindings, size = compiled(parse(operand, depth, f"{table}.value"))
+            inner = f"CASE {table}.type WHEN 'object' THEN {inner} END"  # only objects have fields
+        sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) {table} WHERE {inner})"
         return Condition(f"({sql}) IS TRUE", tuple(bindings), self.name, indexed=False, size=size)
 
 
 def _field(name: object, document: str) -> _Field:
-    """The field that a name in a filter means."""
+    """Return the field that a name in a filter means. Raises BadFilter."""
     if not isinstance(name, str):
         raise BadFilter(f"where has the field name {shown(name)}; field names are str")
     if name == "$text" and document == "payload":
@@ -204,8 +204,8 @@ def _field(name: object, document: str) -> _Field:
         raise BadFilter(f'where has {name} without a field; write {{"field": {{"{name}": …}}}}')
     if name.startswith("$"):
         raise BadFilter(
-            f"where has the unknown operator {shown(name)}{_meant(name, _AROUND)}; around fields stand $and, $or and "
-            "$not, and $id and $text are the record's id and text"
+            f"where has the unknown operator {shown(name)}{_hint(name, _AROUND)}; expected $and, $or or $not around "
+            "fields, or $id or $text for the record's id or text"
         )
     parts = parts_of(name)
     return _Field(spelled(parts), *field_sql(parts, document), indexed=document == "payload" and "\0" not in name)
@@ -216,29 +216,29 @@ def _require_depth(depth: int) -> None:
         raise BadFilter(f"where nests deeper than {MAX_DEPTH}; flatten it")
 
 
-def _of_itself(operand: dict[Any, Any]) -> bool:
-    """True where operators ask about an element as it is, not about its fields."""
+def _applies_to_element(operand: dict[Any, Any]) -> bool:
+    """Return True if operators apply to an element itself, False if a filter applies to its fields."""
     while "$not" in operand and isinstance(operand["$not"], dict) and len(operand) == 1:
         operand = operand["$not"]
     return any(name in _OPERATORS and name != "$not" for name in operand)
 
 
-def _meant(operator: object, known: list[str]) -> str:
+def _hint(operator: object, known: list[str]) -> str:
     near = difflib.get_close_matches(operator, known, 1) if isinstance(operator, str) else []
     return "".join(f" (did you mean {name}?)" for name in near)
 
 
-def _all(parts: list[Node]) -> Node:
-    return parts[0] if len(parts) == 1 else All(tuple(parts))
+def _all(nodes: list[Node]) -> Node:
+    return nodes[0] if len(nodes) == 1 else All(tuple(nodes))
 
 
 def _plain(operand: object) -> object:
-    """A text or a number without its own class: NumPy's float64 is a float, its str_ a str."""
+    """Convert an instance of a subclass of str, int or float, such as NumPy's float64, to the base class."""
     return next((kind(operand) for kind in (str, int, float) if isinstance(operand, kind)), operand)
 
 
 def _kind(operand: object, name: str) -> str:
-    """Kind of JSON value that an operand is: 'true', 'false', 'null', 'number' or 'string'."""
+    """Return the kind of an operand's JSON value: 'true', 'false', 'null', 'number' or 'string'. Raises BadFilter."""
     if operand is None:
         return "null"
     if isinstance(operand, bool):
@@ -252,7 +252,7 @@ def _kind(operand: object, name: str) -> str:
         return "number"
     if isinstance(operand, date):
         raise BadFilter(
-            f"field {shown(name)} is compared with {shown(operand)}, which JSON cannot hold; "
+            f"field {shown(name)} is compared with {shown(operand)}, which JSON cannot represent; "
             "store and compare dates as ISO text: .isoformat()"
         )
     raise BadFilter(

@@ -1,7 +1,7 @@
-"""Groups of records by the value of a field, remembered and carried from one commit to the next.
+"""Cache of the groups of records by the value of a field, which is updated after each commit.
 
-Rows are permanent and their payloads stay, unless they are replaced in place, which voids what is remembered. So after
-a commit only the rows that it appended are read.
+Rows are permanent, and so are their payloads unless they are replaced in place, which invalidates the cache. So after a
+commit only the appended rows are read.
 """
 
 from __future__ import annotations
@@ -17,69 +17,69 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-KEPT = 4  # fields whose groups are remembered: 12 bytes a record each, and the values
+MAX_FIELDS = 4  # fields whose groups are cached: 12 bytes a record each, and the values
 
 Codes = NDArray[np.int32]
-_KINDS = "CASE {0} WHEN 'integer' THEN 'real' ELSE {0} END"  # 1 and 1.0 are one number; true and "1" are others
+_KINDS = "CASE {0} WHEN 'integer' THEN 'real' ELSE {0} END"  # 1 and 1.0 are equal; true and "1" differ from them
 
 
 class Grouping(NamedTuple):
-    """The groups of one generation. Never changed: indexes remember `takes_part` by identity."""
+    """The groups of one generation. Immutable, as indexes cache by the identity of `takes_part`."""
 
-    codes: Codes  # (size,) over positions, the number of a record's group, from 0; -1 = none
-    takes_part: NDArray[np.bool_] | None  # (size,) the live records that are in a group; None: all are
+    codes: Codes  # (size,) by position: the number of a record's group, from 0; -1 = no group
+    takes_part: NDArray[np.bool_] | None  # (size,) mask of the live records in a group; None: all live records
 
 
 @dataclass
 class _ByField:
     generation: int = -1
     next_row: int = 0
-    names: dict[tuple[str, object], int] = field(default_factory=dict)  # a value, and the number of its group
+    numbers: dict[tuple[str, object], int] = field(default_factory=dict)  # number of a group by its kind and value
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     codes: Codes = field(default_factory=lambda: np.empty(0, np.int32))
     grouping: Grouping | None = None  # of this generation
 
 
 class Groups:
-    """The groups by the last fields. The caller holds the store's thread and one generation of the catalogue."""
+    """Groups by the fields used last. The caller holds the store's thread and one generation of the catalogue."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, _ByField] = OrderedDict()
+        self._cached: OrderedDict[str, _ByField] = OrderedDict()
 
     def of(self, name: str, catalog: Catalog, snapshot: Snapshot) -> Grouping:
-        """The groups by a field; a record where it is missing, null, or no scalar is in none. Raises BadFilter.
+        """Group records by a field; records in which it is missing, null or no scalar have no group. Raises BadFilter.
 
-        Cost: one pass over the payloads, some 2 µs a record; after a commit over the rows that it appended.
+        Cost: one pass over the payloads, some 2 µs a record; after a commit one over the appended rows.
         """
         name = spelled(parts_of(name))
-        known = self._known.pop(name, None)
-        if known is None or not catalog.payloads_replaced() <= known.generation <= snapshot.generation:
-            known = _ByField()
-        if known.grouping is None or known.generation < snapshot.generation:
-            _extend(known, name, catalog)
-            known.generation, known.next_row = snapshot.generation, catalog.state().next_row
-            known.grouping = _placed(known, snapshot)
-        self._known[name] = known
-        if len(self._known) > KEPT:
-            self._known.popitem(last=False)
-        return known.grouping
+        groups = self._cached.pop(name, None)
+        if groups is None or not catalog.payloads_replaced() <= groups.generation <= snapshot.generation:
+            groups = _ByField()
+        if groups.grouping is None or groups.generation < snapshot.generation:
+            _extend(groups, name, catalog)
+            groups.generation, groups.next_row = snapshot.generation, catalog.state().next_row
+            groups.grouping = _place_codes(groups, snapshot)
+        self._cached[name] = groups
+        if len(self._cached) > MAX_FIELDS:
+            self._cached.popitem(last=False)
+        return groups.grouping
 
 
-def _placed(known: _ByField, snapshot: Snapshot) -> Grouping:
-    positions, codes = snapshot.positions(known.rows), np.full(snapshot.size, -1, np.int32)
+def _place_codes(groups: _ByField, snapshot: Snapshot) -> Grouping:
+    positions, codes = snapshot.positions(groups.rows), np.full(snapshot.size, -1, np.int32)
     present = positions >= 0
-    codes[positions[present]] = known.codes[present]
+    codes[positions[present]] = groups.codes[present]
     takes_part = snapshot.live & (codes >= 0)
     return Grouping(codes, None if np.count_nonzero(takes_part) == snapshot.count else takes_part)
 
 
-def _extend(known: _ByField, name: str, catalog: Catalog) -> None:
-    """Add the rows that were appended since."""
+def _extend(groups: _ByField, name: str, catalog: Catalog) -> None:
+    """Add the rows from `next_row` on."""
     kind, value = field_sql(parts_of(name))
-    rows = "records" if not known.next_row else f"records NOT INDEXED WHERE row >= {known.next_row}"
-    every = f"SELECT row AS r, {_KINDS.format(kind)} AS kind, {value} AS v FROM {rows}"
+    source = "records" if not groups.next_row else f"records NOT INDEXED WHERE row >= {groups.next_row}"
+    every = f"SELECT row AS r, {_KINDS.format(kind)} AS kind, {value} AS v FROM {source}"
     cells = catalog.all(f"SELECT * FROM ({every}) WHERE kind IN ('real', 'text', 'true', 'false')")
     new = np.fromiter((row for row, _, _ in cells), np.int64, len(cells))
-    number = known.names.setdefault
-    codes = np.fromiter((number((k, v), len(known.names)) for _, k, v in cells), np.int32, len(cells))
-    known.rows, known.codes = np.concatenate([known.rows, new]), np.concatenate([known.codes, codes])
+    numbers = groups.numbers
+    codes = np.fromiter((numbers.setdefault((k, v), len(numbers)) for _, k, v in cells), np.int32, len(cells))
+    groups.rows, groups.codes = np.concatenate([groups.rows, new]), np.concatenate([groups.codes, codes])

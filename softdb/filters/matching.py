@@ -1,8 +1,8 @@
-"""The records that a filter matches, remembered and carried from one commit to the next.
+"""Cache of the records that filters match, which is updated after each commit.
 
-What a commit changes is known without reading payloads: appended rows are those from `next_row` on, deleted ones have
-their tombstones. So only appended rows are evaluated anew. Payloads replaced in place, or segments rewritten by a
-compaction, void what is remembered.
+The changes of a commit are known without reading payloads: appended rows are those from `next_row` on, deleted rows
+have tombstones. So only appended rows are evaluated. Payloads that are replaced in place, and segments that compaction
+replaces, invalidate the cache.
 """
 
 from __future__ import annotations
@@ -27,87 +27,87 @@ from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-SAMPLED = 1000  # records whose fields a warning knows
-FILTERS_KEPT = 16  # filters whose matching rows are remembered: n bytes each
-MANY = 10_000  # appended rows from which on a filter over declared fields is quicker asked anew
+SAMPLED = 1000  # records from whose fields a warning suggests a name
+MAX_FILTERS = 16  # filters whose matches are cached: n bytes each
+MAX_APPENDED = 10_000  # appended rows beyond which a filter over declared fields is evaluated again, which is faster
 
 
 class Matching(NamedTuple):
     """The records that a filter matches."""
 
-    live: Live  # (size,) over positions; never changed, indexes remember it by identity
-    keyless: NDArray[np.int64]  # (m,) ascending, of those without a key
+    live: Live  # (size,) mask of positions; immutable, as indexes cache by its identity
+    keyless: NDArray[np.int64]  # (m,) ascending rows of matches without a key
 
 
-class _Known(NamedTuple):
+class _Cached(NamedTuple):
     generation: int
     next_row: int
-    segments: list[tuple[int, int]]  # number and first row: old positions stay while these come first
+    segments: list[tuple[int, int]]  # numbers and first rows; positions stay valid while a snapshot begins with these
     matching: Matching
 
 
 class Matches:
-    """The matches of the last filters. The caller holds the store's thread and one generation of the catalogue."""
+    """Matches of the filters used last. The caller holds the store's thread and one generation of the catalogue."""
 
     def __init__(self) -> None:
         self.orders = Orders()
         self.is_whole = True  # False in a shard of a cluster, which cannot tell that no record has a field
-        self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._last: dict[str, _Known] = {}  # filters as they were given, of one generation
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # by compiled condition
+        self._last: dict[str, _Cached] = {}  # by the JSON of `where`, of one generation
         self._looked_for: set[str] = set()  # fields of filters that matched nothing
 
-    def known(self, where: dict[str, Any], generation: int) -> Live | None:
-        """The positions that the filter matches, if it was asked in this generation. In any thread."""
+    def cached(self, where: dict[str, Any], generation: int) -> Live | None:
+        """Return the mask of a filter that was evaluated in this generation, else None. Call it in any thread."""
         try:
-            known = self._last.get(json.dumps(where))
-        except (TypeError, ValueError, RecursionError):  # `parse` says what is wrong with it
+            entry = self._last.get(json.dumps(where))
+        except (TypeError, ValueError, RecursionError):  # `parse` will raise
             return None
-        return known.matching.live if known is not None and known.generation == generation else None
+        return entry.matching.live if entry is not None and entry.generation == generation else None
 
     def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Matching:
-        """The records that the filter matches. Raises BadFilter.
+        """Return the records that a filter matches. Raises BadFilter.
 
-        Cost: one pass over the payloads, or the matches alone where all fields are declared; after a commit the rows
-        it appended; n bytes copied.
+        Cost: one pass over the payloads, or over the matches if all fields are declared; after a commit only over the
+        appended rows; n bytes copied.
         """
         node = parse(where)
         condition, bindings = statement(node)
         if textindex.MATCHING in condition and textindex.tokenizer(catalog.connection) is None:
             raise BadFilter(f"where has $match, but {textindex.NONE}")
         text = json_text([condition, bindings], "where")
-        known = self._known.pop(text, None)
-        if known is None or known.generation != snapshot.generation:
-            known = self._evaluated(node, known, catalog, snapshot)
-        self._known[text] = known
-        if len(self._known) > FILTERS_KEPT:
-            self._known.popitem(last=False)
-        self._remember(where, known)
-        return known.matching
+        entry = self._cached.pop(text, None)
+        if entry is None or entry.generation != snapshot.generation:
+            entry = self._evaluate(node, entry, catalog, snapshot)
+        self._cached[text] = entry
+        if len(self._cached) > MAX_FILTERS:
+            self._cached.popitem(last=False)
+        self._note_last(where, entry)
+        return entry.matching
 
-    def _remember(self, where: dict[str, Any], known: _Known) -> None:
-        others = [other for other in self._last.values() if other.generation == known.generation]
-        last = self._last.copy() if 0 < len(others) < FILTERS_KEPT else {}
+    def _note_last(self, where: dict[str, Any], entry: _Cached) -> None:
+        others = [other for other in self._last.values() if other.generation == entry.generation]
+        last = self._last.copy() if 0 < len(others) < MAX_FILTERS else {}
         with contextlib.suppress(TypeError):
-            last[json.dumps(where)] = known
+            last[json.dumps(where)] = entry
         self._last = last
 
-    def _evaluated(self, node: Node, known: _Known | None, catalog: Catalog, snapshot: Snapshot) -> _Known:
-        next_row, places = catalog.state().next_row, RecordLine(snapshot)
-        mask = None if known is None else _carried(known, next_row, node, catalog, places)
+    def _evaluate(self, node: Node, old: _Cached | None, catalog: Catalog, snapshot: Snapshot) -> _Cached:
+        next_row, line = catalog.state().next_row, RecordLine(snapshot)
+        mask = None if old is None else _update(old, next_row, node, catalog, line)
         if mask is None:
-            mask = Evaluation(catalog, places, self.orders).of(node)
+            mask = Evaluation(catalog, line, self.orders).of(node)
         if self.is_whole and snapshot.records and not mask.any():
             self._warn_of_unknown(node, catalog)
         matching = Matching(mask[: snapshot.size], snapshot.keyless[mask[snapshot.size :]])
-        return _Known(snapshot.generation, next_row, _segments(snapshot), matching)
+        return _Cached(snapshot.generation, next_row, _segments(snapshot), matching)
 
     def _warn_of_unknown(self, node: Node, catalog: Catalog) -> None:
-        """Warn of fields that no record has, each once. Cost: none for a field that was looked for before."""
+        """Warn once of each field that no record has. Cost: none for a field that was looked for before."""
         for name in sorted({leaf.field for leaf in leaves(node)} - self._looked_for):
             self._looked_for.add(name)
             condition, bindings = statement(parse({name: {"$exists": True}}))
             if catalog.one(f"SELECT 1 FROM records WHERE {condition} LIMIT 1", bindings) is None:
-                message = f"no record has the field {shown(name)}{_nearest(name, catalog)}"
+                message = f"no record has the field {shown(name)}{_suggest(name, catalog)}"
                 warnings.warn(message, UnknownField, stacklevel=2)
 
 
@@ -115,37 +115,37 @@ def _segments(snapshot: Snapshot) -> list[tuple[int, int]]:
     return [(segment.number, segment.first_row) for segment in snapshot.segments]
 
 
-def _carried(known: _Known, next_row: int, node: Node, catalog: Catalog, places: RecordLine) -> Live | None:
-    """Matches of an earlier generation, with the commits since; None where they are void, or quicker made anew."""
-    snapshot = places.snapshot
-    if not catalog.payloads_replaced() <= known.generation <= snapshot.generation:
+def _update(old: _Cached, next_row: int, node: Node, catalog: Catalog, line: RecordLine) -> Live | None:
+    """Update the matches of an earlier generation; return None if they are invalid, or evaluating again is faster."""
+    snapshot = line.snapshot
+    if not catalog.payloads_replaced() <= old.generation <= snapshot.generation:
         return None
-    if _segments(snapshot)[: len(known.segments)] != known.segments:
+    if _segments(snapshot)[: len(old.segments)] != old.segments:
         return None
-    if next_row - known.next_row > MANY and fields_of(node) <= set(catalog.fields()):
+    if next_row - old.next_row > MAX_APPENDED and fields_of(node) <= set(catalog.fields()):
         return None
-    live = known.matching.live
-    mask = places.of(known.matching.keyless[np.isin(known.matching.keyless, snapshot.keyless)])
+    live = old.matching.live
+    mask = line.of(old.matching.keyless[np.isin(old.matching.keyless, snapshot.keyless)])
     mask[: len(live)] = live & snapshot.live[: len(live)]
-    if next_row > known.next_row:
-        mask |= places.of(catalog.matching(*statement(node), first=known.next_row))
+    if next_row > old.next_row:
+        mask |= line.of(catalog.matching(*statement(node), first=old.next_row))
     return mask
 
 
-def _nearest(name: str, catalog: Catalog) -> str:
-    """End of a message: the name that was likely meant by one that no record has; empty where nothing is near."""
+def _suggest(name: str, catalog: Catalog) -> str:
+    """Return the end of a warning that suggests a similar name for an unknown one; empty if none is similar."""
     parts = parts_of(name)
-    for i, part in enumerate(parts):
+    for i, key_name in enumerate(parts):
         of_type, value = field_sql(parts[:i]) if i else ("json_type(payload)", "payload")
-        some = f"FROM (SELECT {of_type} AS kind, {value} AS held FROM (SELECT payload FROM records LIMIT {SAMPLED}))"
-        within = f"SELECT DISTINCT j.key {some}, json_each(CASE WHEN kind IN ('object', 'array') THEN held END) j"
+        sample = f"FROM (SELECT {of_type} AS kind, {value} AS held FROM (SELECT payload FROM records LIMIT {SAMPLED}))"
+        within = f"SELECT DISTINCT j.key {sample}, json_each(CASE WHEN kind IN ('object', 'array') THEN held END) j"
         keys = [key for (key,) in catalog.all(within)]
-        if part in map(str, keys):
+        if key_name in map(str, keys):
             continue
-        names = [key for key in keys if isinstance(key, str)]  # of a list they are numbers
+        names = [key for key in keys if isinstance(key, str)]  # the keys of a list are numbers
         if (plain := ".".join(parts[i:])) in names:
             return f"; a dot in a name is written {shown(spelled([*parts[:i], plain]))}"
-        near = [spelled([*parts[:i], name, *parts[i + 1 :]]) for name in difflib.get_close_matches(part, names, 1)]
+        near = [spelled([*parts[:i], name, *parts[i + 1 :]]) for name in difflib.get_close_matches(key_name, names, 1)]
         if i and not near and len(names) < len(keys):
             inner = json.dumps({spelled(parts[:i]): {"$elemMatch": {spelled(parts[i:]): "…"}}}, ensure_ascii=False)
             return f"; {shown(spelled(parts[:i]))} is a list, whose elements are asked by {inner}"

@@ -1,7 +1,7 @@
-"""Salvage: the records that can still be read of a damaged database, put into a new one.
+"""Salvage: copy the intact records of a damaged database to a new one.
 
-Reads files without SQLite, by the formats of `store`; writes only the new directory.
-Begin in `run.py`; `remains.py` reads the catalogue, `placing.py` finds vectors in the column files.
+It reads files without SQLite, by the formats of `store`, and writes only the new directory.
+Begin in `run.py`. `remains.py` reads the catalogue; `placing.py` finds vectors in the column files.
 """
 
 from softdb.salvaging.run import salvage

@@ -1,6 +1,6 @@
-"""Cells and records on a page of an SQLite file, as bytes from elsewhere: what keeps to the format, and nothing else.
+"""Parse cells and records on a page of an SQLite file, strictly, as the bytes may be damaged.
 
-The format: https://sqlite.org/fileformat2.html, section 1.6 and 2.1.
+The format: https://sqlite.org/fileformat2.html, sections 1.6 and 2.1.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from typing import NamedTuple, TypeAlias
 
 Value: TypeAlias = int | float | str | bytes | None
 
-_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes of a serial type
-_SHORTEST = 4  # bytes of a cell, and of a block that is free
+_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes of an integer by serial type
+_SHORTEST = 4  # minimum bytes of a cell, and of a free block
 
 
 class Damaged(Exception):
-    """Bytes that are no page, cell or record."""
+    """The bytes are not a valid page, cell or record."""
 
 
 class Spot(NamedTuple):
-    """A cell's place in its page, and what its beginning says."""
+    """Offsets of a cell in its page, and the fields of its header."""
 
     start: int
     stop: int
-    child: int  # on an inner page; else 0
+    child: int  # page number, on an inner page; else 0
     row: int  # in a table; else -1
-    size: int  # of the record; -1: it has none
-    body: int  # where the record begins
+    size: int  # bytes of the record; -1: the cell has none
+    body: int  # offset of the record
 
 
 def spot(data: bytes, at: int, inner: bool, table: bool) -> Spot:
-    """The cell that begins there. Raises Damaged."""
+    """Parse the header of the cell at an offset of a page. Raises Damaged."""
     start, child, size, row = at, 0, -1, -1
     if inner:
         child, at = int.from_bytes(data[at : at + 4], "big"), at + 4
@@ -47,27 +47,27 @@ def spot(data: bytes, at: int, inner: bool, table: bool) -> Spot:
 
 
 def local_size(size: int, page: int, table: bool) -> int:
-    """Number of bytes of a record on its own page."""
-    most = page - 35 if table else (page - 12) * 64 // 255 - 23
-    if size <= most:
+    """Return the bytes of a record that lie on its cell's page; the others lie on overflow pages."""
+    largest = page - 35 if table else (page - 12) * 64 // 255 - 23
+    if size <= largest:
         return size
-    least = (page - 12) * 32 // 255 - 23
-    wanted = least + (size - least) % (page - 4)
-    return wanted if wanted <= most else least
+    smallest = (page - 12) * 32 // 255 - 23
+    local = smallest + (size - smallest) % (page - 4)
+    return local if local <= largest else smallest
 
 
 def freed(data: bytes, first: int) -> list[tuple[int, int]]:
-    """The blocks of a page that are free, as far as their chain can be followed."""
-    found, last = list[tuple[int, int]](), 0
+    """Return (start, stop) of a page's free blocks, as far as their chain can be followed from the first."""
+    blocks, last = list[tuple[int, int]](), 0
     while last < first <= len(data) - _SHORTEST:
         following, size = struct.unpack_from(">HH", data, first)
-        found.append((first, min(first + max(size, _SHORTEST), len(data))))
+        blocks.append((first, min(first + max(size, _SHORTEST), len(data))))
         last, first = first, following
-    return found
+    return blocks
 
 
 def record(data: bytes) -> tuple[Value, ...]:
-    """The columns of a record. Raises Damaged."""
+    """Parse the columns of a record. Raises Damaged."""
     stop, at = _varint(data, 0)
     if stop > len(data):
         raise Damaged
@@ -92,17 +92,17 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Value, int]:
     if kind in (10, 11):
         raise Damaged
     size = _INTEGERS.get(kind) or (8 if kind == 7 else (kind - 12) // 2)
-    part = data[at : at + size]
-    if len(part) < size:
+    raw = data[at : at + size]
+    if len(raw) < size:
         raise Damaged
     if kind in _INTEGERS:
-        return int.from_bytes(part, "big", signed=True), at + size
+        return int.from_bytes(raw, "big", signed=True), at + size
     if kind == 7:
-        return float(struct.unpack(">d", part)[0]), at + size
+        return float(struct.unpack(">d", raw)[0]), at + size
     if kind % 2 == 0:
-        return part, at + size
+        return raw, at + size
     try:
-        return part.decode(), at + size
+        return raw.decode(), at + size
     except UnicodeDecodeError:
         raise Damaged from None
 

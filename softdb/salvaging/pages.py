@@ -1,8 +1,8 @@
-"""The b-trees of an SQLite file and its write-ahead log, read without SQLite: damage is stepped around, nothing is run.
+"""Read the b-trees of an SQLite file and its write-ahead log without SQLite: skip damage, run nothing.
 
-Read are trees of a UTF-8 database without reserved bytes, as softdb makes them; https://sqlite.org/fileformat2.html is
-their format. A page or a cell that does not keep to it is left out and noted, and so is what only looks like a cell:
-the bytes of a record that was deleted lie in freed space, and must not come back.
+It reads UTF-8 databases without reserved bytes, as softdb makes them; https://sqlite.org/fileformat2.html is the
+format. Pages and cells that violate it are skipped and recorded as damaged. So are cells in freed space: those bytes
+belong to deleted records, which must not come back.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Cell(NamedTuple):
 
 
 class Pages:
-    """The pages of a catalogue as of the last commit that is whole in its log."""
+    """The pages of a catalogue, as of the last valid commit in its log."""
 
     def __init__(
         self, file: apsw.VFSFile, log: Log | None, size: int = PAGE, extents: list[tuple[int, int]] | None = None
     ) -> None:
-        """`extents`: the ranges of the file that are no holes, ascending; None: it has none."""
+        """`size`: bytes of a page; `extents`: the ranges of a sparse file that are no holes, ascending."""
         self._file, self.log, self.size = file, log if log is not None and log.size == size else None, size
         self.count = -(-file.xFileSize() // size)
-        if self.log is not None:  # no page beyond both can be read, whatever the log says of their number
+        if self.log is not None:  # pages beyond both files cannot be read, whatever count the log claims
             self.count = min(self.log.pages, max(self.count, *self.log.numbers[-1:]))
         self._extents = [(0, self.count * size)] if extents is None else extents
-        self.damaged: set[int] = set()  # pages with something on them that could not be read
-        self.seen: set[int] = set()  # pages of the trees that were walked
+        self.damaged: set[int] = set()  # numbers of pages that could not be read completely
+        self.seen: set[int] = set()  # numbers of the pages of trees that were walked
 
     def page(self, number: int) -> bytes | None:
-        """The bytes of a page, from 1 on; None where they cannot be read."""
+        """Return the bytes of a page, counted from 1; None if they cannot be read."""
         if not 0 < number <= self.count:
             return None
-        if self.log is not None and (found := self.log.page(number)) is not None:
-            return found
+        if self.log is not None and (newest := self.log.page(number)) is not None:
+            return newest
         try:
             data = self._file.xRead(self.size, (number - 1) * self.size)
         except apsw.Error:
@@ -59,61 +59,61 @@ class Pages:
         return data if len(data) == self.size else None
 
     def written(self) -> Iterator[int]:
-        """The pages that lie in the log, or in the file outside of its holes, ascending; some twice."""
+        """Yield the numbers of pages in the log, and in the file outside of its holes, ascending; some twice."""
         runs = (range(low // self.size + 1, -(-high // self.size) + 1) for low, high in self._extents)
         yield from merge([] if self.log is None else self.log.numbers, chain.from_iterable(runs))
 
     def kind(self, number: int) -> int:
-        """The type of a page, 0 where there is none."""
+        """Return the type of a page, 0 if it cannot be read."""
         data = self.page(number)
         return 0 if data is None else data[_start(number)]
 
-    def walk(self, root: int, table: bool = True, most: int | None = None) -> Iterator[Cell]:
-        """The entries of a tree, in its order; those of more than `most` bytes are taken for damaged."""
+    def walk(self, root: int, table: bool = True, limit: int | None = None) -> Iterator[Cell]:
+        """Yield the entries of a tree in order; treat those of more than `limit` bytes as damaged."""
         seen = set[int]()
         waiting: list[int | Spot] = [root]
         data = b""
         while waiting:
             item = waiting.pop()
             if isinstance(item, Spot):
-                yield self._cell(data, item, table, most)  # of a leaf: nothing comes between
+                yield self._cell(data, item, table, limit)  # of a leaf, whose cells follow one another: `data` is its
             elif item in seen:
                 self.damaged.add(item)
             else:
                 seen.add(item)
                 data = self.page(item) or b""
-                below, spots = self._open(item, data, table)
-                yield from (self._cell(data, one, table, most) for one in spots if below)
-                waiting += reversed(below or spots)
+                children, spots = self._parse(item, data, table)
+                yield from (self._cell(data, at, table, limit) for at in spots if children)
+                waiting += reversed(children or spots)
         self.seen |= seen
 
     def leaf(self, number: int, table: bool = True) -> Iterator[Cell]:
-        """The entries of one leaf."""
+        """Yield the entries of one leaf."""
         self.seen.add(number)
         data = self.page(number) or b""
-        for one in self._open(number, data, table)[1]:
-            yield self._cell(data, one, table)
+        for at in self._parse(number, data, table)[1]:
+            yield self._cell(data, at, table)
 
     def free(self) -> set[int] | None:
-        """Pages that nothing uses; None where their list is damaged."""
+        """Return the numbers of free pages; None if their list is damaged."""
         first = self.page(1)
         if first is None:
             return None
         trunk, count = struct.unpack_from(">II", first, 32)
-        found = set[int]()
+        numbers = set[int]()
         while trunk:
             data = self.page(trunk)
-            if data is None or trunk in found or len(found) >= count:
+            if data is None or trunk in numbers or len(numbers) >= count:
                 return None
-            found.add(trunk)
+            numbers.add(trunk)
             trunk, leaves = struct.unpack_from(">II", data)
             if leaves > self.size // 4 - 2:
                 return None
-            found.update(struct.unpack_from(f">{leaves}I", data, 8))
-        return found if len(found) == count else None
+            numbers.update(struct.unpack_from(f">{leaves}I", data, 8))
+        return numbers if len(numbers) == count else None
 
-    def _open(self, number: int, data: bytes, table: bool) -> tuple[list[int], list[Spot]]:
-        """The pages below a page and its cells, each in order."""
+    def _parse(self, number: int, data: bytes, table: bool) -> tuple[list[int], list[Spot]]:
+        """Return the child pages of a page, and its cells with a record, each in order."""
         start, (inner, leaf) = _start(number), _TABLE if table else _INDEX
         if not data or data[start] not in (inner, leaf):
             self.damaged.add(number)
@@ -124,58 +124,59 @@ class Pages:
         if pointers + 2 * count > len(data):
             self.damaged.add(number)
             return [], []
-        places = struct.unpack_from(f">{count}H", data, pointers)
+        offsets = struct.unpack_from(f">{count}H", data, pointers)
         spots = []
-        for place in dict.fromkeys(places):
+        for offset in dict.fromkeys(offsets):
             try:
-                if place < max(top or 65536, pointers + 2 * count):
+                if offset < max(top or 65536, pointers + 2 * count):
                     raise Damaged  # freed space
-                spots.append(spot(data, place, is_inner, table))
+                spots.append(spot(data, offset, is_inner, table))
             except Damaged:
                 continue
-        spots = _apart(spots, freed(data, block))
+        spots = _drop_overlapping(spots, freed(data, block))
         if len(spots) < count:
             self.damaged.add(number)
-        below = [one.child for one in spots] + [int.from_bytes(data[start + 8 : start + 12], "big")] if is_inner else []
-        return below, [one for one in spots if one.size >= 0]
+        last = int.from_bytes(data[start + 8 : start + 12], "big")
+        children = [*(at.child for at in spots), last] if is_inner else []
+        return children, [at for at in spots if at.size >= 0]
 
-    def _cell(self, data: bytes, at: Spot, table: bool, most: int | None = None) -> Cell:
+    def _cell(self, data: bytes, at: Spot, table: bool, limit: int | None = None) -> Cell:
         try:
-            if most is not None and at.size > most:
+            if limit is not None and at.size > limit:
                 raise Damaged
-            return Cell(at.row, record(self._whole(data, at, table)))
+            return Cell(at.row, record(self._record_bytes(data, at, table)))
         except Damaged:
             return Cell(at.row, None)
 
-    def _whole(self, data: bytes, at: Spot, table: bool) -> bytes:
-        """A record with what lies on pages of its own."""
+    def _record_bytes(self, data: bytes, at: Spot, table: bool) -> bytes:
+        """Return the bytes of a record, with those on overflow pages. Raises Damaged."""
         local = local_size(at.size, self.size, table)
-        parts, missing = [data[at.body : at.body + local]], at.size - local
+        chunks, missing = [data[at.body : at.body + local]], at.size - local
         if missing > self.count * self.size:
             raise Damaged
         following, seen = int.from_bytes(data[at.stop - 4 : at.stop], "big"), set[int]()
         while missing > 0:
-            more = self.page(following)
-            if more is None or following in seen:
+            overflow = self.page(following)
+            if overflow is None or following in seen:
                 raise Damaged
             seen.add(following)
-            parts.append(more[4 : 4 + missing])
-            missing -= len(parts[-1])
-            following = int.from_bytes(more[:4], "big")
-        return b"".join(parts)
+            chunks.append(overflow[4 : 4 + missing])
+            missing -= len(chunks[-1])
+            following = int.from_bytes(overflow[:4], "big")
+        return b"".join(chunks)
 
 
 def _start(number: int) -> int:
     return _HEADER if number == 1 else 0
 
 
-def _apart(spots: list[Spot], blocks: list[tuple[int, int]]) -> list[Spot]:
-    """The cells that share no byte with another, or with a block that is free."""
-    taken = sorted([(one.start, one.stop) for one in spots] + blocks)
-    clash = set[tuple[int, int]]()
-    reach = (0, 0)
-    for one in taken:
-        if one[0] < reach[1]:
-            clash |= {one, reach}
-        reach = max(reach, one, key=lambda span: span[1])
-    return [one for one in spots if (one.start, one.stop) not in clash]
+def _drop_overlapping(spots: list[Spot], blocks: list[tuple[int, int]]) -> list[Spot]:
+    """Return the cells that overlap neither another cell nor a free block."""
+    spans = sorted([(at.start, at.stop) for at in spots] + blocks)
+    overlapping = set[tuple[int, int]]()
+    farthest = (0, 0)
+    for span in spans:
+        if span[0] < farthest[1]:
+            overlapping |= {span, farthest}
+        farthest = max(farthest, span, key=lambda s: s[1])
+    return [at for at in spots if (at.start, at.stop) not in overlapping]

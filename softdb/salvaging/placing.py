@@ -1,9 +1,9 @@
-"""Places of the records' vectors in column files whose catalogue, names or headers may be damaged.
+"""Find the slots of the records' vectors in column files, though catalogue, file names or headers may be damaged.
 
-A record's checksums tell: its key lies in the slot whose bytes give the key's checksum, and its value likewise. First
-each file is held against what the catalogue says of its segment. A file that then holds little of what it should, or
-that the catalogue does not know, is searched: records lie in it in the order of their rows, so chance hits of a 32-bit
-checksum do not fit in.
+A record's key lies in a slot whose bytes have the checksum of the key, and its value likewise. First each file is
+compared with the rows that the catalogue claims for its segment. A file with few of its claimed records, or one that
+the catalogue does not name, is searched for any record: records lie in it in the order of their rows, by which chance
+matches of the 32-bit checksums are told from true ones.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from softdb.salvaging.remains import Remains
 from softdb.store import files
 from softdb.store.segments import MAX_ROWS, header
 
-_AT_ONCE = 8192  # rows or slots at most
-_BYTES = 1 << 26  # at once at most
-HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # of every column file that softdb makes
-_CHANCE = 1e-5  # what is not expected to happen in a search
+_AT_ONCE = 8192  # maximum rows or slots read at once
+_BYTES = 1 << 26  # maximum bytes read at once
+HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # bytes of the header of every column file
+_CHANCE = 1e-5  # expected number of chance matches that a search accepts
 _NAME = re.compile(r"(keys|values)-(\d{8,18})\.npy")
 
 Numbers = NDArray[np.int64]
 
 
 class ColumnSpec(NamedTuple):
-    """The keys of all segments, or the values."""
+    """The column of keys, or of values, in all segments."""
 
-    name: str  # keys or values
+    name: str  # "keys" or "values"
     dtype: np.dtype[Any]
     width: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return int(self.dtype.itemsize * np.prod(self.width, dtype=np.int64))
 
 
 def columns(schema: Schema) -> list[ColumnSpec]:
-    """Columns that a schema's records have."""
-    found = [ColumnSpec("keys", schema.dtype, (schema.dim,))]
+    """Return the columns of a schema."""
+    specs = [ColumnSpec("keys", schema.dtype, (schema.dim,))]
     if schema.has_values:
-        found.append(ColumnSpec("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
-    return found
+        specs.append(ColumnSpec("values", schema.value_dtype, () if schema.value_dim is None else (schema.value_dim,)))
+    return specs
 
 
 def file_of(directory: Path, column: str, number: int) -> Path:
-    """A segment's file."""
+    """Return the path of a segment's column file."""
     return directory / f"{column}-{number:08d}.npy"
 
 
@@ -66,21 +66,21 @@ def file_of(directory: Path, column: str, number: int) -> Path:
 
 
 def at_once(size: int) -> int:
-    """Number of slots of so many bytes that are read at once."""
+    """Return the number of slots of `size` bytes to read at once."""
     return max(1, min(_AT_ONCE, _BYTES // size))
 
 
 def read_slots(file: BinaryIO, size: int, low: int, high: int) -> Iterator[bytes]:
-    """The bytes of slots low … high - 1; nothing of those that are not there, or that the disk does not give."""
-    at, whole = HEAD + low * size, (high - low) * size
-    data = _read(file, at, whole)
-    if data is None:  # find those that it gives
-        alone = (_read(file, at + i * size, size) for i in range(high - low))
-        yield from (b"" if one is None or len(one) < size else one for one in alone)
+    """Yield the bytes of slots low … high - 1; b"" for slots beyond the file, or that the disk cannot read."""
+    start = HEAD + low * size
+    data = _read(file, start, (high - low) * size)
+    if data is None:  # read slot by slot
+        slots = (_read(file, start + i * size, size) for i in range(high - low))
+        yield from (b"" if slot is None or len(slot) < size else slot for slot in slots)
         return
     for i in range(high - low):
-        one = data[i * size : (i + 1) * size]
-        yield one if len(one) == size else b""
+        slot = data[i * size : (i + 1) * size]
+        yield slot if len(slot) == size else b""
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
@@ -91,26 +91,26 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
 
 
 def crcs_in(path: Path, size: int) -> Numbers:
-    """The CRC-32 of each slot of a file, -1 of those that cannot be read; nothing where there is no file."""
+    """Return the CRC-32 (slots,) of each slot of a file, -1 for unreadable slots; empty if there is no file."""
     try:
         with files.open_regular(path) as file:
             slots = min(-(-max(file.seek(0, io.SEEK_END) - HEAD, 0) // size), MAX_ROWS)
-            found = np.empty(slots, np.int64)
+            crcs = np.empty(slots, np.int64)
             for low in range(0, slots, at_once(size)):
                 high = min(low + at_once(size), slots)
-                found[low:high] = [crc32(slot) if slot else -1 for slot in read_slots(file, size, low, high)]
-            return found
+                crcs[low:high] = [crc32(slot) if slot else -1 for slot in read_slots(file, size, low, high)]
+            return crcs
     except OSError:
         return np.empty(0, np.int64)
 
 
 def rows_in(directory: Path, number: int) -> Numbers | None:
-    """Rows by a segment's column of rows, -1 where it cannot be read; None where there is none."""
+    """Return the rows (slots,) in a segment's row column, -1 for unreadable slots; None if there is no file."""
     try:
         with files.open_regular(file_of(directory, "rows", number)) as file:
             slots = min(max(file.seek(0, io.SEEK_END) - HEAD, 0) // 8, MAX_ROWS)
-            said = [int.from_bytes(slot, "little", signed=True) for slot in read_slots(file, 8, 0, slots)]
-            return np.array([row if row >= 0 else -1 for row in said], np.int64)
+            rows = [int.from_bytes(slot, "little", signed=True) for slot in read_slots(file, 8, 0, slots)]
+            return np.array([row if row >= 0 else -1 for row in rows], np.int64)
     except OSError:
         return None
 
@@ -119,20 +119,20 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
 
 
 def place(remains: Remains, directory: Path, which: list[ColumnSpec], scratch: apsw.Connection) -> None:
-    """Fill in where the records of the table `found` lie, by the checksums that they carry."""
-    said = _Said(remains, directory)
+    """Set file and slot of the columns `which` in the table `records`, by the checksums of the records."""
+    claimed = _Claimed(remains, directory)
     for column in which:
-        numbers = sorted({*said.entries, *_numbers(directory, column.name)})
+        numbers = sorted({*claimed.entries, *_numbers(directory, column.name)})
         for number in numbers:
             file = _File(scratch, directory, column, number)
-            for claim in (*said.claims(number), file.beside()):
-                file.trust(claim)
-        doubtful = [n for n in numbers if said.is_doubtful(n) or _mostly_not(scratch, column.name, n)]
+            for claim in (*claimed.claims(number), file.beside()):
+                file.check(claim)
+        doubtful = [n for n in numbers if claimed.is_doubtful(n) or _is_mostly_wrong(scratch, column.name, n)]
         for number in doubtful:
             file = _File(scratch, directory, column, number)
-            for other in numbers:  # files may have changed places
-                for claim in said.claims(other) if other != number and len(file.crcs) else ():
-                    file.trust(claim)
+            for other in numbers:  # files may have been swapped
+                for claim in claimed.claims(other) if other != number and len(file.crcs) else ():
+                    file.check(claim)
             file.search()
 
 
@@ -141,22 +141,22 @@ def _numbers(directory: Path, column: str) -> list[int]:
     return [int(name[2]) for name in names if name and name[1] == column]
 
 
-def _mostly_not(scratch: apsw.Connection, column: str, number: int) -> bool:
-    """Return True if the records that should lie in a file mostly do not."""
-    sql = f"SELECT count({column}_slot), count(*) FROM found WHERE {column}_file = ?"
+def _is_mostly_wrong(scratch: apsw.Connection, column: str, number: int) -> bool:
+    """Return True if most records that were claimed to lie in a file do not."""
+    sql = f"SELECT count({column}_slot), count(*) FROM records WHERE {column}_file = ?"
     counts: list[Any] = scratch.execute(sql, (number,)).fetchall()
     return bool(2 * counts[0][0] < counts[0][1])
 
 
 class Claim(NamedTuple):
-    """Rows and their slots by one source; one that is wrong does no harm."""
+    """Rows and their slots by one source; a wrong claim does no harm, as checksums are compared."""
 
     rows: Numbers  # (m,) ascending
     slots: Numbers  # (m,)
 
 
-class _Said:
-    """Places of rows by the catalogue and by columns of rows."""
+class _Claimed:
+    """Slots of rows as claimed by the catalogue and by row columns."""
 
     def __init__(self, remains: Remains, directory: Path) -> None:
         self.entries = {entry.number: entry for entry in remains.segments()}
@@ -164,18 +164,18 @@ class _Said:
         self.directory = directory
 
     def claims(self, number: int) -> Iterator[Claim]:
-        """Places of a segment's rows."""
+        """Yield the claims about a segment's rows."""
         rows, entry = rows_in(self.directory, number), self.entries.get(number)
         if rows is not None:
-            kept = np.flatnonzero(rows >= 0)
-            order = kept[np.argsort(rows[kept], kind="stable")]
+            readable = np.flatnonzero(rows >= 0)
+            order = readable[np.argsort(rows[readable], kind="stable")]
             yield Claim(rows[order], order)
         if entry is not None and number not in self.gaps:
             slots = np.arange(entry.capacity)
             yield Claim(entry.first_row + slots, slots)
 
     def is_doubtful(self, number: int) -> bool:
-        """Return True if the catalogue does not know a segment, or its column of rows is not as it was written."""
+        """Return True if the catalogue does not name a segment, or its row column is damaged."""
         crc = self.gaps.get(number)
         if number not in self.entries or crc is None:
             return number not in self.entries
@@ -190,107 +190,107 @@ class _File:
         self.scratch, self.column, self.number = scratch, column.name, number
         self.crcs = crcs_in(file_of(directory, column.name, number), column.bytes)
         self.crc = {"keys": "key_crc", "values": "value_crc"}[column.name]
-        self.open = f"why IS NULL AND {self.column}_slot IS NULL AND {self.crc} IS NOT NULL"
+        self.open = f"why IS NULL AND {self.column}_slot IS NULL AND {self.crc} IS NOT NULL"  # SQL: not placed yet
 
-    def trust(self, claim: Claim) -> None:
-        """Place the records that lie where they should."""
+    def check(self, claim: Claim) -> None:
+        """Place the records whose checksum is found in the claimed slot; note the file for the others."""
         rows, slots = claim
         if not len(rows):
             return
-        for found, crcs in self._open_rows(int(rows[0]), int(rows[-1])):
-            at = np.minimum(np.searchsorted(rows, found), len(rows) - 1)
-            claims = rows[at] == found
-            found, crcs, at = found[claims], crcs[claims], slots[at[claims]]
+        for unplaced, crcs in self._open_rows(int(rows[0]), int(rows[-1])):
+            at = np.minimum(np.searchsorted(rows, unplaced), len(rows) - 1)
+            claims = rows[at] == unplaced
+            unplaced, crcs, at = unplaced[claims], crcs[claims], slots[at[claims]]
             inside = at < len(self.crcs)
-            good = np.zeros(len(found), np.bool_)
+            good = np.zeros(len(unplaced), np.bool_)
             good[inside] = self.crcs[at[inside]] == crcs[inside]
-            self._put(found[good], at[good])
-            claimed = f"UPDATE found SET {self.column}_file = ? WHERE row = ?"
-            self.scratch.executemany(claimed, [(self.number, row) for row in found[~good].tolist()])
+            self._put(unplaced[good], at[good])
+            claimed = f"UPDATE records SET {self.column}_file = ? WHERE row = ?"
+            self.scratch.executemany(claimed, [(self.number, row) for row in unplaced[~good].tolist()])
 
     def beside(self) -> Claim:
-        """The slots of the records whose keys lie in the segment of this number."""
-        return self._claim(f"SELECT row, keys_slot FROM found WHERE {self.open} AND keys_file = ? AND keys_slot >= 0")
+        """Claim the slots of the keys in the same segment, for columns of values."""
+        return self._claim(f"SELECT row, keys_slot FROM records WHERE {self.open} AND keys_file = ? AND keys_slot >= 0")
 
     def search(self) -> None:
-        """Place records of which nothing says where they lie."""
+        """Place records without a claim, by slots that ascend with rows."""
         rows, slots = self._pairs()
         if not len(rows):
             return
         (shift, votes), *_ = Counter((rows - slots).tolist()).most_common(1)
-        if self._sure(votes):
+        if self._is_no_chance(votes):
             every = np.arange(len(self.crcs))
-            self.trust(Claim(shift + every, every))
+            self.check(Claim(shift + every, every))
         placed = self._placed()
         rows, slots = (np.concatenate(both) for both in zip(placed, self._pairs(), strict=True))
         order = np.argsort(slots, kind="stable")
         chain = order[_chain(rows[order])]
-        if self._sure(len(chain)) and 8 * len(chain) >= len(np.unique(self.crcs)):
+        if self._is_no_chance(len(chain)) and 8 * len(chain) >= len(np.unique(self.crcs)):
             new = chain[chain >= len(placed.rows)]
             self._put(rows[new], slots[new])
 
     def _placed(self) -> Claim:
-        """The records that have their place here."""
+        """Return the records that are placed in this file."""
         column = self.column
-        return self._claim(f"SELECT row, {column}_slot FROM found WHERE {column}_file = ? AND {column}_slot >= 0")
+        return self._claim(f"SELECT row, {column}_slot FROM records WHERE {column}_file = ? AND {column}_slot >= 0")
 
     def _claim(self, sql: str) -> Claim:
         pairs = self.scratch.execute(f"{sql} ORDER BY row", (self.number,)).fetchall()
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
-    def _sure(self, hits: int) -> bool:
-        """Return True if so many hits in one line are none of chance.
+    def _is_no_chance(self, hits: int) -> bool:
+        """Return True if this number of matches in one sequence is no chance.
 
-        A checksum is met by chance in one of the slots with probability c / 2³², so hits do so on about
-        u (c / 2³²)^hits of the u lines.
+        A checksum matches one of c slots by chance with probability c / 2³², so of u sequences, one for each unplaced
+        record, about u (c / 2³²)^hits have that many chance matches.
         """
-        missing: list[Any] = self.scratch.execute(f"SELECT count(*) FROM found WHERE {self.open}").fetchall()
+        missing: list[Any] = self.scratch.execute(f"SELECT count(*) FROM records WHERE {self.open}").fetchall()
         return bool(missing[0][0] * (len(self.crcs) / 2**32) ** hits < _CHANCE)
 
     def _pairs(self) -> tuple[Numbers, Numbers]:
-        """Rows without a place, and slots of the same checksum in which none lies, in the order of slots.
+        """Return pairs of unplaced rows and free slots of the same checksum, in the order of slots.
 
-        Where several are alike, the first goes with the first, and so on.
+        Several rows and slots of one checksum are paired in order.
         """
         free = np.ones(len(self.crcs), np.bool_)
         free[self._placed().slots] = False
         slots = [(int(self.crcs[slot]), slot) for slot in np.flatnonzero(free & (self.crcs >= 0)).tolist()]
-        self.scratch.execute(f"CREATE INDEX IF NOT EXISTS by_{self.crc} ON found({self.crc})")
+        self.scratch.execute(f"CREATE INDEX IF NOT EXISTS by_{self.crc} ON records({self.crc})")
         self.scratch.execute("CREATE TEMP TABLE slots(crc INTEGER, slot INTEGER)")
         self.scratch.executemany("INSERT INTO slots VALUES(?, ?)", slots)
-        found = self.scratch.execute(
+        pairs = self.scratch.execute(
             f"""WITH a AS (SELECT row, {self.crc} AS crc,
                                   row_number() OVER (PARTITION BY {self.crc} ORDER BY row) AS nth
-                           FROM found WHERE {self.open} AND {self.crc} IN (SELECT crc FROM slots)),
+                           FROM records WHERE {self.open} AND {self.crc} IN (SELECT crc FROM slots)),
                      b AS (SELECT slot, crc, row_number() OVER (PARTITION BY crc ORDER BY slot) AS nth FROM slots)
                 SELECT row, slot FROM a JOIN b USING(crc, nth) ORDER BY slot"""
         ).fetchall()
         self.scratch.execute("DROP TABLE slots")
-        rows, places = np.array(found, np.int64).reshape(-1, 2).T
-        return rows, places
+        rows, paired_slots = np.array(pairs, np.int64).reshape(-1, 2).T
+        return rows, paired_slots
 
     def _open_rows(self, low: int, high: int) -> Iterator[tuple[Numbers, Numbers]]:
-        """Rows and checksums of records from low to high that have no place yet, some at a time."""
-        sql = f"SELECT row, {self.crc} FROM found WHERE row BETWEEN ? AND ? AND {self.open} ORDER BY row LIMIT ?"
-        while some := self.scratch.execute(sql, (low, high, _AT_ONCE)).fetchall():
-            found, crcs = np.array(some, np.int64).T
-            low = int(found[-1]) + 1
-            yield found, crcs
+        """Yield chunks of rows and checksums of unplaced records in rows low … high."""
+        sql = f"SELECT row, {self.crc} FROM records WHERE row BETWEEN ? AND ? AND {self.open} ORDER BY row LIMIT ?"
+        while chunk := self.scratch.execute(sql, (low, high, _AT_ONCE)).fetchall():
+            rows, crcs = np.array(chunk, np.int64).T
+            low = int(rows[-1]) + 1
+            yield rows, crcs
 
     def _put(self, rows: Numbers, slots: Numbers) -> None:
-        sql = f"UPDATE found SET {self.column}_file = ?, {self.column}_slot = ? WHERE row = ?"
+        sql = f"UPDATE records SET {self.column}_file = ?, {self.column}_slot = ? WHERE row = ?"
         places = zip(rows.tolist(), slots.tolist(), strict=True)
         self.scratch.executemany(sql, [(self.number, slot, row) for row, slot in places])
 
 
 def _chain(rows: Numbers) -> list[int]:
-    """The places of a longest ascending run of rows (m,)."""
-    ends, places, before = list[int](), list[int](), list[int]()
+    """Return the indices of a longest increasing subsequence of rows (m,), by patience sorting."""
+    ends, indices, before = list[int](), list[int](), list[int]()
     for i, row in enumerate(rows.tolist()):
         at = bisect.bisect_left(ends, row)
-        before.append(places[at - 1] if at else -1)
-        ends[at : at + 1], places[at : at + 1] = [row], [i]
-    chain, last = list[int](), places[-1] if places else -1
+        before.append(indices[at - 1] if at else -1)
+        ends[at : at + 1], indices[at : at + 1] = [row], [i]
+    chain, last = list[int](), indices[-1] if indices else -1
     while last >= 0:
         chain.append(last)
         last = before[last]

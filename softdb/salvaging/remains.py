@@ -1,8 +1,8 @@
-"""Contents that can still be read of a damaged catalogue without opening it as a database.
+"""Read the remains of a damaged catalogue without opening it as a database.
 
-Trees are found by their names in the schema, or else where SQLite puts them when it lays a catalogue out. Leaves that
-no tree reaches any more, because a page above them is damaged, are looked for, unless the list of freed pages is
-damaged, too: on those lie records that were deleted.
+Trees are found by their names in the schema, or else where SQLite puts them in a new catalogue. Orphaned leaves, which
+no tree reaches because a page above them is damaged, are searched for, unless the list of free pages is damaged, too:
+free pages hold deleted records.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from softdb.store import files, format
 from softdb.store.catalog import CatalogState
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-_IDS = "sqlite_autoindex_records_1"  # SQLite's own index of the records' ids
-_SORTED = {"settings", "indexes", _IDS}  # kept in index trees
+_IDS = "sqlite_autoindex_records_1"  # SQLite's index of the records' ids
+_SORTED = {"settings", "indexes", _IDS}  # stored as index trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
 _WIDTH = 8  # columns of a record
-_SMALL = 1 << 24  # bytes at most of an entry of the other tables: settings, segments, tombstones
+_SMALL = 1 << 24  # maximum bytes of an entry of the tables other than records
 _MAGIC = b"SQLite format 3\0"
 
 
 class Remains:
-    """A catalogue's remains; its files stay open until `close`, and are only read."""
+    """The remains of a catalogue. Its files are open, read-only, until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NotADatabase where there is no catalogue, or another program's."""
+        """Raises NotADatabase if the catalogue cannot be opened."""
         with contextlib.ExitStack() as opened:
             try:
-                file = _opened(path)
+                file = _open_catalogue(path)
             except (OSError, apsw.Error) as error:
                 raise NotADatabase(
-                    f"{path} cannot be read ({error}): ids and payloads were in it and nowhere else; restore it from a "
-                    "copy. The vectors alone are in keys-*.npy: numpy.load reads them"
+                    f"{path} cannot be read ({error}), which alone held ids and payloads; restore it from a copy. "
+                    "The vectors alone are in keys-*.npy: numpy.load reads them"
                 ) from None
             opened.callback(file.xClose)
             self._extents = _extents(path)
@@ -55,8 +55,8 @@ class Remains:
                 log = Log(opened.enter_context(files.open_regular(path.with_name(path.name + "-wal"))))
             self._pages(file, log)
             self.log_cut = log is not None and log.cut
-            self.checkpointed = False  # whether a WAL that is cut had been checkpointed, as far as can be seen
-            if self.log_cut:  # then its good part may be older than the file
+            self.checkpointed = False  # True if a damaged WAL seems to have been checkpointed completely
+            if self.log_cut:  # its valid part may be older than the file
                 before = self._generation()
                 self._pages(file, None)
                 self.checkpointed = self._generation() > before and self._adds_up()
@@ -69,11 +69,11 @@ class Remains:
         self._opened.close()
 
     def _pages(self, file: apsw.VFSFile, log: Log | None) -> None:
-        """Find the trees. A page has the size that SQLite gives it, unless the records are found by another."""
-        said = b""
+        """Find the trees, with the default page size or another by which the records are found."""
+        stored = b""
         with contextlib.suppress(apsw.Error):
-            said = file.xRead(2, 16)
-        sizes = [PAGE, int.from_bytes(said, "big"), 65536, 0 if log is None else log.size]
+            stored = file.xRead(2, 16)
+        sizes = [PAGE, int.from_bytes(stored, "big"), 65536, 0 if log is None else log.size]
         for size in [*(size for size in sizes if 512 <= size <= 65536 and not size & (size - 1)), PAGE]:
             self.pages = Pages(file, log, size, self._extents)
             self._find()
@@ -81,30 +81,30 @@ class Remains:
                 return
 
     def _find(self) -> None:
-        """Find each tree's root."""
+        """Find the root of each tree by the schema."""
         self.tokenizer: str | None = None  # of the text index
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
-        for cell in self.pages.walk(1, most=_SMALL):
+        for cell in self.pages.walk(1, limit=_SMALL):
             if cell.columns is None or len(cell.columns) != 5:
                 continue
             kind, name, _, root, sql = cell.columns
             if name == "texts":
-                self.tokenizer = next((one for one in format.TOKENIZERS if format.text_index_sql(one) == sql), None)
+                self.tokenizer = next((key for key in format.TOKENIZERS if format.text_index_sql(key) == sql), None)
             if name in _TREES and kind in ("table", "index") and isinstance(root, int):
                 self._roots.setdefault(str(name), root)
-            elif isinstance(root, int) and root and kind == "table":  # a virtual one has no pages of its own
+            elif isinstance(root, int) and root and kind == "table":  # root 0: a virtual table, without pages
                 self._strange.append(root)
             elif isinstance(name, str) and kind == "index":
                 self.fields += format.indexed_field(name)
         self._named = "records" in self._roots
-        self._roots = {**dict(_laid_out()), **self._roots}
+        self._roots = {**dict(_default_roots()), **self._roots}
 
     def _generation(self) -> int:
         state = self.state()
         return -1 if state is None else state.generation
 
     def _adds_up(self) -> bool:
-        """Return True if there are as many records as there should be: after half a checkpoint there are others."""
+        """Return True if the number of records is as expected, which it is not after half a checkpoint."""
         seen = self.pages.seen.copy()
         try:
             keyless = [cell.columns is not None and cell.columns[3] is None for cell in self.records()]
@@ -114,12 +114,12 @@ class Remains:
 
     @property
     def damaged(self) -> list[int]:
-        """Pages that could not be read whole, as far as was looked."""
+        """Numbers of the pages read so far that could not be read completely."""
         return sorted(self.pages.damaged)
 
     @property
-    def found(self) -> bool:
-        """True if there is a table of records: the schema says so, or there is an entry of one."""
+    def has_records(self) -> bool:
+        """True if the schema names a table of records, or an entry of one is found."""
         if self._named:
             return True
         seen = self.pages.seen.copy()
@@ -129,7 +129,7 @@ class Remains:
             self.pages.seen = seen
 
     def expected(self) -> int:
-        """Expected number of records with a key, by rows and tombstones; 0 where these are lost."""
+        """Return the expected number of records with a key, by rows and tombstones; 0 if the counts are lost."""
         state, gone = self.state(), self.settings().get("gone", 0)
         if state is None or not isinstance(gone, int):
             return 0
@@ -137,8 +137,8 @@ class Remains:
 
     def _cells(self, name: str) -> Iterator[Cell]:
         if name in self._roots:
-            most = None if name in ("records", _IDS) else _SMALL
-            yield from self.pages.walk(self._roots[name], name not in _SORTED, most)
+            limit = None if name in ("records", _IDS) else _SMALL
+            yield from self.pages.walk(self._roots[name], name not in _SORTED, limit)
 
     def _rows(self, name: str) -> Iterator[tuple[Value, ...]]:
         return (cell.columns for cell in self._cells(name) if cell.columns is not None)
@@ -146,16 +146,16 @@ class Remains:
     # -- the small tables ------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Value]:
-        """The settings that are as they were written."""
-        found = {}
+        """Return the settings that match their checksums."""
+        settings = {}
         for name, value, crc in (row for row in self._rows("settings") if len(row) == 3):
             plain = isinstance(value, int | str | None) and isinstance(name, str)
             if plain and crc == format.setting_crc(str(name), value):
-                found[str(name)] = value
-        return found
+                settings[str(name)] = value
+        return settings
 
     def state(self) -> CatalogState | None:
-        """Generation and next row number, None where they are lost."""
+        """Return the generation and the next row number, None if they are lost."""
         for row in self._rows("state"):
             numbers = _numbers(row)
             if len(numbers) == 3 and numbers[2] == format.state_crc(*numbers[:2]):
@@ -163,39 +163,39 @@ class Remains:
         return None
 
     def segments(self) -> list[SegmentEntry]:
-        """Segments as they stand there; they may be wrong."""
-        found = []
+        """Return the segments by row, unchecked, as their entries have no checksums."""
+        entries = []
         for cell in self._cells("segments"):
             numbers = _numbers((cell.row, *(cell.columns or ())[1:]))
             if len(numbers) == 4 and numbers[3] <= numbers[2] <= MAX_ROWS and numbers[1] < 1 << 62:
-                found.append(SegmentEntry(*numbers))
-        return sorted(found, key=lambda entry: (entry.first_row, entry.number))
+                entries.append(SegmentEntry(*numbers))
+        return sorted(entries, key=lambda entry: (entry.first_row, entry.number))
 
     def gaps(self) -> dict[int, Value]:
-        """Segments that have a column of rows, and its checksum."""
+        """Return the checksums of row columns, by segment."""
         return {c.row: c.columns[1] for c in self._cells("gaps") if c.columns is not None and len(c.columns) == 2}
 
     def dead(self) -> dict[int, bytes]:
-        """Tombstones, by chunk."""
-        found = {}
+        """Return the tombstones, by chunk."""
+        tombstones = {}
         for cell in self._cells("tombstones"):
             packed = cell.columns[-1] if cell.columns else None
             if isinstance(packed, bytes) and len(packed) * 8 == format.CHUNK and cell.row >= 0:
-                found[cell.row] = packed
-        return found
+                tombstones[cell.row] = packed
+        return tombstones
 
     # -- the records -----------------------------------------------------------------------------------------------
 
     def ids(self) -> Iterator[tuple[int, str | int]]:
-        """Rows and ids as the index of ids has them."""
+        """Yield rows and ids by the index of ids."""
         for cell in self._with_orphans(_IDS, 10):
             if cell.columns is not None and len(cell.columns) == 2:
-                one, row = cell.columns
-                if type(row) is int and (type(one) is str or type(one) is int):
-                    yield row, one
+                name, row = cell.columns
+                if type(row) is int and (type(name) is str or type(name) is int):
+                    yield row, name
 
     def records(self) -> Iterator[Cell]:
-        """Entries of the table of records, damaged ones among them. Ask for everything else first."""
+        """Yield the entries of the table of records, with damaged ones. Call it last: orphans are unseen pages."""
         for cell in self._with_orphans("records", 13):
             if cell.columns is None or (len(cell.columns) == _WIDTH and cell.columns[0] is None):
                 yield cell
@@ -206,7 +206,7 @@ class Remains:
         first, free = self.pages.page(1), self.pages.free()
         if first is None or not first.startswith(_MAGIC) or free is None:
             return
-        for root in self._strange:  # whatever their leaves look like
+        for root in self._strange:  # to mark the leaves of other tables as seen
             for _ in self.pages.walk(root, self.pages.kind(root) in _TABLE):
                 pass
         for number in self.pages.written():
@@ -221,39 +221,37 @@ def is_dead(dead: dict[int, bytes], row: int) -> bool:
     return packed is not None and bool(packed[bit // 8] >> bit % 8 & 1)
 
 
-def _opened(path: Path) -> apsw.VFSFile:
-    """A catalogue's file, by SQLite's own hand: closed by ours, it would lose the locks of connections to it."""
+def _open_catalogue(path: Path) -> apsw.VFSFile:
+    """Open a catalogue's file by SQLite: if Python closed it, connections in this process would lose their locks."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a regular file")
     return apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
 
 
 def _extents(path: Path) -> list[tuple[int, int]] | None:
-    """The ranges of a sparse file that are no holes; None where it is not sparse, or the system tells none."""
-    found = path.stat()
-    if found.st_blocks * 512 >= found.st_size or not hasattr(os, "SEEK_DATA"):
+    """Return the ranges of a sparse file that are no holes; None if it is not sparse, or the system cannot tell."""
+    status = path.stat()
+    if status.st_blocks * 512 >= status.st_size or not hasattr(os, "SEEK_DATA"):
         return None
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_CLOEXEC
-    )  # stays open: closing it would end SQLite's locks on the file
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # never closed: that would end SQLite's locks on the file
     extents, end = list[tuple[int, int]](), 0
     try:
-        while end < found.st_size:
+        while end < status.st_size:
             begin = os.lseek(descriptor, end, os.SEEK_DATA)
             end = os.lseek(descriptor, begin, os.SEEK_HOLE)
             extents.append((begin, end))
     except OSError as error:
-        return extents if error.errno == errno.ENXIO else None  # ENXIO: no data any more
+        return extents if error.errno == errno.ENXIO else None  # ENXIO: no data follows
     return extents
 
 
 def _numbers(row: tuple[Value, ...]) -> list[int]:
-    """The whole numbers of a row that are none below zero."""
-    return [one for one in row if isinstance(one, int) and one >= 0]
+    """Return the integers of a row that are not negative."""
+    return [value for value in row if isinstance(value, int) and value >= 0]
 
 
-def _laid_out() -> list[tuple[str, int]]:
-    """Pages where SQLite puts the trees of a new catalogue, and of one that it has vacuumed."""
+def _default_roots() -> list[tuple[str, int]]:
+    """Return the root pages of the trees of a new or a vacuumed catalogue."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(format.TABLES)

@@ -1,4 +1,4 @@
-"""Every intact record of a damaged database, in a new one."""
+"""Copy every intact record of a damaged database into a new one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.store import Store
 
-LISTED = 1000  # lost records that a report names
-BYTES = 1 << 26  # of texts that are copied at once
+LISTED = 1000  # maximum number of lost records that a report names
+BYTES = 1 << 26  # bytes of payloads and texts that are copied at once
 
 
 def salvage(
@@ -38,60 +38,61 @@ def salvage(
     dtype: Literal["float32", "float16"] | None = None,
     metric: Literal["dot", "cosine", "l2"] | None = None,
 ) -> dict[str, Any]:
-    """Copy every intact record of a damaged database into a new one, and say what was lost.
+    """Copy every intact record of a damaged database into a new one, and report the lost ones.
 
         report = softdb.salvage("memories", "memories-saved")
 
-    A record is intact where its payload, text, key and value give the checksums that were stored with it. Nothing
-    else is copied, and nothing is guessed: where its id differs between the table of records and the index of ids, a
-    record is left out. The damaged database is only read, and without SQLite: nothing in it is run. Declared fields
-    are copied; indexes of vectors are to be built anew.
+    A record is intact if its payload, text, key and value match the checksums that were stored with it. Nothing else
+    is copied, and nothing is guessed: a record whose id differs between the table of records and the index of ids is
+    left out. The damaged database is only read, and without SQLite: nothing in it is run. Declared fields and the text
+    index are copied; indexes of vectors must be built again.
 
     Args:
-        path: the damaged database. Nobody may be writing to it.
+        path: the damaged database. No process may be writing to it.
         destination: a directory that does not exist or is empty.
-        dim, value_dim, num_classes, dtype, metric: what the catalogue has lost of its settings; widths and types are
-            read from the column files, `metric` and `num_classes` are nowhere else.
+        dim, value_dim, num_classes, dtype, metric: settings that the catalogue has lost. Widths and types are read
+            from the column files; `metric` and `num_classes` are stored nowhere else.
 
-    Returns `records` (how many are saved), `lost_records` and, of the first 1000 of these, `lost`: row, id (None where
-    it is not known) and why; `unconfirmed_records` and `unconfirmed`: ids of records that are saved, but whose id was
-    not found in the index, which is damaged, or that are marked as deleted though the index has them; `notes`.
+    Returns a dict: `records` and `lost_records` are the numbers of saved and lost records; `lost` has row, id (None if
+    unknown) and why of the first 1000 lost ones. `unconfirmed_records` counts, and `unconfirmed` names, saved records
+    whose id is missing in the damaged index, or that are marked as deleted though the index has them. `notes` lists
+    other findings.
 
-    Cost: columns are read twice, what is saved is written once; about a minute per million records.
+    Cost: columns are read twice, saved records are written once; about a minute per million records.
 
     Raises:
-        NotADatabase: there is no catalogue; what can be done instead is said.
-        CorruptionError: nothing of the catalogue's records can be found.
-        BadInput: the destination is taken, or settings are lost that the words do not give.
+        NotADatabase: there is no catalogue.
+        CorruptionError: the catalogue holds no records that can be found.
+        BadInput: the destination is taken, or lost settings are not given.
         DatabaseLocked: another process writes to the database.
-        WriteFailed: the disk refused; nothing is left at the destination.
+        WriteFailed: the disk refused a write; the destination was removed.
     """
     try:
         source, target = (check.folder(place, "path", "the path of a directory") for place in (path, destination))
-        words = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
-        return _salvage(source, target, words)
+        given = {"dim": dim, "value_dim": value_dim, "num_classes": num_classes, "dtype": dtype, "metric": metric}
+        return _salvage(source, target, given)
     except SoftDBError as error:
         error.args = (f"salvage: {error.args[0]}", *error.args[1:])
         raise
 
 
-def _salvage(path: Path, destination: Path, words: dict[str, Any]) -> dict[str, Any]:
+def _salvage(path: Path, destination: Path, given: dict[str, Any]) -> dict[str, Any]:
     if not path.is_dir():
-        raise NotADatabase(f"{path} is no directory; a database is one")
+        raise NotADatabase(f"{path} is no directory; expected the directory of a database")
     _require_free(path, destination)
-    with _unwritten(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
-        if not remains.found:
+    with _hold_off_writers(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
+        if not remains.has_records:
             raise CorruptionError(
                 f"{path}/catalog.sqlite holds no records that can be found: it is destroyed, or another program's; "
                 "restore it from a copy. The vectors alone are in keys-*.npy: numpy.load reads them"
             )
-        notes = _missing(remains, path)
-        schema = schema_of(remains, path, words, notes)
+        notes = _missing_commits(remains, path)
+        schema = schema_of(remains, path, given, notes)
         try:
             with files.building(destination, "catalog.sqlite") as fresh, files.aside(destination) as scratch:
                 report = _Salvage(remains, path, fresh, schema, notes).run(scratch / "scratch.sqlite")
         except (OSError, apsw.Error) as error:
-            raise WriteFailed(f"{destination} cannot be written ({error}); make room, or choose another") from error
+            raise WriteFailed(f"{destination} cannot be written ({error}); make room or choose another path") from error
     return {"path": str(destination), **report}
 
 
@@ -99,12 +100,12 @@ def _require_free(path: Path, destination: Path) -> None:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise BadInput(f"destination {str(destination)!r} is taken; expected a directory that is new or empty")
     if destination.resolve().is_relative_to(path.resolve()):
-        raise BadInput(f"destination {str(destination)!r} lies in the database itself; choose one outside")
+        raise BadInput(f"destination {str(destination)!r} is inside the database; choose a path outside of it")
 
 
 @contextlib.contextmanager
-def _unwritten(path: Path) -> Iterator[None]:
-    """While nobody writes. The lock is taken without writing to its file."""
+def _hold_off_writers(path: Path) -> Iterator[None]:
+    """Hold off writers by the lock, without writing to its file. Raises DatabaseLocked."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
             lock = opened.enter_context(files.open_regular(path / "lock"))
@@ -115,18 +116,18 @@ def _unwritten(path: Path) -> Iterator[None]:
         yield
 
 
-def _missing(remains: Remains, path: Path) -> list[str]:
-    """Commits that are gone with the write-ahead log."""
+def _missing_commits(remains: Remains, path: Path) -> list[str]:
+    """Return a note about commits that are lost with the write-ahead log, if any."""
     acknowledged, state = -1, remains.state()
     with contextlib.suppress(OSError):
         acknowledged = committed.last(path)
     if state is not None and state.generation < acknowledged:
         return [
             f"{acknowledged - state.generation} generations are missing, the last of {acknowledged}: they were in "
-            "catalog.sqlite-wal, which is damaged, gone or put aside under another name; what they deleted is back"
+            "catalog.sqlite-wal, which is damaged, gone or renamed; records that they deleted are back"
         ]
     if remains.log_cut and not (remains.checkpointed and state is not None and state.generation == acknowledged):
-        return ["catalog.sqlite-wal does not end in a commit; what came after is lost, what that deleted is back"]
+        return ["catalog.sqlite-wal does not end in a commit; later changes are lost, records that they deleted back"]
     return []
 
 
@@ -134,19 +135,19 @@ def _missing(remains: Remains, path: Path) -> list[str]:
 
 
 class _Placed(NamedTuple):
-    """A record whose checksums are known to be met in these slots."""
+    """A record, and the slots that match its checksums."""
 
     row: int
     id: Id
     payload: str | None
     text: str | None
     keyless: bool
-    keys: tuple[int, int, int]  # checksum, file, slot; where it has a key
-    values: tuple[int, int, int]
+    keys: tuple[int, int, int]  # checksum, file, slot; None each if it has no key
+    values: tuple[int, int, int]  # the same for the value
 
 
 class _Salvage:
-    """One salvage under way."""
+    """State of one salvage."""
 
     def __init__(self, remains: Remains, path: Path, fresh: Path, schema: Schema, notes: list[str]) -> None:
         self.remains, self.path, self.fresh, self.schema = remains, path, fresh, schema
@@ -154,7 +155,7 @@ class _Salvage:
         self.notes = notes
 
     def run(self, file: Path) -> dict[str, Any]:
-        """All of it, by lists in a file of their own, which is of no use afterwards."""
+        """Copy the records, and return the report; `file`: where to put a temporary SQLite file of their lists."""
         scratch = apsw.Connection(str(file))
         try:
             scratch.execute("PRAGMA journal_mode = OFF")
@@ -169,8 +170,8 @@ class _Salvage:
                 if isinstance(name, str):
                     with contextlib.suppress(BadInput):
                         store.note_encoder(name)
-                for some in self._placed(scratch):
-                    self._copy(scratch, store, some)
+                for chunk in self._intact_records(scratch):
+                    self._copy(scratch, store, chunk)
                 store.index_fields(self.remains.fields)
                 store.index_text(self.remains.tokenizer)
             finally:
@@ -181,103 +182,103 @@ class _Salvage:
             scratch.close()
 
     def _explain(self, scratch: apsw.Connection) -> None:
-        """Say why records have no place."""
+        """Set the reason why records that are not placed are lost."""
         if not self.schema.has_values:
             scratch.execute(
-                "UPDATE found SET why = 'it has a value, and the settings know of none' "
+                "UPDATE records SET why = 'it has a value, but by the settings there are none' "
                 "WHERE why IS NULL AND value_crc IS NOT NULL"
             )
-        for column, what in ((one.name, one.name[:-1]) for one in self.columns):
+        for column, noun in ((column.name, column.name[:-1]) for column in self.columns):
             scratch.execute(
-                f"UPDATE found SET why = CASE WHEN {column}_file IS NULL THEN 'no column file holds its {what}' ELSE "
-                f"printf('{column}-%08d.npy: its {what} is not there as it was written', {column}_file) END "
+                f"UPDATE records SET why = CASE WHEN {column}_file IS NULL THEN 'no column file holds its {noun}' ELSE "
+                f"printf('{column}-%08d.npy: its {noun} is not there as it was written', {column}_file) END "
                 f"WHERE why IS NULL AND {column}_slot IS NULL AND NOT keyless"
             )
 
-    def _placed(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
-        """The records that are intact, in the order of rows, some at a time."""
+    def _intact_records(self, scratch: apsw.Connection) -> Iterator[list[_Placed]]:
+        """Yield chunks of the intact records, in the order of rows."""
         sql = """SELECT row, id, payload, text, keyless,
-                        key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM found
+                        key_crc, keys_file, keys_slot, value_crc, values_file, values_slot FROM records
                  WHERE why IS NULL AND row > ? ORDER BY row LIMIT ?"""
         low, count = -1, at_once(sum(column.bytes for column in self.columns))
-        while some := self._some(scratch.execute(sql, (low, count))):
-            low = some[-1].row
-            yield some
+        while chunk := self._chunk(scratch.execute(sql, (low, count))):
+            low = chunk[-1].row
+            yield chunk
 
-    def _some(self, found: Iterable[Any]) -> list[_Placed]:
-        """The first of some records: as many as have texts of BYTES in all, or one more."""
-        some, size = list[_Placed](), 0
-        for row, one, payload, text, keyless, *places in found:
-            some.append(_Placed(row, one, payload, text, bool(keyless), tuple(places[:3]), tuple(places[3:])))
+    def _chunk(self, rows: Iterable[Any]) -> list[_Placed]:
+        """Return the first records, up to the one at which payloads and texts exceed BYTES in total."""
+        chunk, size = list[_Placed](), 0
+        for row, name, payload, text, keyless, *places in rows:
+            chunk.append(_Placed(row, name, payload, text, bool(keyless), tuple(places[:3]), tuple(places[3:])))
             size += len(payload or "") + len(text or "")
             if size > BYTES:
                 break
-        return some
+        return chunk
 
-    def _copy(self, scratch: apsw.Connection, store: Store, some: list[_Placed]) -> None:
-        """Read records, and write those that are still as they were a moment ago."""
-        good, keyed = np.ones(len(some), np.bool_), np.array([not one.keyless for one in some], np.bool_)
+    def _copy(self, scratch: apsw.Connection, store: Store, chunk: list[_Placed]) -> None:
+        """Read the vectors of records, and write the records whose checksums match again."""
+        good, keyed = np.ones(len(chunk), np.bool_), np.array([not record.keyless for record in chunk], np.bool_)
         arrays = []
         for column in self.columns:
-            array = np.zeros((len(some), *column.width), column.dtype)
+            array = np.zeros((len(chunk), *column.width), column.dtype)
             if keyed.any():
                 array[keyed], good[keyed] = self._read(
-                    column, [getattr(one, column.name) for one in some if not one.keyless], good[keyed]
+                    column, [getattr(record, column.name) for record in chunk if not record.keyless], good[keyed]
                 )
             arrays.append(array)
-        because = "UPDATE found SET why = ? WHERE row = ?"
+        because = "UPDATE records SET why = ? WHERE row = ?"
         changed = "its bytes changed while they were read"
-        scratch.executemany(because, [(changed, some[i].row) for i in np.flatnonzero(~good)])
+        scratch.executemany(because, [(changed, chunk[i].row) for i in np.flatnonzero(~good)])
         if self.schema.num_classes is not None:
-            known = (arrays[1] >= 0) & (arrays[1] < self.schema.num_classes)
-            strange = f"its label is none of {self.schema.num_classes} classes"
-            scratch.executemany(because, [(strange, some[i].row) for i in np.flatnonzero(good & ~known)])
-            good &= known
-        kept = [some[i] for i in np.flatnonzero(good)]
-        if kept:
+            in_range = (arrays[1] >= 0) & (arrays[1] < self.schema.num_classes)
+            outside = f"its label is not from 0 to {self.schema.num_classes - 1}"
+            scratch.executemany(because, [(outside, chunk[i].row) for i in np.flatnonzero(good & ~in_range)])
+            good &= in_range
+        intact = [chunk[i] for i in np.flatnonzero(good)]
+        if intact:
             keys, values = arrays[0][good], arrays[1][good] if len(arrays) > 1 else None
             own = None if keyed[good].all() else keyed[good]
-            payloads, texts = [one.payload for one in kept], [one.text for one in kept]
-            store.insert(Batch([one.id for one in kept], keys, values, payloads, texts, own))
+            payloads, texts = [record.payload for record in intact], [record.text for record in intact]
+            store.insert(Batch([record.id for record in intact], keys, values, payloads, texts, own))
 
     def _read(self, column: ColumnSpec, places: list[tuple[int, int, int]], before: Array) -> tuple[Array, Array]:
-        """Numbers (m, …) of a column, and whether each gives its checksum, where all was right `before`."""
-        found = [b""] * len(places)
+        """Return vectors (m, …) of a column, and the mask (m,) of those that match their checksums, and `before`."""
+        data = [b""] * len(places)
         order = sorted(range(len(places)), key=lambda i: places[i][1:])
         slots = np.array([places[i][1:] for i in order])
         runs = np.split(np.array(order), np.flatnonzero((np.diff(slots, axis=0) != (0, 1)).any(1)) + 1)
         for run in runs:
             _, number, low = places[run[0]]
             with contextlib.suppress(OSError), files.open_regular(file_of(self.path, column.name, number)) as file:
-                for i, one in zip(run, read_slots(file, column.bytes, low, low + len(run)), strict=True):
-                    found[i] = one
-        good = np.array([crc32(one) == crc for one, (crc, *_) in zip(found, places, strict=True)])
-        whole = b"".join(one if right else bytes(column.bytes) for one, right in zip(found, good, strict=True))
+                for i, slot in zip(run, read_slots(file, column.bytes, low, low + len(run)), strict=True):
+                    data[i] = slot
+        good = np.array([crc32(slot) == crc for slot, (crc, *_) in zip(data, places, strict=True)])
+        joined = b"".join(slot if right else bytes(column.bytes) for slot, right in zip(data, good, strict=True))
         dtype = column.dtype.newbyteorder("<")
-        return np.frombuffer(whole, dtype).reshape(-1, *column.width).astype(column.dtype), good & before
+        return np.frombuffer(joined, dtype).reshape(-1, *column.width).astype(column.dtype), good & before
 
     def _report(self, scratch: apsw.Connection) -> dict[str, Any]:
         counts: list[Any] = scratch.execute(
-            "SELECT count(*) FILTER (WHERE why IS NULL), count(why), count(*) FILTER (WHERE why IS NULL AND NOT sure), "
-            "count(*) FILTER (WHERE keyless) FROM found"
+            "SELECT count(*) FILTER (WHERE why IS NULL), count(why), "
+            "count(*) FILTER (WHERE why IS NULL AND NOT confirmed), count(*) FILTER (WHERE keyless) FROM records"
         ).fetchall()
-        saved, lost, unsure, keyless = counts[0]
-        sql = "SELECT row, id, why FROM found WHERE {} ORDER BY row LIMIT ?"
-        named = scratch.execute(sql.format("why IS NOT NULL"), (LISTED,)).fetchall()
-        unconfirmed = scratch.execute(sql.format("why IS NULL AND NOT sure"), (LISTED,)).fetchall()
+        saved, lost, unconfirmed, keyless = counts[0]
+        sql = "SELECT row, id, why FROM records WHERE {} ORDER BY row LIMIT ?"
+        lost_records = scratch.execute(sql.format("why IS NOT NULL"), (LISTED,)).fetchall()
+        unconfirmed_records = scratch.execute(sql.format("why IS NULL AND NOT confirmed"), (LISTED,)).fetchall()
         more, pages = self.remains.expected() - (saved + lost - keyless), self.remains.damaged
         if more > 0:
-            self.notes.append(f"{more} records more are lost, nothing of them is left in catalog.sqlite")
+            self.notes.append(f"{more} more records are lost, of which catalog.sqlite holds no trace")
         elif more < 0:
-            self.notes.append(f"by its counts {-more} of the records were deleted, or rows are lost that said so")
+            self.notes.append(f"by its counts there are {-more} fewer records; some saved ones may have been deleted")
         if pages:
             shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
             self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")
         return {
             "records": saved,
             "lost_records": lost,
-            "lost": [{"row": row, "id": one, "why": why} for row, one, why in named],
-            "unconfirmed_records": unsure,
-            "unconfirmed": [one for _, one, _ in unconfirmed],
+            "lost": [{"row": row, "id": name, "why": why} for row, name, why in lost_records],
+            "unconfirmed_records": unconfirmed,
+            "unconfirmed": [name for _, name, _ in unconfirmed_records],
             "notes": self.notes,
         }

@@ -1,6 +1,6 @@
-"""The store: catalogue and column files, the only truth of a database.
+"""The store: catalogue and column files, from which everything else of a database can be rebuilt.
 
-It alone touches the database's directory, through `disk.py` and SQLite. It knows no index and no query.
+Only the store touches the database's directory, through `disk.py` and SQLite. It knows no index and no query.
 Begin in `store.py` (the operations), then `session.py` (opening) and `writer.py` (the commit).
 """
 

@@ -1,4 +1,4 @@
-"""Appending records. Guarantee: columns are on disk beyond the watermark before the catalogue commits the rows."""
+"""Append records. Guarantee: columns are on disk beyond the watermark before the catalogue commits the rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from softdb.store.soundness import checksums
 
 
 class Batch(NamedTuple):
-    """Checked records on their way in."""
+    """Checked records to be stored."""
 
     ids: list[Id]  # n
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
     payloads: list[str | None]  # n JSON texts
-    texts: list[str | None] | None = None  # n; None: no record has one
-    keyed: NDArray[np.bool_] | None = None  # (n,) which have a key and a value; zeros stand for those of the others
+    texts: list[str | None] | None = None  # n; None: no record has a text
+    keyed: NDArray[np.bool_] | None = None  # (n,) mask of records with a key; the keys and values of others are zeros
 
 
 def append(
@@ -31,12 +31,12 @@ def append(
     columns: ColumnFiles,
     batch: Batch,
     entries: list[SegmentEntry],  # all segments, in the order of rows
-) -> tuple[CatalogState, list[SegmentEntry]]:  # as they are then
-    """Write columns beyond the watermark, fsynced, and the records that refer to them into the open transaction."""
+) -> tuple[CatalogState, list[SegmentEntry]]:  # state and all segments after the append
+    """Write and fsync columns beyond the watermark, and add their records to the open transaction."""
     state = catalog.state()
     pieces = _place(catalog, columns, batch, entries, state.next_row)
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
-    with columns.appending(pieces):  # the disk works while SQLite and the checksums do
+    with columns.appending(pieces):  # writes the columns while this thread computes checksums and runs SQLite
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
         if batch.texts is not None:
@@ -45,25 +45,25 @@ def append(
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
         for entry in filled:
             catalog.put_segment(entry)
-    kept = entries[:-1] if entries and entries[-1].number == filled[0].number else entries
-    return catalog.advance(len(batch.ids)), [*kept, *filled]
+    unchanged = entries[:-1] if entries and entries[-1].number == filled[0].number else entries
+    return catalog.advance(len(batch.ids)), [*unchanged, *filled]
 
 
 def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> Iterable[int | None]:
-    """The checksums (count,) of a column, None where there is none, or where a record has no key."""
-    found = [None] * count if column is None else checksums(column)
-    return found if keyed is None else (crc if own else None for crc, own in zip(found, keyed.tolist(), strict=True))
+    """Checksums (count,) of a column: None for records without a key, and for all if the column is absent."""
+    crcs = [None] * count if column is None else checksums(column)
+    return crcs if keyed is None else (crc if has else None for crc, has in zip(crcs, keyed.tolist(), strict=True))
 
 
 def _place(
     catalog: Catalog, columns: ColumnFiles, batch: Batch, entries: list[SegmentEntry], next_row: int
 ) -> list[Piece]:
-    """Cut a batch at the segments' ends: the last one is filled up, then new ones are made."""
+    """Cut a batch into one piece per segment: fill the last segment, then create new ones."""
     entry = SegmentEntry(-1, 0, 0, 0)
     if entries and entries[-1].first_row + entries[-1].used == next_row:
         entry = entries[-1]
     pieces: list[Piece] = []
-    fresh: int | None = None  # number of the last new segment
+    fresh: int | None = None  # number of the newest segment that this batch created
     done, count = 0, len(batch.ids)
     while done < count:
         if entry.used == entry.capacity:

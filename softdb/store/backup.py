@@ -1,9 +1,9 @@
-"""A consistent copy of a database in another directory, while writing goes on in this process or others.
+"""Copy a database to another directory, consistently, while this process or others write to it.
 
-The catalogue is copied by SQLite's backup within one reading transaction; the columns, slot by slot up to the
-watermark, from the maps of the same generation, which no writer and no compaction touches. No hard links: the last
-segment is still written to, and one damaged block should not damage both. `catalog.sqlite` gets its name last: a copy
-that was cut short is no database.
+SQLite's backup copies the catalogue within one read transaction. The columns are copied up to the watermark from the
+memory maps of the same generation, which no writer and no compaction touches. Hard links would not do: the last
+segment is still written to, and one damaged block would damage both. `catalog.sqlite` gets its name last, so that an
+interrupted copy does not look like a database.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from softdb.store.segments import ColumnFiles, SegmentEntry, SegmentPart
 from softdb.store.snapshot import Segment, Snapshot
 from softdb.store.store import Store
 
-SLOTS = 8192  # copied at once
-_UNFINISHED = "unfinished.sqlite"  # the catalogue's name until the copy is whole
+SLOTS = 8192  # slots copied at once
+_UNFINISHED = "unfinished.sqlite"  # the catalogue's name until the copy is complete
 
 
 def backup(store: Store, path: Path) -> SnapshotReport:
-    """Copy the newest generation to a directory that does not exist or is empty, and say what was copied.
+    """Copy the newest generation to a directory that does not exist or is empty, and return a report.
 
-    A database in memory is saved so. Cost: everything is read and written once; memory: a part of a segment. Other
-    threads of this handle wait while the catalogue is copied, not the columns.
+    This also saves a database in memory. Cost: everything is read and written once; memory for `SLOTS` slots. Other
+    threads of this handle wait while the catalogue is copied, but not while the columns are.
 
     Raises:
-        BadInput: there is something at the path already, or it lies in the database itself.
-        CorruptionError: the catalogue claims more than can lie in what it occupies.
-        WriteFailed: the disk refused; nothing of the copy is left, and this handle writes on.
+        BadInput: the path is not free, or lies in the database itself.
+        CorruptionError: the catalogue's header claims far more bytes than the file occupies.
+        WriteFailed: the disk refused a write; the copy was removed, and this handle can still write.
     """
     require_free(path, store.path)
     try:
         with files.building(path, "catalog.sqlite") as folder:
-            snapshot = _copied(store, folder)
+            snapshot = _copy(store, folder)
     except (OSError, apsw.Error) as error:
-        raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
+        raise WriteFailed(f"{path} cannot be written ({error}); choose another path or make room") from error
     return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 
 def require_free(path: Path, database: Path | None = None) -> None:
-    """Raise BadInput for a path where something is, or in a database that is copied."""
+    """Raise BadInput for a file, a directory that is not empty, or a path in the database that is copied."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
     if path.is_dir() and any(path.iterdir()):
-        raise BadInput(f"path {str(path)!r} is a directory with something in it; choose a new or an empty one")
+        raise BadInput(f"path {str(path)!r} is a directory that is not empty; choose a new or an empty one")
     if database is not None and path.resolve().is_relative_to(database.resolve()):
-        raise BadInput(f"path {str(path)!r} lies in the database itself; choose one outside of {str(database)!r}")
+        raise BadInput(f"path {str(path)!r} is inside the database; choose a path outside of {str(database)!r}")
 
 
-def _copied(store: Store, path: Path) -> Snapshot:
+def _copy(store: Store, path: Path) -> Snapshot:
     unfinished = path / _UNFINISHED
     with contextlib.ExitStack() as opened:
-        snapshot, entries, missing, index = store.run(_copied_catalog, store, unfinished, opened)
-        columns = ColumnFiles(path, store.schema, relaxed=True)  # names come to disk in the place that they get
+        snapshot, entries, missing, index = store.run(_copy_generation, store, unfinished, opened)
+        columns = ColumnFiles(path, store.schema, relaxed=True)  # `building` syncs the names once they are final
         segments = {segment.number: segment for segment in snapshot.segments}
         for entry in entries:
             columns.create(entry.number, entry.capacity, entry.number in missing.checksums)
             if entry.number in segments:
-                columns.fill(entry.number, entry.capacity, _parts(segments[entry.number]))
+                columns.fill(entry.number, entry.capacity, _segment_parts(segments[entry.number]))
         if index is not None:
             disk.make(path / "index")
             files.copy(index[1], path / "index" / index[0])
@@ -78,11 +78,11 @@ def _copied(store: Store, path: Path) -> Snapshot:
     return snapshot
 
 
-def _copied_catalog(
+def _copy_generation(
     store: Store, path: Path, opened: contextlib.ExitStack
 ) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, tuple[str, BinaryIO] | None]:
-    """Copy the catalogue; the generation that it is of, its segments, and its index file, open."""
-    if store.waiting:  # SQLite copies no catalogue within a transaction that writes
+    """Copy the catalogue; return its snapshot, segments, gaps, and its index file, opened."""
+    if store.waiting:  # SQLite cannot back up within a write transaction
         store.flush()
     store.require_unchanged()
     with store.read_transaction() as snapshot:
@@ -92,12 +92,12 @@ def _copied_catalog(
 
 
 def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
-    """The generation that a connection reads as a new file, on disk when this returns; its name may not be."""
+    """Write the generation that a connection reads to a new file and sync it; the name is not synced."""
     source = catalog.connection
     claimed = int(source.pragma("page_count")) * int(source.pragma("page_size"))
-    there = occupied(source.filename) + occupied(source.filename_wal)
-    if source.filename and claimed > DENSEST * there:
-        raise damaged_catalog(f"claims {claimed} bytes, {there} are on disk")
+    on_disk = occupied(source.filename) + occupied(source.filename_wal)
+    if source.filename and claimed > DENSEST * on_disk:
+        raise damaged_catalog(f"claims {claimed} bytes, {on_disk} are on disk")
     target = apsw.Connection(str(path))
     try:
         with target.backup("main", source, "main") as copying:
@@ -108,25 +108,25 @@ def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
         target.close()
 
 
-def _parts(segment: Segment) -> Iterator[SegmentPart]:
+def _segment_parts(segment: Segment) -> Iterator[SegmentPart]:
     for low in range(0, len(segment), SLOTS):
-        part = slice(low, low + SLOTS)
+        slots = slice(low, low + SLOTS)
         yield SegmentPart(
-            segment.keys[part],
-            None if segment.values is None else segment.values[part],
-            None if segment.rows is None else segment.rows[part],
+            segment.keys[slots],
+            None if segment.values is None else segment.values[slots],
+            None if segment.rows is None else segment.rows[slots],
         )
 
 
 def _open_index(store: Store, opened: contextlib.ExitStack) -> tuple[str, BinaryIO] | None:
-    """The index file that the catalogue names, open, so that a writer may replace it; None where it is gone."""
+    """Open the index file that the catalogue names, so that a writer may replace it; None if it is absent."""
     entry = store.index_entry() or {}
     file, folder = entry.get("file"), None if store.path is None else store.path / "index"
     if folder is None or folder.is_symlink() or not isinstance(file, str) or Path(file).name != file:
         return None
-    with contextlib.suppress(OSError, ValueError):  # a cache: what cannot be read is not there
+    with contextlib.suppress(OSError, ValueError):  # the index is a cache: an unreadable one counts as absent
         source = opened.enter_context(files.open_regular(folder / file))
-        there = os.fstat(source.fileno())
-        if there.st_size == entry.get("bytes") and there.st_size <= DENSEST * there.st_blocks * 512:
+        status = os.fstat(source.fileno())
+        if status.st_size == entry.get("bytes") and status.st_size <= DENSEST * status.st_blocks * 512:
             return file, source
     return None

@@ -1,36 +1,36 @@
-"""Limits of a query or a copy. Guarantee: it follows from the bytes on disk, not from what a header claims."""
+"""Limits of a query or a copy, computed from the bytes on disk: a damaged header may claim any size."""
 
 from __future__ import annotations
 
 import math
 import os
 
-STEPS = 20_000  # thousands of SQLite's steps that any query may take; and a hundred a byte of the file
-DENSEST = 1024  # a file that claims more bytes for each on disk is none: nothing compresses so well
+STEPS = 20_000  # thousands of SQLite's steps that any query may take, beside a hundred steps a byte of the file
+DENSEST = 1024  # largest ratio of claimed size to bytes on disk: no file system compresses better
 
 
 class Budget:
-    """A progress handler of SQLite, called every thousand steps: it stops a query that takes too many."""
+    """Progress handler of SQLite, called every thousand steps, which stops a query that takes too many."""
 
     def __init__(self) -> None:
-        self._steps = math.inf  # thousands
+        self._steps = math.inf  # remaining, in thousands
 
     def allow(self, size: int) -> None:
-        """A query begins, on a catalogue of so many bytes."""
+        """Begin a query on a catalogue of `size` bytes."""
         self._steps = STEPS + size // 10
 
     def end(self) -> None:
-        """It has ended: a statement that writes is never stopped."""
+        """End the query: statements that write are never stopped."""
         self._steps = math.inf
 
     def __call__(self) -> bool:
-        """True if the work is to stop."""
+        """Count a thousand steps, and return True if the query must stop."""
         self._steps -= 1
         return self._steps < 0
 
 
 def occupied(path: str) -> int:
-    """Bytes of a file on disk; 0 where there is none."""
+    """Return the bytes that a file occupies on disk; 0 if it does not exist."""
     try:
         return os.stat(path).st_blocks * 512 if path else 0
     except OSError:

@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file in WAL mode, whose commit is the only commit point; its format: `format.py`."""
+"""The catalogue: one SQLite file in WAL mode, whose commit is the only commit point. `format.py` has its format."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-# the last two are for macOS, where an fsync stops at the drive's cache
+# the last two are for macOS, where fsync does not flush the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
-_MOST = 1 << 62  # generations and rows, of which there is room for more
+_LIMIT = 1 << 62  # of generations and rows: leaves room below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
 
 
 class CatalogState(NamedTuple):
-    """Counters that every commit moves."""
+    """Counters that commits advance."""
 
     generation: int
     next_row: int
 
 
 class Catalog:
-    """One connection to the catalogue. The caller keeps transactions and threads apart."""
+    """One connection to the catalogue. The caller serialises transactions and threads."""
 
     def __init__(self, connection: apsw.Connection, laid_out: bool, immutable: bool = False) -> None:
         self.connection = connection
-        self.immutable = immutable  # read without locks, for as long as no writer comes
-        self.laid_out = laid_out  # not where its creation was cut short, or has not begun
-        self._state: CatalogState | None = None  # as the open transaction has read or written it
+        self.immutable = immutable  # read without locks until a writer opens the database
+        self.laid_out = laid_out  # False if its creation has not begun, or was interrupted
+        self._state: CatalogState | None = None  # as last read or written in the open transaction
         self._budget = Budget()
         connection.set_progress_handler(self._budget, 1000)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
-        """Connect to a catalogue; `None` is one in memory. Raises SoftDBError, apsw.Error."""
+        """Connect to a catalogue; path None is a new one in memory. Raises SoftDBError, apsw.Error."""
         connection = None
         immutable = path is not None and not write and has_no_log(path)
         try:
             connection = connect(path, write, immutable)
             laid_out = format.recognise(connection, str(path))
             if write:
-                if connection.readonly("main"):  # else the first write would be what says so
+                if connection.readonly("main"):  # else only the first write would fail
                     raise CorruptionError(
-                        f"{path} may not be written to: its permissions forbid that, or its header, which is damaged "
-                        "then; mend that, or open it with mode='r'"
+                        f"{path} is read-only by its permissions or a damaged header; correct the permissions, "
+                        "restore it from a copy, or open it with mode='r'"
                     )
                 for pragma in _PRAGMAS:
                     connection.execute(f"PRAGMA {pragma}")
@@ -74,7 +74,7 @@ class Catalog:
             raise
 
     def create(self, schema: Schema) -> None:
-        """Lay out an empty catalogue, in one transaction."""
+        """Create the tables and settings of an empty catalogue, in one transaction."""
         with self.connection:
             self.connection.execute(format.TABLES)
             self.connection.execute("INSERT INTO state VALUES(0, 0, ?)", (format.state_crc(0, 0),))
@@ -85,38 +85,38 @@ class Catalog:
         self.laid_out = True
 
     def close(self) -> None:
-        """Close the file; the last connection checkpoints the WAL."""
+        """Close the connection; the last one checkpoints the WAL."""
         self.connection.close()
 
     # -- transactions ----------------------------------------------------------------------------------------------
 
     def begin(self, write: bool) -> None:
-        """Start a transaction; a reading one pins one generation until `commit`."""
+        """Start a transaction; a read transaction sees one generation until it ends."""
         self._state = None
         self.connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def commit(self) -> None:
-        """The commit point: after this, and only after this, a change has happened."""
+        """Commit: after this, and only after this, a change has happened."""
         self.connection.execute("COMMIT")
 
     def rollback(self, savepoint: str | None = None) -> None:
-        """Roll the transaction back, or to a savepoint, if SQLite has not done so itself."""
+        """Roll back the transaction, or to a savepoint, unless SQLite already has."""
         self._state = None
         if self.connection.in_transaction:
             undo = "ROLLBACK" if savepoint is None else f"ROLLBACK TO {savepoint}; RELEASE {savepoint}"
             self.connection.execute(undo)
 
     def all(self, sql: str, bindings: Sequence[Any] = ()) -> list[Any]:
-        """Every row of a query."""
-        found: list[Any] = self._bounded(apsw.Cursor.fetchall, sql, bindings)
-        return found
+        """Return every row of a query."""
+        rows: list[Any] = self._run_bounded(apsw.Cursor.fetchall, sql, bindings)
+        return rows
 
     def one(self, sql: str, bindings: Sequence[Any] = ()) -> Any:
-        """The one row of a query."""
-        return self._bounded(apsw.Cursor.fetchone, sql, bindings)
+        """Return the first row of a query, or None."""
+        return self._run_bounded(apsw.Cursor.fetchone, sql, bindings)
 
-    def _bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
-        """Stop a query that takes more steps than a file of this size can need: its pages form a cycle."""
+    def _run_bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
+        """Run a query; raise CorruptionError if it takes more steps than a sound file of this size can need."""
         self._budget.allow(self._bytes())
         try:
             return fetch(self.connection.execute(sql, bindings))
@@ -126,53 +126,53 @@ class Catalog:
             self._budget.end()
 
     def _bytes(self) -> int:
-        """Bytes that the catalogue occupies, on disk or in memory: a header may claim more."""
+        """Return the bytes that the catalogue occupies, on disk or in memory: a header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
-        return sum(map(occupied, files)) if files[0] else self._claimed()
+        return sum(map(occupied, files)) if files[0] else self._claimed_bytes()
 
-    def _claimed(self) -> int:
+    def _claimed_bytes(self) -> int:
         return self._pragma("page_count") * self._pragma("page_size")
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """All settings. Raises CorruptionError where one differs from its checksum."""
-        return {name: self._sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
+        """Return all settings. Raises CorruptionError if one differs from its checksum."""
+        return {name: self._require_sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
 
     def setting(self, name: str, default: int = 0) -> int:
-        """A number among the settings, at least the default, which stands for one that is absent."""
+        """Return an integer setting, or the default if it is absent. Raises CorruptionError if below the default."""
         row = self.one(f"{_SETTINGS} WHERE name = ?", (name,))
-        found = default if row is None else self._sound(*row)
-        if type(found) is not int or found < default:
+        value = default if row is None else self._require_sound(*row)
+        if type(value) is not int or value < default:
             raise damaged_catalog(f"has a damaged setting {name!r}")
-        return found
+        return value
 
-    def _sound(self, name: str, value: Any, crc: int | None) -> Any:
+    def _require_sound(self, name: str, value: Any, crc: int | None) -> Any:
         if isinstance(value, bytes) or crc != format.setting_crc(name, value):
             raise damaged_catalog(f"has a damaged setting, {shown(name)}")
         return value
 
     def put_setting(self, name: str, value: int | str | None) -> None:
-        """Set a setting."""
+        """Write a setting and its checksum."""
         row = (name, value, format.setting_crc(name, value))
         self.connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?, ?)", row)
 
     def state(self) -> CatalogState:
-        """Generation and next row number. Raises CorruptionError."""
+        """Return the generation and the next row number. Raises CorruptionError."""
         if self._state is not None and self.connection.in_transaction:
             return self._state
-        found: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 2").fetchall()
-        if len(found) != 1:  # more would all be written by `advance`, and pages may form a cycle
-            raise damaged_catalog("has lost its state row" if not found else "has several state rows")
-        generation, next_row, crc = found[0]
-        sound = type(generation) is type(next_row) is int and 0 <= generation < _MOST and 0 <= next_row < _MOST
+        rows: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 2").fetchall()
+        if len(rows) != 1:  # `advance` would write to all of them; LIMIT, as damaged pages may form a cycle
+            raise damaged_catalog("has lost its state row" if not rows else "has several state rows")
+        generation, next_row, crc = rows[0]
+        sound = type(generation) is type(next_row) is int and 0 <= generation < _LIMIT and 0 <= next_row < _LIMIT
         if not sound or crc != format.state_crc(generation, next_row):
             raise damaged_catalog("has a damaged state")
         self._state = CatalogState(generation, next_row)
         return self._state
 
     def advance(self, rows: int) -> CatalogState:
-        """Move to the next generation, with that many rows assigned."""
+        """Advance to the next generation, with `rows` more rows assigned."""
         state = self.state()
         new = CatalogState(state.generation + 1, state.next_row + rows)
         self.connection.execute(
@@ -182,7 +182,7 @@ class Catalog:
         return new
 
     def segments(self) -> list[SegmentEntry]:
-        """All segments, in row order. Raises CorruptionError."""
+        """Return all segments, in row order. Raises CorruptionError."""
         entries = [SegmentEntry(*row) for row in self.all("SELECT * FROM segments ORDER BY first_row, segment")]
         for entry in entries:
             numbers = all(type(number) is int and number >= 0 for number in entry)
@@ -191,22 +191,22 @@ class Catalog:
         return entries
 
     def put_segment(self, entry: SegmentEntry) -> None:
-        """Record a new segment or a new watermark."""
+        """Write the entry of a new segment, or a new watermark."""
         self.connection.execute("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?)", entry)
 
     def delete(self, rows: NDArray[np.int64], in_slots: NDArray[np.int64]) -> None:
-        """Delete records, and set the tombstones of those rows that lie in segments."""
+        """Delete the records of `rows`, and set the tombstones of `in_slots`, those that segments hold."""
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
         self.set_tombstones(in_slots)
 
     def set_tombstones(self, rows: NDArray[np.int64], dead: bool = True) -> None:
-        """Set the tombstones of rows, or clear those of rows that no segment has any more."""
+        """Set the tombstones of rows, or clear those of rows that no segment holds any more."""
         rows = np.sort(rows)
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
-        for chunk, part in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
-            found = self.one("SELECT dead FROM tombstones WHERE chunk = ?", (chunk,))
-            bits = np.zeros(CHUNK, np.bool_) if found is None else _bits(found[0]).copy()
-            bits[part % CHUNK] = dead
+        for chunk, chunk_rows in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
+            stored = self.one("SELECT dead FROM tombstones WHERE chunk = ?", (chunk,))
+            bits = np.zeros(CHUNK, np.bool_) if stored is None else _bits(stored[0]).copy()
+            bits[chunk_rows % CHUNK] = dead
             if bits.any():
                 packed = np.packbits(bits, bitorder="little").tobytes()
                 self.connection.execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?)", (chunk, packed))
@@ -214,12 +214,12 @@ class Catalog:
                 self.connection.execute("DELETE FROM tombstones WHERE chunk = ?", (chunk,))
 
     def dead(self) -> NDArray[np.int64]:
-        """The rows that have a tombstone, ascending."""
-        found = self._tombstones(self.state().next_row)
-        return np.concatenate([np.empty(0, np.int64), *(chunk * CHUNK + np.flatnonzero(bits) for chunk, bits in found)])
+        """Return the rows that have a tombstone, ascending."""
+        bitmaps = self._tombstones(self.state().next_row)
+        return np.concatenate([np.empty(0, np.int64), *(i * CHUNK + np.flatnonzero(bits) for i, bits in bitmaps)])
 
     def live(self, rows: int) -> NDArray[np.bool_]:
-        """Mask of the rows 0 … rows - 1 without a tombstone."""
+        """Mask (rows,) of the rows 0 … rows - 1 without a tombstone."""
         live = np.ones(-(-rows // CHUNK) * CHUNK, np.bool_)
         for chunk, bits in self._tombstones(rows):
             live[chunk * CHUNK : (chunk + 1) * CHUNK] = ~bits
@@ -230,13 +230,13 @@ class Catalog:
         last = -1
         for chunk, packed in self.connection.execute(sql, (CHUNK // 8,)):
             if not last < chunk < -(-rows // CHUNK):
-                raise damaged_catalog(f"has tombstones of rows from {chunk * CHUNK} on, there are {rows}")
+                raise damaged_catalog(f"has tombstones of rows from {chunk * CHUNK} on, but only {rows} rows")
             last = chunk
             yield chunk, _bits(packed)
 
     def capacity(self) -> int:
-        """Rows at most that a catalogue of this size can say anything of: a tombstone is a bit; disks may compress."""
-        return min(8 * self._claimed(), DENSEST * self._bytes())
+        """Upper bound of the rows in a catalogue of this size: each takes a bit; file systems may compress."""
+        return min(8 * self._claimed_bytes(), DENSEST * self._bytes())
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))
@@ -244,7 +244,7 @@ class Catalog:
     # -- the whole file --------------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Give many free pages back, and checkpoint; neither where others use the file or the disk is full."""
+        """Free unused pages if there are many, and checkpoint; skip both if others use the file or the disk is full."""
         with self._without_waiting(apsw.FullError):
             if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
                 self.connection.execute("VACUUM")
@@ -252,16 +252,16 @@ class Catalog:
             self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
 
     def checkpoint(self) -> None:
-        """Checkpoint before anything is appended to the WAL: what a sync has failed on may only look as if on disk.
+        """Checkpoint, unless another connection uses the file. Raises apsw.Error, such as FullError.
 
-        Nothing happens while somebody reads it. Raises apsw.Error, on a full disk for one.
+        Called before anything is appended to the WAL: after a failed sync its bytes may not be on disk.
         """
         with self._without_waiting():
             self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
 
     @contextlib.contextmanager
     def _without_waiting(self, *also: type[apsw.Error]) -> Iterator[None]:
-        """Skip what another connection keeps from being done, or what fails so."""
+        """Do not wait for other connections; suppress busy errors and those of the types `also`."""
         try:
             self.connection.set_busy_timeout(0)
             with contextlib.suppress(apsw.BusyError, apsw.LockedError, *also):
@@ -280,34 +280,32 @@ class Catalog:
         key_crcs: Iterable[int | None],
         value_crcs: Iterable[int | None],
     ) -> None:
-        """Insert records in consecutive rows. Raises apsw.ConstraintError when an id is stored already."""
-        rows, crcs = (
-            range(first_row, first_row + len(payloads)),
-            (map(format.text_crc, one) for one in (payloads, texts)),
-        )
-        records = zip(rows, ids, payloads, key_crcs, value_crcs, *crcs, texts, strict=True)
+        """Insert records in consecutive rows. Raises apsw.ConstraintError if an id is stored already."""
+        rows = range(first_row, first_row + len(payloads))
+        text_crcs = (map(format.text_crc, column) for column in (payloads, texts))
+        records = zip(rows, ids, payloads, key_crcs, value_crcs, *text_crcs, texts, strict=True)
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, RecordEntry]:
-        """Entries of those ids that are stored; `whole`: with payload and text."""
-        with contextlib.suppress(TypeError):  # str and int mixed have no order
+        """Entries by id, of those ids that are stored; `whole`: with payload and text."""
+        with contextlib.suppress(TypeError):  # a mix of str and int cannot be sorted
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         columns = "r.payload, r.text" if whole else "NULL, NULL"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.id = j.value"
-        return {one.id: one for one in plain(self._looked_up(sql, json.dumps(ids)))}
+        return {record.id: record for record in plain(self._look_up(sql, json.dumps(ids)))}
 
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
-        """Entries of those rows that hold a record: ids, and what is asked for. Raises CorruptionError."""
+        """Entries by row, of those rows that hold a record, with the requested columns. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
-        return {one.row: one for one in plain(self._looked_up(sql, _json(rows)))}
+        return {record.row: record for record in plain(self._look_up(sql, _json(rows)))}
 
     def keyless(self) -> NDArray[np.int64]:
-        """The rows of records without a key, ascending. Cost: those alone are read."""
+        """Return the rows of records without a key, ascending. Cost: only their index entries are read."""
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
-    def _looked_up(self, sql: str, keys: str) -> list[Any]:
-        """Rows of a query that goes down a tree for each key: SQLite bounds that itself, and no Python runs within."""
+    def _look_up(self, sql: str, keys: str) -> list[Any]:
+        """Run a query that descends a B-tree for each key, which SQLite bounds; see `Worker.run_between`."""
         self.connection.set_progress_handler(None)
         try:
             return self.connection.execute(sql, (keys,)).fetchall()
@@ -320,19 +318,19 @@ class Catalog:
         return self.all(f"SELECT row, key_crc, value_crc FROM records WHERE {where}", (first, last))
 
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """The rows, all or among some, whose payload or text (the column) differs from its checksum, ascending."""
+        """Return the rows, ascending, all or `among` some, whose payload or text (`column`) fails its checksum."""
         where, bound = ("", ()) if among is None else ("row IN (SELECT value FROM json_each(?)) AND", (_json(among),))
-        unlike = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
-        return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {unlike} ORDER BY row", bound)]
+        differs = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
+        return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {differs} ORDER BY row", bound)]
 
     def replace_texts(self, column: str, rows: Iterable[int], texts: Iterable[str | None]) -> None:
-        """Replace the payloads or texts (the column) of stored records."""
+        """Replace the `column` ("payload" or "text") of stored records."""
         new = ((text, format.text_crc(text), row) for text, row in zip(texts, rows, strict=True))
         self.connection.executemany(f"UPDATE records SET {column} = ?, {column}_crc = ? WHERE row = ?", new)
         self.put_setting("payloads_replaced", self.state().generation + 1)
 
     def payloads_replaced(self) -> int:
-        """The generation that last replaced payloads or texts in place, 0 if none has."""
+        """Return the generation that last replaced payloads or texts in place, 0 if none did."""
         return self.setting("payloads_replaced")
 
     def matching(
@@ -343,9 +341,9 @@ class Catalog:
         among: NDArray[np.int64] | None = None,  # only these rows
         first: int = 0,  # only rows from this one on
     ) -> NDArray[np.int64]:
-        """Rows whose record meets an SQL condition, in no order."""
+        """Return the rows whose record meets an SQL condition, in no order."""
         source, before = "records WHERE", list[Any]()
-        if among is not None:  # NOT INDEXED: SQLite takes every index for selective, these rows are known to be few
+        if among is not None:  # NOT INDEXED: SQLite assumes that any index is selective, but these rows are few
             source, before = "records NOT INDEXED WHERE row IN (SELECT value FROM json_each(?)) AND", [_json(among)]
         elif first:
             source, before = "records NOT INDEXED WHERE row >= ? AND", [first]
@@ -353,22 +351,22 @@ class Catalog:
         try:
             return self._rows(f"SELECT group_concat(row) FROM {source} {condition}", bound)
         except apsw.TooBigError:
-            found = self.connection.execute(f"SELECT row FROM {source} {condition}", bound)
-            return np.fromiter((row for (row,) in found), np.int64)
+            cursor = self.connection.execute(f"SELECT row FROM {source} {condition}", bound)
+            return np.fromiter((row for (row,) in cursor), np.int64)
 
     def _rows(self, sql: str, bindings: Sequence[Any] = ()) -> NDArray[np.int64]:
-        """Rows as one text, which is three times as fast as a Python object a row."""
+        """Fetch rows as one text, which is three times as fast as one Python object per row."""
         return np.fromstring(self.one(sql, bindings)[0] or "", np.int64, sep=",")
 
     # -- declared fields -------------------------------------------------------------------------------------------
 
     def fields(self) -> tuple[str, ...]:
-        """The fields of the payload that have an index."""
-        found = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
-        return tuple(sorted(field for (name,) in found for field in format.indexed_field(name)))
+        """Return the payload fields that have an index, sorted."""
+        indexes = self.all("SELECT name FROM sqlite_schema WHERE type = 'index' AND name GLOB 'field_*'")
+        return tuple(sorted(field for (name,) in indexes for field in format.indexed_field(name)))
 
     def index_field(self, name: str) -> None:
-        """Index a field, if it is not. Cost: one pass over the payloads."""
+        """Index a field, unless it is indexed already. Cost: one pass over the payloads."""
         if name not in self.fields():
             self.connection.execute(format.field_index_sql(name))
 

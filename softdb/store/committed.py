@@ -1,11 +1,11 @@
-"""The last acknowledged generation, in a file beside the catalogue: what tells a lost write-ahead log from none.
+"""The last acknowledged generation, in a file beside the catalogue, by which a lost write-ahead log is noticed.
 
-SQLite takes a `-wal` that was deleted, damaged or left behind by a copy for one that ends early, and answers from an
-older generation without a word. Here every acknowledged commit leaves its number, and a catalogue below it is refused.
+If a `-wal` was deleted, damaged or forgotten by a copy, SQLite silently reads an older generation. So every
+acknowledged commit writes its generation here, and a catalogue of an older generation is refused.
 
-The format, as MUSTs: the file `committed` is a line of the generation in twenty digits, a space, and the CRC-32 of
+The format, as MUSTs: the file `committed` is one line: the generation in twenty digits, a space, and the CRC-32 of
 those digits in eight hexadecimal ones. It MUST be written after the commit has come to disk, never before. It need not
-come to disk itself: a file that is absent, or is no such line, says nothing, and a writer makes it anew.
+be synced: a file that is absent or malformed is ignored, and a writer creates it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from softdb.store import disk, files
 
 NAME = "committed"
 
-_LINE = len("00000000000000000000 01234567\n")
+_LINE = len("00000000000000000000 01234567\n")  # bytes
 
 
 class Committed:
@@ -34,7 +34,7 @@ class Committed:
         disk.truncate(self._descriptor, _LINE)
 
     def put(self, generation: int) -> None:
-        """Write a generation that is on disk. Raises OSError."""
+        """Write the number of a generation that is on disk. Raises OSError."""
         digits = f"{generation:020d}"
         disk.write(self._descriptor, f"{digits} {crc32(digits.encode()):08x}\n".encode(), 0)
 
@@ -50,7 +50,7 @@ class Committed:
 
 
 def last(directory: Path) -> int:
-    """The generation that a directory's file names; -1 where it says nothing. Raises OSError where it is no file."""
+    """Return the generation in a directory's file; -1 if absent or malformed. Raises OSError if not a regular file."""
     try:
         with files.open_regular(directory / NAME) as file:
             line = file.read(_LINE + 1)
@@ -63,17 +63,17 @@ def last(directory: Path) -> int:
 
 
 def require(generation: int, acknowledged: int, directory: Path | None) -> None:
-    """Raise CorruptionError where a catalogue has fallen behind what was acknowledged."""
+    """Raise CorruptionError if a catalogue's generation is older than the acknowledged one."""
     if generation >= acknowledged:
         return
     behind = f"catalog.sqlite is at generation {generation}, but {acknowledged} was acknowledged: its last commits are"
     aside = [] if directory is None else sorted(directory.glob("catalog.sqlite-wal-*"))
     if aside:
         raise CorruptionError(
-            f"{behind} in {aside[-1].name}, which was put aside when another program wrote to catalog.sqlite; give it "
-            "the name catalog.sqlite-wal if catalog.sqlite is as it was then, else restore the directory from a copy"
+            f"{behind} in {aside[-1].name}, which was put aside when another program wrote to catalog.sqlite; rename "
+            "it to catalog.sqlite-wal if catalog.sqlite is unchanged since, else restore the directory from a copy"
         )
     raise CorruptionError(
-        f"{behind} gone with catalog.sqlite-wal, which was removed or damaged; put that file back, or remove the file "
+        f"{behind} lost with catalog.sqlite-wal, which was removed or damaged; put that file back, or remove the file "
         f"{NAME!r} to go on without them"
     )

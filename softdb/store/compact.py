@@ -1,10 +1,10 @@
-"""Compaction: new segments with the live rows alone take the place of old ones. Rows keep their numbers.
+"""Compaction: replace segments by new ones that hold only live rows. Rows keep their numbers.
 
-The slots of records without a key go, too; these records stay, in rows that no segment holds.
+Records without a key lose their slots, but stay, in rows that no segment holds.
 
-Group after group of neighbouring segments: the live rows are copied into one new segment, fsynced; one SQLite
+For each group of neighbouring segments, the live rows are copied into one new segment and fsynced; one SQLite
 transaction swaps the segments, their checksums and tombstones; then the old files are unlinked. A crash leaves each
-group old or new, and orphans that the next writer removes. Whoever has an older generation open keeps its maps.
+group old or new, and orphans that the next writer removes. Readers of an older generation keep its maps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from softdb.store.store import Store
 
 
 def compact(store: Store) -> CompactReport:
-    """Remove the dead rows of a database, merge small segments, and say what that gave.
+    """Remove the dead rows of a database, merge small segments, and return a report.
 
-    Cost: the live rows of segments that have dead ones, and of small neighbours, are read and written once. Memory and
-    disk beyond what stays: a part of a segment, and one segment of at most `MAX_ROWS` rows. Other threads read and
-    write on meanwhile; what they delete stays for the next time.
+    Cost: the live rows of segments with dead rows, and of small neighbours, are read and written once. Extra memory:
+    `AT_ONCE` rows; extra disk: one segment of at most `MAX_ROWS` rows. Other threads read and write meanwhile; rows
+    that they delete wait for the next compaction.
 
     Raises:
-        CorruptionError: what would be copied differs from its checksum; that group is left as it is.
-        ReadOnly, WriteFailed: this handle may not, or can no longer, write.
+        CorruptionError: a record to be copied differs from its checksum; its group is not compacted.
+        ReadOnly, WriteFailed: this handle is read-only, or an earlier write failed.
     """
     store.require_writable()
     before, segments = store.occupied(), len(store.snapshot.segments)
@@ -45,18 +45,18 @@ def compact(store: Store) -> CompactReport:
 
 
 def _groups(snapshot: Snapshot) -> list[set[int]]:
-    """Numbers of the neighbouring segments that become one each.
+    """Group the numbers of neighbouring segments that are to become one segment each.
 
-    A segment without dead rows stays where it is large, or as large as all that come after it: so a row is copied
-    about log n times in its life, and about log n segments remain.
+    A segment without dead rows stays if it is large, or as large as all later ones together. So a row is copied about
+    log n times in its life, and about log n segments remain.
     """
-    found: list[set[int]] = []
-    group: list[int] = []  # places of segments
-    counts = [int(np.count_nonzero(live)) for _, live in _lives(snapshot)]
+    groups: list[set[int]] = []
+    group: list[int] = []  # indices of segments
+    counts = [int(np.count_nonzero(live)) for _, live in _live_slots(snapshot)]
 
     def close() -> None:
         if len(group) > 1 or any(counts[i] < len(snapshot.segments[i]) for i in group):
-            found.append({snapshot.segments[i].number for i in group})
+            groups.append({snapshot.segments[i].number for i in group})
         group.clear()
 
     for i, (segment, count) in enumerate(zip(snapshot.segments, counts, strict=True)):
@@ -67,79 +67,79 @@ def _groups(snapshot: Snapshot) -> list[set[int]]:
             close()
         group.append(i)
     close()
-    return found
+    return groups
 
 
-def _lives(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Each segment's first position, and which of its slots are live."""
+def _live_slots(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """Yield each segment's first position and the mask of its live slots."""
     for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
         yield start, snapshot.live[start : start + len(segment)]
 
 
 class _Group(NamedTuple):
-    """Segments that shall become one, as they are in one snapshot."""
+    """Segments of one snapshot that are to become one."""
 
     snapshot: Snapshot
-    places: list[int]  # of the segments in the snapshot
-    kept: NDArray[np.int64]  # (m,) positions of live rows, ascending
-    dropped: NDArray[np.int64]  # rows of the others
+    places: list[int]  # indices of the segments in the snapshot
+    live: NDArray[np.int64]  # (m,) positions of live rows, ascending
+    dropped: NDArray[np.int64]  # rows of the dead ones
 
     @classmethod
     def of(cls, store: Store, numbers: set[int]) -> _Group | None:
-        """Those segments, in a transaction; None where another thread has compacted them."""
+        """Return the segments of these numbers, in a transaction; None if another thread has compacted them."""
         snapshot = store.snapshot
         places = [i for i, segment in enumerate(snapshot.segments) if segment.number in numbers]
         if len(places) < len(numbers):
             return None
-        lives = [(start, live) for i, (start, live) in enumerate(_lives(snapshot)) if i in places]
-        kept = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
+        lives = [(start, live) for i, (start, live) in enumerate(_live_slots(snapshot)) if i in places]
+        alive = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
         dead = np.concatenate([start + np.flatnonzero(~live) for start, live in lives])
-        return cls(snapshot, places, kept, snapshot.rows(dead))
+        return cls(snapshot, places, alive, snapshot.rows(dead))
 
     @property
     def shape(self) -> list[tuple[int, int]]:
-        """Numbers and lengths of the segments: what is compared to see whether rows have come in."""
+        """Numbers and lengths of the segments; they differ once rows were appended."""
         return [(self.snapshot.segments[i].number, len(self.snapshot.segments[i])) for i in self.places]
 
 
 class _Written(NamedTuple):
-    """A new segment on disk, not yet known to the catalogue."""
+    """A new segment on disk that the catalogue does not name yet."""
 
     entry: SegmentEntry
     rows_crc: int | None  # None: the rows have no gaps
 
 
 def _replace(store: Store, numbers: set[int]) -> int:
-    """Make one segment of several, and return how many rows that removed."""
-    group, number = store.run(_reserved, store, numbers)
+    """Replace several segments by one, and return the number of removed rows."""
+    group, number = store.run(_reserve, store, numbers)
     if group is None:
         return 0
-    # in memory everything happens in one transaction: any commit drops a column that the catalogue does not know
-    written = None if store.path is None else _written_aside(store, group, number)
-    return store.run(_swapped, store, numbers, group, number, written)
+    # in memory everything happens in one transaction: any commit drops columns that the catalogue does not name
+    written = None if store.path is None else _write_aside(store, group, number)
+    return store.run(_commit, store, numbers, group, number, written)
 
 
-def _reserved(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
+def _reserve(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
     with store.write_transaction(durable=True):
         return _Group.of(store, numbers), gaps.reserve(store.catalog)
 
 
-def _swapped(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
+def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
     with store.write_transaction(durable=True):  # before anything is unlinked
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])
             return 0
-        if store.path is None or current.shape != group.shape:  # rows came in while it was copied
+        if store.path is None or current.shape != group.shape:  # rows were appended while it was copied
             group, written = current, _write(store, current, number)
         _swap(store, group, written)
-    with contextlib.suppress(OSError):  # the swap has happened; the next writer removes what is left
+    with contextlib.suppress(OSError):  # the swap is committed; the next writer removes remaining files
         store.columns.remove(numbers)
     return int(np.count_nonzero(~np.isin(group.dropped, group.snapshot.keyless)))
 
 
-def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
-    """Copy while others read and write. What fails here has changed nothing."""
+def _write_aside(store: Store, group: _Group, number: int) -> _Written | None:
+    """Copy a group while other threads read and write. An error here changes nothing."""
     try:
         return _write(store, group, number)
     except (OSError, MemoryError, CorruptionError) as error:
@@ -147,24 +147,24 @@ def _written_aside(store: Store, group: _Group, number: int) -> _Written | None:
             store.columns.remove([number])
         if isinstance(error, CorruptionError):
             raise
-        raise WriteFailed(f"the disk refused a write ({error}); the records are as before, make room") from error
+        raise WriteFailed(f"the disk refused a write ({error}); no record changed, make room") from error
 
 
 def _write(store: Store, group: _Group, number: int) -> _Written | None:
-    """A new segment with a group's live rows, on disk when this returns; None where there are none."""
+    """Write and sync a new segment with a group's live rows; None if it has none."""
     _require_sound(store, group)
-    count = len(group.kept)
+    count = len(group.live)
     if not count:
         return None
-    rows = group.snapshot.rows(group.kept)
+    rows = group.snapshot.rows(group.live)
     has_gaps = int(rows[-1] - rows[0]) + 1 != count
 
     def parts() -> Iterator[SegmentPart]:
         for low in range(0, count, AT_ONCE):
-            places = group.kept[low : low + AT_ONCE]
-            keys, values = group.snapshot.keys_at(places).numpy(), None
+            positions = group.live[low : low + AT_ONCE]
+            keys, values = group.snapshot.keys_at(positions).numpy(), None
             if store.schema.has_values:
-                values = group.snapshot.values_at(places).numpy().astype(store.schema.value_dtype, copy=False)
+                values = group.snapshot.values_at(positions).numpy().astype(store.schema.value_dtype, copy=False)
             yield SegmentPart(keys, values, rows[low : low + AT_ONCE] if has_gaps else None)
 
     store.columns.create(number, count, has_gaps, aside=True)
@@ -174,15 +174,15 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
 
 
 def _require_sound(store: Store, group: _Group) -> None:
-    """Raise CorruptionError where what would be copied is damaged: the undamaged copy may be wanted elsewhere."""
+    """Raise CorruptionError if a record to be copied is damaged: only the old file can be restored from a copy."""
     segments = (group.snapshot.segments[i] for i in group.places)
-    damage = [one for segment in segments for one in damaged(store.checksums, segment) if one.file.endswith(".npy")]
+    damage = [d for segment in segments for d in damaged(store.checksums, segment) if d.file.endswith(".npy")]
     if damage:
         raise CorruptionError("; ".join(map(str, damage)) + ": restore them from a copy, then compact")
 
 
 def _swap(store: Store, group: _Group, written: _Written | None) -> None:
-    """Put the new segment into the catalogue in place of the old ones."""
+    """Replace the old segments by the new one in the catalogue."""
     catalog = store.catalog
     old = [number for number, _ in group.shape]
     crc = None if written is None or written.rows_crc is None else (written.entry.number, written.rows_crc)

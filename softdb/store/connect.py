@@ -1,9 +1,9 @@
-"""Connecting to a catalogue: no link is followed, nothing in the file runs, and SQLite's errors become ours.
+"""Connect to a catalogue: follow no links, run nothing from the file, and turn SQLite's errors into softdb's.
 
-A reader that may not write the catalogue makes no file beside it: a writer of another user could not use such a file.
-It shares the log and the log's index where they are, and takes locks as any reader. Where there is no log, nobody
-writes: the catalogue is read without locks (`immutable`), and what reads it must compare `softdb.store.directory`'s
-marks before each transaction, for a writer may come.
+A reader that may not write the catalogue creates no file beside it: a writer of another user could not use such a file.
+If a log and its index exist, this reader shares them and takes locks as any reader. Without a log nobody writes, and
+the catalogue is read without locks (`immutable`); since a writer may open it later, such a reader must compare the
+marks of `softdb.store.directory` before each transaction.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import apsw
 
 from softdb.errors import CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 
-_RESCUE = "copy the directory, then run `softdb verify` on the copy, which with --repair saves what is sound"
+_RESCUE = "copy the directory, then save what is intact by `softdb verify COPY --repair DESTINATION`"
 
-BUSY = 10_000  # milliseconds that another connection is waited for
+BUSY = 10_000  # milliseconds to wait for another connection's lock
 
-_SUPER = bytes.fromhex("d9d505f920a163d7")  # the end of a rollback journal that belongs to several files
+_SUPER = bytes.fromhex("d9d505f920a163d7")  # last bytes of a rollback journal that names a super-journal
 
 
 class UnreadableLog(NotADatabase):
-    """The log has no index, and this process may make none. While a writer closes that is so for a moment."""
+    """The log has no index, and this process may not create one. Also raised briefly while a writer closes."""
 
 
 def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Connection:
-    """A connection to a catalogue; `None` is one in memory. Raises NotADatabase, CorruptionError, apsw.Error."""
-    connection = _opened(path, write, immutable)
+    """Connect to a catalogue; path None: in memory. Raises NotADatabase, CorruptionError, apsw.Error."""
+    connection = _open(path, write, immutable)
     try:
         connection.set_busy_timeout(BUSY)
         _harden(connection)
@@ -45,7 +45,7 @@ def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Con
     return connection
 
 
-def _opened(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
+def _open(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
     if path is None:
         return apsw.Connection(":memory:")
     for suffix in ("", "-wal", "-shm", "-journal"):
@@ -58,9 +58,9 @@ def _opened(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
 
 
 def has_no_log(path: Path) -> bool:
-    """Return True where a catalogue has no log and this process may make none: it is read as immutable then.
+    """Return True if a catalogue has no log and this process may not create one: then it is read as immutable.
 
-    Raises UnreadableLog where the log holds commits that nobody can read without writing to the directory.
+    Raises UnreadableLog if the log holds commits that cannot be read without writing to the directory.
     """
     if _may_write(path.parent) and _may_write(path):
         return False
@@ -83,14 +83,14 @@ def _may_write(path: Path) -> bool:
 
 
 def _require_plain(path: Path) -> None:
-    """SQLite follows links and waits for pipes, and a journal may name another file that it then deletes."""
+    """Raise for links, pipes and super-journals: SQLite follows links, waits for pipes, deletes what journals name."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise NotADatabase(f"{path} is not a regular file; softdb follows no links, choose another directory")
-    if path.name.endswith("-journal") and found.st_size > len(_SUPER):
+    if path.name.endswith("-journal") and status.st_size > len(_SUPER):
         with path.open("rb") as file:
             file.seek(-len(_SUPER), os.SEEK_END)
             if file.read() == _SUPER:
@@ -98,7 +98,7 @@ def _require_plain(path: Path) -> None:
 
 
 def _harden(connection: apsw.Connection) -> None:
-    """Nothing in a file from elsewhere may run, and damaged pages are looked for as they are read."""
+    """Disable everything in the file that could run, and check pages as they are read."""
     connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
     connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
@@ -111,7 +111,7 @@ def _crc32(*data: Any) -> Any:
 
 
 def typed(error: apsw.Error) -> SoftDBError:
-    """SQLite's error as one of softdb's."""
+    """Return SQLite's error as one of softdb's."""
     if isinstance(error, apsw.BusyError | apsw.LockedError | apsw.ReadOnlyError):  # the last: a log not set up yet
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
@@ -124,41 +124,41 @@ def typed(error: apsw.Error) -> SoftDBError:
 
 
 def refused(error: Exception) -> str:
-    """Words for an error of a write: what may be lost, where that is known, and what to do."""
+    """Return a message for an error of a write: its cause, possible losses, and what to do."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, apsw.CorruptError | apsw.NotADBError):
-        return f"catalog.sqlite or its log is damaged ({why}), and what was acknowledged may be lost; {_RESCUE}"
+        return f"catalog.sqlite or its log is damaged ({why}), and acknowledged changes may be lost; {_RESCUE}"
     if isinstance(error, apsw.IOError):
-        return f"the disk failed ({why}), and what it holds of catalog.sqlite may be damaged; {_RESCUE}"
+        return f"the disk failed ({why}), and catalog.sqlite may be damaged; {_RESCUE}"
     return f"the disk refused a write ({why})"
 
 
 def of_text_index(error: Exception) -> bool:
-    """Return True if FTS5 has met what it does not write; no read or write was refused then."""
+    """Return True if FTS5 found its index damaged, rather than the disk having refused a read or a write."""
     known = isinstance(error, apsw.CorruptError | apsw.SQLError)
     return known and (getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error))
 
 
 def damaged_catalog(what: str) -> CorruptionError:
-    """Something in the catalogue that softdb does not write."""
+    """Return the error for content of the catalogue that softdb does not write."""
     return CorruptionError(f"catalog.sqlite {what}; restore the directory from a copy")
 
 
 def damaged_text_index(what: str) -> CorruptionError:
-    """Something in the text index that FTS5 does not write, or not for these texts."""
+    """Return the error for a text index that FTS5 cannot read, or that does not match the texts."""
     return CorruptionError(
-        f"catalog.sqlite has a text index that {what}; drop_text_index() and index_text() make it anew from the texts"
+        f"catalog.sqlite has a text index that {what}; rebuild it by drop_text_index(), then index_text()"
     )
 
 
 def damaged_text(error: UnicodeDecodeError) -> CorruptionError:
-    """A text in the catalogue that is not UTF-8."""
+    """Return the error for a text in the catalogue that is not UTF-8."""
     return damaged_catalog(f"has a damaged text ({error})")
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turn what SQLite raises while it reads into CorruptionError and DatabaseLocked."""
+    """Turn SQLite's errors of reading into softdb's, see `typed`."""
     try:
         yield
     except apsw.Error as error:

@@ -1,18 +1,18 @@
-"""A database's directory. Guarantee: it is a database or may become one; a writer is the only one, and stays it.
+"""A database's directory. Guarantee: it holds a database or may come to hold one, and has at most one writer.
 
-A directory may be renamed while it is open, and another made at its path; any file in it may be renamed, deleted,
-replaced or overwritten by another program; the file `lock` may be deleted, and a second writer begin. So column files
-are opened by the directory's descriptor, never by its path. Before each commit, and after it, the path must lead to the
-directory that was opened, and the names in it to the files that this writer opened or made: a commit is acknowledged
-only where it will be found again. Files are compared by device and inode, and only when the directory's own time of
-change says that some name in it has changed.
+While a directory is open, it may be renamed and another created at its path; another program may rename, delete,
+replace or overwrite any file in it; the file `lock` may be deleted, so that a second writer begins. So column files
+are opened by the directory's descriptor, never by its path. Before and after each commit, the path must lead to the
+directory that was opened, and the names in it to the files that this writer opened or created: a commit is
+acknowledged only if the next reader will find it. Files are compared by device and inode, and only when the change
+time of the directory says that some name in it has changed.
 
-A file overwritten in place keeps its inode. The catalogue and its log must have, at the beginning of an operation, the
-size and the time at which this writer left them; the catalogue before a commit, too. A change within the few
-milliseconds that a file system's clock takes for one moment, and one between beginning and commit, go unseen.
+A file overwritten in place keeps its inode. So the catalogue and its log must have, at the beginning of an operation,
+the size and the modification time that this writer left; the catalogue also before a commit. Two changes go unseen:
+one within the few milliseconds of the file system's clock, and one between beginning and commit.
 
-A second writer cleans up within a transaction of its own, which waits for the first one's: either the first sees that
-its lock is gone, or the second sees what the first committed.
+A second writer cleans up within a transaction of its own, which waits for that of the first. Either the first writer
+sees that its lock is gone, or the second sees what the first committed.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from softdb.store.files import Mark, mark
 
 CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
-_SHARED = "catalog.sqlite-shm"  # the log's index
+_SHARED = "catalog.sqlite-shm"  # index of the log
 _CATALOG_FILES = (CATALOG, LOG, _SHARED)
-_CLOCK_STEP = 2 * 10**9  # nanoseconds: two changes so far apart have different times on every file system
+_CLOCK_STEP = 2 * 10**9  # nanoseconds after which a second change has another time on every file system
 
-_OURS = {  # what a creation that was cut short may have left: after a power cut any of them without the others
+_OURS = {  # files that an interrupted creation may leave, in any combination after a power cut
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
 }  # fmt: skip
 
 
 class Displaced(Exception):
-    """The path, or a name in the directory, leads elsewhere now, or a file was overwritten."""
+    """The directory or a file in it was renamed, removed, replaced or overwritten."""
 
     def __init__(self, message: str, overwritten: str | None = None) -> None:
         super().__init__(message)
-        self.overwritten = overwritten  # the name of a file that is the one that was opened, with other content
+        self.overwritten = overwritten  # name of the file that was overwritten in place, if one was
 
 
 class Directory:
-    """A database's directory, open; a writer holds its lock."""
+    """An open database directory, and its lock if opened for writing."""
 
     def __init__(self, path: Path, writing: bool) -> None:
-        """Raises NotADatabase, and DatabaseLocked where another process writes."""
+        """Raises DatabaseLocked if another process writes."""
         self.path, self._place, self.lock = path, str(path), None
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._mark = mark(self.descriptor)
-        self._opened: dict[str, Mark] = {}  # the catalogue's files, as they were when SQLite opened them
-        self._left: dict[str, Mark | None] = {}  # the catalogue and its log, as this writer left them
-        self._compared = 0  # the directory's time of change when all names were last compared
+        self._opened: dict[str, Mark] = {}  # marks of the catalogue's files when SQLite opened them
+        self._left: dict[str, Mark | None] = {}  # marks of the catalogue and its log after this writer's last change
+        self._compared = 0  # change time of the directory when all names were last compared, ns
         if writing:
             try:
-                self.lock = self._locked()
+                self.lock = self._acquire_lock()
                 self._lock = mark(self.lock.descriptor)
             except BaseException:
                 self.close()
                 raise
 
-    def _locked(self) -> files.Lock:
+    def _acquire_lock(self) -> files.Lock:
         lock = files.acquire(self.path / "lock", self.descriptor)
         if lock is None:
             holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
@@ -76,19 +76,19 @@ class Directory:
     # -- the catalogue's files -------------------------------------------------------------------------------------
 
     def catalog_mark(self) -> Mark | None:
-        """Mark of the catalogue, to be taken before SQLite opens it."""
+        """Return the catalogue's mark, to be taken before SQLite opens it."""
         return mark(CATALOG, self.descriptor)
 
     def watch_catalog(self, before: Mark | None, immutable: bool) -> None:
-        """Note the catalogue's files, which SQLite has opened; `before`: the catalogue's mark before that."""
+        """Record marks of the files that SQLite has opened; `before`: the catalogue's mark before it was opened."""
         marks = {name: mark(name, self.descriptor) for name in ((CATALOG,) if immutable else _CATALOG_FILES)}
         if before is not None:
             marks[CATALOG] = before
-        self._opened = {name: found for name, found in marks.items() if found is not None}
+        self._opened = {name: current for name, current in marks.items() if current is not None}
         self._compared = 0
 
     def note_state(self) -> None:
-        """Note the state in which this writer leaves the catalogue and its log."""
+        """Record the marks with which this writer leaves the catalogue and its log."""
         self._left = {name: mark(name, self.descriptor) for name in (CATALOG, LOG)}
 
     # -- comparing -------------------------------------------------------------------------------------------------
@@ -96,22 +96,22 @@ class Directory:
     def require_ours(self, columns: Mapping[str, Mark] | None = None, unchanged: tuple[str, ...] = ()) -> None:
         """Raise Displaced unless `require_in_place` holds, the lock is ours, and no other program has written.
 
-        `unchanged`: files that must be as `note_state` noted them. Cost: a stat each, and one for the lock.
+        `unchanged`: files whose marks must be those of `note_state`. Cost: a stat for each, and one for the lock.
         """
         self.require_in_place(columns)
-        if self.lock is not None and not _same(mark("lock", self.descriptor), self._lock):
+        if self.lock is not None and not _is_same(mark("lock", self.descriptor), self._lock):
             raise Displaced(f"{self.path}/lock was removed or replaced: another process may be writing")
         for name in unchanged:
             if name in self._left and mark(name, self.descriptor) != self._left[name]:
                 raise Displaced(f"{self.path}/{name} was overwritten by another program", name)
 
     def require_in_place(self, columns: Mapping[str, Mark] | None = None) -> None:
-        """Raise Displaced where the path or a name in the directory leads elsewhere than when it was opened.
+        """Raise Displaced if the path or a name in the directory no longer leads to the file that was opened.
 
-        `columns`: the column files by name. Cost: two stats; for some seconds after any name in the directory has
-        changed, one for each file, too.
+        `columns`: marks of the column files by name. Cost: two stats, and one for each file during the seconds after a
+        name in the directory has changed.
         """
-        if not _same(mark(self._place), self._mark):
+        if not _is_same(mark(self._place), self._mark):
             raise Displaced(f"{self.path} was renamed, removed or replaced since it was opened")
         changed = os.fstat(self.descriptor).st_ctime_ns
         if changed != self._compared:
@@ -121,30 +121,30 @@ class Directory:
             self._compared = changed if time.time_ns() - changed > _CLOCK_STEP else 0
 
     def require_opened(self) -> None:
-        """Raise NotADatabase where the directory or a file was replaced after it was opened."""
+        """Raise NotADatabase if the directory or a file was replaced after it was opened."""
         try:
             self.require_ours()
         except Displaced as error:
             raise NotADatabase(f"{error}; open it again") from None
 
     def require_followed(self) -> None:
-        """Raise NotADatabase where the catalogue or its log, which a reader shares with writers, was replaced."""
+        """Raise NotADatabase if the catalogue or its log, which a reader shares with writers, was replaced."""
         for name, opened in self._opened.items():
             if not opened.is_of(mark(name, self.descriptor)):
                 raise NotADatabase(f"{self.path}/{name} was removed or replaced since it was opened; open it again")
 
     def overtaken(self) -> bool:
-        """Return True where a writer has come since an immutable catalogue was opened."""
+        """Return True if a writer has opened the database since an immutable catalogue was opened."""
         log = mark(LOG, self.descriptor)
         logged = log is not None and (log.size > 0 or mark(_SHARED, self.descriptor) is not None)
         return logged or self.rewritten()
 
     def rewritten(self) -> bool:
-        """Return True where the catalogue was written to since it was opened: what was read may be of two states."""
+        """Return True if the catalogue was written to since it was opened: reads may mix two states."""
         return self.catalog_mark() != self._opened[CATALOG]
 
     def close(self) -> None:
-        """Close the descriptor, and release the lock; safe to call twice."""
+        """Close the descriptor and release the lock; safe to call twice."""
         lock, self.lock = self.lock, None
         descriptor, self.descriptor = self.descriptor, -1
         try:
@@ -159,14 +159,14 @@ class Directory:
             os.close(self.descriptor)  # the lock closes itself
 
 
-def _same(now: Mark | None, opened: Mark | None) -> bool:
+def _is_same(now: Mark | None, opened: Mark | None) -> bool:
     return now is not None and now.is_of(opened)
 
 
 def enter(path: Path, writing: bool, may_create: bool) -> Directory:
-    """Check that the path is ours, make it if it may be made, and open it.
+    """Check that the path is a database's or free, create the directory if allowed, and open it.
 
-    Raises NotADatabase, and DatabaseLocked where another process writes.
+    Raises NotADatabase, CorruptionError if the catalogue is gone, and DatabaseLocked if another process writes.
     """
     if path.exists() and not path.is_dir():
         raise NotADatabase(f"{path} is a file; a database is a directory, choose another path")
@@ -184,6 +184,6 @@ def enter(path: Path, writing: bool, may_create: bool) -> Directory:
 
 
 def require_new(path: Path | None, acknowledged: int) -> None:
-    """Raise CorruptionError where an empty catalogue stands beside data: a new one would have them removed."""
+    """Raise CorruptionError if an empty catalogue lies beside data: a new catalogue would have the data removed."""
     if acknowledged >= 0 or (path is not None and any(path.glob("keys-*.npy"))):
-        raise CorruptionError(f"{path}/catalog.sqlite is empty, the files beside it are not; restore it")
+        raise CorruptionError(f"{path}/catalog.sqlite is empty, but the files beside it are not; restore it")

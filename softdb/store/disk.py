@@ -1,7 +1,7 @@
-"""The thin layer under every change to a file other than the catalogue's own: one function a system call, no more.
+"""Thin wrappers of system calls, through which every change to a file but the catalogue's goes.
 
-Tests put themselves in place of these functions (and of SQLite's VFS) to watch, to fail, to kill, or to cut the power.
-Nothing else in softdb may change a file of a database.
+Tests replace these functions (and SQLite's VFS) to observe calls, to make them fail, to kill the process, or to
+simulate a power cut. Nothing else in softdb may change a file of a database.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 __all__ = ["close", "link", "make", "open", "remove_directory", "rename", "sync", "truncate", "unlink", "write"]
 
-_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link in a database from elsewhere may lead anywhere
+_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a database from elsewhere may hold links to anywhere
 
 
 def open(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
-    """A descriptor, to be closed. With the descriptor of the file's folder, by its name there, wherever that is now."""
+    """Open a file and return its descriptor; `folder`: a descriptor of its directory, to open it by name in there."""
     return os.open(path if folder is None else path.name, flags | _ALWAYS, mode, dir_fd=folder)
 
 
@@ -28,32 +28,32 @@ def close(descriptor: int) -> None:
 
 
 def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
-    """Write at an offset as much as is possible, and return how many bytes that was."""
+    """Write bytes at an offset, and return how many were written."""
     return os.pwrite(descriptor, data, offset)
 
 
 def truncate(descriptor: int, size: int) -> None:
-    """Cut or extend a file; what it is extended by reads as zeros."""
+    """Cut a file, or extend it by zeros."""
     os.ftruncate(descriptor, size)
 
 
 def sync(descriptor: int) -> None:
-    """Bring a file's bytes and size, or a directory's entries, to disk. After a failure it is never tried again."""
+    """Bring a file's bytes and size, or a directory's entries, to disk. Callers never retry after a failure."""
     if sys.platform == "darwin":
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync stops at the drive's cache there
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync does not flush the drive's cache there
     elif stat.S_ISDIR(os.fstat(descriptor).st_mode):
         os.fsync(descriptor)
     else:
-        os.fdatasync(descriptor)  # all but the times
+        os.fdatasync(descriptor)  # everything but the timestamps
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a file, replacing whatever has the name."""
+    """Rename a file, replacing any file of the new name."""
     os.replace(old, new)
 
 
 def link(old: Path, new: Path) -> None:
-    """Make a hard link; nothing may have the new name."""
+    """Create a hard link. Raises FileExistsError if the new name is taken."""
     os.link(old, new)
 
 
@@ -63,7 +63,7 @@ def unlink(path: Path, folder: int | None = None) -> None:
 
 
 def make(path: Path, mode: int = 0o777) -> None:
-    """Make a directory."""
+    """Create a directory."""
     os.mkdir(path, mode)
 
 

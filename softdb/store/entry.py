@@ -1,4 +1,4 @@
-"""Entry of a stored record in the catalogue, checked to be of the types that softdb writes."""
+"""Entries of stored records in the catalogue, checked for the types that softdb writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from softdb.store.connect import damaged_catalog
 
 
 class RecordEntry(NamedTuple):
-    """A stored record; what was not asked for is None."""
+    """A stored record; columns that were not requested are None."""
 
     row: int
     id: Id
@@ -19,8 +19,8 @@ class RecordEntry(NamedTuple):
 
 
 def plain(records: list[Any]) -> Iterator[RecordEntry]:
-    """Records as they came, if they are of the types that softdb writes. Raises CorruptionError."""
-    for row, one, *texts in records:
-        if type(one) not in (str, int) or not all(text is None or type(text) is str for text in texts):
+    """Yield an entry for each (row, id, texts…) from SQLite. Raises CorruptionError for a type softdb never writes."""
+    for row, name, *texts in records:
+        if type(name) not in (str, int) or not all(text is None or type(text) is str for text in texts):
             raise damaged_catalog(f"has a damaged record in row {row}")
-        yield RecordEntry(row, one, *texts)
+        yield RecordEntry(row, name, *texts)

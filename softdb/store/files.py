@@ -1,7 +1,7 @@
-"""Operations on files other than the catalogue's. Guarantee: each step is on disk when it returns.
+"""Operations on files other than the catalogue's. Guarantee: each is on disk when it returns, unless it says otherwise.
 
-`folder`: the descriptor of a file's directory; then what is meant is the file of that name there, even where the
-directory was renamed and another has taken its path.
+`folder`: the descriptor of a file's directory. With it, a path means the file of that name in the open directory, even
+if that was renamed and another directory has taken its path.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import BinaryIO, NamedTuple
 
 from softdb.store import disk
 
-_COPIED = 1 << 20  # bytes at once
-_PROCESS = re.compile(rb"\d{0,20}\n?")  # what a lock's file holds
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # of a file system without hard links
+_COPIED = 1 << 20  # bytes copied at once
+_PROCESS = re.compile(rb"\d{0,20}\n?")  # content of a lock file: the holder's process id
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # errors of file systems without hard links
 
 
 class Mark(NamedTuple):
-    """A file and its state: another program's change of it gives another mark."""
+    """Identity and state of a file; a change by another program gives another mark."""
 
     device: int
     inode: int
@@ -33,25 +33,25 @@ class Mark(NamedTuple):
     modified: int  # nanoseconds
 
     def is_of(self, other: Mark | None) -> bool:
-        """Return True where both are marks of the same file, whatever its content."""
+        """Return True if both are marks of the same file, whatever its content."""
         return other is not None and self[:2] == other[:2]
 
 
 def mark(place: str | int, folder: int | None = None) -> Mark | None:
-    """Mark of the file that a path or a descriptor leads to, no link at its end followed in a folder; None: no file."""
+    """Return the mark of a path or a descriptor; None if there is no file. In a folder, links are not followed."""
     try:
-        found = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
+        status = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
     except OSError:
         return None
-    return Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return Mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def create(path: Path, head: bytes, size: int, named: bool = True, folder: int | None = None) -> None:
-    """Make a file at its final size, its name on disk; head and size come to disk when it is first filled.
+    """Create a file of its final size, zeros after the head, and sync its name.
 
-    The rest reads as zeros. Without `named`, the name comes to disk with the next `sync_directory`.
+    Head and size come to disk when it is first filled; without `named`, the name does at the next `sync_directory`.
     """
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
+    with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
         _write(descriptor, memoryview(head), 0)
         disk.truncate(descriptor, size)
     if named:
@@ -59,7 +59,7 @@ def create(path: Path, head: bytes, size: int, named: bool = True, folder: int |
 
 
 def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True, folder: int | None = None) -> None:
-    """Overwrite part of an existing file, on disk when this returns, unless `sync` follows."""
+    """Overwrite bytes of an existing file; on disk when this returns, unless `synced` is False."""
     descriptor = disk.open(path, os.O_WRONLY, folder=folder)
     try:
         _write(descriptor, memoryview(data), offset)
@@ -71,8 +71,8 @@ def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = T
 
 @contextlib.contextmanager
 def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Overwrite an existing file piece after piece from an offset on; on disk when this ends well."""
-    with _opened(path, os.O_WRONLY, folder=folder) as descriptor:
+    """Yield a function that overwrites an existing file, piece after piece from an offset on; sync at the end."""
+    with _open_descriptor(path, os.O_WRONLY, folder=folder) as descriptor:
 
         def put(data: bytes | memoryview) -> None:
             nonlocal offset
@@ -84,8 +84,8 @@ def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Call
 
 
 def copy(source: BinaryIO, path: Path) -> None:
-    """A new file with all that is read from another, on disk when this returns; its name may not be."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    """Copy an open file to a new one and sync it; the name is not synced."""
+    with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         offset = 0
         while data := source.read(_COPIED):
             _write(descriptor, memoryview(data), offset)
@@ -94,29 +94,29 @@ def copy(source: BinaryIO, path: Path) -> None:
 
 
 def publish(fresh: Path, path: Path) -> None:
-    """Bring a finished file to disk and give it its name, which nothing has."""
-    with _opened(fresh, os.O_RDONLY) as descriptor:
+    """Bring a finished file to disk, and rename it to a path that is free."""
+    with _open_descriptor(fresh, os.O_RDONLY) as descriptor:
         disk.sync(descriptor)
     disk.rename(fresh, path)
     sync_directory(path.parent)
 
 
 def temporary(folder: Path) -> Path:
-    """A random name in a folder, for what is made there exclusively, by O_EXCL or mkdir: nothing else has it."""
+    """Return a random path in a folder, for a file or folder to be created exclusively, by O_EXCL or mkdir."""
     return folder / f".softdb-{os.urandom(8).hex()}"
 
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
-    """Replace a file by new content, piece after piece, so that any moment shows the old one or the new one whole."""
-    with _fresh(path, data) as fresh:
+    """Replace a file's content atomically by the concatenation of `data`."""
+    with _temporary_file(path, data) as fresh:
         disk.rename(fresh, path)
     sync_directory(path.parent)
 
 
 def make_once(path: Path, data: bytes) -> None:
-    """Make a private file, unless it is there; whoever reads it sees it whole."""
+    """Create a private file atomically, unless it exists."""
     make_directory(path.parent, 0o700)
-    with _fresh(path, (data,), 0o600) as fresh:
+    with _temporary_file(path, (data,), 0o600) as fresh:
         with contextlib.suppress(FileExistsError):
             disk.link(fresh, path)
         disk.unlink(fresh)
@@ -124,10 +124,10 @@ def make_once(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _fresh(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) -> Iterator[Path]:
-    """A new file beside a path, written and synced, removed where anything fails."""
+def _temporary_file(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) -> Iterator[Path]:
+    """Yield the path of a new file beside `path`, written and synced; remove it on an error."""
     fresh = temporary(path.parent)
-    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
+    with _open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         try:
             offset = 0
             for piece in data:
@@ -137,13 +137,13 @@ def _fresh(path: Path, data: Iterable[bytes | memoryview], mode: int = 0o644) ->
             yield fresh
         except BaseException:
             with contextlib.suppress(OSError):
-                remove(fresh)  # a full disk has no room for it
+                remove(fresh)  # a full disk has no room for leftovers
             raise
 
 
 @contextlib.contextmanager
 def aside(directory: Path) -> Iterator[Path]:
-    """A new folder of a random name in a directory, removed at the end with all that is in it."""
+    """Yield a new folder of a random name in a directory, and remove it with its content at the end."""
     folder = temporary(directory)
     disk.make(folder, 0o700)
     try:
@@ -156,26 +156,26 @@ def aside(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def building(directory: Path, last: str) -> Iterator[Path]:
-    """A folder aside whose files, synced, get their names in a directory at the end, `last` after all others.
+    """Yield a temporary folder, whose synced files are moved into a directory at the end, `last` after all others.
 
-    The directory is made where it is missing. Whatever fails, nothing of it is left, and nothing else has changed;
-    FileExistsError where something has come to have one of the names.
+    The directory is created if missing. An error removes everything that this created and changes nothing else.
+    Raises FileExistsError if a name was taken meanwhile.
     """
-    there = directory.is_dir()
+    existed = directory.is_dir()
     try:
         make_directory(directory)
         with aside(directory) as folder:
             yield folder
             _place(folder, directory, last)
     except BaseException:
-        if not there:
-            with contextlib.suppress(OSError):  # somebody else has put something there
+        if not existed:
+            with contextlib.suppress(OSError):  # another program may have put a file into it
                 disk.remove_directory(directory)
         raise
 
 
 def _place(folder: Path, directory: Path, last: str) -> None:
-    """Give the files of a folder the same names in a directory, where nothing may have them."""
+    """Move the files of a folder to the same names in a directory, which must be free; undo all on an error."""
     placed = list[Path]()
     try:
         for fresh in sorted(folder.rglob("*"), key=lambda file: (file.name == last, file)):
@@ -183,7 +183,7 @@ def _place(folder: Path, directory: Path, last: str) -> None:
                 for holding in [directory, *filter(Path.is_dir, placed)]:
                     sync_directory(holding)
             path = directory / fresh.relative_to(folder)
-            disk.make(path) if fresh.is_dir() else _name(fresh, path)
+            disk.make(path) if fresh.is_dir() else _link_or_rename(fresh, path)
             placed.append(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -193,8 +193,8 @@ def _place(folder: Path, directory: Path, last: str) -> None:
     sync_directory(directory)
 
 
-def _name(fresh: Path, path: Path) -> None:
-    """Give a file another name, which nothing may have: unlike a renaming, a link replaces nothing."""
+def _link_or_rename(fresh: Path, path: Path) -> None:
+    """Move a file to a path that must be free: unlike a rename, a hard link replaces nothing."""
     try:
         disk.link(fresh, path)
     except OSError as error:
@@ -204,7 +204,7 @@ def _name(fresh: Path, path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and those that it lies in, where they are missing; the names of all are on disk then."""
+    """Create a directory and its missing parents, and sync the names of all."""
     if path.is_dir():
         _sync_names_above(path)
         return
@@ -215,10 +215,10 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def _sync_names_above(path: Path) -> None:
-    """Sync the names of an existing directory and of those above it: whoever made them may not have."""
+    """Sync the names of an existing directory and its parents: their creator may not have."""
     path = path.resolve()
     device = path.stat().st_dev
-    with contextlib.suppress(PermissionError):  # what we may not read, such as /home, was not made for us
+    with contextlib.suppress(PermissionError):  # an unreadable parent, such as /home, is old
         for above in path.parents:
             if above.stat().st_dev != device:
                 return
@@ -230,19 +230,19 @@ def sync_directory(path: Path, folder: int | None = None) -> None:
     if folder is not None:
         disk.sync(folder)
         return
-    with _opened(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    with _open_descriptor(path.resolve(), os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         disk.sync(descriptor)
 
 
 def sync(path: Path, folder: int | None = None) -> None:
-    """Bring to disk what was written to a file and not synced; there need not be one."""
+    """Sync a file that was written to; do nothing if it does not exist."""
     flags = os.O_RDONLY | os.O_NONBLOCK
-    with contextlib.suppress(FileNotFoundError), _opened(path, flags, folder=folder) as descriptor:
+    with contextlib.suppress(FileNotFoundError), _open_descriptor(path, flags, folder=folder) as descriptor:
         disk.sync(descriptor)
 
 
 def remove(path: Path, folder: int | None = None) -> None:
-    """Unlink a file that may be gone already; maps of it stay valid."""
+    """Unlink a file, if it exists; memory maps of it stay valid."""
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(path, folder)
 
@@ -258,10 +258,7 @@ def clear(path: Path) -> None:
 
 
 def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
-    """A regular file, opened to be read: no link (it may lead anywhere) and no pipe (it may never answer).
-
-    Raises OSError, FileNotFoundError where there is none.
-    """
+    """Open a regular file for reading. Raises FileNotFoundError, and OSError for a link, a pipe or a directory."""
     name = path if folder is None else path.name
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
@@ -274,26 +271,26 @@ def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
 
 
 def occupied(path: Path) -> int:
-    """Bytes on disk of everything in a directory; files that vanish meanwhile count nothing."""
+    """Return the bytes that the files of a directory occupy on disk, ignoring files that vanish meanwhile."""
     total = 0
     for file in path.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            found = file.lstat()
-            total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+            status = file.lstat()
+            total += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
 def acquire(path: Path, folder: int | None = None) -> Lock | None:
-    """An exclusive lock on a file until it is released or the process ends; None while another holds it."""
+    """Lock a file exclusively until `release` or the end of the process; None if another process holds the lock."""
     lock = Lock()
     lock.descriptor = descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, folder=folder)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _PROCESS.fullmatch(os.pread(descriptor, 32, 0)):  # else it is another's file
+        if _PROCESS.fullmatch(os.pread(descriptor, 32, 0)):  # never overwrite another program's file
             disk.truncate(descriptor, 0)
-            disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # only for the error message of a second writer
+            disk.write(descriptor, f"{os.getpid()}\n".encode(), 0)  # for the error message of a second writer
     except BlockingIOError:
         lock.close()
         return None
@@ -304,18 +301,18 @@ def acquire(path: Path, folder: int | None = None) -> Lock | None:
 
 
 class Lock:
-    """A lock on a file, for as long as its descriptor is open anywhere."""
+    """A lock on a file, held while any process has its descriptor open."""
 
-    descriptor = -1  # when it is closed
+    descriptor = -1  # -1: closed
 
     def release(self) -> None:
-        """Unlock and close, even if a forked child has the descriptor, too; an interrupt leaves no lock."""
+        """Unlock and close, even if a forked child has the descriptor, too."""
         if self.descriptor >= 0:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor without unlocking, as a child must; safe to call twice."""
+        """Close the descriptor without unlocking, as a forked child must; safe to call twice."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             disk.close(descriptor)
@@ -326,7 +323,7 @@ class Lock:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> Iterator[int]:
+def _open_descriptor(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> Iterator[int]:
     descriptor = disk.open(path, flags, mode, folder)
     try:
         yield descriptor

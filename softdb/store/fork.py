@@ -1,9 +1,9 @@
-"""Forking. Guarantee: a child reads on through its own connection, and changes nothing of its parent's.
+"""Forks. Guarantee: a forked child reads through a connection of its own, and changes nothing of its parent's.
 
-SQLite knows a file once a process. A connection that a child opened beside an inherited one would rely on locks which
-the inherited one remembers and the child does not hold: the parent's last close, or a new writer, would take the WAL
-from under it, and it would read torn pages. So no thread is inside SQLite at the moment of a fork, and a child closes
-all that it has inherited before it opens anything, which each handle does at its next call.
+Within a process, SQLite's connections to one file share their locks. A child's new connection would rely on locks that
+the inherited one remembers but the child does not hold: the parent's last close, or a new writer, could remove the WAL
+while the child reads torn pages. So no thread is inside SQLite at the moment of a fork, and a child closes all
+inherited connections before it opens one, which each handle does at its next call.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from softdb.store.worker import Worker
 
 
 class Inherited(Protocol):
-    """Something open that a child inherits."""
+    """A handle with files or threads that a forked child inherits."""
 
     def after_fork(self) -> None:
-        """In a forked child: close what was inherited, and hold no lock that a thread of the parent held."""
+        """In a forked child: close inherited files, and replace locks that a thread of the parent may hold."""
 
 
 @runtime_checkable
@@ -34,27 +34,27 @@ class Connected(Inherited, Protocol):
     """A handle with a connection to SQLite."""
 
     def before_fork(self) -> Callable[[], None]:
-        """Wait until no other thread uses the connection, and keep it so until the returned function is called."""
+        """Wait until no other thread uses the connection, and block them until the returned function is called."""
 
 
 _handles: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_lock = threading.Lock()  # one fork at a time; while it lasts, nothing new is watched
-_paused: list[Callable[[], None]] = []  # lets the threads of the handles go on
+_lock = threading.Lock()  # held during a fork and while a handle is added
+_paused: list[Callable[[], None]] = []  # functions that let the threads of the handles continue
 
 
 def watch(handle: Inherited) -> None:
-    """Call the handle's methods around every fork, for as long as it is in use."""
+    """Call the handle's methods around every fork, until it is collected."""
     with _lock:
         _handles.add(handle)
 
 
 def abandon(connection: apsw.Connection) -> None:
-    """In a forked child: close an inherited connection, whose locks a child does not have; that writes nothing.
+    """In a forked child: close an inherited connection without writing, as the child does not hold its locks.
 
-    In a transaction, where the fork came from within a write of this very thread, it would: then nothing, not even the
-    end of the program, closes it.
+    If this thread forked within its own transaction, closing would write: then keep the connection open until the
+    process has ended.
     """
-    with contextlib.suppress(apsw.ConnectionClosedError):  # an interrupted close() has done it
+    with contextlib.suppress(apsw.ConnectionClosedError):  # an interrupted close() has closed it already
         if connection.in_transaction:
             threading.Thread(target=_keep, args=(connection,), daemon=True).start()
             return
@@ -63,22 +63,22 @@ def abandon(connection: apsw.Connection) -> None:
 
 
 def hold(worker: Worker, last: Callable[[], None]) -> Callable[[], None]:
-    """Keep a thread still, after a `last` call, until the returned function is called."""
-    still, go = threading.Event(), threading.Event()
+    """Pause a worker's thread, after a call of `last`, until the returned function is called."""
+    paused, resume = threading.Event(), threading.Event()
 
-    def stand_still() -> None:
+    def pause() -> None:
         try:
             last()
         finally:
-            still.set()
-            go.wait()
+            paused.set()
+            resume.wait()
 
-    if not worker.inside:  # else nobody else is
-        worker.submit(stand_still)
-        while not (still.is_set() or worker.stopped):
-            with contextlib.suppress(BaseException):  # no interrupt lets a fork go on
-                still.wait(1)
-    return go.set
+    if not worker.inside:  # else the calling thread alone uses the connection
+        worker.submit(pause)
+        while not (paused.is_set() or worker.stopped):
+            with contextlib.suppress(BaseException):  # an interrupt must not let the fork proceed
+                paused.wait(1)
+    return resume.set
 
 
 def _keep(_: apsw.Connection) -> None:
@@ -101,12 +101,12 @@ def _after_in_child() -> None:
     _lock = threading.Lock()
     _paused.clear()
     handles = list(_handles)
-    if handles:  # the threads of torch and FAISS stayed in the parent; waiting for them would never end
+    if handles:  # the threads of torch and FAISS stayed in the parent: waiting for them would never end
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         if "faiss" in sys.modules:
             sys.modules["faiss"].omp_set_num_threads(1)
-    for handle in handles:  # what one of them cannot do must not keep the others from it
+    for handle in handles:  # an error of one handle must not stop the others
         with contextlib.suppress(SoftDBError, OSError, apsw.Error):
             handle.after_fork()
 

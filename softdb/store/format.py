@@ -1,30 +1,29 @@
-"""Layout of a catalogue, and the check that a file is one.
+"""Layout of a catalogue, and the check that a file is a catalogue.
 
 The format, as MUSTs:
 
 * application_id MUST be `APPLICATION`, user_version the format version; any other MUST be refused.
-* The schema MUST be exactly `TABLES`, to the letter, and indexes of declared fields: one named `field_` + the
-  hexadecimal UTF-8 of the names that lead to it, with NUL between them, over the two expressions of `paths.field_sql`;
-  and a text index, `text_index_sql` with one of `TOKENIZERS` and the shadow tables that FTS5 gives it. Any of those may
-  be dropped at any time.
-  Whatever else there is (a trigger, a view, a table more) MUST be refused: it would run in the writes of who opens it.
+* The schema MUST be exactly `TABLES`, to the letter, beside two optional kinds of objects, which may be dropped at any
+  time. The index of a declared field is named `field_` + the hexadecimal UTF-8 of its path's names, joined by NUL, and
+  is over the two expressions of `paths.field_sql`. The text index is `text_index_sql` with one of `TOKENIZERS`, and the
+  shadow tables of FTS5.
+  Anything else (a trigger, a view, another table) MUST be refused: it would run within the writes of whoever opens it.
 * `records` holds exactly the live records. `key_crc`, `value_crc`, `payload_crc` and `text_crc` are the CRC-32 of the
-  stored bytes of the key, of the value (NULL where the key serves), and of the UTF-8 of payload and text (NULL where
-  there is none).
+  stored bytes of the key, of the value (NULL where the key serves), and of the UTF-8 of payload and text (NULL if the
+  record has none).
 * A bit set in `tombstones` (chunk c, bit i, low bits first: row c * CHUNK + i) marks a row as dead; a row below
-  `state.next_row` without one is live, if a segment holds it; what compaction adds is in `softdb.store.gaps`.
+  `state.next_row` without a tombstone is live, if a segment holds it. Compaction adds the rules of `softdb.store.gaps`.
 * A record without a key has `key_crc` and `value_crc` NULL. Its row MUST have a tombstone, or no segment may hold it:
-  whatever lies in its slot is never read. Every other record MUST lie in a segment, without a tombstone.
-* `segments` say how many slots are `used` (the watermark). Every commit that changes records raises
+  its slot is never read. Every other record MUST lie in a segment, without a tombstone.
+* `segments` tells how many slots are `used` (the watermark). Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
-* What made the keys stands in settings, too: `softdb.store.keyed`.
-* The setting `source` is JSON: which version of which table the records were taken from, absent where they came in
-  otherwise. A commit that takes in more of that table MUST set it in the same transaction.
+* Settings also name the origin of the keys: `softdb.store.keyed`.
+* The setting `source` is JSON that names the table and version from which the records were imported; absent otherwise.
+  A commit that imports more of that table MUST set it in the same transaction.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads or texts in place MUST
-  set `payloads_replaced` to the generation it makes: what was worked out from them before is void.
+  set `payloads_replaced` to the generation that it makes, which invalidates everything computed from them before.
 
-Room is left for what is to come; each is a new format version: columns of int8 or bfloat16 (a `dtype` among the
-settings, and the `.npy` header of that).
+Columns of int8 or bfloat16 would be a new format version: another `dtype` among the settings and in the `.npy` header.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from softdb.store.paths import field_names, field_sql, parts_of, spelled
 
 APPLICATION = 0x736F6674  # "soft"
 FORMAT = 1
-CHUNK = 8192  # rows a tombstone blob covers: 1 KiB
+CHUNK = 8192  # rows that a tombstone blob of 1 KiB covers
 TOKENIZERS = {"words": "unicode61 remove_diacritics 2", "trigram": "trigram remove_diacritics 1"}
 
 TABLES = """
@@ -61,50 +60,51 @@ CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT
 
 
 def recognise(connection: apsw.Connection, place: str) -> bool:
-    """Return True if a catalogue is laid out; not where its creation was cut short.
+    """Return True if a file is a catalogue, and False if it is empty, as after an interrupted creation.
 
-    Raises NotADatabase, FormatTooNew, and CorruptionError where the schema is not what it must be.
+    Raises NotADatabase, FormatTooNew, and CorruptionError for another schema.
     """
     application, version = int(connection.pragma("application_id")), int(connection.pragma("user_version"))
-    found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
-    if application != APPLICATION and (application or version or found):
+    stored = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
+    if application != APPLICATION and (application or version or stored):
         raise NotADatabase(f"{place} belongs to another program; choose another directory")
     if version > FORMAT:
         raise FormatTooNew(f"{place} has format version {version}, this softdb reads up to {FORMAT}; upgrade softdb")
-    if not (application or found):
+    if not (application or stored):
         return False
     if version != FORMAT:
-        raise damaged_catalog(f"has no format version {version}")
-    _require_schema(found)
+        raise damaged_catalog(f"has format version {version}, which never existed")
+    _require_schema(stored)
     return True
 
 
-def _require_schema(found: list[Any]) -> None:
-    indexed = [name for name in TOKENIZERS if ("table", "texts", "texts", text_index_sql(name)) in found]
+def _require_schema(stored: list[Any]) -> None:
+    indexed = [name for name in TOKENIZERS if ("table", "texts", "texts", text_index_sql(name)) in stored]
     expected = _schema(*indexed)
-    given = {(kind, name): (table, sql) for kind, name, table, sql in found}
-    strange = [f"{kind} {name!r}" for (kind, name), what in given.items() if not _ours(kind, name, what, expected)]
-    missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(given)]
+    actual = {(kind, name): (table, sql) for kind, name, table, sql in stored}
+    strange = [f"{kind} {name!r}" for (kind, name), sql in actual.items() if not _is_ours(kind, name, sql, expected)]
+    missing = [f"{kind} {name!r}" for kind, name in set(expected) - set(actual)]
     if strange or missing:
+        has = [f"has {', '.join(strange)} that softdb does not write"] if strange else []
+        lacks = [f"lacks {', '.join(missing)}"] if missing else []
         raise CorruptionError(
-            f"catalog.sqlite has {', '.join(strange) or 'nothing'} that softdb does not write"
-            + (f" and lacks {', '.join(missing)}" if missing else "")
-            + "; it was damaged or tampered with: restore the directory from a copy"
+            f"catalog.sqlite {' and '.join(has + lacks)}: it was damaged or tampered with; "
+            "restore the directory from a copy"
         )
 
 
-def _ours(kind: str, name: str, what: tuple[str, str | None], expected: dict[tuple[str, str], Any]) -> bool:
+def _is_ours(kind: str, name: str, definition: tuple[str, str | None], expected: dict[tuple[str, str], Any]) -> bool:
     if (kind, name) in expected:
-        return bool(expected[kind, name] == what)
-    if kind != "index" or what[0] != "records" or not name.startswith("field_"):
+        return bool(expected[kind, name] == definition)
+    if kind != "index" or definition[0] != "records" or not name.startswith("field_"):
         return False
     fields = indexed_field(name)
-    return bool(fields) and field_index_sql(fields[0]) == what[1]
+    return bool(fields) and field_index_sql(fields[0]) == definition[1]
 
 
 @cache
 def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
-    """Schema as SQLite itself stores our statements."""
+    """Return the schema as SQLite stores softdb's statements: (table, SQL) by kind and name."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))
@@ -115,12 +115,12 @@ def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, st
 
 
 def field_index(name: str) -> str:
-    """The name of a field's index."""
+    """Return the name of a field's index."""
     return f"field_{chr(0).join(parts_of(name)).encode().hex()}"  # SQLite's names are case-blind, a field's are not
 
 
 def indexed_field(index: str) -> tuple[str, ...]:
-    """The field that an index of that name is of, if it is of one."""
+    """Return the field of an index name, as a tuple of one; empty for any other name."""
     with contextlib.suppress(ValueError, BadInput):
         names = field_names([spelled(bytes.fromhex(index.removeprefix("field_")).decode().split("\0"))])
         return names if field_index(names[0]) == index else ()
@@ -128,28 +128,28 @@ def indexed_field(index: str) -> tuple[str, ...]:
 
 
 def field_index_sql(name: str) -> str:
-    """The statement that makes it, as SQLite remembers it."""
+    """Return the statement that creates a field's index, to the letter as SQLite stores it."""
     of_type, value = field_sql(parts_of(name))
     return f"CREATE INDEX {field_index(name)} ON records({of_type}, {value})"
 
 
 def text_index_sql(tokenizer: str) -> str:
-    """The statement that makes the text index, as SQLite remembers it: what a row holds is forgotten by its number."""
+    """Return the statement that creates the text index, as SQLite stores it; rows can be deleted without their text."""
     options = f"content='', contentless_delete=1, tokenize='{TOKENIZERS[tokenizer]}'"
     return f"CREATE VIRTUAL TABLE texts USING fts5(text, {options})"
 
 
 def state_crc(generation: int, next_row: int) -> int:
-    """The checksum of a state."""
+    """Return the checksum of a state."""
     return crc32(f"{generation} {next_row}".encode())
 
 
 @lru_cache(256, typed=True)
 def setting_crc(name: str, value: object) -> int:
-    """The checksum of a setting."""
+    """Return the checksum of a setting."""
     return crc32(json.dumps([name, value]).encode())
 
 
 def text_crc(text: str | None) -> int | None:
-    """The checksum of a payload or a text; None where there is none."""
+    """Return the checksum of a payload or a text; None for None."""
     return None if text is None else crc32(text.encode())

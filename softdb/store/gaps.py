@@ -1,14 +1,14 @@
-"""Traces of compaction in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
+"""Effects of compaction in the catalogue: rows that no segment holds any more, and segments whose rows have gaps.
 
-The format, as MUSTs (none of it is there before a first compaction):
+The format, as MUSTs (a database that was never compacted has none of it):
 
 * The setting `gone` is the number of rows below `state.next_row` that no segment holds; absent, 0. The used slots of
   all segments and `gone` MUST add up to `next_row`; while it is 0, segments MUST follow one another without a gap.
 * `gaps` names the segments whose rows are not first_row, first_row + 1, …: such a segment N MUST have a column
-  `rows-N.npy`, int64, shape (capacity,), whose used part is strictly ascending from first_row on and has the CRC-32
+  `rows-N.npy`, int64, shape (capacity,), whose used slots are strictly ascending from first_row on and have the CRC-32
   `rows_crc`; it MUST be full (`used` = capacity).
-* The setting `last_segment` is the greatest number that a compaction has taken; a new segment MUST have a greater one,
-  greater than those of all segments, too: readers know their maps by the number, so none is ever used again.
+* The setting `last_segment` is the greatest number that a compaction has taken. The number of a new segment MUST be
+  greater than it and than those of all segments: readers know their maps by the number, so no number is used twice.
 * Rows that no segment holds MUST NOT have a bit in `tombstones`.
 """
 
@@ -21,55 +21,55 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 from softdb.store.segments import SegmentEntry
 
-MAX_SEGMENT = 10**8 - 2  # their files are named by eight digits
+MAX_SEGMENT = 10**8 - 2  # largest number: file names have eight digits
 
 
 class Gaps(NamedTuple):
-    """Missing rows, and their segments."""
+    """Number of missing rows, and checksums of row columns."""
 
     gone: int  # rows that no segment holds
     checksums: dict[int, int]  # of the row columns, by segment
 
 
 def read(catalog: Catalog) -> Gaps:
-    """Read the traces of compactions."""
+    """Read what compactions wrote to the catalogue. Raises CorruptionError."""
     gone = catalog.setting("gone")
     sql = "SELECT segment, rows_crc FROM gaps LIMIT (SELECT count(*) + 1 FROM segments)"  # pages may form a cycle
-    found = catalog.all(sql) if gone else []
-    checksums = dict(found)
-    if len(checksums) < len(found):
+    stored = catalog.all(sql) if gone else []
+    checksums = dict(stored)
+    if len(checksums) < len(stored):
         raise damaged_catalog("names a segment twice in gaps")
     return Gaps(gone, checksums)
 
 
 def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
-    """Return True if a segment may come where the rows before it end at `row`."""
+    """Return True if a segment may follow one whose rows end before `row`."""
     return entry.first_row >= row if gone else entry.first_row == row
 
 
 def adds_up(entries: Iterable[SegmentEntry], next_row: int, gone: int) -> bool:
-    """Return True if segments and what was compacted away are all rows there were."""
+    """Return True if the rows in segments and the removed ones add up to all assigned rows."""
     return sum(entry.used for entry in entries) + gone == next_row
 
 
 def next_segment(catalog: Catalog) -> int:
-    """The number of the next new segment."""
+    """Return the number of the next new segment. Raises CorruptionError."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
     last = max(int(greatest), catalog.setting("last_segment", -1))
     if last >= MAX_SEGMENT:
-        raise damaged_catalog(f"says that there was a segment {last}")
+        raise damaged_catalog(f"names a segment {last}, beyond the last possible one")
     return 1 + last
 
 
 def reserve(catalog: Catalog) -> int:
-    """Take a number for a segment that will be written outside of the transaction."""
+    """Reserve a number for a segment that will be written outside of the transaction."""
     number = next_segment(catalog)
     catalog.put_setting("last_segment", number)
     return number
 
 
 def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
-    """Segments are dropped, rows with them, and a segment with this number and rows checksum may have come."""
+    """Drop segments, count `removed` more rows as gone, and add a `new` segment with gaps: (number, rows_crc)."""
     for table in ("segments", "gaps"):
         catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
     if new is not None:

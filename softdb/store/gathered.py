@@ -1,8 +1,8 @@
-"""New keys on their way: a database within the database's directory, so that a run that was cut short goes on.
+"""Progress of a re-embedding: the new keys, in a database of their own, so that an interrupted run can be resumed.
 
-It lies in the folder `reembed-G`, G the generation that last made all keys anew: once such a commit has happened, the
-next writer knows by the name that the folder is left over. Its ids are rows, its payloads digests of the texts: a key
-counts for a record only while the record's text gives the digest, whatever became of either in between.
+It lies in the folder `reembed-G` of the database's directory, where G is the generation that last re-embedded all keys:
+after the next such commit the name tells the next writer that the folder is obsolete. Its ids are rows, its payloads
+digests of the texts. A key counts for a record only while the record's text has that digest.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Rows = NDArray[np.int64]
 
 
 def digest(text: str) -> str:
-    """Digest of a text."""
+    """Return a hexadecimal digest of a text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class Gathered:
-    """The new keys of rows."""
+    """New keys by row."""
 
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
-        """Remains of a run by the same encoder, or nothing yet. One without a name may be any, and begins anew.
+        """Resume an interrupted run of the same encoder, or begin; a run of an encoder without a name never resumes.
 
-        Raises DatabaseLocked where another run goes on, BadInput where others' files lie in its folder, WriteFailed.
+        Raises DatabaseLocked if another run is in progress, BadInput if its folder holds foreign files, WriteFailed.
         """
         only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
         self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
         try:
-            self._store = self._found(Keyed(only_keys, encoder, 0)) or self._made(only_keys, encoder)
+            self._store = self._resume(Keyed(only_keys, encoder, 0)) or self._create(only_keys, encoder)
         except (OSError, apsw.Error) as error:
             why = f"{type(error).__name__}: {error}"
             raise WriteFailed(
-                f"the disk refused the folder of the new keys ({why}); nothing has changed: mend the cause"
+                f"the disk refused the folder of the new keys ({why}), and nothing has changed; fix the cause"
             ) from error
 
-    def _made(self, schema: Schema, encoder: str | None) -> Store:
+    def _create(self, schema: Schema, encoder: str | None) -> Store:
         store = Store(self._folder, "rw", schema)
         with contextlib.ExitStack() as opened:
             opened.callback(store.close)
@@ -60,8 +60,8 @@ class Gathered:
             opened.pop_all()
         return store
 
-    def _found(self, made: Keyed) -> Store | None:
-        """Return the remains of a run, if they are sound and of this one; else remove them."""
+    def _resume(self, origin: Keyed) -> Store | None:
+        """Return the keys of an interrupted run, if they are sound and of this `origin`; else remove its folder."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None
         require_ours(self._folder)
@@ -69,8 +69,8 @@ class Gathered:
             store = Store(self._folder, "rw", None)
             opened.callback(store.close)
             if (
-                made.encoder is not None
-                and store.keyed == made
+                origin.encoder is not None
+                and store.keyed == origin
                 and not any(any(damaged(store.checksums, segment)) for segment in store.snapshot.segments)
                 and not any(damaged_texts(store.damaged_texts))
             ):
@@ -83,29 +83,29 @@ class Gathered:
         return self._store.snapshot.count
 
     def missing(self, rows: Rows, digests: list[str]) -> NDArray[np.bool_]:
-        """Of which rows (m,) with texts of these digests there is no key yet."""
+        """Mask (m,) of the rows without a new key for the text of this digest."""
         if not len(self):
             return np.ones(len(rows), np.bool_)
         stored = self._store.locate(rows.tolist(), whole=True).payloads
-        return np.array([text != json.dumps(one) for text, one in zip(stored, digests, strict=True)], np.bool_)
+        return np.array([old != json.dumps(new) for old, new in zip(stored, digests, strict=True)], np.bool_)
 
     def put(self, rows: Rows, keys: Array, digests: Iterable[str]) -> None:
-        """Keep keys (m, d); on disk when this returns. Raises WriteFailed."""
-        self._store.upsert(Batch(rows.tolist(), keys, None, [json.dumps(one) for one in digests]))
+        """Store keys (m, d) of rows; on disk when this returns. Raises WriteFailed."""
+        self._store.upsert(Batch(rows.tolist(), keys, None, list(map(json.dumps, digests))))
 
     def keys(self, rows: Rows) -> Array:
-        """The keys (m, d) of rows that are all there."""
+        """Return the new keys (m, d) of rows, all of which must be stored."""
         located = self._store.require(rows.tolist())
-        found: Array = located.snapshot.keys_at(located.snapshot.positions(located.rows)).numpy()
-        return found
+        keys: Array = located.snapshot.keys_at(located.snapshot.positions(located.rows)).numpy()
+        return keys
 
     def close(self) -> None:
-        """Keep what there is for another run. What fails now has been on disk before, or does not matter."""
+        """Close the files, for another run to resume. Errors are ignored: every `put` is on disk already."""
         with contextlib.suppress(OSError, SoftDBError, apsw.Error):
             self._store.close()
 
     def discard(self) -> None:
-        """Remove it: it has served."""
+        """Close and remove the files."""
         self.close()
         if self._folder is not None:
             remove_database(self._folder)

@@ -1,5 +1,5 @@
-"""From the catalogue to a snapshot. Guarantee: every row below `next_row` lies in exactly one segment, or was compacted
-away; every segment's files are as large as they must be; every live label is one of a class. Else CorruptionError.
+"""Load a snapshot from the catalogue. Guarantee, or CorruptionError: every row below `next_row` lies in exactly one
+segment, or was compacted away; every segment's files have the right size; every live label is that of a class.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from softdb.store.snapshot import Segment, Snapshot
 
 
 class Loaded(NamedTuple):
-    """A snapshot and what made its keys; one attribute, so that no thread sees the one without the other."""
+    """A snapshot and the origin of its keys, in one object, so that no thread sees a snapshot with another origin."""
 
     snapshot: Snapshot
     keyed: keyed.Keyed
 
 
 class SnapshotLoader:
-    """Makes the snapshot of the generation that a catalogue reads; unchanged segments are taken from the last one."""
+    """Loads the snapshot of the generation that a catalogue reads, reusing segments that have not changed."""
 
-    def __init__(self, columns: ColumnFiles, made: keyed.Keyed) -> None:
+    def __init__(self, columns: ColumnFiles, origin: keyed.Keyed) -> None:
         self._columns = columns
-        self.loaded = Loaded(Snapshot.of(-1, (), np.zeros(0, np.bool_)), made)
-        self._labels_checked: dict[int, int] = {}  # how many labels of each segment have been looked at
-        self._entries: list[SegmentEntry] = []  # its segments
+        self.loaded = Loaded(Snapshot.of(-1, (), np.zeros(0, np.bool_)), origin)
+        self._labels_checked: dict[int, int] = {}  # number of checked labels by segment
+        self._entries: list[SegmentEntry] = []  # segments of the loaded snapshot
         self._missing = gaps.Gaps(0, {})
-        self._room = np.empty(0, np.bool_)  # where `live` of snapshots that only append to one another lies
+        self._room = np.empty(0, np.bool_)  # buffer that the `live` masks of successive appends share
 
     @property
     def snapshot(self) -> Snapshot:
-        """The last that was loaded."""
+        """The snapshot that was loaded last."""
         return self.loaded.snapshot
 
     def load(self, catalog: Catalog) -> None:
@@ -44,33 +44,33 @@ class SnapshotLoader:
         state = catalog.state()
         if state.generation == self.snapshot.generation:
             return
-        entries, missing, made = catalog.segments(), gaps.read(catalog), keyed.read(catalog)
-        if made != self.loaded.keyed:
-            self._columns.reshape(made.schema)
+        entries, missing, origin = catalog.segments(), gaps.read(catalog), keyed.read(catalog)
+        if origin != self.loaded.keyed:
+            self._columns.reshape(origin.schema)
         segments, keyless = self._segments(entries, missing, state.next_row, catalog.capacity()), catalog.keyless()
         if len(keyless) and not 0 <= keyless[0] <= keyless[-1] < state.next_row:
-            raise damaged_catalog("has records in rows that are yet to come")
+            raise damaged_catalog("has records in rows beyond the last assigned one")
         if missing.gone:
-            whole = Snapshot.of(state.generation, segments, np.ones(sum(map(len, segments)), np.bool_), keyless)
-            snapshot = whole.without(catalog.dead())
+            all_live = np.ones(sum(map(len, segments)), np.bool_)
+            snapshot = Snapshot.of(state.generation, segments, all_live, keyless).without(catalog.dead())
         else:
             snapshot = Snapshot.of(state.generation, segments, catalog.live(state.next_row), keyless)
-        self._take(Loaded(snapshot, made), entries, missing)
+        self._take(Loaded(snapshot, origin), entries, missing)
         self._columns.keep_only({entry.number for entry in entries})
 
     def entries(self, catalog: Catalog) -> list[SegmentEntry]:
-        """The segments of the generation that the open transaction reads."""
+        """Return the segments of the generation that the open transaction reads."""
         return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
 
     def append(self, state: CatalogState, entries: list[SegmentEntry]) -> bool:
-        """Go on to a generation that has appended rows with keys to the one before it, and changed nothing else.
+        """Advance to a generation that only appended rows with keys to the previous one.
 
-        False where that one is not loaded. Cost: of the appended rows alone; a byte or two a row are kept.
+        Return False if the previous one is not loaded. Cost: the appended rows; a byte or two of memory for each row.
         """
         old = self.snapshot
         if state.generation != old.generation + 1:
             return False
-        same = len(self._entries)  # segments that are as before: all, but that the last may have been filled up
+        same = len(self._entries)  # number of unchanged segments: the last may have been filled up
         same -= same > 0 and entries[same - 1] != self._entries[same - 1]
         segments = (*old.segments[:same], *(self._segment(entry, None) for entry in entries[same:]))
         starts = np.empty(len(segments) + 1, np.int64)
@@ -81,7 +81,7 @@ class SnapshotLoader:
         if old.live.base is not self._room or len(self._room) < size:
             self._room = np.empty(2 * size, np.bool_)
             self._room[: old.size] = old.live
-        self._room[old.size : size] = True  # beyond what any snapshot shows
+        self._room[old.size : size] = True  # no older snapshot shows these bytes
         count = old.count + size - old.size
         snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count, old.keyless)
         self._take(self.loaded._replace(snapshot=snapshot), entries, self._missing)
@@ -113,12 +113,12 @@ class SnapshotLoader:
         rows = None if rows_crc is None else self._columns.rows(number, capacity)[:used]
         if rows is not None and (not used or rows[0] != first):
             raise CorruptionError(f"rows-{number:08d}.npy does not begin with row {first}; restore it from a copy")
-        if rows is not None and checksum(rows) != rows_crc:  # else ids would get other records' vectors
+        if rows is not None and checksum(rows) != rows_crc:  # a wrong row would give an id another record's vector
             raise CorruptionError(f"rows-{number:08d}.npy differs from its checksum; restore it from a copy")
         return Segment(number, first, rows, keys[:used], None if values is None else values[:used])
 
     def _require_labels(self, snapshot: Snapshot, classes: int | None) -> None:
-        """Raise CorruptionError where a live record has a label of no class: pooling uses labels as indices."""
+        """Raise CorruptionError if a live record's label is out of range: pooling uses labels as indices."""
         checked = dict[int, int]()
         if classes is None:
             return
@@ -130,8 +130,8 @@ class SnapshotLoader:
             if len(wrong):
                 row = segment.rows_of(slice(done, None))[wrong[0]]
                 raise CorruptionError(
-                    f"values-{segment.number:08d}.npy: row {row} has the label {labels[wrong[0]]}, there are {classes} "
-                    "classes; restore the file from a copy"
+                    f"values-{segment.number:08d}.npy: row {row} has the label {labels[wrong[0]]}; expected 0 to "
+                    f"{classes - 1}; restore the file from a copy"
                 )
             checked[segment.number] = len(segment)
         self._labels_checked = checked

@@ -1,8 +1,8 @@
-"""Origin of a database's keys: their schema, the name of their encoder, and since which generation that holds.
+"""Origin of a database's keys: their schema, the name of their encoder, and the generation of the last re-embedding.
 
-The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent where none is known. The
-setting `reembedded` is the generation that made all keys anew, absent before; such a commit MUST give every segment a
-new number, as every commit must that changes what lies in a segment's slots.
+The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent if none is known. The
+setting `reembedded` is the generation that last re-embedded all keys, absent before; such a commit MUST give every
+segment a new number, as must every commit that changes the content of a segment's used slots.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ class Keyed(NamedTuple):
 
     schema: Schema
     encoder: str | None  # its name
-    since: int  # the generation that made all keys anew; 0: they are as they came in
+    since: int  # the generation that last re-embedded all keys; 0: never
 
 
 def require_name(name: str) -> str:
-    """The name of an encoder as it can be stored. Raises BadInput."""
+    """Return the name of an encoder, if it can be stored. Raises BadInput."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"the encoder's name is {shown(name)}, which is no text; give it another") from None
+        raise BadInput(f"the encoder's name is {shown(name)}, which is not Unicode text; give it another") from None
     if not 0 < len(name) <= LONGEST or "\0" in name:
         raise BadInput(f"the encoder's name is {shown(name)}; expected 1 to {LONGEST} characters, none of them NUL")
     return name
 
 
 def read(catalog: Catalog) -> Keyed:
-    """Origin of the keys of the generation that a connection reads. Raises CorruptionError."""
+    """Return the origin of the keys of the generation that a connection reads. Raises CorruptionError."""
     settings = catalog.settings()
     missing = [name for name in _SCHEMA if name not in settings]
     if missing:
         raise damaged_catalog(f"has damaged settings ({missing[0]} is missing)")
-    return _keyed(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
+    return _parse(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
 
 
-@lru_cache(64, typed=True)  # asked by every refresh
-def _keyed(*values: Any) -> Keyed:
+@lru_cache(64, typed=True)  # every refresh calls it
+def _parse(*values: Any) -> Keyed:
     dim, value_dim, num_classes, dtype, metric, encoder, since = values
     try:
         stored = schema(dim, value_dim, num_classes, dtype, metric, None)
@@ -62,5 +62,5 @@ def _keyed(*values: Any) -> Keyed:
 
 
 def note(catalog: Catalog, name: str | None) -> None:
-    """Note the encoder in the open transaction."""
+    """Write the encoder's name to the settings, in the open transaction. Raises BadInput."""
     catalog.put_setting("encoder", name if name is None else require_name(name))

@@ -1,4 +1,4 @@
-"""The files that softdb makes in a database's directory. Nothing else there is ever removed."""
+"""The files that softdb creates in a database's directory. No other file there is ever removed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FILE = re.compile(
     r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)(\.tmp)?|\.softdb-[0-9a-f]{16}"
 )
 _FOLDER = re.compile(r"index|reembed-\d{1,20}|\.softdb-[0-9a-f]{16}")
-_UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # of a copy that was killed
+_UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # of a killed backup
 
 
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
-    """Return softdb's entries of a directory, or files of further names, contents before folders; and all others."""
+    """Return two lists of a directory's entries: softdb's (or named in `more`), contents before folders; and others."""
     ours, others = list[Path](), list[Path]()
     if path.name.startswith(".softdb-"):
         more += _UNFINISHED
@@ -35,14 +35,14 @@ def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
 
 
 def require_ours(path: Path, *more: str) -> None:
-    """Raise BadInput where something is there that softdb does not make, or a link or a file is in its place."""
+    """Raise BadInput if a path is no directory, or holds entries that softdb does not create."""
     others = [path] if path.is_symlink() or not path.is_dir() else entries(path, *more)[1]
     if others:
-        raise BadInput(f"{others[0]} is not softdb's and in the way; expected nothing of others, so move it away")
+        raise BadInput(f"{others[0]} was not created by softdb; expected only softdb's files there; move it away")
 
 
 def remove_database(path: Path, *more: str, itself: bool = True) -> None:
-    """Remove what softdb makes in a directory, and the directory, if asked and nothing else is in it."""
+    """Remove softdb's files from a directory, and with `itself` the directory, if nothing else is in it."""
     for entry in entries(path, *more)[0] + [path] * itself:
         if not entry.is_dir():
             disk.unlink(entry)

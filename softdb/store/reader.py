@@ -1,10 +1,9 @@
-"""Reading. Guarantee: whatever a transaction reads, catalogue and columns, is of one generation, which stays readable.
+"""Read transactions. Guarantee: catalogue and columns that one reads are of one generation, which stays readable.
 
-Also where this process may not write the directory, so that SQLite cannot take part in a log that is not there: the
-catalogue is read without locks then, until a writer comes, and what may have been read half before and half after
-that is refused.
+This also holds in a directory that this process may not write, where SQLite cannot create a log: there the catalogue is
+read without locks until a writer opens the database, and a read that the writer may have interfered with is refused.
 
-A snapshot holds its column files mapped: commits write behind its watermarks, and what compaction unlinks stays mapped.
+A snapshot keeps its column files mapped: commits write beyond its watermarks, and unlinked files stay mapped.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from softdb.store.snapshot import Snapshot
 
 
 class Reader:
-    """A connection to the catalogue and the snapshot that a handle reads. On the store's thread."""
+    """A connection to the catalogue, and the snapshot that a handle reads. Used on the store's thread only."""
 
     def __init__(
         self,
         catalog: Catalog,
         columns: ColumnFiles,
-        made: Keyed,
+        origin: Keyed,
         directory: Directory | None,
         connect: Callable[[], Catalog],
     ) -> None:
-        """`directory`: what may be changed under a handle that only reads; None for a writer's, and in memory."""
+        """`directory`: that of a read-only handle, which writers may change; None for a writer, and in memory."""
         self.connected: Catalog | None = catalog  # None: closed, or `inherited`
-        self.inherited = False  # by a forked child, which has closed it and connects at its next call
-        self.loader = SnapshotLoader(columns, made)
-        self.in_operation = False  # within an operation of the writer: its errors are not of a read
-        self.unreadable: CorruptionError | None = None  # why the catalogue is read no more
+        self.inherited = False  # True in a forked child, which connects anew at its next call
+        self.loader = SnapshotLoader(columns, origin)
+        self.in_operation = False  # True within the writer's operations, which handle SQLite's errors themselves
+        self.unreadable: CorruptionError | None = None  # why the catalogue must not be read any more
         self._directory, self._connect = directory, connect
 
     @property
     def catalog(self) -> Catalog:
-        """The connection. Raises Closed, and NotADatabase and CorruptionError where its files were replaced."""
+        """The connection. Raises Closed, and NotADatabase or CorruptionError if its files were replaced."""
         if self.inherited:
             with typed_errors():
                 self.connected, self.inherited = self._connect(), False
@@ -57,7 +56,7 @@ class Reader:
         return self.connected
 
     def _follow(self, directory: Directory) -> None:
-        """Connect again where a writer has come to a catalogue that is read as immutable."""
+        """Connect again if a writer has opened a catalogue that is read as immutable."""
         assert self.connected is not None
         if not self.connected.immutable:
             directory.require_followed()
@@ -67,7 +66,7 @@ class Reader:
             old.close()
 
     def abandon(self, directory: Directory | None) -> None:
-        """In a forked child: close the inherited connection; others may change the directory from now on."""
+        """In a forked child: close the inherited connection, and read `directory` as any other reader from now on."""
         inherited, self.connected, self.in_operation = self.connected, None, False
         self._directory = directory
         if inherited is not None:
@@ -75,23 +74,23 @@ class Reader:
             fork.abandon(inherited.connection)
 
     def refresh(self) -> Snapshot:
-        """Move to the newest generation."""
+        """Load the newest generation, and return its snapshot."""
         with self.transaction() as snapshot:
             return snapshot
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Snapshot]:
-        """Catalogue and snapshot of one generation, the newest, for several statements."""
+        """Open a transaction on the newest generation, and yield its snapshot. Raises CorruptionError, StaleRead."""
         with contextlib.ExitStack() as transaction:
             before = -1
             while True:
-                with contextlib.ExitStack() as tried:
-                    tried.enter_context(self._one_generation())
+                with contextlib.ExitStack() as attempt:
+                    attempt.enter_context(self._pin_generation())
                     try:
                         self.loader.load(self.catalog)
                     except (FileNotFoundError, CorruptionError) as error:
-                        if self._overtaken():
-                            continue  # by a writer: read its log, too
+                        if self._is_overtaken():
+                            continue  # a writer came: connect again, with its log
                         if isinstance(error, CorruptionError):
                             raise
                         present = self.catalog.state().generation
@@ -99,21 +98,21 @@ class Reader:
                             before = present
                             continue  # a compaction may have replaced it since this transaction began
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
-                    transaction.push(tried.pop_all())
+                    transaction.push(attempt.pop_all())
                     break
             try:
                 yield self.loader.snapshot
             finally:
-                if self._overtaken() and self._directory is not None and self._directory.rewritten():
-                    raise StaleRead("a writer came while the catalogue was read without locks; ask again")
+                if self._is_overtaken() and self._directory is not None and self._directory.rewritten():
+                    raise StaleRead("a writer opened the database during a read without locks; ask again")
 
-    def _overtaken(self) -> bool:
+    def _is_overtaken(self) -> bool:
         immutable = self.connected is not None and self.connected.immutable
         return immutable and self._directory is not None and self._directory.overtaken()
 
     @contextlib.contextmanager
-    def _one_generation(self) -> Iterator[None]:
-        """A transaction for a few statements; none where one is open already."""
+    def _pin_generation(self) -> Iterator[None]:
+        """Open a read transaction, unless one is open already."""
         if self.catalog.connection.in_transaction:
             with contextlib.nullcontext() if self.in_operation else typed_errors():
                 yield

@@ -1,7 +1,7 @@
-"""Recovery: what opening does, after whatever end the last writer came to.
+"""Recovery when a database is opened for writing, however the last writer ended.
 
-Guarantee: a database whose acknowledged commits are gone is refused; what all may read is on disk before anything is
-written after it; files that no commit names are removed, but those of a writer who is about to commit.
+Guarantee: committed changes, which others may have read, are on disk before anything is written after them; files that
+no commit names are removed, except those of a writer that is about to commit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _GATHERED = re.compile(r"reembed-(\d{1,20})")
 
 
 def bring_to_disk(catalog: Catalog, path: Path) -> bool:
-    """Bring to disk what another writer committed and no sync has covered: everybody has read it.
+    """Sync the log, as others may have read commits in it that never came to disk, and checkpoint it.
 
-    Whether the log is checkpointed, too: on a full disk it is not, and the first write tries again.
+    Return False if it cannot be checkpointed, as on a full disk; then the first write tries again.
     """
     files.sync(path / "catalog.sqlite-wal")
     with contextlib.suppress(apsw.FullError, apsw.IOError):
@@ -37,7 +37,7 @@ def bring_to_disk(catalog: Catalog, path: Path) -> bool:
 def clean(catalog: Catalog, columns: ColumnFiles) -> None:
     """Remove the column files of appends and compactions that did not commit.
 
-    In a transaction: a writer that has lost its lock may be about to commit.
+    It runs in a write transaction, to wait for a writer that has lost its lock and is about to commit.
     """
     with typed_errors():
         catalog.begin(write=True)
@@ -48,10 +48,10 @@ def clean(catalog: Catalog, columns: ColumnFiles) -> None:
 
 
 def clean_folders(path: Path, since: int) -> None:
-    """Remove what runs of `reembed` have gathered before all keys were made anew, in the generation `since`.
+    """Remove the folders of `reembed` runs that began before the last re-embedding, of generation `since`.
 
-    A run that was cut short later goes on from its folder. What cannot be removed does no harm, nor does what is there
-    that softdb does not make: it stays.
+    The folder of a later, interrupted run stays, to be resumed. Folders that cannot be removed, or that hold foreign
+    files, stay, too, and do no harm.
     """
     for folder in path.iterdir():
         match = _GATHERED.fullmatch(folder.name)

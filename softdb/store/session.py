@@ -1,9 +1,9 @@
-"""The life of an open database: opening, closing, forking. One writer, any number of readers, in any processes.
+"""Open, close and fork a database. It has one writer and any number of readers, in any processes.
 
-Guarantee: nothing stays locked, open or half open, whatever an opening meets; closing brings relaxed changes to disk.
-The rooms: reading (`reader.py`), writing (`writer.py`, the commit protocol), what opening does after a crash
-(`recovery.py`), the directory and its lock (`directory.py`). All of it runs on the store's own thread (`worker.py`),
-one operation after the other, where nothing interrupts.
+Guarantee: an opening that fails leaves nothing locked or open; closing brings relaxed changes to disk. The parts:
+reading (`reader.py`), writing (`writer.py`, the commit protocol), recovery after a crash (`recovery.py`), the directory
+and its lock (`directory.py`). Operations run one after the other on the store's own thread (`worker.py`), which no
+interrupt reaches.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ S = TypeVar("S", bound="Session")
 T = TypeVar("T")
 
 _IN_MEMORY = "this database is in the memory of the process that opened it; give one with a path to a forked process"
-_WAIT, _WAITS = 0.02, 50  # seconds, and how many of them
-_relaxed: weakref.WeakSet[Session] = weakref.WeakSet()  # to be flushed when the interpreter ends
+_RETRY_SECONDS, _TRIES = 0.02, 50  # of a reader that connects while a writer opens or closes
+_relaxed: weakref.WeakSet[Session] = weakref.WeakSet()  # to be flushed at the end of the interpreter
 
 
 @atexit.register
@@ -49,7 +49,7 @@ def _flush_all() -> None:
 
 
 def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run a method on the store's thread: nothing comes between, and nothing interrupts it."""
+    """Run a method on the store's thread, where nothing interrupts it."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
@@ -60,7 +60,7 @@ def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
 
 def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run a method that looks records up in the caller's thread, between two operations."""
+    """Run a method, which looks up records, in the caller's thread, between two operations."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
@@ -75,10 +75,10 @@ class Session:
 
     columns: ColumnFiles  # compaction writes to them, too
     _why_closed = "this handle is closed; open the database again"
-    loader: SnapshotLoader  # its `loaded` is what this handle reads, without a call
+    loader: SnapshotLoader  # its `loaded` is the snapshot that this handle reads
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
-        """Open a directory (None: memory); `create` is the schema of one that does not exist yet, if it may be made.
+        """Open a directory (None: memory); `create`: schema of a new database, None to require an existing one.
 
         `relaxed`: see `softdb.store.writer`.
         """
@@ -88,7 +88,7 @@ class Session:
         self._directory: Directory | None = None
         self._reader: Reader | None = None
         self._writer: Writer | None = None
-        fork.watch(self)  # first: a child may be forked meanwhile
+        fork.watch(self)  # first, as another thread may fork meanwhile
         try:
             self.run(self._open, create)
         except BaseException:
@@ -96,7 +96,7 @@ class Session:
             raise
 
     def run(self, work: Callable[P, T], *args: P.args, **words: P.kwargs) -> T:
-        """Call something on the store's thread, where alone its connection may be used: nothing comes between."""
+        """Call a function on the store's thread, the only one that may use the connection, as one operation."""
         result: T = self.worker.run(functools.partial(work, *args, **words))
         return result
 
@@ -106,7 +106,7 @@ class Session:
         writing = self.mode == "rw"
         if self.path is not None:
             self._directory = enter(self.path, writing, create is not None)
-        acknowledged = -1 if self.path is None else committed.last(self.path)  # first: a reader may be overtaken
+        acknowledged = -1 if self.path is None else committed.last(self.path)  # read first: a writer may raise it
         with contextlib.ExitStack() as opened:
             catalog = self._connect()
             opened.callback(catalog.close)
@@ -117,13 +117,13 @@ class Session:
                 catalog.create(create)
                 if self.path is not None and self._directory is not None:
                     files.sync_directory(self.path)
-                    self._directory.watch_catalog(self._directory.catalog_mark(), False)  # now there is a log
+                    self._directory.watch_catalog(self._directory.catalog_mark(), False)  # the log exists now
             with typed_errors():
-                made = keyed.read(catalog)
+                origin = keyed.read(catalog)
                 committed.require(catalog.state().generation, acknowledged, self.path)
             folder = None if self._directory is None else self._directory.descriptor
-            self.columns = ColumnFiles(self.path, made.schema, self._relaxed, folder)
-            self._reader = Reader(catalog, self.columns, made, None if writing else self._directory, self._connect)
+            self.columns = ColumnFiles(self.path, origin.schema, self._relaxed, folder)
+            self._reader = Reader(catalog, self.columns, origin, None if writing else self._directory, self._connect)
             self.loader = self._reader.loader
             opened.pop_all()
         self._reader.refresh()
@@ -139,23 +139,23 @@ class Session:
                 recovery.clean_folders(self.path, self.keyed.since)
 
     def _connect(self) -> Catalog:
-        """Connect to the catalogue. Raises NotADatabase where its path led elsewhere meanwhile.
+        """Connect to the catalogue. Raises NotADatabase if the directory or a file was replaced meanwhile.
 
-        A reader waits about a second for a writer that is just making or removing the log.
+        A reader retries for about a second while a writer creates or removes the log.
         """
         if self.path is None or self._directory is None:
             return Catalog.open(None, True)
-        for waits in reversed(range(_WAITS if self.mode == "r" else 1)):
+        for retries in reversed(range(_TRIES if self.mode == "r" else 1)):
             before = self._directory.catalog_mark()
             try:
                 catalog = Catalog.open(self.path / CATALOG, self.mode == "rw")
                 break
             except (apsw.CantOpenError, apsw.ReadOnlyError, UnreadableLog) as error:
-                if not waits and isinstance(error, UnreadableLog):
+                if not retries and isinstance(error, UnreadableLog):
                     raise NotADatabase(*error.args) from None
-                if not waits:
+                if not retries:
                     raise
-            time.sleep(_WAIT)
+            time.sleep(_RETRY_SECONDS)
         try:
             self._directory.watch_catalog(before, catalog.immutable)
             self._directory.require_opened()  # SQLite opens its files by the path
@@ -165,22 +165,22 @@ class Session:
         return catalog
 
     def close(self) -> None:
-        """Close the files and release the lock; safe to call twice. Raises WriteFailed: relaxed changes are lost."""
+        """Close the files and release the lock; safe to call twice. Raises WriteFailed if relaxed changes are lost."""
         try:
             self.run(self._close)
         finally:
             self.worker.stop()
 
     def _close(self) -> None:
-        last = self._writer
+        last_writer = self._writer
         try:
             if self.waiting:
                 self.flush()
             self.require_unchanged()  # SQLite writes to the catalogue when it closes
         finally:
             self._release()
-        if last is not None:
-            last.raise_unreported()
+        if last_writer is not None:
+            last_writer.raise_unreported()
 
     def __del__(self) -> None:
         if getattr(self, "_writer", None) is not None:
@@ -189,36 +189,36 @@ class Session:
             self.worker.stop()
 
     def _release(self) -> None:
-        """Close everything, whatever one of them raises."""
-        with contextlib.ExitStack() as rest:
+        """Close writer, connection and directory, even if closing one of them raises."""
+        with contextlib.ExitStack() as closing:
             if self._directory is not None:
-                rest.callback(self._directory.close)
+                closing.callback(self._directory.close)
             if self._reader is not None:
                 if self._reader.connected is not None:
-                    rest.callback(self._reader.connected.close)
+                    closing.callback(self._reader.connected.close)
                 self._reader.connected, self._reader.inherited = None, False
             if self._writer is not None:
-                rest.callback(self._writer.close)
+                closing.callback(self._writer.close)
         self._directory = self._writer = None
 
     @property
     def closed(self) -> bool:
-        """True if the handle was closed."""
+        """True if the handle is closed, or was never opened."""
         return self._reader is None or not (self._reader.connected or self._reader.inherited)
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed if this handle is closed."""
         if self.closed:
             raise Closed(self._why_closed)
 
     # -- forking: see `softdb.store.fork.Connected` ----------------------------------------------------------------
 
     def before_fork(self) -> Callable[[], None]:
-        """Keep the store's thread still. What waits to be flushed is flushed first: a child sees what is on disk."""
+        """Flush relaxed changes, as a child sees only what is on disk, and pause the store's thread."""
         return fork.hold(self.worker, self.flush_late)
 
     def after_fork(self) -> None:
-        """In a forked child: close what was inherited; the next call opens the directory to be read."""
+        """In a forked child: close inherited files; the next call connects again, read-only."""
         self.mode = "r"
         parents, self._writer = self._writer, None
         if parents is not None:
@@ -233,47 +233,47 @@ class Session:
         self.worker.after_fork()
         self.worker = Worker(self.flush_late)
 
-    # -- the rooms -------------------------------------------------------------------------------------------------
+    # -- the parts -------------------------------------------------------------------------------------------------
 
     @property
     def reader(self) -> Reader:
-        """Return the reader. Raises Closed."""
+        """The reader. Raises Closed."""
         self.require_open()
         assert self._reader is not None
         return self._reader
 
     @property
     def catalog(self) -> Catalog:
-        """The connection. Raises Closed."""
+        """The connection to the catalogue. Raises Closed."""
         return self.reader.catalog
 
     @property
     def snapshot(self) -> Snapshot:
-        """The generation that this handle reads: the newest, for a writer; that of the last `refresh`, for a reader."""
+        """The snapshot that this handle reads: the newest of a writer, that of the last `refresh` of a reader."""
         return self.loader.loaded.snapshot
 
     @property
     def keyed(self) -> keyed.Keyed:
-        """Origin of the keys of that snapshot."""
+        """Origin of the snapshot's keys."""
         return self.loader.loaded.keyed
 
     @property
     def schema(self) -> Schema:
-        """Schema of that snapshot."""
+        """Schema of the snapshot."""
         return self.loader.loaded.keyed.schema
 
     @on_thread
     def refresh(self) -> int:
-        """Move to the newest generation, and return it."""
+        """Load the newest generation, and return its number."""
         return self.reader.refresh().generation
 
     def read_transaction(self) -> contextlib.AbstractContextManager[Snapshot]:
-        """See `Reader.transaction`. On the store's thread."""
+        """Open a read transaction, see `Reader.transaction`. Call it on the store's thread."""
         return self.reader.transaction()
 
     @property
     def writer(self) -> Writer:
-        """Return the writer. Raises Closed, ReadOnly, and WriteFailed after a write that failed."""
+        """The writer. Raises Closed, ReadOnly, and WriteFailed after a failed write."""
         self.require_open()
         if self.mode != "rw" or self._writer is None:
             raise ReadOnly("this handle is read-only; open the database with mode='rw' to write")
@@ -281,16 +281,16 @@ class Session:
         return self._writer
 
     def require_writable(self) -> None:
-        """Raises as `writer`."""
+        """Raise Closed, ReadOnly or WriteFailed if this handle cannot write."""
         _ = self.writer
 
     def require_unchanged(self) -> None:
-        """See `Writer.require_unchanged`; a handle that only reads is of no writer."""
+        """Raise WriteFailed if this handle writes and another program has written to its catalogue."""
         if self._writer is not None:
             self._writer.require_unchanged()
 
     def write_transaction(self, durable: bool = False) -> contextlib.AbstractContextManager[Change]:
-        """See `Writer.transaction`. On the store's thread."""
+        """Open a write transaction, see `Writer.transaction`. Call it on the store's thread."""
         return self.writer.transaction(durable)
 
     @on_thread
@@ -300,16 +300,16 @@ class Session:
 
     @on_thread
     def flush_late(self) -> None:
-        """Flush in the background: an error is raised by the next write, or by `close`."""
+        """Bring relaxed changes to disk; an error is raised only by the next write, or by `close`."""
         if self._writer is not None:
             self._writer.flush_late()
 
     @property
     def waiting(self) -> int:
-        """Relaxed changes that are not on disk."""
+        """Number of relaxed changes that are not on disk."""
         return 0 if self._writer is None else self._writer.waiting
 
     @property
     def relaxed(self) -> bool:
-        """True if changes may wait."""
+        """True if changes need not be on disk when a call returns."""
         return self._relaxed and self.mode == "rw"

@@ -1,7 +1,7 @@
-"""One generation of the stored columns, immutable: what every search and soft query reads.
+"""Snapshots: one generation of the stored columns, immutable, which searches and soft queries read.
 
-Two numberings: a *row* is a record's permanent number (never reused); a *position* is its present place in the
-concatenation of the segments, `0 … size - 1`, dead ones included. Rows ascend with positions.
+A *row* is a record's permanent number, which is never reused. A *position* is its place in the concatenation of the
+segments of one snapshot, `0 … size - 1`, dead ones included. Rows ascend with positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from softdb.kernels._native import Column
 
-SAMPLED = 1024  # values that their size is taken from
+SAMPLED = 1024  # values that `value_size` is estimated from
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -30,16 +30,16 @@ NONE: Rows = np.empty(0, np.int64)
 
 
 class Block(NamedTuple):
-    """Some records that lie close together, ready for torch."""
+    """Neighbouring records of one segment, as tensors."""
 
     positions: Tensor  # (m,) int64, ascending
-    keys: Tensor  # (m, d) in the column's dtype; a view of the segment where nothing is left out
+    keys: Tensor  # (m, d) in the column's dtype; a view of the segment if no record in between is skipped
     values: Tensor  # (m, v) in the column's dtype, (m,) int64 labels, or `keys` itself where the key serves
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The used slots of one pair of column files (mapped) or arrays (in memory). Never stored to through here."""
+    """The used slots of one pair of column files (mapped) or arrays (in memory). Read-only."""
 
     number: int
     first_row: int
@@ -52,41 +52,40 @@ class Segment:
 
     @property
     def values_or_keys(self) -> NDArray[np.generic]:
-        """The values, or the keys, where the key serves."""
+        """The values, or the keys if there are no values."""
         return self.keys if self.values is None else self.values
 
     def rows_of(self, slots: slice) -> Rows:
-        """The rows of consecutive slots."""
-        here = np.arange(len(self))[slots]
-        return here + self.first_row if self.rows is None else self.rows[slots]
+        """Return the rows of consecutive slots."""
+        return np.arange(len(self))[slots] + self.first_row if self.rows is None else self.rows[slots]
 
     @property
     def stop_row(self) -> int:
-        """The row after the last."""
+        """The row after the last one."""
         return self.first_row + len(self) if self.rows is None else int(self.rows[-1]) + 1
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The columns as of one generation. Safe to read from any number of threads."""
+    """The columns of one generation. Safe to read from any number of threads."""
 
     generation: int
     segments: tuple[Segment, ...]
     starts: Rows  # (segments + 1,) position of each segment's first slot, then size
     live: Live  # (size,)
-    count: int  # live records with a key: all that vectors meet
-    keyless: Rows = field(default_factory=NONE.copy)  # rows of the others, ascending
+    count: int  # live records with a key, those that searches and soft queries see
+    keyless: Rows = field(default_factory=NONE.copy)  # rows of records without a key, ascending
 
-    placed: ClassVar[None] = None  # no device has these columns: kernels read them where they lie
+    placed: ClassVar[None] = None  # these columns are not on a device: kernels read them in place
 
     @classmethod
     def of(cls, generation: int, segments: tuple[Segment, ...], live: Live, keyless: Rows = NONE) -> Snapshot:
-        """A snapshot of segments in row order, which of their slots are live, and the rows without a key."""
+        """Make a snapshot of segments in row order, the mask of their live slots, and the rows without a key."""
         starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
         return cls(generation, segments, starts, live, int(np.count_nonzero(live)), keyless)
 
     def part(self, low: int, high: int) -> Snapshot:
-        """The records at positions from low to high, as a snapshot of their own."""
+        """Return the records at positions low … high - 1 as a snapshot."""
         segments = []
         for segment, start in zip(self.segments, self.starts.tolist(), strict=False):
             slots = slice(max(0, low - start), min(len(segment), high - start))
@@ -98,12 +97,12 @@ class Snapshot:
         return Snapshot.of(self.generation, tuple(segments), self.live[low:high])
 
     def first(self, size: int) -> Snapshot:
-        """So many of the first records, all live."""
-        part = self.part(0, size)
-        return Snapshot.of(part.generation, part.segments, np.ones(part.size, np.bool_))
+        """Return the first `size` positions as a snapshot in which all are live."""
+        prefix = self.part(0, size)
+        return Snapshot.of(prefix.generation, prefix.segments, np.ones(prefix.size, np.bool_))
 
     def without(self, dead: Rows) -> Snapshot:
-        """This snapshot with some rows (m,) dead, too; rows that it does not hold are passed over."""
+        """Return this snapshot with rows (m,) marked as dead, too; rows that it does not hold are ignored."""
         positions, live = self.positions(dead), self.live.copy()
         live[positions[positions >= 0]] = False
         return Snapshot.of(self.generation, self.segments, live, self.keyless)
@@ -120,14 +119,14 @@ class Snapshot:
         return np.sort(np.concatenate([rows, self.keyless])) if len(self.keyless) else rows
 
     def keyed(self, rows: Rows) -> Live:
-        """Mask of rows (m,) that lie in a slot of this generation and are not of records without a key."""
-        found: Live = self.positions(rows) >= 0
-        return found & ~np.isin(rows, self.keyless) if len(self.keyless) else found
+        """Mask of rows (m,) that lie in a slot of this generation and have a key."""
+        in_slots: Live = self.positions(rows) >= 0
+        return in_slots & ~np.isin(rows, self.keyless) if len(self.keyless) else in_slots
 
     def holds(self, rows: Rows) -> Live:
-        """Mask of rows (m,) that this generation knows, with a key or without."""
-        found: Live = self.positions(rows) >= 0
-        return found | np.isin(rows, self.keyless) if len(self.keyless) else found
+        """Mask of rows (m,) of this generation, with a key or without."""
+        in_slots: Live = self.positions(rows) >= 0
+        return in_slots | np.isin(rows, self.keyless) if len(self.keyless) else in_slots
 
     @property
     def size(self) -> int:
@@ -136,28 +135,28 @@ class Snapshot:
 
     @cached_property
     def contiguous(self) -> bool:
-        """True if rows are simply positions (true until a compaction leaves gaps)."""
+        """True if rows equal positions, which holds until a compaction leaves gaps."""
         return all(
             s.rows is None and s.first_row == start for s, start in zip(self.segments, self.starts, strict=False)
         )
 
     @cached_property
     def key_column(self) -> Column:
-        """The keys as kernels read them where they lie, for as long as this snapshot lives."""
+        """The keys for kernels, which read them in place; valid as long as this snapshot is."""
         return self._column([s.keys for s in self.segments])
 
     @cached_property
     def value_column(self) -> Column:
-        """The values, likewise."""
+        """The values for kernels, which read them in place; valid as long as this snapshot is."""
         return self._column([s.values_or_keys for s in self.segments])
 
     @cached_property
     def value_size(self) -> float:
-        """The root mean square of ‖v‖, of about SAMPLED vectors."""
+        """Root mean square of ‖v‖, estimated from at most SAMPLED values."""
         return value_size(self.generation, self.size, self.values_at)
 
     def rows(self, positions: Rows) -> Rows:
-        """Permanent row numbers of positions (…); -1 stays -1."""
+        """Return the permanent row numbers of positions (…); -1 stays -1."""
         if self.contiguous:
             return positions
         rows = np.full(positions.shape, -1, np.int64)
@@ -167,7 +166,7 @@ class Snapshot:
         return rows
 
     def positions(self, rows: Rows) -> Rows:
-        """Positions of rows (…), -1 where this generation has no such row (dead ones stay until a compaction)."""
+        """Return the positions of rows (…), -1 for rows without a slot (dead rows have one until a compaction)."""
         if self.contiguous:
             return np.where((rows >= 0) & (rows < self.size), rows, -1)
         positions = np.full(rows.shape, -1, np.int64)
@@ -182,34 +181,34 @@ class Snapshot:
         return positions
 
     def keys_at(self, positions: Rows) -> Tensor:
-        """Keys of positions (…), copied: (…, d) in the column's dtype; zeros at -1."""
+        """Copy the keys of positions (…): (…, d) in the column's dtype; zeros at -1."""
         return self._gather([s.keys for s in self.segments], positions)
 
     def values_at(self, positions: Rows) -> Tensor:
-        """Values of positions (…), copied: (…, v) or int64 labels (…); zeros at -1. The keys, where the key serves."""
-        found = self._gather([s.values_or_keys for s in self.segments], positions)
-        return found if found.is_floating_point() else found.long()
+        """Copy the values of positions (…): (…, v) or int64 labels (…), or keys if there are no values; zeros at -1."""
+        values = self._gather([s.values_or_keys for s in self.segments], positions)
+        return values if values.is_floating_point() else values.long()
 
     def blocks(
         self,
-        size: int,  # records a block at most
+        size: int,  # maximum number of records of a block
         allowed: Live | None = None,  # (size,) over positions; None: every live record
         start: int = 0,  # first position
     ) -> Iterator[Block]:
-        """The allowed live records from a position on, in order, without copying where whole runs take part."""
-        import torch  # here: what only reads the metadata, such as `softdb info`, must not wait for it
+        """Yield the allowed live records from a position on, in order; runs without gaps are not copied."""
+        import torch  # imported late: `softdb info` and others that read only metadata must not wait for it
 
         keep = self.live if allowed is None else self.live & allowed
         for segment, offset in zip(self.segments, self.starts, strict=False):
             for low in range(max(0, start - int(offset)), len(segment), size):
                 high = min(low + size, len(segment))
-                kept = keep[offset + low : offset + high]
+                mask = keep[offset + low : offset + high]
                 slots: slice | Rows
-                if kept.all():
+                if mask.all():
                     slots = slice(low, high)
                     positions = torch.arange(offset + low, offset + high)
-                elif kept.any():
-                    inside = np.flatnonzero(kept)
+                elif mask.any():
+                    inside = np.flatnonzero(mask)
                     slots = inside + low
                     positions = torch.from_numpy(inside + (offset + low))
                 else:
@@ -219,7 +218,7 @@ class Snapshot:
                 yield Block(positions, keys, values if values.is_floating_point() else values.long())
 
     def _by_segment(self, positions: Rows) -> Iterator[tuple[Segment, int, NDArray[np.bool_]]]:
-        """Each segment that some of the positions lie in, its start, and which of them do."""
+        """Yield each segment that holds some of the positions, its start, and the mask of these positions."""
         for segment, low, high in zip(self.segments, self.starts[:-1], self.starts[1:], strict=True):
             inside = (positions >= low) & (positions < high)
             if inside.any():
@@ -240,7 +239,7 @@ class Snapshot:
         out = np.zeros((*positions.shape, *columns[0].shape[1:]), columns[0].dtype)
         if len(columns) == 1 and positions.size and positions.min() >= 0:
             return torch.from_numpy(columns[0].take(positions, 0, out))
-        home = self.starts.searchsorted(positions, "right") - 1  # -1 at -1
+        home = self.starts.searchsorted(positions, "right") - 1  # index of each position's segment; -1 at -1
         for segment in set(home.flat):
             if segment >= 0:
                 inside = home == segment
@@ -249,6 +248,6 @@ class Snapshot:
 
 
 def value_size(generation: int, size: int, values_at: Callable[[Rows], Tensor]) -> float:
-    """The root mean square of ‖v‖, of about SAMPLED vectors."""
-    some = np.random.default_rng(generation).integers(0, size, min(size, SAMPLED))
-    return float(values_at(np.sort(some)).double().square().sum(1).mean().sqrt())
+    """Root mean square of ‖v‖, estimated from at most SAMPLED positions, drawn with replacement."""
+    positions = np.random.default_rng(generation).integers(0, size, min(size, SAMPLED))
+    return float(values_at(np.sort(positions)).double().square().sum(1).mean().sqrt())

@@ -1,4 +1,4 @@
-"""Checksums: a record's key, value, payload and text have each their own, so that damage is named, and lost, by row."""
+"""Checksums: each record has one for its key, value, payload and text, so that damage is reported, and lost, by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from softdb.check import Array
 from softdb.store.snapshot import Segment
 
-AT_ONCE = 8192  # records
+AT_ONCE = 8192  # records read at once
 
 Rows = NDArray[np.int64]
 Fetch = Callable[[int, int], list[Any]]  # see `Catalog.checksums`
@@ -20,11 +20,11 @@ FetchTexts = Callable[[str, "Rows | None"], list[int]]  # see `Catalog.damaged_t
 
 
 class Damage(NamedTuple):
-    """Records whose bytes do not give their checksums, and where these lie."""
+    """Records that differ from their checksums, in one file."""
 
     file: str
     rows: list[int]
-    what: str = ""  # of the record, in words
+    what: str = ""  # the damaged column, for the message: "payload of ", "text of "
 
     def __str__(self) -> str:
         runs = np.split(np.array(self.rows), np.flatnonzero(np.diff(self.rows) > 1) + 1)
@@ -36,51 +36,50 @@ class Damage(NamedTuple):
 
 
 def checksums(column: Array) -> list[int]:
-    """The CRC-32 of each row of a column (n, …)."""
+    """Return the CRC-32 of each row of a column (n, …)."""
     return list(map(crc32, np.ascontiguousarray(column)))
 
 
 def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterator[Damage]:
-    """Keys and values of a segment's records, or of some rows of it (m,), that differ from their checksums.
+    """Yield the damage to the keys and to the values of a segment's records.
 
-    Cost: every byte of them is read once. A record that the segment does not hold is not looked at.
+    `only`: check these rows (m,); others than the segment's are ignored. Cost: every checked byte is read once.
     """
     keys, values = list[int](), list[int]()
-    for slots, rows, expected in _records(fetch, segment, only):
+    for slots, rows, expected in _fetch_records(fetch, segment, only):
         key_crcs, value_crcs = zip(*expected, strict=True)
-        keys += _unlike(rows, checksums(segment.keys[slots]), key_crcs)
-        values += _unlike(
+        keys += _differing_rows(rows, checksums(segment.keys[slots]), key_crcs)
+        values += _differing_rows(
             rows, [None] * len(rows) if segment.values is None else checksums(segment.values[slots]), value_crcs
         )
     number = f"{segment.number:08d}"
-    named = ((f"keys-{number}.npy", keys), (f"values-{number}.npy", values))
-    return (Damage(file, rows) for file, rows in named if rows)
+    by_file = ((f"keys-{number}.npy", keys), (f"values-{number}.npy", values))
+    return (Damage(file, rows) for file, rows in by_file if rows)
 
 
 def damaged_texts(fetch: FetchTexts, only: Rows | None = None) -> Iterator[Damage]:
-    """Payloads and texts of all records, or of some rows (m,), that differ from their checksums. Cost: as above."""
+    """Yield the damage to payloads and to texts of all records, or of the rows `only` (m,)."""
     for column in ("payload", "text"):
         if rows := fetch(column, only):
             yield Damage("catalog.sqlite", rows, f"{column} of ")
 
 
-def _records(
+def _fetch_records(
     fetch: Fetch, segment: Segment, only: Rows | None
 ) -> Iterator[tuple[Rows, Rows, list[tuple[object, object]]]]:
-    """Slots, rows and checksums of a segment's records, some at a time."""
+    """Yield slots, rows and checksums of a segment's records, at most AT_ONCE at a time."""
     for low in range(0, len(segment), AT_ONCE):
         rows = segment.rows_of(slice(low, low + AT_ONCE))
-        asked = rows if only is None else only[(only >= rows[0]) & (only <= rows[-1])]
-        if not len(asked):
+        wanted = rows if only is None else only[(only >= rows[0]) & (only <= rows[-1])]
+        if not len(wanted):
             continue
-        found = fetch(int(asked.min()), int(asked.max()))
-        named = np.array([row for row, *_ in found], np.int64)
-        present = np.isin(named, rows if only is None else only)
+        records = fetch(int(wanted.min()), int(wanted.max()))
+        fetched = np.array([row for row, *_ in records], np.int64)
+        present = np.isin(fetched, rows if only is None else only)
         if present.any():
-            kept = [found[i] for i in np.flatnonzero(present)]
-            slots = low + np.searchsorted(rows, named[present])
-            yield slots, named[present], [record[1:] for record in kept]
+            slots = low + np.searchsorted(rows, fetched[present])
+            yield slots, fetched[present], [records[i][1:] for i in np.flatnonzero(present)]
 
 
-def _unlike(rows: Rows, found: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:
-    return [row for row, mine, theirs in zip(rows.tolist(), found, expected, strict=True) if mine != theirs]
+def _differing_rows(rows: Rows, actual: Sequence[int | None], expected: tuple[object, ...]) -> list[int]:
+    return [row for row, crc, stored in zip(rows.tolist(), actual, expected, strict=True) if crc != stored]

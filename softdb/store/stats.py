@@ -1,4 +1,4 @@
-"""Description of a database and its size: metadata, read without torch or FAISS."""
+"""Statistics of a database, computed without importing torch or FAISS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from softdb.store.store import Store
 
 
 def stats(store: Store, index: IndexReport | None, device: DeviceReport | None = None) -> Stats:
-    """The facts of a store. Cost: a walk over its directory."""
+    """Return the statistics of a store. Cost: a walk over its directory."""
     snapshot, schema = store.snapshot, store.schema
     return Stats(
         path=None if store.path is None else str(store.path),
@@ -41,20 +41,20 @@ def stats(store: Store, index: IndexReport | None, device: DeviceReport | None =
 
 
 def noted_index(store: Store) -> IndexReport | None:
-    """The index as the catalogue notes it, None without its file. Whether this user signed it, loading it will tell."""
+    """Return the catalogue's report of the index; None if its file is absent. The file's signature is not checked."""
     entry = store.index_entry() or {}
     facts, covered = entry.get("report"), entry.get("covered")
     if store.path is None or not isinstance(facts, dict) or "kind" not in facts or type(covered) is not int:
         return None
     try:
-        there = entry.get("file") in os.listdir(store.path / "index")
+        exists = entry.get("file") in os.listdir(store.path / "index")
     except OSError:
         return None
-    return IndexReport.of({**facts, "unindexed": _unindexed(store.snapshot, covered)}) if there else None
+    return IndexReport.of({**facts, "unindexed": _unindexed(store.snapshot, covered)}) if exists else None
 
 
 def _unindexed(snapshot: Snapshot, covered: int) -> int:
-    """Number of rows that are not below `covered`."""
+    """Count the rows from `covered` on."""
     count = 0
     for segment in snapshot.segments:
         if segment.rows is None:

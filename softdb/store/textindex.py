@@ -1,7 +1,7 @@
 """The text index: SQLite's FTS5 over `records.text`, in the catalogue, written in the transaction of the records.
 
-A contentless table (`format.text_index_sql`): it holds words and where they are, not the texts, and forgets a row by
-its number alone, whatever became of the text. No trigger keeps it, the writer does. It may be dropped any time.
+It is a contentless table (`format.text_index_sql`), which holds words and their places, not the texts, and deletes a
+row by its number alone. The writer updates it, no trigger does. It may be dropped at any time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ADD = "INSERT INTO texts(rowid, text) SELECT row, text FROM records WHERE text 
 
 
 def phrases(text: str) -> list[str]:
-    """The words of a text as FTS5 is asked for them: what stands between blanks, quoted: no mark is an operator."""
+    """Split a text at white space, and quote each word for FTS5, so that no character acts as an operator."""
     return ['"{}"'.format(word.replace('"', '""')) for word in text.replace("\0", " ").split()]
 
 
 def tokenizer(connection: apsw.Connection) -> str | None:
-    """Tokenizer of the index, one of `format.TOKENIZERS`; None where there is no index."""
+    """Return the index's tokenizer, one of `format.TOKENIZERS`; None if there is no index."""
     if not connection.table_exists("main", "texts"):
         return None
     sql = connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'texts'").fetchall()[0][0]
@@ -34,15 +34,15 @@ def tokenizer(connection: apsw.Connection) -> str | None:
 
 
 def make(connection: apsw.Connection, name: str) -> None:
-    """Make the index of all texts. Cost: 3 µs a record by words, 60 by trigrams."""
+    """Create the index and add all texts. Cost: 3 µs a record by words, 60 µs by trigrams."""
     connection.execute(format.text_index_sql(name))
     connection.execute(_ADD.format("TRUE"))
 
 
 def drop(connection: apsw.Connection) -> None:
-    """Drop it, if there is one, in whatever state it is."""
+    """Drop the index, if there is one, even if it is damaged."""
     if connection.table_exists("main", "texts"):
-        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # FTS5 drops nothing whose settings are damaged
+        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # to repair its settings, without which FTS5 cannot drop
         try:
             connection.execute("DELETE FROM texts_config; INSERT INTO texts_config VALUES('version', 4)")
         finally:
@@ -51,26 +51,26 @@ def drop(connection: apsw.Connection) -> None:
 
 
 def add(connection: apsw.Connection, first_row: int) -> None:
-    """Index the texts of new records, those from a row on."""
+    """Index the texts of new records, from `first_row` on."""
     if connection.table_exists("main", "texts"):
         connection.execute(_ADD.format("row >= ?"), (first_row,))
 
 
 def remove(connection: apsw.Connection, rows: list[int]) -> None:
-    """Forget the texts of rows, deleted or not; those without a text are passed over."""
+    """Remove the texts of rows from the index; rows without a text are ignored."""
     if connection.table_exists("main", "texts"):
         connection.execute(f"DELETE FROM texts WHERE rowid IN {_LISTED}", (json.dumps(rows),))
 
 
 def replace(connection: apsw.Connection, rows: list[int]) -> None:
-    """Index the texts of rows anew."""
+    """Index the texts of rows again, after they changed."""
     remove(connection, rows)
     if connection.table_exists("main", "texts"):
         connection.execute(_ADD.format(f"row IN {_LISTED}"), (json.dumps(rows),))
 
 
 def unlike(connection: apsw.Connection) -> bool:
-    """Return True where the index differs from a second one, made of the texts in a temporary file."""
+    """Return True if the index differs from a new one of the same texts, built in a temporary file."""
     name = tokenizer(connection)
     if name is None:
         return False
@@ -86,7 +86,7 @@ def unlike(connection: apsw.Connection) -> bool:
 
 
 def _entries(connection: apsw.Connection) -> Iterator[tuple[object, ...]]:
-    """The length of each text, and each word with its places, in one order."""
+    """Yield the length of each text, then each word with its places, in a fixed order."""
     yield from connection.execute("SELECT id, sz FROM texts_docsize ORDER BY id")
     connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS temp.words USING fts5vocab(main, texts, instance)")
     yield from connection.execute("SELECT term, doc, offset FROM temp.words")

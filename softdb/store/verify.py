@@ -1,4 +1,4 @@
-"""Verifying: the catalogue must agree with itself, and every record with its checksums."""
+"""Verify a database: the catalogue must be consistent, and every record must match its checksums."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
-_LONG = 4000  # characters from which on there may be a number that Python does not read
+_LONG = 4000  # characters of JSON from which on it may hold an integer too long for Python (4300 digits)
 
 
 def verify(store: Store) -> int:
-    """Check a whole database and return how many records it holds.
+    """Check a whole database, and return its number of records.
 
-    Raises CorruptionError that lists every damaged part: file and rows. Cost: every byte is read once.
+    Raises CorruptionError that lists all damage by file and rows. Cost: every byte is read once.
     """
-    return store.run(_verified, store)
+    return store.run(_verify, store)
 
 
-def _verified(store: Store) -> int:
+def _verify(store: Store) -> int:
     with store.read_transaction() as snapshot:
         damage: list[str] = []
-        for part in (_catalogue, _rows, _records):
+        for check in (_check_catalogue, _check_row_columns, _check_records):
             try:
-                damage += part(store, snapshot)
+                damage += check(store, snapshot)
             except (apsw.CorruptError, apsw.IOError, CorruptionError) as error:
                 damage.append(f"catalog.sqlite: {error}" if isinstance(error, apsw.Error) else str(error))
         damage = list(dict.fromkeys(damage))
@@ -41,18 +41,18 @@ def _verified(store: Store) -> int:
         return snapshot.records
 
 
-def _records(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """Records whose bytes do not give their checksums."""
+def _check_records(store: Store, snapshot: Snapshot) -> Iterator[str]:
+    """Yield records that differ from their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
     yield from map(str, damaged_texts(store.catalog.damaged_texts))
 
 
-def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
-    """Check the catalogue by SQLite, and records against tombstones."""
+def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
+    """Check the catalogue by SQLite, records against tombstones, and the text index."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
-        return damage  # what its pages say is not worth asking
+        return damage  # queries of damaged pages tell nothing
     live = np.zeros(snapshot.size, np.bool_)
     keyed = "SELECT row FROM records WHERE key_crc NOTNULL"
     rows = np.fromiter((row for (row,) in store.catalog.connection.execute(keyed)), np.int64)
@@ -65,26 +65,26 @@ def _catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     valued = store.catalog.one("SELECT count(*) FROM records WHERE key_crc IS NULL AND value_crc NOTNULL")[0]
     if valued:
         damage.append(f"catalog.sqlite: {valued} records have a value and no key")
-    nowhere = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
-    if nowhere:
-        damage.append(f"catalog.sqlite: {nowhere} rows are marked dead that no segment holds")
+    unplaced = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
+    if unplaced:
+        damage.append(f"catalog.sqlite: {unplaced} rows are marked dead that no segment holds")
     if textindex.unlike(store.catalog.connection):
         damage.append("catalog.sqlite: the text index is not that of the texts (drop_text_index(), then index_text())")
-    return damage + _texts(store.catalog)
+    return damage + _check_texts(store.catalog)
 
 
-def _texts(catalog: Catalog) -> list[str]:
-    """Ids, payloads and texts that are not what softdb writes, whatever their checksums say; and the settings'."""
-    catalog.settings()
-    catalog.payloads_replaced()
+def _check_texts(catalog: Catalog) -> list[str]:
+    """Check settings, and ids, payloads and texts for content that softdb never writes, whatever their checksums."""
+    catalog.settings()  # raises
+    catalog.payloads_replaced()  # raises
     wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"
     bad = [str(row) for (row,) in catalog.all(f"SELECT row FROM records WHERE {wrong} LIMIT 9")]
-    for row, one, payload, text in catalog.connection.execute(
+    for row, id_bytes, payload, text in catalog.connection.execute(
         "SELECT row, CAST(id AS BLOB), CAST(payload AS BLOB), CAST(text AS BLOB) FROM records "
         "WHERE typeof(id) = 'text' OR payload NOTNULL OR text NOTNULL"
     ):
         try:
-            _, _, json_text = ("" if part is None else part.decode() for part in (one, text, payload))
+            _, _, json_text = ("" if data is None else data.decode() for data in (id_bytes, text, payload))
             if len(json_text) > _LONG:
                 json.loads(json_text)
         except (ValueError, RecursionError):
@@ -93,8 +93,8 @@ def _texts(catalog: Catalog) -> list[str]:
     return [f"catalog.sqlite: ids, payloads or texts that are not text or JSON, rows {rows}"] if bad else []
 
 
-def _rows(store: Store, snapshot: Snapshot) -> list[str]:
-    """Row columns whose bytes do not give their checksum, or that do not ascend."""
+def _check_row_columns(store: Store, snapshot: Snapshot) -> list[str]:
+    """List row columns that differ from their checksum, or that do not ascend."""
     damage, missing = [], gaps.read(store.catalog)
     for number, column in ((segment.number, segment.rows) for segment in snapshot.segments):
         if column is not None and checksum(column) != missing.checksums.get(number):

@@ -1,7 +1,7 @@
-"""The thread that alone uses a database's connection.
+"""The thread that uses a database's connection.
 
-Guarantee: an operation runs to its end. Ctrl-C comes to the caller, never to this thread; the caller waits for the end,
-interrupted or not: then the operation has happened whole or not at all, and nothing reads the caller's arrays any more.
+Guarantee: an operation runs to its end. Ctrl-C reaches the caller, never this thread, and an interrupted caller still
+waits for the end. By then the operation has happened completely or not at all, and nothing reads the caller's arrays.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from softdb.errors import SoftDBError
 
 
 class _Job:
-    """A call on its way to the thread and back; by locks that no interrupt leaves half held."""
+    """A call to run on the thread, and its outcome."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.context = work, contextvars.copy_context()
         self.outcome: list[tuple[Any, BaseException | None]] = []
-        self.taken = threading.Lock()  # by the thread, or by a caller who no longer wants it
-        self.over: queue.SimpleQueue[None] = queue.SimpleQueue()  # is given something at the end
+        self.taken = threading.Lock()  # acquired by the thread to run the call, or by the caller to cancel it
+        self.over: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when the call has ended
 
 
 class Worker:
-    """Calls on a thread of their own, one after the other, until `stop`."""
+    """A thread that runs calls one after the other, until `stop`."""
 
     def __init__(self, late: Callable[[], None]) -> None:
-        """`late`: a method, called on the thread when `ring` has said so. Raises SoftDBError: no more threads."""
+        """`late`: a method that the thread calls when `ring` says so. Raises SoftDBError if no thread can start."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._busy = threading.Lock()  # held by the thread that uses the connection
-        self._holder = -1  # that thread, where it is a caller's
+        self._holder = -1  # identifier of a caller's thread that uses it
         self._late = weakref.WeakMethod(late)
-        self._at: float | None = None  # when to call it, by time.monotonic()
+        self._at: float | None = None  # time.monotonic() at which to call `late`
         self._thread = threading.Thread(target=self._work, name="softdb-store", daemon=True)
         self.stopped = False
         try:
             self._thread.start()
         except BaseException as error:
             self.stop()
-            if not isinstance(error, RuntimeError) or error.__context__ is not None:  # an interrupt within it
+            if not isinstance(error, RuntimeError) or error.__context__ is not None:  # an interrupt during `start`
                 raise error.__context__ or error from None
-            raise SoftDBError(f"a database needs a thread of its own ({error}); end some others") from None
+            raise SoftDBError(f"a database needs a thread of its own ({error}); end other threads") from None
 
     def _work(self) -> None:
         while True:
@@ -64,18 +64,16 @@ class Worker:
                     except BaseException as error:
                         job.outcome.append((None, error))
                     job.over.put(None)
-            del job  # what it holds may be collected
+            del job  # so that its arguments can be collected while the thread waits
 
     @property
     def inside(self) -> bool:
-        """True if the calling thread uses the connection; a signal's handler may have come into its query."""
+        """True if the calling thread uses the connection, as in a signal handler that interrupted its query."""
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Return the result of a call on the thread, or raise its error; after the thread's end, call it here."""
-        if (
-            threading.get_ident() in (self._thread.ident, self._holder) or sys.is_finalizing()
-        ):  # no thread comes between
+        """Run a call on the thread, and return its result or raise its error; after the thread's end, run it here."""
+        if self.inside or sys.is_finalizing():  # no other thread uses the connection
             return work()
         job = _Job(work)
         try:
@@ -86,7 +84,7 @@ class Worker:
                     return work()
             job.over.get()
         except BaseException:
-            while not job.outcome:  # wait for its end, or keep it from beginning; more interrupts are the first one's
+            while not job.outcome:  # cancel the call, or wait for its end, whatever further interrupts come
                 with contextlib.suppress(BaseException):
                     if job.taken.acquire(blocking=False):
                         break
@@ -98,10 +96,10 @@ class Worker:
                 raise error
             return result
         finally:
-            del error  # its traceback leads here
+            del error  # its traceback refers to this frame: a reference cycle
 
     def run_between(self, work: Callable[[], Any]) -> Any:
-        """Call one query here, between operations. No Python may run within its statement: a signal's handler might."""
+        """Run one query in the calling thread, between operations; its statement must not call Python (signals)."""
         if self.inside:
             return work()
         with self._busy:
@@ -112,18 +110,18 @@ class Worker:
                 self._holder = -1
 
     def submit(self, work: Callable[[], Any]) -> None:
-        """Have the thread call something for whose end nobody waits."""
+        """Run a call on the thread without waiting for its end."""
         self._jobs.put(_Job(work))
 
     def ring(self, seconds: float) -> None:
-        """Call `late` in so many seconds. On the thread."""
+        """Have `late` called after `seconds`. Call it on the thread."""
         self._at = time.monotonic() + seconds
 
     def after_fork(self) -> None:
-        """In a forked child, which does not have the thread: calls run in their callers'."""
+        """In a forked child, which lacks the thread: run calls in their callers' threads."""
         self._busy, self._holder, self.stopped = threading.Lock(), -1, True
 
     def stop(self) -> None:
-        """End the thread when what was asked for is done."""
+        """End the thread after the calls that are queued."""
         self.stopped = True
         self._jobs.put(None)

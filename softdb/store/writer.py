@@ -1,22 +1,22 @@
-"""Writing. Guarantee: an operation happens whole or not at all, and what has returned is on disk.
+"""Write transactions. Guarantee: an operation happens completely or not at all, and is on disk when its call returns.
 
-The protocol of an operation, in this order, on the store's thread, where nothing interrupts:
+The protocol of an operation, in this order, on the store's thread, which no interrupt reaches:
 
-1. BEGIN IMMEDIATE: from here on nobody else writes.
+1. The checks of 3, then BEGIN IMMEDIATE: from here on nobody else writes.
 2. Columns are written beyond the watermarks and synced (`softdb.store.append`), while SQLite takes the records, the new
    watermarks and the next generation into the open transaction.
 3. The path must lead to this directory, and the names in it to the files that this writer opened
-   (`softdb.store.directory`), and the lock must be this writer's; likewise at 1.
-4. COMMIT, which syncs SQLite's log: from here on it has happened. It is acknowledged only where the names still lead
-   to those files.
-5. The generation is written to the file `committed`; then the snapshot is the new one.
+   (`softdb.store.directory`), and the lock must be this writer's.
+4. COMMIT, which syncs SQLite's log: from here on the operation has happened. It is acknowledged only if the names still
+   lead to those files.
+5. The generation is written to the file `committed`; then the new snapshot is loaded.
 
-What fails before 4 is rolled back. A damaged text index does no more than that, and the handle goes on. Where a write
-or a sync failed, the handle takes no more writes: what a sync has failed on may look as if it were on disk.
+An operation that fails before 4 is rolled back. After a damaged text index the handle can still write. After a failed
+write or sync it cannot: bytes whose sync has failed may look as if they were on disk.
 
-Relaxed operations share one transaction, each a savepoint in it, which begins with 3. A second after the first, or at
-`flush`, their columns are synced, and 3 to 5 follow for all. What is on disk, which is what other processes see, is at
-any moment one whole state that the database was in, and at most about a second old.
+Relaxed operations share one transaction; each is a savepoint in it that begins with the checks of 3. One second after
+the first, or at `flush`, their columns are synced, and 3 to 5 follow for all. So the disk, which other processes read,
+always holds one complete state of the database, at most about a second old.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 
 DELAY = 1.0  # seconds that a relaxed change may wait
-PAGES = 1000  # of the WAL from which on a commit is followed by a checkpoint
-MOST_PAGES = 4 * PAGES  # from here on the checkpoint waits for readers, so that the WAL can be restarted
+PAGES = 1000  # pages of the WAL from which on a commit is followed by a checkpoint
+MOST_PAGES = 4 * PAGES  # pages from which on the checkpoint waits for readers, so that the WAL can be restarted
 PATIENCE = 1000  # milliseconds that it waits
 
-_FAILURES = (OSError, apsw.Error, MemoryError, Displaced)  # after which a handle takes no more writes
+_FAILURES = (OSError, apsw.Error, MemoryError, Displaced)  # errors after which a handle takes no more writes
 
 
-ending = False  # whether the interpreter ends: no thread will flush any more
+ending = False  # True when the interpreter ends: no thread will flush any more
 
 
 class Change:
-    """Effects of an operation, where they spare reading them."""
+    """Effects of an operation, so that they need not be read back."""
 
-    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # rows, and nothing else: all segments after
+    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # state and all segments, if it only appended rows
 
 
 class Writer:
-    """Writer of an open database."""
+    """The writer of an open database."""
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class Writer:
         later: Callable[[float], None] | None,
         checkpointed: bool,
     ) -> None:
-        """`later` says in how many seconds relaxed changes are to be flushed; None: full.
+        """`later`: schedules a flush of relaxed changes in some seconds; None: full durability.
 
-        `checkpointed`: whether another writer's log was checkpointed when this one opened.
+        `checkpointed`: True if the last writer's log was checkpointed at opening.
         """
         self.waiting = 0  # relaxed changes not on disk
         self._reader, self._columns, self._directory, self._later = reader, columns, directory, later
         self._mark = None if directory is None else Committed(directory.path, directory.descriptor)
         self._checkpointed = checkpointed
-        self._broken: apsw.Error | None = None  # what a checkpoint met: its sync is not to be tried again
-        self._displaced: Displaced | None = None  # what kept a checkpoint from being tried
-        self._spills = 0  # see `_spilled`, when the open transaction began
+        self._broken: apsw.Error | None = None  # error of a checkpoint, whose sync must not be tried again
+        self._displaced: Displaced | None = None  # why a checkpoint was not tried
+        self._spills = 0  # `_spilled_pages` when the open transaction began
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
         if directory is not None:
@@ -85,9 +85,10 @@ class Writer:
 
     @contextlib.contextmanager
     def transaction(self, durable: bool = False) -> Iterator[Change]:
-        """One operation, whole or not at all; then the snapshot is what the catalogue says.
+        """Run one operation, completely or not at all, then load the new snapshot.
 
-        `durable`: on disk when this ends, with all before it, even if relaxed.
+        `durable`: on disk when this ends, with all earlier operations, even if relaxed. Raises WriteFailed,
+        CorruptionError, and DatabaseLocked if another program has locked the catalogue.
         """
         change, loaded = Change(), False
         try:
@@ -96,7 +97,7 @@ class Writer:
             self._end(durable)
             if change.appended is not None:
                 loaded = self._reader.loader.append(*change.appended)
-        except (apsw.BusyError, apsw.LockedError) as error:  # nothing was written: another program has it locked
+        except (apsw.BusyError, apsw.LockedError) as error:  # another program has locked it: nothing was written
             raise typed(error) from error
         except _FAILURES as error:
             if isinstance(error, apsw.Error) and of_text_index(error):
@@ -116,7 +117,7 @@ class Writer:
                 self.note_state()
                 self._checkpointed = True
             catalog.begin(write=True)
-            self._spills = self._spilled()
+            self._spills = self._spilled_pages()
         elif self._later is not None:
             self._require_ours(CATALOG)
         self._reader.in_operation = True
@@ -124,7 +125,7 @@ class Writer:
             catalog.connection.execute("SAVEPOINT operation")
 
     def _end(self, durable: bool) -> None:
-        """On disk when this returns, unless it is relaxed and not `durable`."""
+        """End the operation; it is on disk when this returns, unless relaxed and not `durable`."""
         if not self._reader.in_operation:
             return  # rolled back
         if self._later is not None:
@@ -137,13 +138,13 @@ class Writer:
             self._commit()
 
     def _commit(self) -> None:
-        """Bring every change to disk: steps 3 to 5, after the columns that are not synced yet."""
+        """Bring every change to disk: sync the columns, then do steps 3 to 5."""
         self._columns.sync()
         catalog = self._reader.catalog
         generation = catalog.state().generation
         if catalog.connection.in_transaction:
             self._columns.require_unchanged()
-            self._require_ours(CATALOG, *(() if self._spilled() != self._spills else (LOG,)))
+            self._require_ours(CATALOG, *(() if self._spilled_pages() != self._spills else (LOG,)))
             catalog.commit()
             if self._displaced is not None:
                 raise self._displaced
@@ -154,20 +155,20 @@ class Writer:
         self._acknowledge(generation)
 
     def rollback(self) -> None:
-        """Roll back the operation that has not ended. Raises apsw.Error, also where SQLite rolled back more."""
+        """Roll back an operation that has not ended. Raises apsw.Error, also if SQLite has rolled back all of them."""
         if not self._reader.in_operation:
             return
         self._reader.in_operation = False
         catalog = self._reader.catalog
         if catalog.connection.in_transaction:
             catalog.rollback("operation" if self.waiting else None)
-            if not self.waiting and self._spilled() != self._spills:
-                self.note_state()  # pages that SQLite has brought to the log, and taken back
+            if not self.waiting and self._spilled_pages() != self._spills:
+                self.note_state()  # SQLite has written pages to the log, and taken them back
         elif self.waiting:
-            raise apsw.AbortError("SQLite rolled back what was to be flushed")
+            raise apsw.AbortError("SQLite rolled back changes that were not flushed")
 
     def _conclude(self, loaded: bool) -> None:
-        """Roll back what has not ended, and load the newest snapshot, if it is not `loaded`."""
+        """Roll back the operation if it has not ended, and load the newest snapshot, unless it is `loaded`."""
         if self._reader.connected is not None:
             try:
                 self.rollback()
@@ -178,21 +179,21 @@ class Writer:
             self._reader.refresh()
 
     def _require_ours(self, *unchanged: str) -> None:
-        """Raise Displaced where a file is not this writer's any more, or one of `unchanged` is not as it was left."""
+        """Raise Displaced if a file was replaced, the lock is lost, or a file of `unchanged` was overwritten."""
         if self._directory is not None:
             self._directory.require_ours(self._columns.marks, unchanged)
 
     def note_state(self) -> None:
-        """Note that the catalogue and its log are as this writer, or recovery, left them."""
+        """Record the marks of the catalogue and its log after a change by this process."""
         if self._directory is not None:
             self._directory.note_state()
 
-    def _spilled(self) -> int:
-        """Return how many pages SQLite has written to the log before a commit, for want of memory."""
+    def _spilled_pages(self) -> int:
+        """Return how many pages SQLite has spilled to the log before a commit, as its cache was full."""
         return self._reader.catalog.connection.status(apsw.SQLITE_DBSTATUS_CACHE_SPILL)[0]
 
     def require_unchanged(self) -> None:
-        """Raise WriteFailed where another program has written to the catalogue or its log."""
+        """Raise WriteFailed if another program has written to the catalogue or its log."""
         try:
             self._require_ours(CATALOG, LOG)
         except Displaced as error:
@@ -201,7 +202,7 @@ class Writer:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """A checkpoint, or whatever else writes to the catalogue's files outside an operation. Raises WriteFailed."""
+        """Guard a checkpoint or VACUUM, which writes to the catalogue outside an operation. Raises WriteFailed."""
         try:
             self._require_ours(CATALOG, LOG)
             yield
@@ -221,7 +222,7 @@ class Writer:
         self._fail_after_checkpoint()
 
     def flush_late(self) -> None:
-        """Bring them to disk, if there are any. An error is raised by the next write, or by `close`."""
+        """Bring relaxed changes to disk, if any. An error is raised only by the next write, or by `close`."""
         if self.waiting:
             try:
                 self.flush()
@@ -233,43 +234,41 @@ class Writer:
     # -- failures --------------------------------------------------------------------------------------------------
 
     def require_ready(self) -> None:
-        """Raises WriteFailed after a write that failed."""
+        """Raise WriteFailed after a failed write."""
         self.raise_unreported()
         if self._failure is not None:
             raise WriteFailed(f"an earlier write failed ({self._failure}); open the database again")
 
     def raise_unreported(self) -> None:
-        """Raise what a flush in the background met, once."""
+        """Raise the error of a flush in the background, once."""
         error, self._unreported = self._unreported, None
         if error is not None:
             raise error
 
     def failed(self, error: Exception) -> WriteFailed:
-        """Take no more writes. What has not come to disk never will; what was committed is safe."""
+        """Roll back, refuse further writes, and return the error to raise. Committed changes are safe."""
         lost, self.waiting, self._reader.in_operation = self.waiting, 0, False
         if not isinstance(error, Displaced):
             try:
                 self._require_ours()
-            except Displaced as displaced:  # then that is why
+            except Displaced as displaced:  # the cause of the error
                 error = displaced
         self._failure = f"{type(error).__name__}: {error}"
         with contextlib.suppress(apsw.Error):
             self._reader.catalog.rollback()
         if isinstance(error, Displaced) and error.overwritten in (CATALOG, LOG):
-            error = self._kept_apart(error)
+            error = self._put_log_aside(error)
         with contextlib.suppress(SoftDBError):
             self._reader.refresh()  # a commit that raised may have come to disk
-        what = str(error) if isinstance(error, Displaced) else refused(error)
-        also = f" and what was done since the last flush ({lost} changes) is rolled back" if lost else ""
-        return WriteFailed(
-            f"{what}{also}; nothing more is written through this handle: mend the cause, then open the database again"
-        )
+        cause = str(error) if isinstance(error, Displaced) else refused(error)
+        also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
+        return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")
 
-    def _kept_apart(self, error: Displaced) -> Displaced:
+    def _put_log_aside(self, error: Displaced) -> Displaced:
         """Keep SQLite from mixing pages of this database with those that another program wrote over them.
 
-        No checkpoint, and no read. Pages of the log belong to the catalogue that was overwritten, so it gets another
-        name: without it, opening tells that commits are gone, and `committed` which.
+        Forbid checkpoints and reads. The log's pages belong to the catalogue that was overwritten, so rename the log:
+        then opening finds by the file `committed` that commits are missing, see `committed.require`.
         """
         self._reader.catalog.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
         self._reader.unreadable = CorruptionError(f"{error}; close this handle, and open the database again")
@@ -278,7 +277,7 @@ class Writer:
             with contextlib.suppress(OSError, Displaced):
                 self._require_ours()
                 disk.rename(self._directory.path / LOG, self._directory.path / aside)
-                return Displaced(f"{error} (its log is {aside} now: if {CATALOG} is as it was, give it its name back)")
+                return Displaced(f"{error} (its log is now {aside}; if {CATALOG} is unchanged, rename it to {LOG})")
         return error
 
     def _fail_after_checkpoint(self) -> None:
@@ -288,15 +287,15 @@ class Writer:
     # -- what follows a commit -------------------------------------------------------------------------------------
 
     def _acknowledge(self, generation: int) -> None:
-        """Write the generation to the file `committed`; without it, only the loss of the WAL would go unnoticed."""
+        """Write the generation to the file `committed`; if that fails, only a later loss of the WAL goes unnoticed."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.put(generation)
 
     def _checkpoint(self, connection: apsw.Connection, name: str, pages: int) -> int:
-        """Checkpoint after a commit that leaves the WAL long; if very long, wait for its readers.
+        """Checkpoint after a commit that leaves a long WAL; wait for its readers if it is very long.
 
-        SQLite's own automatic checkpoint says nothing when it fails, and tries the sync again.
+        SQLite's own automatic checkpoint would ignore errors, and try a failed sync again.
         """
         if pages >= PAGES and self._broken is None:
             patient = pages >= MOST_PAGES

@@ -102,7 +102,7 @@ def test_where_it_cannot_be_placed_nothing_is_left(tmp_path: Path, monkeypatch: 
     with cluster.create(tmp_path / "t.lance", dim=DIM, value_dim=2, metric="l2", cache=tmp_path / "cache") as db:
         filled(db)
         wrong: list[tuple[Any, type[Exception], str]] = [
-            (tmp_path / "full", errors.BadInput, "is a directory with something in it"),
+            (tmp_path / "full", errors.BadInput, "is a directory that is not empty"),
             (tmp_path / "full" / "file", errors.BadInput, "is a file"),
             (7, errors.BadInput, "path is 7"),
             (tmp_path / "full" / "file" / "below", errors.WriteFailed, "cannot be written"),

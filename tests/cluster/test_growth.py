@@ -117,7 +117,7 @@ def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_p
     shutil.rmtree(taken)
     taken.mkdir()
     (taken / "notes.txt").write_text("a stranger's")
-    with pytest.raises(errors.BadInput, match=r"notes\.txt is not softdb's and in the way"):
+    with pytest.raises(errors.BadInput, match=r"notes\.txt was not created by softdb"):
         cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache")
     assert [file.name for file in taken.iterdir()] == ["notes.txt"]
     (taken / "notes.txt").unlink()

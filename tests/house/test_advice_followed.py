@@ -13,7 +13,7 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "is a cluster's table": "needs a cluster; tests/cluster makes the snapshot",
     "is a Lance table, not one database's directory": "as before",
     "this needs every record in one place": "as before",
-    "make the demo anew with": "needs a whole demo; tests/unit/cli/test_demo.py makes it anew",
+    "create the demo again by": "needs a whole demo; tests/unit/cli/test_demo.py creates it again",
     "holds the demo database already": "as before",
     "please report this with the output of softdb verify": "cannot be provoked",
     "were deleted or replaced meanwhile; reload()": "a race with another writer; a memory's reload() is followed",

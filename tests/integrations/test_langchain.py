@@ -287,7 +287,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "another model": (lambda s: SoftDBVectorStore(Counted(5), s.db).add_texts(["x"]), "keys are 5 wide but"),
     "numpy": (lambda s: s.add_texts(["x"], [{"x": np.ones(1)}]), r"holds a ndarray.*convert it with \.tolist"),
     "a date": (lambda s: s.add_texts(["x"], [{"x": datetime.date.today()}]), r"convert it with \.isoformat"),
-    "NaN": (lambda s: s.add_texts(["x"], [{"x": float("nan")}]), "JSON has no word for"),
+    "NaN": (lambda s: s.add_texts(["x"], [{"x": float("nan")}]), "which JSON cannot represent"),
     "no str": (lambda s: s.add_texts("x"), "expected a list of str"),
     "a text that is None": (lambda s: s.add_texts(["x", None]), "expected a list of str"),
     "no documents": (lambda s: s.add_documents([{"page_content": "x"}]), "expected a list of LangChain's Document"),

@@ -42,8 +42,8 @@ def _batches(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
         (ids[0], DuplicateId, "comes twice"),
     ]
     wrong_payloads: list[tuple[Any, str]] = [
-        (float("nan"), "has no word for"),
-        ({"x": [float("-inf")]}, "has no word for"),
+        (float("nan"), "cannot represent"),
+        ({"x": [float("-inf")]}, "cannot represent"),
         ({1: 2}, "JSON keys are text"),
         ({"x": {1, 2}}, "holds a set"),
         (b"x", "holds a bytes"),
@@ -151,6 +151,6 @@ def _questions(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> l
         ("index_field", BadInput, "can have no index", lambda: db.index_field("year", "q\0")),
         ("drop_field", BadInput, "has no index", lambda: db.drop_field("never declared")),
         ("build_index: kind", BadInput, "kind", lambda: db.build_index("tree")),
-        ("snapshot: taken", BadInput, "something in it", lambda: db.snapshot(folder / "taken")),
+        ("snapshot: taken", BadInput, "that is not empty", lambda: db.snapshot(folder / "taken")),
         ("open: no dim", softdb.NotADatabase, "holds no database", lambda: softdb.open(folder / "nothing")),
     ]

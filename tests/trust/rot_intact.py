@@ -29,13 +29,13 @@ class Watched(Pages):
         self.__dict__.setdefault("beyond", set()).add(number)
         return super().page(number)
 
-    def _open(self, number: int, data: bytes, table: bool) -> tuple[list[int], list[Spot]]:
+    def _parse(self, number: int, data: bytes, table: bool) -> tuple[list[int], list[Spot]]:
         self.__dict__["at"] = number
-        return super()._open(number, data, table)
+        return super()._parse(number, data, table)
 
-    def _cell(self, data: bytes, at: Spot, table: bool, most: int | None = None) -> Cell:
+    def _cell(self, data: bytes, at: Spot, table: bool, limit: int | None = None) -> Cell:
         self.__dict__["beyond"] = {self.__dict__["at"]}
-        return super()._cell(data, at, table, most)
+        return super()._cell(data, at, table, limit)
 
 
 def pages_of(world: World) -> dict[Id, set[int]]:

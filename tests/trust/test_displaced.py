@@ -70,7 +70,7 @@ def test_a_rename_between_two_relaxed_writes_keeps_flushed_records(path: Path) -
     put(old, 10)
     moved = path.rename(path.with_name("moved"))
     new = made(path)
-    with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1 changes\) is rolled back"):
+    with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1\) are rolled back"):
         old.flush()
     old.close()
     new.close()
@@ -214,7 +214,7 @@ def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
     """What it has written aside is cleaned away by the second writer."""
     from softdb.store import compact
 
-    first, real = made(path), compact._written_aside
+    first, real = made(path), compact._write_aside
     first.delete([0, 3])
 
     def aside(*args: Any) -> Any:
@@ -223,7 +223,7 @@ def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
         softdb.open(path).close()
         return found
 
-    monkeypatch.setattr(compact, "_written_aside", aside)
+    monkeypatch.setattr(compact, "_write_aside", aside)
     with pytest.raises(softdb.WriteFailed, match="lock was removed or replaced"):
         first.compact()
     first.close()

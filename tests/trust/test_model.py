@@ -65,10 +65,10 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (segments, "BACKGROUND_BYTES", 64),
         (catalog, "CHUNK", 32),
         (backup, "SLOTS", 8),
-        (matching, "FILTERS_KEPT", 3),
+        (matching, "MAX_FILTERS", 3),
         (masks, "FEW", 2),
         (masks, "LOOKUP", 1),
-        (matching, "MANY", 4),
+        (matching, "MAX_APPENDED", 4),
         (finder, "ABSORB_ROWS", 100),
     ]
     monkeypatch.setattr(writing, "DELAY", 3600)  # what is flushed must be the same every time, not a matter of time

@@ -202,13 +202,13 @@ def test_the_log_of_an_overwritten_catalogue_is_put_aside_and_serves_again(world
     os.utime(catalogue, (0, 0))
     with pytest.raises(softdb.WriteFailed, match="overwritten by another program") as refused:
         put(world.db, 16)
-    aside = re.search(r"its log is (\S+) now", str(refused.value))
+    aside = re.search(r"its log is now (\S+);", str(refused.value))
     with pytest.raises(softdb.CorruptionError, match="overwritten"):
         world.db.get([0])
     world.db.close()
     assert aside is not None
     with pytest.raises(
-        softdb.CorruptionError, match=f"was acknowledged: its last commits are in {aside[1]}, .* give it"
+        softdb.CorruptionError, match=f"was acknowledged: its last commits are in {aside[1]}, .* rename it"
     ):
         softdb.open(world.path)
     (world.path / aside[1]).rename(world.path / "catalog.sqlite-wal")

@@ -201,12 +201,12 @@ def test_hits_of_chance_are_no_places(tmp_path: Path) -> None:
     scratch.execute(sifting.TABLES)
     lost = ((row, f"r{row}", int(crc)) for row, crc in enumerate(rng.integers(0, 1 << 32, count)))
     with scratch:
-        scratch.executemany("INSERT INTO found(row, id, key_crc) VALUES(?, ?, ?)", lost)
+        scratch.executemany("INSERT INTO records(row, id, key_crc) VALUES(?, ?, ?)", lost)
         file = placing._File(scratch, tmp_path, placing.ColumnSpec("keys", np.dtype(np.float32), (2,)), 0)
         file.crcs = rng.integers(0, 1 << 32, count)
         assert len(file._pairs()[0]) > 3
         file.search()
-    assert scratch.execute("SELECT count(*) FROM found WHERE keys_slot >= 0").fetchall() == [(0,)]
+    assert scratch.execute("SELECT count(*) FROM records WHERE keys_slot >= 0").fetchall() == [(0,)]
 
 
 def test_a_lost_log_is_said_in_generations(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_destination_must_be_free_and_outside(copied: Callable[[str], tuple[
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     (tmp_path / "empty").mkdir()
-    for place, why in ((tmp_path / "taken", "is taken"), (path, "is taken"), (path / "new", "lies in the database")):
+    for place, why in ((tmp_path / "taken", "is taken"), (path, "is taken"), (path / "new", "is inside the database")):
         with pytest.raises(softdb.BadInput, match=why):
             softdb.salvage(path, place)
     with pytest.raises(softdb.NotADatabase, match=r"numpy\.load reads them"):

@@ -64,9 +64,7 @@ def test_two_do_not_write_at_once(folder: Path) -> Steps:
         assert len(db) == 3
 
 
-@advice(
-    "may not be written to: its permissions forbid that, or its header, which is damaged then; mend that, or open it"
-)
+@advice("restore it from a copy, or open it with mode='r'")
 def test_a_catalogue_that_may_not_be_written_is_read(folder: Path) -> Steps:
     three(folder / "db").close()
     with (folder / "db" / "catalog.sqlite").open("r+b") as file:

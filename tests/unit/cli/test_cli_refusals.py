@@ -73,8 +73,8 @@ def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> N
 def test_copies_and_fields_that_cannot_be(book: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "theirs").touch()
-    assert "is a directory with something in it" in fails("snapshot", book, tmp_path / "full")
-    assert "lies in the database itself" in fails("snapshot", book, book / "copy")
+    assert "is a directory that is not empty" in fails("snapshot", book, tmp_path / "full")
+    assert "is inside the database" in fails("snapshot", book, book / "copy")
     assert "nothing holds no database" in fails("snapshot", tmp_path / "nothing", tmp_path / "copy")
     assert "field 'year' has no index; indexed fields: none" in fails("fields", book, "--drop", "year")
     assert "field 'nope' has no index" in fails("fields", book, "--add", "year", "--drop", "nope")

@@ -145,7 +145,7 @@ def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: De
     with pytest.raises(softdb.BadInput, match=r"holds the demo database already; .* --fresh"):
         run(path, small, epochs=1)
     (path / "notes.txt").write_text("precious")
-    with pytest.raises(softdb.BadInput, match=r"notes.txt is not softdb's and in the way; .*move it away"):
+    with pytest.raises(softdb.BadInput, match=r"notes.txt was not created by softdb; .*move it away"):
         run(path, small, True, epochs=1)
     assert (path / "notes.txt").read_text() == "precious"
     (path / "notes.txt").unlink()
@@ -202,7 +202,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
         path.write_text("no array")
     elif damage == "pickle":
         torch.save(object, path)
-    with pytest.raises(softdb.BadInput, match=r"projection.pt is not what the demo saved"):
+    with pytest.raises(softdb.BadInput, match=r"projection.pt was not saved by the demo"):
         named_encoder("demo", path=tmp_path)
 
 

@@ -604,8 +604,8 @@ def db() -> softdb.SoftDB:
     [
         ("moon", "device is 'moon'; expected 'cpu', 'cuda', 'cuda:1' or a list of GPUs"),
         (object(), "expected 'cpu', 'cuda', 'cuda:1' or a list"),
-        ("mps", "device is 'mps', which softdb does not know; expected 'cpu' or 'cuda'"),
-        ("meta", "device is 'meta', which softdb does not know"),
+        ("mps", "device is 'mps', which softdb does not support; expected 'cpu' or 'cuda'"),
+        ("meta", "device is 'meta', which softdb does not support"),
     ],
 )
 def test_devices_that_are_none(db: softdb.SoftDB, device: Any, message: str) -> None:

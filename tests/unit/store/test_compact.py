@@ -533,7 +533,7 @@ def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.M
             patch.setattr(os, "pwrite", full)
             if stuck:  # what is half written cannot be removed, either
                 patch.setattr(ColumnFiles, "remove", full)
-            with pytest.raises(softdb.WriteFailed, match=r"compact: .*No space left.*as before"):
+            with pytest.raises(softdb.WriteFailed, match=r"compact: .*No space left.*no record changed"):
                 db.compact()
         assert (columns_of(path) == before) is not stuck
         model.insert(10)
@@ -709,9 +709,9 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
         db.insert(["a"], np.ones((1, 4)))
         for target, why in [
             (tmp_path / "file", "is a file"),
-            (tmp_path / "full", "something in it"),
-            (path, "something in it"),
-            (path / "inside", "lies in the database itself"),
+            (tmp_path / "full", "that is not empty"),
+            (path, "that is not empty"),
+            (path / "inside", "is inside the database"),
             (3, r"path is 3.*expected the path"),
             (None, "path is None.*expected the path"),
         ]:

@@ -340,10 +340,10 @@ def test_any_order_of_changes_agrees_with_brute_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: list[str], seed: int
 ) -> None:
     rng, truth, fresh = np.random.default_rng(seed), dict[int, Any](), iter(range(10**6))
-    monkeypatch.setattr(matching, "MANY", 15)  # so that both ways of catching up are taken
+    monkeypatch.setattr(matching, "MAX_APPENDED", 15)  # so that both ways of catching up are taken
     monkeypatch.setattr(masks, "LARGE", 20)  # and both of asking an index
-    monkeypatch.setattr(fieldorder, "APPENDED", 50)  # and all of keeping its order
-    monkeypatch.setattr(fieldorder, "RUNS", 2)
+    monkeypatch.setattr(fieldorder, "MAX_APPENDED", 50)  # and all of keeping its order
+    monkeypatch.setattr(fieldorder, "MAX_RUNS", 2)
     with softdb.open(tmp_path / "db", dim=2, fields=fields) as db, softdb.open(tmp_path / "db", mode="r") as reader:
         for step in range(40):
             change(db, truth, fresh, rng)
@@ -380,7 +380,7 @@ def test_after_a_commit_only_appended_rows_are_asked() -> None:
 def test_after_many_appended_rows_an_index_is_quicker(
     monkeypatch: pytest.MonkeyPatch, fields: list[str], anew: bool
 ) -> None:
-    monkeypatch.setattr(matching, "MANY", 3)
+    monkeypatch.setattr(matching, "MAX_APPENDED", 3)
     with softdb.open(None, dim=1, fields=fields) as db:
         db.insert([9], np.ones((1, 1)), payloads=[{"x": 1}])
         assert db.count({"x": 1}) == 1

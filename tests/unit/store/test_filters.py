@@ -83,7 +83,7 @@ def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
     """As if there were many records, and all fields were kept in order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
-        patch.setattr(fieldorder, "KEPT", 100)
+        patch.setattr(fieldorder, "MAX_FIELDS", 100)
         db._store.order_fields()
         yield
 
@@ -263,7 +263,7 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.S
         ({"$adn": []}, r"unknown operator '\$adn' \(did you mean \$and\?\)"),
         ({"$gte": 1}, r'\$gte without a field; write \{"field": \{"\$gte": …\}\}'),
         ({"author": {"name": "Ann"}}, "no operator; a field in it is 'author.name'"),
-        ({"a..b": 1}, r"'a\.\.b' has a dot with no name beside it; .* is written '\\\.'"),
+        ({"a..b": 1}, r"'a\.\.b' has a dot with no name beside it; .*write '\\\.'"),
         ({".a": 1}, "a dot with no name beside it"),
         ({"a.": 1}, "a dot with no name beside it"),
         ({".".join("a" * 65): 1}, "is 65 names deep; payloads nest to 64"),

@@ -265,7 +265,7 @@ def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Pa
         if how in UNSEEN:
             assert {hit.id for hit in db.search("fox", mode="text")[0]} <= {0, 1}
         else:
-            with pytest.raises(CorruptionError, match=r"drop_text_index\(\) and index_text\(\) make it anew"):
+            with pytest.raises(CorruptionError, match=r"rebuild it by drop_text_index\(\), then index_text"):
                 db.search("fox", mode="text")
         db.drop_text_index()
         db.index_text()
@@ -293,7 +293,7 @@ def test_a_write_that_a_damaged_index_refuses_says_so_and_changes_nothing(
             lambda: db.insert([2], np.ones((1, 2)), texts=["new"]),  # which does not meet a wrong length
         ]
         for write in writes[: 3 if how == "length" else 4]:
-            with pytest.raises(CorruptionError, match=r"drop_text_index\(\) and index_text\(\) make it anew") as error:
+            with pytest.raises(CorruptionError, match=r"rebuild it by drop_text_index\(\), then index_text") as error:
                 write()
             assert "\n" not in str(error.value)
             assert (db.refresh(), len(db)) == (before, 2)
@@ -323,7 +323,7 @@ def test_other_tables_of_texts_are_refused(tmp_path: Path, statement: str) -> No
 
 
 def test_what_is_remembered_of_words_is_bounded(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softdb.filters.fulltext.KEPT", 3)
+    monkeypatch.setattr("softdb.filters.fulltext.MAX_CACHED", 3)
     for word in ["the", "a", "fox", "quick", "dog", "the"]:
         assert len(db.search(word, mode="text")[0]) == 1
-    assert db._store._full_text._kept <= 3
+    assert db._store._full_text._size <= 3

@@ -66,8 +66,8 @@ def small(runs: int = 1) -> Iterator[None]:
     """As if there were many records, and few of them appended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
-        patch.setattr(fieldorder, "APPENDED", 20)
-        patch.setattr(fieldorder, "RUNS", runs)
+        patch.setattr(fieldorder, "MAX_APPENDED", 20)
+        patch.setattr(fieldorder, "MAX_RUNS", runs)
         yield
 
 
@@ -104,9 +104,9 @@ def agrees(db: softdb.SoftDB, where: dict[str, Any]) -> None:
     """The filter matches what SQLite lists, by the orders of its fields; so do some more."""
     db._store.order_fields()
     for one in [where, *ALWAYS]:
-        db._store.matches._known.clear()  # so that the filter is asked anew
+        db._store.matches._cached.clear()  # so that the filter is asked anew
         assert db._store.matching_rows(one)[1].tolist() == by_sqlite(db, one), one
-    for known in db._store.matches.orders._known.values():
+    for known in db._store.matches.orders._cached.values():
         if known.generation == db.generation:
             assert np.sort(np.concatenate(known.runs)).tolist() == db._store.snapshot.all_rows.tolist()
 
@@ -182,7 +182,7 @@ def test_the_orders_of_the_last_fields_are_kept() -> None:
     with small(), softdb.open(None, dim=1, fields=[*"abcdef"]) as db:
         db.insert(range(10), np.ones((10, 1)), payloads=[dict.fromkeys("abcdef", i) for i in range(10)])
         db.order_fields()
-        known = db._store.matches.orders._known
+        known = db._store.matches.orders._cached
         assert list(known) == [*"abcd"]
         db.count({"a": {"$lt": 5}})
         for stop in (4, 5):

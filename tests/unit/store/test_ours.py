@@ -151,7 +151,7 @@ def test_a_copy_leaves_what_comes_into_its_place_meanwhile(
     stranger, target = Stranger(tmp_path, put), tmp_path / "copy"
     if there:
         target.mkdir()
-    module, function = (backup, "_copied") if kind == "snapshot" else (salvaging._Salvage, "run")
+    module, function = (backup, "_copy") if kind == "snapshot" else (salvaging._Salvage, "run")
     real = getattr(module, function)
 
     def meanwhile(*arguments: object) -> object:
@@ -203,7 +203,7 @@ def test_a_copy_that_fails_leaves_what_comes_into_its_place_meanwhile(
         stranger.take(target, "notes.txt", "keys-00000000.npy")
         _refuse()
 
-    monkeypatch.setattr(backup, "_copied", fail)
+    monkeypatch.setattr(backup, "_copy", fail)
     with pytest.raises(softdb.WriteFailed, match="no room"):
         _copy("snapshot", tmp_path / "db", target)
     stranger.is_untouched()
@@ -215,7 +215,7 @@ def test_reembed_refuses_a_folder_that_is_not_its_own(db: softdb.SoftDB, tmp_pat
     stranger = Stranger(tmp_path, put)
     stranger.take(tmp_path / "db", "reembed-0")
     with softdb.open(tmp_path / "db") as again:
-        with pytest.raises(softdb.BadInput, match="is not softdb's"):
+        with pytest.raises(softdb.BadInput, match="was not created by softdb"):
             again.reembed(HashedNGrams(dim=32))
         assert again.verify() == 2
     stranger.is_untouched()
@@ -248,7 +248,7 @@ def test_only_what_softdb_makes_is_removed(db: softdb.SoftDB, tmp_path: Path, pu
     stranger, path = Stranger(tmp_path, put), tmp_path / "db"
     (path / "index").mkdir(exist_ok=True)
     stranger.take(path, name)
-    with pytest.raises(softdb.BadInput, match="is not softdb's"):
+    with pytest.raises(softdb.BadInput, match="was not created by softdb"):
         require_ours(path)
     assert softdb.open(path, mode="r").verify() == 2
     remove_database(path)

@@ -118,7 +118,7 @@ def test_a_catalogue_that_cannot_be_read_does_not_hide_other_damage(
     with (compacted / "keys-00000001.npy").open("r+b") as file:
         file.seek(128)
         file.write(b"\xff")
-    monkeypatch.setattr(verifying, "_catalogue", unread)
+    monkeypatch.setattr(verifying, "_check_catalogue", unread)
     expected = f"2 damaged: {named}; keys-00000001.npy: row 1 differs"
     with softdb.open(compacted) as db, pytest.raises(softdb.CorruptionError, match=expected):
         db.verify()
