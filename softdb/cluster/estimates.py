@@ -128,10 +128,7 @@ class _Rounds:
             book.parts.pop(shard, None)
 
     def _own_budgets(self) -> Positions:  # (p, q)
-        """Return each shard's integer budgets.
-
-        Those of later rounds are rounded to a grid by largest remainders, so that many queries have equal budgets.
-        """
+        """Return integer budgets; after the first round rounded to a grid by largest remainders, so that many agree."""
         wanted = np.maximum(self.budgets * self.shares, FEW)
         if len(self.book.asks):
             lower: Numbers = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)

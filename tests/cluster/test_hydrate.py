@@ -232,7 +232,7 @@ def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path
         shard.answer(CallVerb(before, "count", {}))
     followed.remake(0)
     assert shard.answer(CallVerb(before + 1, "count", {})) == shard.answer(Describe(NEWEST)).keyed
-    with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew, or a replica answers; refresh\(\)"):
+    with pytest.raises(errors.StaleRead, match=r"shard 0 was rebuilt, or a replica answers; refresh\(\)"):
         shard.answer(ScanRows(before + 1, -1, 10))
     followed.close()
 
