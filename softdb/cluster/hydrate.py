@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Id, shown
-from softdb.cluster.directories import Directories, TakenFrom
+from softdb.cluster.directories import Directories, Origin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
@@ -83,11 +83,11 @@ class Hydrated(Directories):
         super().__init__(truth, folder, mine)
         self._moving, self._counting, self._say = threading.Lock(), threading.Lock(), say
         try:
-            for at in {self.version(shard) for shard in self.mine} - {-1}:
-                shards = [shard for shard in self.mine if self.version(shard) == at]
+            for at in {self.version(shard) for shard in self.own_shards} - {-1}:
+                shards = [shard for shard in self.own_shards if self.version(shard) == at]
                 for shard in shards if self._same(shards, at) is None else ():  # another table has taken its place
                     self._anew(shard)
-            if version is not None or any(self.version(shard) < 0 for shard in self.mine):
+            if version is not None or any(self.version(shard) < 0 for shard in self.own_shards):
                 self.follow(truth.newest() if version is None else version)
             self._tidy()
         except BaseException:
@@ -113,16 +113,16 @@ class Hydrated(Directories):
                 self._follow(version)
 
     def _follow(self, version: int) -> None:
-        with ThreadPoolExecutor(max(1, len(self.mine))) as pool:  # whose end waits for every shard
+        with ThreadPoolExecutor(max(1, len(self.own_shards))) as pool:  # whose end waits for every shard
             for shard, mend in list(self._unfit.items()):
                 mend(shard)
                 del self._unfit[shard]
-            if all(self.version(shard) >= version for shard in self.mine):
+            if all(self.version(shard) >= version for shard in self.own_shards):
                 return
             dataset = self.truth.at(version)
             self._go_on(pool)
-            for since in {self.version(shard) for shard in self.mine}:
-                shards = [shard for shard in self.mine if self.version(shard) == since]
+            for since in {self.version(shard) for shard in self.own_shards}:
+                shards = [shard for shard in self.own_shards if self.version(shard) == since]
                 if since < version:
                     self._catch_up(pool, shards, since, dataset)
 
@@ -139,7 +139,7 @@ class Hydrated(Directories):
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
         """Finish what was being made, if its version is there."""
         begun: dict[int, list[int]] = {}
-        for shard in self.mine:
+        for shard in self.own_shards:
             origin = self.origin(shard)
             if origin is not None and origin.rows is not None:
                 begun.setdefault(origin.version, []).append(shard)
@@ -211,7 +211,7 @@ class Hydrated(Directories):
         for shard in shards:
             self._apply(shard, [], None, origin)
 
-    def _take(self, dataset: Any, shard: int, places: Rows, origin: TakenFrom) -> None:
+    def _take(self, dataset: Any, shard: int, places: Rows, origin: Origin) -> None:
         """Take in some rows of a shard, and read no others."""
         size = self._batch_size()
         for low in range(0, len(places), size):
@@ -221,7 +221,7 @@ class Hydrated(Directories):
             self._passed_over(len(some))
 
     def _scan(
-        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: TakenFrom
+        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: Origin
     ) -> None:
         """Read all rows between two places, and share them out."""
         at, end = between
@@ -236,7 +236,7 @@ class Hydrated(Directories):
 
             list(pool.map(apply, own))
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: Origin) -> None:
         """One transaction, in which the version moves on with the records, and with the rows that are none."""
         db, before, gone = self.databases[shard], self.origin(shard), set(removed)
         left_out = [] if before is None else [row for row in before.left_out if row.id not in gone]
@@ -268,7 +268,7 @@ class Hydrated(Directories):
                 self._done += count
                 self._say("shards", self._done, self._whole)
 
-    def _noted(self, origin: TakenFrom, left_out: list[LeftOut]) -> str:
+    def _noted(self, origin: Origin, left_out: list[LeftOut]) -> str:
         """Origin that a directory notes. Raises BadInput where too many rows are no records."""
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
@@ -283,10 +283,10 @@ class Hydrated(Directories):
     def _batch_size(self) -> int:
         return max(256, _BYTES // self.truth.row_bytes)
 
-    def _origin(self, dataset: Any) -> TakenFrom:
+    def _origin(self, dataset: Any) -> Origin:
         """Of a shard that has all of a version; the shard's number comes with it."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
-        return TakenFrom(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
+        return Origin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
     def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
         """An answer of a shard, at one version from its beginning to its end; made anew first where it is damaged."""

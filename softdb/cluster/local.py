@@ -76,10 +76,10 @@ class HydratedShard:
         if db.closed:
             raise StaleRead(f"shard {self.shard} could not be reopened after a failed write; refresh()")
         if not isinstance(ask, Describe) and not ask.fits(own):
-            here, asked_version = of_records(own), of_records(ask.version)
-            reason = "was made anew, or a replica answers"
-            if own >= 0 and here != asked_version:
-                reason = f"is at version {here} and was asked for {asked_version}"
+            version, wanted = of_records(own), of_records(ask.version)
+            reason = "was rebuilt, or a replica answers"
+            if own >= 0 and version != wanted:
+                reason = f"is at version {version} and was asked for {wanted}"
             raise StaleRead(f"shard {self.shard} {reason}; refresh() and ask again")
         shards = self.hydrated.truth.shards
         reply = DatabaseShard(db, self.shard, shards, lambda: self.hydrated.tagged(self.shard)).answer(ask)
@@ -89,11 +89,11 @@ class HydratedShard:
         return reply
 
 
-class Here(Local):
+class LocalTable(Local):
     """Transport to all shards of a table in this process; it closes their databases when it is closed or collected."""
 
     def __init__(self, hydrated: Hydrated) -> None:
-        super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.mine])
+        super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.own_shards])
         self.hydrated = hydrated
         weakref.finalize(self, hydrated.close)
 

@@ -13,7 +13,7 @@ from softdb.cluster.actors import hosted
 from softdb.cluster.addresses import address, folder_of, named
 from softdb.cluster.foreign import served
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.local import Here
+from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
 from softdb.cluster.storage import lance_errors
@@ -189,7 +189,7 @@ def _opened(
     return made
 
 
-def _here(truth: Truth, folder: Path, say: Progress | None) -> Here:
+def _here(truth: Truth, folder: Path, say: Progress | None) -> LocalTable:
     """Every shard in this process, in the first folder that no other handle has."""
     version = truth.newest()
     for number in range(_HANDLES):
@@ -197,7 +197,7 @@ def _here(truth: Truth, folder: Path, say: Progress | None) -> Here:
             hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version, say)
         except DatabaseLocked:
             continue
-        return Here(hydrated)
+        return LocalTable(hydrated)
     raise DatabaseLocked(
         f"{_HANDLES} handles of this machine have {truth.url} open; close some, or give another cache="
     )

@@ -91,10 +91,10 @@ def test_directories_follow_a_table_that_was_compacted_twice(tmp_path: Path) -> 
         truth.upsert(batch(truth, ["a"], seed=seed + 10))
         truth.compact()
         assert truth.identity(truth.now()) == truth.identity(truth.at(truth.newest()))
-        folders = {shard: followed.databases[shard] for shard in followed.mine}
+        folders = {shard: followed.databases[shard] for shard in followed.own_shards}
         followed.follow(truth.newest())
         assert contents(followed) == told(truth)
-        assert folders == {shard: followed.databases[shard] for shard in followed.mine}
+        assert folders == {shard: followed.databases[shard] for shard in followed.own_shards}
     followed.close()
 
 
@@ -322,7 +322,7 @@ def test_more_rows_than_a_few_that_are_no_records_are_refused(
     truth.now().insert(table)
     with pytest.raises(errors.BadInput, match=r"more than 2 rows of a shard .*, such as id 'bad .*'payload'.*mend or"):
         followed.follow(truth.newest())
-    assert {followed.version(shard) for shard in followed.mine} == {version}
+    assert {followed.version(shard) for shard in followed.own_shards} == {version}
     followed.close()
 
 

@@ -273,7 +273,7 @@ def test_what_cannot_be_made_is_refused_by_name(url: str, words: dict[str, Any],
 
 def test_a_place_where_nothing_can_be_made_is_told(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(errors.WriteFailed, match=r"open: .* cannot be made .*give another place for shards, cache="):
+    with pytest.raises(errors.WriteFailed, match=r"open: .* cannot be made .*give another folder for shards, cache="):
         cluster.create(url, dim=DIM, cache=tmp_path / "file")
 
 

@@ -21,7 +21,7 @@ import softdb
 from softdb import errors
 from softdb.cluster import table_core
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.local import Here
+from softdb.cluster.local import LocalTable
 from softdb.cluster.shard import (
     NEWEST,
     Backward,
@@ -50,7 +50,7 @@ class Replicas:
 
     collective = False
 
-    def __init__(self, copies: list[Here]) -> None:
+    def __init__(self, copies: list[LocalTable]) -> None:
         self.copies, self.shards, self.first = copies, copies[0].shards, 0
         self.at: type[Message] | None = None
         self.asked: list[type[Message]] = []
@@ -91,7 +91,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         table.delete(list[int | str](names[: N // 4]))
         early.follow(table.newest())
         late = Hydrated(table, tmp_path / "late", range(SHARDS), table.newest())
-        return Replicas([Here(early), Here(late)])
+        return Replicas([LocalTable(early), LocalTable(late)])
 
     with TableCluster(connect, truth, 30.0, False, "rw", None) as db, softdb.open(None, **truth.described) as one:
         for part in db.scan():
