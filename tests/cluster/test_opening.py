@@ -231,7 +231,7 @@ def table(**columns: Any) -> pa.Table:
 @pytest.mark.parametrize(
     ("rows", "words", "match"),
     [
-        (table(), {"keys": "key"}, "has no column 'key'; its columns are .* give keys= of them"),
+        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* another name, keys="),
         (table(), {"values": "label"}, "has no column 'label'.* give values="),
         (table(), {"ids": "name"}, "has no column 'name'.* give ids="),
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
@@ -242,7 +242,7 @@ def table(**columns: Any) -> pa.Table:
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
         (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
-        (table(), {"payload": ["title"]}, "payload names 'title', but the columns .* name some of them"),
+        (table(), {"payload": ["title"]}, "payload names 'title'; expected columns .* other than id"),
         (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),
         (table(title=["x", "y"]), {"payload": "title"}, "payload is 'title'; expected a list"),
         (table(), {"shards": 3}, "shards is 3; expected a power of two"),
