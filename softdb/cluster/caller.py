@@ -88,18 +88,18 @@ class Caller:
         self,
         make: Callable[[int, int], Message],  # shard, version
         which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
-        whole: bool = False,  # True: take no partial answer
+        complete: bool = False,  # True: take no partial answer
     ) -> ShardReplies:
         """Ask shards at the versions that this handle sees; ask again if rebuilt shards have `taken_over`.
 
         Raises ShardUnavailable if shards are missing, unless partial answers are allowed.
         """
         try:
-            return self._ask(make, which, whole)
+            return self._ask(make, which, complete)
         except StaleRead:
             if not self.taken_over():
                 raise
-            return self._ask(make, which, whole)
+            return self._ask(make, which, complete)
 
     def taken_over(self) -> bool:
         """Switch to replicas or rebuilt shards if these are at the same version; return True if they are."""
@@ -110,10 +110,10 @@ class Caller:
         self.known.update(shards)
         return True
 
-    def _ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None, whole: bool) -> ShardReplies:
+    def _ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None, complete: bool) -> ShardReplies:
         known = self.known
         targets = range(self.shards) if which is None or self.transport.collective else list(which)
-        partial = self.partial and not whole
+        partial = self.partial and not complete
         absent = {shard: "it did not answer when the cluster was opened" for shard in targets if shard not in known}
         asks = {shard: make(shard, known[shard].version) for shard in targets if shard in known}
         return self._asked(asks, partial, absent)

@@ -109,7 +109,7 @@ class ClusterCore(Core[Sharded]):
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _called(self, name: str, words: dict[str, Any], caller: Caller | None = None) -> list[Any]:
-        answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), whole=True)
+        answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), complete=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
     def get(self, ids: list[Id]) -> Records:
@@ -125,7 +125,7 @@ class ClusterCore(Core[Sharded]):
         def own(shard: int, version: int) -> messages.CallVerb:
             return messages.CallVerb(version, "get", {"ids": [ids[i] for i in places.get(shard, ())]})
 
-        replies = caller.ask(own, places, whole=True).replies
+        replies = caller.ask(own, places, complete=True).replies
         parts = [(places[shard], records) for shard, records in replies.items() if shard in places]
         if not parts:
             return self._called("get", {"ids": []})[0]  # type: ignore[no-any-return]
@@ -148,7 +148,7 @@ class ClusterCore(Core[Sharded]):
             after, first = -1, caller.known.get(shard)
             while after is not None:
                 message = functools.partial(_scan, first=first, after=after, size=size, where=where)
-                batch, after = caller.ask(message, [shard], whole=True).replies[shard]
+                batch, after = caller.ask(message, [shard], complete=True).replies[shard]
                 if len(batch):
                     yield batch
 
@@ -157,7 +157,7 @@ class ClusterCore(Core[Sharded]):
 
         Raises UnknownId for the first of these if `required`.
         """
-        answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), whole=True)
+        answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), complete=True)
         rows: Rows = np.max([np.full(len(ids), -1), *answers.replies.values()], axis=0)
         if required and (rows < 0).any():
             raise UnknownId(f"id {check.shown(ids[int((rows < 0).argmax())])} is not stored, or has no key")
@@ -171,7 +171,7 @@ class ClusterCore(Core[Sharded]):
         """Return about `count` keys: the first of each shard."""
         caller = self.caller
         each = -(-count // caller.shards)
-        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, each), whole=True)
+        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, each), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:

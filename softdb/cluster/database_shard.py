@@ -220,8 +220,8 @@ class DatabaseShard:
             )
             inputs = [request.queries, *(parameters if ask.of.question.trains else [])]
             incoming = torch.tensor(ask.output_grad), torch.tensor(ask.lse_grad)
-            if ask.whole is not None:
-                incoming = _parted(State(output.detach(), lse.detach()), torch.tensor(ask.whole), *incoming)
+            if ask.merged_lse is not None:
+                incoming = _parted(State(output.detach(), lse.detach()), torch.tensor(ask.merged_lse), *incoming)
             grads = torch.autograd.grad((output, lse), inputs, incoming, allow_unused=True)
         pairs = zip(inputs, grads, strict=True)
         filled = [(torch.zeros_like(tensor) if grad is None else grad).numpy() for tensor, grad in pairs]

@@ -184,7 +184,7 @@ class Backward(Message):
     of: PassOver | Draw
     output_grad: Array  # (q, v)
     lse_grad: Array  # (q,); of a merged reply: less output_grad · o
-    whole: Array | None = None  # (q,) L; None: the reply was not merged
+    merged_lse: Array | None = None  # (q,) L; None: the reply was not merged
 
     @property
     def by_rows(self) -> bool:

@@ -142,7 +142,7 @@ class Sharded(AskedShards):
             own_rows = rows[shard_of == shard]
             return messages.Gather(version, own_rows, keys, values, self._names(shard, version, own_rows))
 
-        answers = self.caller.ask(message, np.unique(shard_of[rows >= 0]).tolist(), whole=True)
+        answers = self.caller.ask(message, np.unique(shard_of[rows >= 0]).tolist(), complete=True)
         columns, schema = [], self.schema
         for i, width in enumerate((schema.dim, None if self.num_classes else schema.value_dim or schema.dim)):
             shape = (len(rows),) if width is None else (len(rows), width)
@@ -173,7 +173,7 @@ class Sharded(AskedShards):
             own_rows = rows[shard_of == shard]
             return messages.ResolveRows(version, own_rows, payloads, texts, self._names(shard, version, own_rows))
 
-        answers = self.caller.ask(message, np.unique(shard_of).tolist(), whole=True)
+        answers = self.caller.ask(message, np.unique(shard_of).tolist(), complete=True)
         return {entry.row: entry for entries in answers.replies.values() for entry in entries}
 
     def _names(self, shard: int, version: int, rows: Rows) -> list[Id] | None:
