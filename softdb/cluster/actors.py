@@ -47,8 +47,8 @@ class Host:
     def answer(self, sent: bytes) -> bytes:
         """Answer pickled messages by shard: return pickled replies merged by `together`, or errors of softdb.
 
-        Ray would pickle objects in Python, which takes longer than the rest of the call and makes arrays read-only;
-        bytes it carries as they are.
+        Ray carries bytes as they are. It would pickle objects in Python, which takes longer than the rest of the call
+        and makes arrays read-only.
         """
         asks: dict[int, Message] = pickle.loads(sent)
         shards = self._opened()
@@ -207,7 +207,7 @@ class _FanOut:
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
-    """Return the transport to a table's actors; start missing ones: a host, with its replicas, for each node of Ray."""
+    """Return the transport to a table's actors; start missing actors: one for each node of Ray, and its replicas."""
     ray = _connected()
     logging.getLogger("ray.actor").addFilter(_news)
     names = _names(truth, ray)

@@ -35,7 +35,7 @@ Rows = NDArray[np.int64]
 
 
 class ClusterCore(Core[Sharded]):
-    """Records of shards, each with a database of its own."""
+    """Records of shards that each have a database of their own."""
 
     mode = "r"
     path = None
@@ -51,7 +51,7 @@ class ClusterCore(Core[Sharded]):
         return self._closed
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed if the cluster was closed."""
         if self._closed:
             raise Closed("the cluster was closed; open it again")
 
@@ -153,10 +153,7 @@ class ClusterCore(Core[Sharded]):
                     yield batch
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Return rows (n,) of ids; -1 for an id that is not stored, has no key or does not match `where`.
-
-        Raises UnknownId for the first of these if `required`.
-        """
+        """Return rows (n,) of ids; -1, or UnknownId if `required`, for ids not stored, without a key or not matched."""
         answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), complete=True)
         rows: Rows = np.max([np.full(len(ids), -1), *answers.replies.values()], axis=0)
         if required and (rows < 0).any():
@@ -175,11 +172,11 @@ class ClusterCore(Core[Sharded]):
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Raises ReadOnly."""
+        """Raise ReadOnly."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Raises ReadOnly."""
+        """Raise ReadOnly."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     # -- questions -------------------------------------------------------------------------------------------------
@@ -193,7 +190,7 @@ class ClusterCore(Core[Sharded]):
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, None, None, Sharded]:
-        """Return checked queries (q, width) and the source, which filters in every shard. No mask is taken."""
+        """Return checked queries (q, width) and the source, which filters in every shard. A mask raises BadInput."""
         if mask is not None:
             raise BadInput("mask needs an order of rows, which a cluster does not have; give a filter, where=")
         return self.as_queries(queries, width), None, None, Sharded(self.caller, where)

@@ -157,7 +157,7 @@ class Directories:
             try:
                 db.close()
             except SoftDBError as error:
-                _log.warning("shard %s is left behind: %s", shard, error)
+                _log.warning("shard %s was not flushed: %s", shard, error)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

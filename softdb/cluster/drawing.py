@@ -102,7 +102,7 @@ class ShardDrawing(NamedTuple):
 
 
 def taking_part(request: Request, source: Stored) -> int:
-    """Number of records that a request may weigh, whether it has queries or not."""
+    """Return the number of records that take part in a request."""
     return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source.live)))
 
 

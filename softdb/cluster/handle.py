@@ -32,19 +32,17 @@ class Cluster(Verbs):
         db = Cluster(Local([DatabaseShard(part, i, len(parts)) for i, part in enumerate(parts)]))
 
     Every read names the version that this handle saw last. A shard at another version raises StaleRead; `refresh()`
-    moves the handle to the newest version. Answers have gradients as those of a database; docs/cluster.md says which
-    data are sent. `scan` yields records shard by shard. `search` orders equal scores by id; it takes vectors only, and
-    raises BadInput for `texts`, `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size`. Verbs that
-    write raise ReadOnly.
+    moves the handle to the newest version. Answers have gradients like a database's; docs/cluster.md says which data
+    are sent. `scan` yields records shard by shard. `search` orders equal scores by id. It takes vectors only: `texts`,
+    `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size` raise BadInput. Writing raises ReadOnly.
 
     Args:
         transport: carries messages to the shards; `close` closes it.
         timeout: seconds that a question may take; then it raises ShardUnavailable.
         partial: True to answer without shards that do not reply. Then `missing` names them, `met` is False and `bar`
-            infinite. Losses need all shards even so.
+            infinite. Losses always need all shards.
         truth: the table that the shards are copies of; None if each shard is a database of its own.
-        intact: function of shards that were rebuilt at the same version: True to ask them again, False to raise
-            StaleRead.
+        intact: returns True if shards that were rebuilt at the same version may be asked, in place of StaleRead.
     """
 
     core: ClusterCore

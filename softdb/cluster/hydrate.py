@@ -72,7 +72,7 @@ class Hydrated(Directories):
         version: int | None = None,
         report: Progress | None = None,
     ) -> None:
-        """Open the shards, and bring them to a version; None: build missing shards at the newest, and leave the others.
+        """Open the shards, and bring them to a version. With None, only build missing shards, at the newest version.
 
         `report` is called meanwhile with "shards", the number of rows of the table read, and the number of all rows.
 

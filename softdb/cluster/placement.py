@@ -89,7 +89,7 @@ class RowWindow(NamedTuple):
 
 
 def parts_of(ids: list[Any], shards: int) -> Rows:
-    """Return the shard (n,) of each id; a value that is no id goes to the shard of id 0, which reports it."""
+    """Return the shard (n,) of each id; a value that is not an id goes to the shard of id 0, which reports it."""
     return shard_of([id if is_id(id) else 0 for id in ids], shards)
 
 

@@ -30,11 +30,11 @@ class AskedShards(Source):
 
     @property
     def live(self) -> Live:
-        """Raises BadInput: the caller has no mask of records."""
+        """Raise BadInput: the caller has no mask of records."""
         raise self._elsewhere()
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """Raises BadInput: records stay on their shards."""
+        """Raise BadInput: records stay on their shards."""
         raise self._elsewhere()
 
     @staticmethod
@@ -75,7 +75,7 @@ class AskedShards(Source):
         self._count = count if self._count is None else self._count
 
     def whole(self: A) -> A:
-        """Return this source after making it refuse partial answers, for a loss."""
+        """Refuse partial answers from now on, and return this source: a loss needs all shards."""
         if self.caller.partial:
             self.caller = self.caller.complete()
         return self

@@ -51,7 +51,7 @@ def failure(url: str, error: Exception) -> SoftDBError:
             "endpoint in storage_options="
         )
     if "Dataset at path" in text or ("://" not in url and not Path(url, "_versions").is_dir()):
-        return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes one")
+        return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes a table")
     damage = f"cannot be read ({text})" if missing is None else f"lacks its file {missing}"
     return CorruptionError(
         f"{url} {damage}; bring the file back, or go back to a version without it: "
@@ -80,7 +80,7 @@ def cause(error: Exception) -> str:
 
 
 class Synced:
-    """Syncs the files of a local table to disk, since Lance itself syncs nothing.
+    """Syncs the files of a local table, since Lance itself syncs nothing.
 
     A commit of Lance writes data and deletions, then a manifest, whose creation is the commit. Before a verb returns,
     every file that this handle has not synced yet is synced, whoever wrote it, since a version contains all earlier

@@ -55,7 +55,7 @@ def create(
             puts, as S3 does.
         dim: d, the width of a key; default: the encoder's attribute `dim`.
         shards: P, the number of shards, a power of two. `grow` doubles it.
-        replicas: R, the number of actors that serve each shard on Ray.
+        replicas: R, the number of actors that serve each shard on Ray; without Ray it has no effect.
         ids: type of the ids, "str" or "int".
         storage_options: Lance's options of the object store: keys, region, endpoint.
         opened: arguments of `open`.

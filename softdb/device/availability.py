@@ -29,7 +29,7 @@ def _reason(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability < CAPABILITY:
         name = torch.cuda.get_device_name(index)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 or newer"
     return None
 
 

@@ -112,7 +112,7 @@ class DeviceScan(flat.Scan):
         keep = self.live.on_device[self.start :]
         for chunk in torch.split(queries, self.queries):
             scores, positions = kernel_nearest(chunk, keys[self.start :], width, metric=self.metric, keep=keep)
-            exact, order = self._settled(chunk, positions + self.start)
+            exact, order = self._rescored(chunk, positions + self.start)
             worst, floor = exact[:, k - 1], scores[:, -1].double()
             unsure = ~floor.isfinite() | scores[:, 0].isnan()
             if width < self.count:  # negated, so that a NaN counts as unsure
@@ -121,7 +121,7 @@ class DeviceScan(flat.Scan):
         near, worst, unsure = (torch.cat(column) for column in zip(*parts, strict=True))
         return near, worst, unsure
 
-    def _settled(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
+    def _rescored(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
         """Return exact scores and positions of candidates, best first, ties by position."""
         positions = positions.sort(dim=1).values
         exact, order = self.scores(queries.double(), positions).sort(dim=1, descending=True, stable=True)

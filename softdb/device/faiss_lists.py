@@ -142,12 +142,12 @@ class OnGPU(IVF):
         """Search as `near` for arrays of the host; finds at most MOST rows, then -1."""
         if rows is not None:
             raise ValueError("an index on a GPU takes no filter; use softdb.device.probe")
-        rows_found = np.full((len(queries), c), -1, np.int64)
+        matches = np.full((len(queries), c), -1, np.int64)
         fetched = min(c, MOST)
         for low in range(0, len(queries), QUERIES):
             chunk = torch.from_numpy(queries[low : low + QUERIES]).to(self.device)
-            rows_found[low : low + QUERIES, :fetched] = self.near(chunk, fetched, effort).cpu().numpy()
-        return rows_found
+            matches[low : low + QUERIES, :fetched] = self.near(chunk, fetched, effort).cpu().numpy()
+        return matches
 
     def copy(self) -> Index:
         """Return a copy, made through the host's memory, that can grow while this index is searched."""

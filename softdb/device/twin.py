@@ -1,4 +1,4 @@
-"""The kernels' results by blocks of torch operations, for any device and dtype, and as a reference for the kernels."""
+"""The kernels' results by blocks of torch operations: for any device and dtype, and as the kernels' reference."""
 
 from __future__ import annotations
 
