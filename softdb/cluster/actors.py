@@ -138,7 +138,7 @@ class _FanOut:
     """One question to all hosts."""
 
     def __init__(self, actors: Actors, asks: Mapping[int, Message], timeout: float) -> None:
-        self.actors, self.timeout, self.begun = actors, timeout, time.monotonic()
+        self.actors, self.timeout, self.started = actors, timeout, time.monotonic()
         self.parts: dict[int, dict[int, Message]] = {}  # messages by host and shard
         for shard, ask in asks.items():
             self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
@@ -156,8 +156,8 @@ class _FanOut:
             for ref, reply in zip(sent, ray.get(sent, timeout=self.timeout / HEDGE), strict=True):
                 self._note(ref, reply)
         while self.waiting and len(self.replies) < len(self.parts):
-            until = self.begun + (self.timeout if hedged else self.timeout / HEDGE)
-            ready, _ = ray.wait(list(self.waiting), timeout=max(0.0, until - time.monotonic()))
+            deadline = self.started + (self.timeout if hedged else self.timeout / HEDGE)
+            ready, _ = ray.wait(list(self.waiting), timeout=max(0.0, deadline - time.monotonic()))
             for ref in ready:
                 self._take(ref)
             if not ready and hedged:
@@ -201,8 +201,8 @@ class _FanOut:
 
     def _sorted(self) -> ShardReplies:
         answers = {owners: reply for parts in self.replies.values() for owners, reply in parts.items()}
-        gone = [(host, shard) for host, asks in self.parts.items() if host not in self.replies for shard in asks]
-        missing = {shard: self.failures.get(host, "no answer from its actor") for host, shard in gone}
+        failed = [(host, shard) for host, asks in self.parts.items() if host not in self.replies for shard in asks]
+        missing = {shard: self.failures.get(host, "no answer from its actor") for host, shard in failed}
         return of_owners(answers, missing)
 
 

@@ -119,9 +119,9 @@ class Caller:
         return self._asked(asks, partial, absent)
 
     def _asked(self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None) -> ShardReplies:
-        begun = time.monotonic()
+        started = time.monotonic()
         answers = self.transport.ask(asks, self.timeout) if asks else ShardReplies({}, {})
-        missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - begun
+        missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - started
         if missing and not (partial and answers.replies):
             causes = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(missing.items()))
             more = "give more time (timeout=), " if waited >= self.timeout else ""

@@ -29,12 +29,12 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         if not all(_tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
             return None
         delta = dataset.delta(compared_against=since)
-        gone = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
+        row_ids = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
         updated, inserted = map(_bounded, written_since(dataset, since, columns))
         if updated is None or inserted is None:
             return None
-        gone += updated["_rowid"].to_pylist()
-        removed = _ids(dataset.checkout_version(since), gone, id_column)  # an update may change the id, too
+        row_ids += updated["_rowid"].to_pylist()
+        removed = _ids(dataset.checkout_version(since), row_ids, id_column)  # an update may change the id, too
         names = [name for name in dataset.schema.names if name in inserted.column_names]
         pa = needed("pyarrow", "cluster", "a cluster")
         return Changes(removed, pa.concat_tables([inserted.select(names), updated.select(names)]))

@@ -167,8 +167,8 @@ class ClusterCore(Core[Sharded]):
     def sample_keys(self, count: int) -> Tensor:
         """Return about `count` keys: the first of each shard."""
         caller = self.caller
-        each = -(-count // caller.shards)
-        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, each), complete=True)
+        per_shard = -(-count // caller.shards)
+        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, per_shard), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:

@@ -62,7 +62,7 @@ def _columns(batch: Records) -> tuple[Any, Any]:
         return batch.keys, batch.values
     keyed = batch.keyed.tolist()
 
-    def some(column: Any) -> Any:
+    def as_list(column: Any) -> Any:
         return [vector if present else None for vector, present in zip(column.numpy(), keyed, strict=True)]
 
-    return some(batch.keys), None if batch.values is None else some(batch.values)
+    return as_list(batch.keys), None if batch.values is None else as_list(batch.values)

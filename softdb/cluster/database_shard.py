@@ -150,9 +150,10 @@ class DatabaseShard:
     def _scanned(self, ask: messages.ScanRows) -> tuple[Records, int | None]:
         rows = self.db.core.matching(ask.where)
         rows = rows[np.searchsorted(rows, ask.after, "right") :]
-        some = rows[: ask.size]
-        entries = self.db.core.store.read(some, payloads=False)
-        return self.db.get([entries[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else None
+        batch = rows[: ask.size]
+        entries = self.db.core.store.read(batch, payloads=False)
+        ids = [entries[row].id for row in batch.tolist()]
+        return self.db.get(ids), int(batch[-1]) if len(rows) > ask.size else None
 
     def _gathered(self, ask: messages.Gather) -> messages.GatheredRows:
         snapshot = self.db.core.view()[0]

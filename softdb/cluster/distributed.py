@@ -129,7 +129,7 @@ class Ranks:
         messages = {rank: data[HEAD.size : HEAD.size + heads[rank][2]] for rank, data in slots.items()}
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
         more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
-        return {rank: begun + more.get(rank, b"") for rank, begun in messages.items()}
+        return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
 
     def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         """Exchange data that fits in a slot with each other rank."""

@@ -163,11 +163,11 @@ class _Rounds:
         for column, values in zip(self.error, (bar, error.stderr, error.lse_stderr), strict=True):
             column[which] = np.where(exact, 0.0, values)
         self.met[which] = met
-        anew = self._share_out(which, parts, merged)
+        reshared = self._share_out(which, parts, merged)
         most = tolerance.most or np.inf
-        last = ~anew & (self.budgets[which] >= most)
+        last = ~reshared & (self.budgets[which] >= most)
         more = ~met & ~last
-        grows = more & ~(anew & (self.budgets[which] >= most))
+        grows = more & ~(reshared & (self.budgets[which] >= most))
         with np.errstate(invalid="ignore", over="ignore"):
             needed = np.nan_to_num(MARGIN * self.budgets[which] * (bar / allowed) ** 2, nan=np.inf)
         wanted = np.maximum(GROWTH * self.budgets[which], np.minimum(needed, self.source.caller.count))

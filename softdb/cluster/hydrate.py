@@ -49,7 +49,7 @@ def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch
             return []
         places, half = [*range(len(records))], len(records) // 2
         halves = records.some(places[:half]), records.some(places[half:])
-        return [batch for some in halves for batch in storable(truth, some, left_out)]
+        return [batch for half_records in halves for batch in storable(truth, half_records, left_out)]
 
 
 def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
@@ -137,12 +137,12 @@ class Hydrated(Directories):
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
         """Complete shards that were being built, if their version still exists; empty the others."""
-        begun: dict[int, list[int]] = {}
+        incomplete: dict[int, list[int]] = {}
         for shard in self.own_shards:
             origin = self.origin(shard)
             if origin is not None and origin.rows is not None:
-                begun.setdefault(origin.version, []).append(shard)
-        for version, shards in begun.items():
+                incomplete.setdefault(origin.version, []).append(shard)
+        for version, shards in incomplete.items():
             dataset = self._same(shards, version)
             try:
                 if dataset is not None:
@@ -172,11 +172,11 @@ class Hydrated(Directories):
             return
         origin, removed = self._origin(dataset), parts_of(changes.removed, self.truth.shards)
         added = parts_of(changes.added[self.truth.fields.id].to_pylist(), self.truth.shards)
-        gone = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
-        unclear = [shard for shard in shards if self._unclear(shard, gone[shard])]
+        removed_ids = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
+        unclear = [shard for shard in shards if self._unclear(shard, removed_ids[shard])]
 
         def apply(shard: int) -> None:
-            self._apply(shard, gone[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
+            self._apply(shard, removed_ids[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
 
         list(pool.map(apply, set(shards) - set(unclear)))
         self._make(pool, unclear, dataset)
@@ -214,10 +214,10 @@ class Hydrated(Directories):
         """Read and store rows of a shard, and read no others."""
         size = self._batch_size()
         for low in range(0, len(places), size):
-            some = places[low : low + size]
-            at = replace(origin, rows=int(some[-1]) + 1)
-            self._apply(shard, [], self.truth.taken(dataset, some), at)
-            self._passed_over(len(some))
+            batch = places[low : low + size]
+            at = replace(origin, rows=int(batch[-1]) + 1)
+            self._apply(shard, [], self.truth.taken(dataset, batch), at)
+            self._passed_over(len(batch))
 
     def _scan(
         self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: Origin
@@ -228,17 +228,17 @@ class Hydrated(Directories):
             low, at = at, at + len(batch)
 
             def apply(shard: int) -> None:
-                some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
-                if len(some):
-                    self._apply(shard, [], batch.take(some - low), replace(origin, rows=at))  # noqa: B023
-                    self._passed_over(len(some))
+                own_rows = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
+                if len(own_rows):
+                    self._apply(shard, [], batch.take(own_rows - low), replace(origin, rows=at))  # noqa: B023
+                    self._passed_over(len(own_rows))
 
             list(pool.map(apply, own))
 
     def _apply(self, shard: int, removed: list[Id], rows: Any, origin: Origin) -> None:
         """Store changes of a shard, their version and the rows left out in one transaction."""
-        db, before, gone = self.databases[shard], self.origin(shard), set(removed)
-        left_out = [] if before is None else [row for row in before.left_out if row.id not in gone]
+        db, before, removed_ids = self.databases[shard], self.origin(shard), set(removed)
+        left_out = [] if before is None else [row for row in before.left_out if row.id not in removed_ids]
         known = len(left_out)
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
@@ -252,7 +252,7 @@ class Hydrated(Directories):
                     assert records is not None
                     del left_out[read:]
                     own = {records.ids[i] for i in np.flatnonzero(db.core.stored(records.ids))}
-                    batches = storable(self.truth, _once(records, own - gone, left_out), left_out)
+                    batches = storable(self.truth, _once(records, own - removed_ids, left_out), left_out)
                     db.core.store.apply(removed, batches, self._noted(origin, left_out))
             except (WriteFailed, CorruptionError) as error:
                 self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew

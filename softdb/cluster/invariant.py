@@ -56,7 +56,7 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
     if wrong:
         differing_shards = set(parts_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
         with contextlib.suppress(ShardUnavailable, StaleRead):
-            db.caller.look(lambda shard: Refresh(version, anew=shard in differing_shards))
+            db.caller.look(lambda shard: Refresh(version, rebuild=shard in differing_shards))
         raise _named(truth, version, wrong, len(differing_shards))
     return same
 
@@ -81,13 +81,13 @@ def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
     return wrong | {batch.ids[i]: f"its {name} differs" for name, rows in unequal.items() for i in places[rows]}
 
 
-def _named(truth: Truth, version: int, wrong: dict[Id | None, str], anew: int) -> CorruptionError:
+def _named(truth: Truth, version: int, wrong: dict[Id | None, str], rebuilt: int) -> CorruptionError:
     """Return an error that names the first differing records, by shard."""
     parts = parts_of([*wrong], truth.shards).tolist()
     first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
     names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
     more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
-    done = f"{anew} shards are being rebuilt" if anew else "mend those rows by upsert, or delete them"
+    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "mend those rows by upsert, or delete them"
     return CorruptionError(
-        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {done}"
+        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {advice}"
     )

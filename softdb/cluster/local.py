@@ -63,7 +63,7 @@ class HydratedShard:
         """Return the reply to a message, as `ClusterShard.answer`."""
         if isinstance(ask, Refresh):
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
-            if ask.anew:
+            if ask.rebuild:
                 self.hydrated.remake(self.shard)
             self.hydrated.follow(version)
             ask = Describe(NEWEST)

@@ -78,7 +78,7 @@ class Describe(Message):
 class Refresh(Message):
     """Bring the shard to a version of its table or database, or to NEWEST -> `Description`."""
 
-    anew: bool = False  # rebuild the shard from the table first
+    rebuild: bool = False  # True: rebuild the shard from the table first
 
 
 @dataclass(frozen=True)

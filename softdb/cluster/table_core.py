@@ -80,21 +80,21 @@ class TableCore(ClusterCore):
 
     def _go_on(self, caller: Caller) -> None:
         """Bring shards to the newest version, and rebuild them if they break `softdb.cluster.invariant`."""
-        table, anew = self.table.with_shards(caller.shards), False
+        table, rebuild = self.table.with_shards(caller.shards), False
         for _ in range(_TRIES):
             newest = table.newest()
             if newest < self.version:
                 raise StaleRead(f"another table has taken the place of {self.table.url}; open the new table")
-            caller.look(lambda _: messages.Refresh(newest, anew))  # noqa: B023
+            caller.look(lambda _: messages.Refresh(newest, rebuild))  # noqa: B023
             if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
                 continue
             if is_kept(table, caller.known):
                 return
-            if anew:
+            if rebuild:
                 raise CorruptionError(
                     f"the shards hold other records than {self.table.url}, even rebuilt; verify() names the records"
                 )
-            anew = True
+            rebuild = True
         raise StaleRead(f"the shards went on {_TRIES} times while they were compared with the table; refresh() again")
 
     def grow(self) -> int:

@@ -54,15 +54,15 @@ def plan_of(inputs: DevicePass, way: Way = Way.FORWARD) -> Plan:
 
 
 @functools.cache
-def _plan(q: int, d: int, v: int, parts: int, apart: bool, way: Way) -> Plan:
+def _plan(q: int, d: int, v: int, parts: int, by_distance: bool, way: Way) -> Plan:
     size, forward = 2 if parts else 4, way is Way.FORWARD
-    if apart or way is Way.TO_RECORDS:
+    if by_distance or way is Way.TO_RECORDS:
         queries = LEAST
     else:
         queries = min(_power(q), 64 if forward or (parts == 2 and max(d, v) <= 128) else 32)
     widest = 64 if way is Way.TO_RECORDS else 256 if forward and queries == LEAST else 128
     keys, values = min(_power(d), widest), min(_power(v), ACCUMULATED // queries if forward else widest)
-    most = 64 if parts == 2 and not apart and (forward or queries == LEAST) else 32
+    most = 64 if parts == 2 and not by_distance and (forward or queries == LEAST) else 32
     records = LEAST
     while records < most and 2 * records * (keys + values) * size <= (STAGE if forward or parts else STAGE // 2):
         records *= 2

@@ -116,17 +116,17 @@ class DeviceColumn:
         """Return memory for a snapshot, and the number of records that it already holds."""
         need, first = snapshot.size, self.in_segment(snapshot.segments[0])
         dtype, old = self.dtype_of(first), self._numbers
-        each = first[:1].size * dtype.itemsize
+        record_bytes = first[:1].size * dtype.itemsize
         if old is not None and need <= len(old):
             return old, have
         free = int(room(self.device) * (1 - SPARE))
-        if old is not None and (need + need // 8) * each <= free:
+        if old is not None and (need + need // 8) * record_bytes <= free:
             numbers = old.new_empty((need + need // 8, *first.shape[1:]))
             numbers[:have].copy_(old[:have])
             if self.device.type == "cuda":  # other streams read it next
                 torch.cuda.current_stream(self.device).synchronize()
             return numbers, have
-        if need * each > free + (0 if old is None else old.nbytes):
+        if need * record_bytes > free + (0 if old is None else old.nbytes):
             raise torch.cuda.OutOfMemoryError
         self._numbers = old = None  # no room for both
         return torch.empty((need, *first.shape[1:]), dtype=dtype, device=self.device), 0
@@ -273,11 +273,11 @@ def _runs(mask: Live, start: int, block: int) -> Iterator[Where]:
         yield from (sparse[low : low + block] for low in range(0, len(sparse), block))
         return
     for low in range(start, len(mask), block):
-        some = mask[low : low + block]
-        if some.all():
-            yield slice(low, low + len(some))
-        elif some.any():
-            yield np.flatnonzero(some) + low
+        block_mask = mask[low : low + block]
+        if block_mask.all():
+            yield slice(low, low + len(block_mask))
+        elif block_mask.any():
+            yield np.flatnonzero(block_mask) + low
 
 
 def _from_host(snapshot: Snapshot, values: bool, where: Where) -> list[Tensor]:
