@@ -74,7 +74,7 @@ _writers = weakref.WeakValueDictionary[Path, SoftDB]()  # open databases of this
 
 
 @dataclass(frozen=True)
-class Origin:
+class ShardOrigin:
     """Origin of a directory's records, stored with them."""
 
     url: str
@@ -92,7 +92,7 @@ class Origin:
         return json.dumps(self.__dict__)
 
     @classmethod
-    def of(cls, text: str | None) -> Origin | None:
+    def of(cls, text: str | None) -> ShardOrigin | None:
         """Parse a stored origin; None if it cannot be read."""
         with contextlib.suppress(TypeError, ValueError):
             noted = None if text is None else cls(**json.loads(text))
@@ -109,7 +109,7 @@ class Directories:
         self.gates = {shard: Gate() for shard in self.own_shards}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.own_shards, 0)
-        self._origins: dict[int, tuple[tuple[SoftDB, int], Origin | None]] = {}  # cache: (database, generation), origin
+        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # by shard: (database, generation)
         self._unfit: dict[int, Callable[[int], None]] = {}  # shards with a failed write -> the method that repairs each
         try:
             files.make_directory(folder)
@@ -123,7 +123,7 @@ class Directories:
             self.close()
             raise
 
-    def origin(self, shard: int) -> Origin | None:
+    def origin(self, shard: int) -> ShardOrigin | None:
         """Return the origin that a shard's directory stores; None if it is not of this table.
 
         The cached origin holds for one generation: a failed flush rolls back records and version together.
@@ -132,7 +132,7 @@ class Directories:
         state = db, db.generation
         if shard not in self._origins or self._origins[shard][0] != state:
             with contextlib.suppress(CorruptionError):
-                noted = Origin.of(db.core.store.source())
+                noted = ShardOrigin.of(db.core.store.source())
             ours = noted is not None and self._ours(noted, shard, self.truth.shards)
             self._origins[shard] = state, noted if ours else None
         return self._origins[shard][1]
@@ -212,7 +212,7 @@ class Directories:
         _writers[path] = db
         return db
 
-    def _ours(self, origin: Origin, shard: int, shards: int) -> bool:
+    def _ours(self, origin: ShardOrigin, shard: int, shards: int) -> bool:
         """Return True if an origin is this shard of this table, read by the same columns."""
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
@@ -261,7 +261,7 @@ class Directories:
     def _halved(self, aside: Path, shard: int, half: int) -> bool:
         """Delete the other half's records from a copy; False if the copy is not of the expected shard."""
         with self._opened(aside) as db:
-            origin = Origin.of(db.core.store.source())
+            origin = ShardOrigin.of(db.core.store.source())
             if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
                 return False
             rows = db.core.matching()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Id, shown
-from softdb.cluster.directories import Directories, Origin
+from softdb.cluster.directories import Directories, ShardOrigin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
@@ -210,7 +210,7 @@ class Hydrated(Directories):
         for shard in shards:
             self._apply(shard, [], None, origin)
 
-    def _take(self, dataset: Any, shard: int, places: Rows, origin: Origin) -> None:
+    def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
         """Read and store rows of a shard, and read no others."""
         size = self._batch_size()
         for low in range(0, len(places), size):
@@ -220,10 +220,10 @@ class Hydrated(Directories):
             self._passed_over(len(batch))
 
     def _scan(
-        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: Origin
+        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], span: tuple[int, int], origin: ShardOrigin
     ) -> None:
         """Read all rows between two positions of the table, and store in each shard its own."""
-        at, end = between
+        at, end = span
         for batch in self.truth.batches(dataset, self._batch_size(), at, end - at):
             low, at = at, at + len(batch)
 
@@ -235,7 +235,7 @@ class Hydrated(Directories):
 
             list(pool.map(apply, own))
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: Origin) -> None:
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: ShardOrigin) -> None:
         """Store changes of a shard, their version and the rows left out in one transaction."""
         db, before, removed_ids = self.databases[shard], self.origin(shard), set(removed)
         left_out = [] if before is None else [row for row in before.left_out if row.id not in removed_ids]
@@ -267,7 +267,7 @@ class Hydrated(Directories):
                 self._done += count
                 self._report("shards", self._done, self._total)
 
-    def _noted(self, origin: Origin, left_out: list[LeftOut]) -> str:
+    def _noted(self, origin: ShardOrigin, left_out: list[LeftOut]) -> str:
         """Return the origin as a directory stores it. Raises BadInput if too many rows are left out."""
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
@@ -282,10 +282,10 @@ class Hydrated(Directories):
     def _batch_size(self) -> int:
         return max(256, _BYTES // self.truth.row_bytes)
 
-    def _origin(self, dataset: Any) -> Origin:
+    def _origin(self, dataset: Any) -> ShardOrigin:
         """Return the origin of a shard with all rows of a version; `_apply` adds the shard's number."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
-        return Origin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
+        return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
     def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
         """Call `answer` while the shard stays at one version; rebuild a damaged directory, and call again."""

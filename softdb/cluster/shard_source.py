@@ -39,7 +39,7 @@ class AskedShards(Source):
 
     @staticmethod
     def _elsewhere() -> BadInput:
-        return BadInput("this needs every record in one place, but they are on the shards of a cluster; ask a database")
+        return BadInput("this needs every record in one place, but they lie on the shards of a cluster; ask a database")
 
     def positions(self, rows: Positions) -> Positions:
         """Return the rows, which serve as positions."""

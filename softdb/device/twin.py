@@ -23,7 +23,7 @@ class PassedSums(NamedTuple):
     total: Tensor  # (h, q) Σ exp(scale (s - top)); 0 if no record takes part, NaN if a score overflows
 
 
-class _Block(NamedTuple):
+class _RecordBlock(NamedTuple):
     """Consecutive records."""
 
     rows: slice
@@ -40,7 +40,7 @@ def computed_in(inputs: DevicePass) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_Block]:
+def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_RecordBlock]:
     h, q, d = inputs.queries.shape
     n = inputs.keys.shape[1]
     size = max(1, min(SCORED // max(1, h * q), CONVERTED // (h * (d + inputs.width))))
@@ -55,7 +55,7 @@ def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_Block]:
             values = None if values is None else values.masked_fill(dead[:, 0] if inputs.labels else dead, 0)
         if values is not None and not inputs.labels:
             values = values.to(dtype)
-        yield _Block(rows, keys, values, live)
+        yield _RecordBlock(rows, keys, values, live)
 
 
 def _scores(inputs: DevicePass, queries: Tensor, keys: Tensor, live: Tensor | None) -> Tensor:  # (h, q, m)
