@@ -76,7 +76,7 @@ class NotedHost(Host):
         if not hasattr(self, "_numbers"):
             self._numbers = torch.ones(numbers)
         begun = time.perf_counter()
-        list(self._pool.map(lambda _: self._numbers.sum(), self.mine))
+        list(self._pool.map(lambda _: self._numbers.sum(), self.own_shards))
         return time.perf_counter() - begun
 
 

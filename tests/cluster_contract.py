@@ -316,8 +316,8 @@ class ClusterContract(abc.ABC):
     def test_bad_input_is_typed(self, pair: Any) -> None:
         _, cluster, queries = pair(2)
         for words, match in (
-            ({"mask": np.ones(N, bool)}, "mask says by row order"),
-            ({"need_weights": True}, "no cluster gathers"),
+            ({"mask": np.ones(N, bool)}, "mask needs an order of rows"),
+            ({"need_weights": True}, "a cluster does not gather"),
             ({"score": lambda q, k: q @ k.T}, "cannot be sent to shards"),
             ({"score": 3}, "expected an object of softdb.scores"),
             ({"temperature": 0}, "temperature"),

@@ -41,7 +41,7 @@ def batch(truth: Truth, ids: Sequence[Any], seed: int = 0, keyed: bool = True, *
 def contents(hydrated: Hydrated) -> dict[int | str, tuple[list[float] | None, Any, Any, str | None]]:
     """Every record of every shard: key, value, payload and text."""
     found: dict[int | str, Any] = {}
-    for shard in hydrated.mine:
+    for shard in hydrated.own_shards:
         for records in hydrated.databases[shard].scan():
             for i, name in enumerate(records.ids):
                 assert name not in found, f"{name} lies in two shards"

@@ -1,7 +1,7 @@
-"""Shards in several processes or on several machines, asked as one database.
+"""Shards in several processes or on several machines as one database.
 
-It may touch `database`, `attend`'s answers and `formats`; Ray, Lance and torch.distributed are imported when needed.
-Begin with `handle.py` (the caller), `shard.py` (the messages) and `database_shard.py` (the answers).
+This package may use `database`, `attend`'s answers and `formats`. It imports Ray, Lance and torch.distributed on first
+use. Begin with `handle.py` (the caller), `shard.py` (the messages) and `database_shard.py` (the answers).
 """
 
 from softdb.cluster.actors import stop

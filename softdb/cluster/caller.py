@@ -1,4 +1,4 @@
-"""Caller of the shards: the versions that it asks, its timeout, and if it takes partial answers."""
+"""`Caller`: sends messages to shards at known versions, within a timeout, and takes partial answers if allowed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
 
 class Caller:
-    """The shards as one handle sees them: each at the version that it was at when it was last looked at."""
+    """The shards as one handle sees them: each at the version of its last description."""
 
     def __init__(
         self,
         transport: Transport,
         timeout: float,
         partial: bool,
-        intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # of shards that may take over
+        intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # True if rebuilt shards are complete
     ) -> None:
         self.transport, self.timeout, self.partial, self._intact = transport, timeout, partial, intact
         self.known: dict[int, Description] = {}  # by shard
@@ -33,92 +33,95 @@ class Caller:
 
     @property
     def first(self) -> Description:
-        """Of one of the shards; they are of one kind."""
+        """Description of a shard, for what all shards have in common."""
         return next(iter(self.known.values()))
 
     @property
     def count(self) -> int:
-        """Records with a key, of the shards that are known."""
-        return sum(one.keyed for one in self.known.values())
+        """Number of records with a key in the known shards."""
+        return sum(shard.keyed for shard in self.known.values())
 
     @property
     def value_size(self) -> float:
-        """The root mean square of ‖v‖."""
-        squares = sum(one.keyed * one.value_size**2 for one in self.known.values())
+        """Root mean square of ‖v‖ over the known shards."""
+        squares = sum(shard.keyed * shard.value_size**2 for shard in self.known.values())
         return float(np.sqrt(squares / max(1, self.count)))
 
     def complete(self) -> Caller:
-        """The same, which takes no part for the whole."""
-        whole = copy.copy(self)
-        whole.partial = False
-        return whole
+        """Return a copy that takes no partial answers."""
+        caller = copy.copy(self)
+        caller.partial = False
+        return caller
 
     def look(self, make: Callable[[int], Describe | Refresh]) -> None:
-        """Read the descriptions of all shards, in place of the known ones. As `described`."""
+        """Replace the known descriptions by new ones. Raises as `described`."""
         self.known = self.described(make)
 
     def described(self, make: Callable[[int], Describe | Refresh]) -> dict[int, Description]:
-        """Descriptions of all shards. Raises BadInput for shards that are no parts of one whole.
+        """Return the descriptions of all shards.
 
-        Raises StaleRead for one that is behind what this handle has seen: nobody reads backwards.
+        Raises BadInput for shards with other numbers or schemas than expected, and StaleRead for a shard at an older
+        version than this handle has seen.
         """
         answers = self._asked({shard: make(shard) for shard in range(self.shards)}, self.partial)
-        found: dict[int, Description] = answers.replies
-        whole = next(iter(found.values())).schema
-        for shard, one in found.items():
-            if (one.shard, one.shards) != (shard, self.shards):
+        descriptions: dict[int, Description] = answers.replies
+        schema = next(iter(descriptions.values())).schema
+        for shard, description in descriptions.items():
+            number, shards = description.shard, description.shards
+            if (number, shards) != (shard, self.shards):
                 raise BadInput(
-                    f"shard {shard} of {self.shards} says that it is {one.shard} of {one.shards}; open them all alike"
+                    f"shard {shard} of {self.shards} says that it is {number} of {shards}; number the shards alike"
                 )
-            if one.schema != whole:
+            if description.schema != schema:
                 raise BadInput(
-                    f"shard {shard} holds {one.schema} but another one {whole}; shards are parts of one whole"
+                    f"shard {shard} holds {description.schema} but another shard {schema}; expected equal schemas"
                 )
-            seen, own = self.known.get(shard), of_records(one.version)
-            if seen is not None and own < of_records(seen.version):
+            seen, version = self.known.get(shard), of_records(description.version)
+            if seen is not None and version < of_records(seen.version):
                 raise StaleRead(
-                    f"shard {shard} is at version {own}, behind {of_records(seen.version)} that was seen; refresh()"
+                    f"shard {shard} is at version {version}, behind version {of_records(seen.version)} that this "
+                    "handle has seen; refresh()"
                 )
-        return found
+        return descriptions
 
     def ask(
         self,
         make: Callable[[int, int], Message],  # shard, version
         which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
-        whole: bool = False,  # a part of the answer will not do
+        complete: bool = False,  # True: take no partial answer
     ) -> ShardReplies:
-        """Ask shards at the versions that this handle sees; once more where others have taken over (`taken_over`).
+        """Ask shards at the versions that this handle sees; ask again if rebuilt shards have `taken_over`.
 
-        Raises ShardUnavailable as the handle was told.
+        Raises ShardUnavailable if shards are missing, unless partial answers are allowed.
         """
         try:
-            return self._ask(make, which, whole)
+            return self._ask(make, which, complete)
         except StaleRead:
             if not self.taken_over():
                 raise
-            return self._ask(make, which, whole)
+            return self._ask(make, which, complete)
 
     def taken_over(self) -> bool:
-        """Return True, and ask these shards from now on, where replicas or shards made anew are at the same version."""
-        before = max(of_records(one.version) for one in self.known.values())
+        """Switch to replicas or rebuilt shards if these are at the same version; return True if they are."""
+        before = max(of_records(description.version) for description in self.known.values())
         shards = self.described(lambda _: Refresh(before))
         if {of_records(shard.version) for shard in shards.values()} != {before} or not self._intact(shards):
             return False
         self.known.update(shards)
         return True
 
-    def _ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None, whole: bool) -> ShardReplies:
+    def _ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None, complete: bool) -> ShardReplies:
         known = self.known
-        asked = range(self.shards) if which is None or self.transport.collective else list(which)
-        partial = self.partial and not whole
-        absent = {shard: "it did not answer when the cluster was opened" for shard in asked if shard not in known}
-        asks = {shard: make(shard, known[shard].version) for shard in asked if shard in known}
+        targets = range(self.shards) if which is None or self.transport.collective else list(which)
+        partial = self.partial and not complete
+        absent = {shard: "it did not answer when the cluster was opened" for shard in targets if shard not in known}
+        asks = {shard: make(shard, known[shard].version) for shard in targets if shard in known}
         return self._asked(asks, partial, absent)
 
     def _asked(self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None) -> ShardReplies:
-        begun = time.monotonic()
+        started = time.monotonic()
         answers = self.transport.ask(asks, self.timeout) if asks else ShardReplies({}, {})
-        missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - begun
+        missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - started
         if missing and not (partial and answers.replies):
             causes = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(missing.items()))
             more = "give more time (timeout=), " if waited >= self.timeout else ""

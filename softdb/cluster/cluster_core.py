@@ -1,4 +1,4 @@
-"""`ClusterCore`: the shards of a cluster as the records that softdb's verbs and modules ask."""
+"""`ClusterCore`: the records of a cluster behind the interface that SoftDB's verbs and modules use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from softdb.index.choose import Progress
 from softdb.index.query import Query
 from softdb.reports import Stats
 
-_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # of one database's search
+_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # for one database
 
 Rows = NDArray[np.int64]
 
 
 class ClusterCore(Core[Sharded]):
-    """Shards, each with its own database."""
+    """Records of shards that each have a database of their own."""
 
     mode = "r"
     path = None
@@ -51,7 +51,7 @@ class ClusterCore(Core[Sharded]):
         return self._closed
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed if the cluster was closed."""
         if self._closed:
             raise Closed("the cluster was closed; open it again")
 
@@ -63,17 +63,17 @@ class ClusterCore(Core[Sharded]):
 
     @property
     def schema(self) -> Schema:
-        """Widths, dtype and metric, alike in every shard."""
+        """Widths, dtype and metric of every shard."""
         return self.caller.first.schema
 
     @property
     def encoder_name(self) -> str | None:
-        """The name of the encoder that made the keys; None if none is remembered."""
+        """Name of the encoder that made the keys; None if unknown."""
         return self.caller.first.encoder
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """No fields: a cluster declares none."""
+        """Declared fields: none in a cluster."""
         return ()
 
     @property
@@ -88,7 +88,7 @@ class ClusterCore(Core[Sharded]):
 
     @property
     def version(self) -> int:
-        """The newest version of the shards."""
+        """Newest version among the shards."""
         return max(shard.version for shard in self.caller.known.values())
 
     def encoder(self) -> check.Encoder | None:
@@ -97,24 +97,24 @@ class ClusterCore(Core[Sharded]):
         return None if name is None else of_name(name, self.schema.dim)
 
     def stats(self) -> Stats:
-        """Sums over all shards, and the index of the first."""
+        """Return sums over all shards, with the index statistics of the first."""
         shards = self._called("stats", {})
         sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("records", "keyless", "dead", "bytes")}
-        whole: Stats = dataclasses.replace(
+        total: Stats = dataclasses.replace(
             shards[0], path=None, mode=self.mode, generation=self.version, **sums,
             segments=sum(shard.segments for shard in shards), unflushed=0,
         )  # fmt: skip
-        return whole
+        return total
 
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _called(self, name: str, words: dict[str, Any], caller: Caller | None = None) -> list[Any]:
-        answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), whole=True)
+        answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), complete=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
     def get(self, ids: list[Id]) -> Records:
-        """Records of ids, in that order. Raises UnknownId."""
-        caller = self.caller  # grown meanwhile, the shards are others
+        """Return the records of ids, in their order. Raises UnknownId."""
+        caller = self.caller  # one caller for all messages: `grow` replaces it
         home = np.full(len(ids), -1)
         for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
             home[stored] = shard
@@ -125,7 +125,7 @@ class ClusterCore(Core[Sharded]):
         def own(shard: int, version: int) -> messages.CallVerb:
             return messages.CallVerb(version, "get", {"ids": [ids[i] for i in places.get(shard, ())]})
 
-        replies = caller.ask(own, places, whole=True).replies
+        replies = caller.ask(own, places, complete=True).replies
         parts = [(places[shard], records) for shard, records in replies.items() if shard in places]
         if not parts:
             return self._called("get", {"ids": []})[0]  # type: ignore[no-any-return]
@@ -138,67 +138,65 @@ class ClusterCore(Core[Sharded]):
         return stored
 
     def count(self, where: dict[str, Any] | None) -> int:
-        """Number of records that match a filter, with a key or without."""
+        """Return the number of records that match a filter, with a key or without."""
         return sum(self._called("count", {"where": where}))
 
     def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Records that match a filter, shard by shard. Raises StaleRead where a shard goes on to another version."""
-        caller = self.caller  # grown meanwhile, the shards are others
+        """Yield records that match a filter, shard by shard. Raises StaleRead if a shard moves to another version."""
+        caller = self.caller  # one caller for all messages: `grow` replaces it
         for shard in range(caller.shards):
             after, first = -1, caller.known.get(shard)
             while after is not None:
                 message = functools.partial(_scan, first=first, after=after, size=size, where=where)
-                batch, after = caller.ask(message, [shard], whole=True).replies[shard]
+                batch, after = caller.ask(message, [shard], complete=True).replies[shard]
                 if len(batch):
                     yield batch
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Rows (n,) of ids; -1, or UnknownId if required, for those not stored, without a key, or not matched."""
-        answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), whole=True)
+        """Return rows (n,) of ids; -1, or UnknownId if `required`, for ids not stored, without a key or not matched."""
+        answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), complete=True)
         rows: Rows = np.max([np.full(len(ids), -1), *answers.replies.values()], axis=0)
         if required and (rows < 0).any():
             raise UnknownId(f"id {check.shown(ids[int((rows < 0).argmax())])} is not stored, or has no key")
         return rows
 
     def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
-        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        """Return values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
         return Sharded(self.caller, None).gathered(rows, keys=False)[1]
 
     def sample_keys(self, count: int) -> Tensor:
-        """At most `count` of the keys: the first of each shard."""
+        """Return about `count` keys: the first of each shard."""
         caller = self.caller
-        each = -(-count // caller.shards)
-        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, each), whole=True)
+        per_shard = -(-count // caller.shards)
+        answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, per_shard), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Raises ReadOnly."""
+        """Raise ReadOnly."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Raises ReadOnly."""
+        """Raise ReadOnly."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     # -- questions -------------------------------------------------------------------------------------------------
 
     def request(self, *positional: Any, need_weights: bool = False, **named: Any) -> tuple[Request, Sharded]:
-        """As `Core.request`. Raises BadInput for the weights of all records."""
+        """Return a request and its source, as `Core.request`. Raises BadInput for the weights of all records."""
         if need_weights:
-            raise BadInput("need_weights holds the weights of all records, which no cluster gathers; give k")
+            raise BadInput("need_weights needs the weights of all records, which a cluster does not gather; give k")
         return super().request(*positional, **named)
 
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, None, None, Sharded]:
-        """Return checked queries (q, width) and the source, which filters in every shard. No mask is taken."""
+        """Return checked queries (q, width) and the source, which filters in every shard. A mask raises BadInput."""
         if mask is not None:
-            raise BadInput(
-                "mask says by row order who takes part, which a cluster does not have; give a filter, where="
-            )
+            raise BadInput("mask needs an order of rows, which a cluster does not have; give a filter, where=")
         return self.as_queries(queries, width), None, None, Sharded(self.caller, where)
 
     def search(self, search: SearchArguments) -> Hits:
-        """Records near to queries: k scores and ids travel from each shard, keys where queries want a gradient."""
+        """Search every shard. Each returns k scores and ids a query, and keys if the queries want a gradient."""
         if refused := [name for name in _ALONE if getattr(search, name) is not None]:
             raise BadInput(
                 f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; pass queries "
@@ -216,7 +214,7 @@ class ClusterCore(Core[Sharded]):
 def _scan(
     _: int, version: int, first: messages.Description | None, after: int, size: int, where: dict[str, Any] | None
 ) -> messages.ScanRows:
-    """Ask for the next records of the directory that the scan began in: another numbers its rows otherwise."""
+    """Return the scan's next message, to the directory in which the scan began: `after` is a row of that directory."""
     if first is not None and messages.directory_of(version) != messages.directory_of(first.version):
         version = first.version
     return messages.ScanRows(version, after, size, where)

@@ -1,8 +1,7 @@
-"""Sockets from rank to rank, which carry small messages sooner than a gloo group does.
+"""Sockets between ranks, which carry small messages faster than a gloo group does.
 
-A socket wakes the thread that waits for it. Gloo's messages come by threads of its own, of which each is woken by the
-one before, and where every core is busy each may wait for its turn. Messages are read only from who knows a number
-that the ranks told each other over the group.
+A socket wakes the thread that waits for it. Gloo passes a message through a chain of threads, each of which waits for
+a core if all are busy. A rank accepts only connections that send its token, which the ranks exchange over the group.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-HELLO = struct.Struct("<16sq")  # the door's number, and who connects
+HELLO = struct.Struct("<16sq")  # the endpoint's token, and the rank that connects
 LENGTH = struct.Struct("<q")
 LOCAL = "127.0.0.1"
-PATIENCE = 5.0  # seconds to connect all ranks in
+CONNECT_SECONDS = 5.0  # to connect all ranks
 
 
-class Door(NamedTuple):
-    """Address of a rank."""
+class Endpoint(NamedTuple):
+    """Address at which a rank listens."""
 
     host: str
-    addresses: list[str]  # from other hosts
+    addresses: list[str]  # for other hosts
     port: int
-    number: bytes
+    token: bytes
 
 
 class Connections:
@@ -39,116 +38,116 @@ class Connections:
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self._sockets = dict(sockets)
-        for one in self._sockets.values():
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for connection in self._sockets.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.close = weakref.finalize(self, _close, list(self._sockets.values()))
 
     @classmethod
-    def made(cls, rank: int, ranks: int, told: Callable[[bytes], Sequence[bytes]]) -> Connections | None:
-        """Between all ranks; None, on all of them, where any two cannot connect. All ranks call it.
+    def between(cls, rank: int, ranks: int, gather: Callable[[bytes], Sequence[bytes]]) -> Connections | None:
+        """Connect all ranks; every rank calls it. Returns None on every rank if any two cannot connect.
 
         Args:
-            told: what each rank gives, by its number; a call that all ranks make.
+            gather: collective call that returns the data of all ranks, by rank.
         """
         sockets, listener, host = dict[int, socket.socket](), None, socket.gethostname()
-        alone = len(set(told(host.encode()))) == 1  # on this host, then nobody else can connect
+        one_host = len(set(gather(host.encode()))) == 1  # then refuse connections from other hosts
         with contextlib.suppress(OSError):
-            listener = socket.create_server((LOCAL if alone else "", 0), backlog=ranks)
+            listener = socket.create_server((LOCAL if one_host else "", 0), backlog=ranks)
         port = 0 if listener is None else listener.getsockname()[1]
-        own = Door(host, _addresses(), port, secrets.token_bytes(16))
-        doors = [Door(*pickle.loads(one)) for one in told(pickle.dumps(tuple(own)))]
-        until = time.monotonic() + PATIENCE
+        own = Endpoint(host, _addresses(), port, secrets.token_bytes(16))
+        endpoints = [Endpoint(*pickle.loads(data)) for data in gather(pickle.dumps(tuple(own)))]
+        deadline = time.monotonic() + CONNECT_SECONDS
         try:
             for other in range(rank):
-                sockets[other] = _connected(doors[other], own, rank, until)
+                sockets[other] = _connected(endpoints[other], own, rank, deadline)
             while listener is not None and len(sockets) < ranks - 1:
-                listener.settimeout(_left(until))
-                _take(listener.accept()[0], own, range(rank + 1, ranks), sockets, until)
+                listener.settimeout(_remaining(deadline))
+                _take(listener.accept()[0], own.token, range(rank + 1, ranks), sockets, deadline)
         except OSError:
             pass
         finally:
             if listener is not None:
                 listener.close()
-        if all(one == b"1" for one in told(b"1" if len(sockets) == ranks - 1 else b"0")):
+        if all(data == b"1" for data in gather(b"1" if len(sockets) == ranks - 1 else b"0")):
             return cls(sockets)
         _close(list(sockets.values()))
         return None
 
     def exchanged(self, sent: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
-        """A message to each other rank, and one from each; they are small enough for the system to hold them.
+        """Send a message to each other rank, and receive one from each. Messages must fit into the sockets' buffers.
 
-        Raises OSError where a rank is lost, or says nothing in time.
+        Raises OSError if a rank is lost, or sends nothing within `seconds`.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for rank, message in sent.items():
-            self._sockets[rank].settimeout(_left(until))
+            self._sockets[rank].settimeout(_remaining(deadline))
             self._sockets[rank].sendall(LENGTH.pack(len(message)) + message)
-        found = dict[int, bytes]()
+        received = dict[int, bytes]()
         for rank in sent:
-            (length,) = LENGTH.unpack(_read(self._sockets[rank], LENGTH.size, until))
-            found[rank] = _read(self._sockets[rank], length, until)
-        return found
+            (length,) = LENGTH.unpack(_read(self._sockets[rank], LENGTH.size, deadline))
+            received[rank] = _read(self._sockets[rank], length, deadline)
+        return received
 
 
 def _addresses() -> list[str]:
-    """Addresses of this host for others. None where gloo was told its interface: then all goes by gloo."""
-    found = list[str]()
+    """Return addresses of this host; none if the user set gloo's interface, so that gloo carries all messages."""
+    addresses = list[str]()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return found
+        return addresses
     with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
+        addresses.append(socket.gethostbyname(socket.gethostname()))
     master = os.environ.get("MASTER_ADDR")
-    if master:  # the address that leads there
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((master, 9))
-            found.append(way.getsockname()[0])
-    return found
+    if master:  # the address of the interface that reaches the master
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            addresses.append(probe.getsockname()[0])
+    return addresses
 
 
-def _connected(door: Door, own: Door, rank: int, until: float) -> socket.socket:
-    """A socket to another rank. Raises OSError."""
-    why = OSError("it has no address")
-    for address in [LOCAL] if door.host == own.host else door.addresses:
+def _connected(endpoint: Endpoint, own: Endpoint, rank: int, deadline: float) -> socket.socket:
+    """Connect to another rank. Raises OSError."""
+    failure = OSError("it has no address")
+    for address in [LOCAL] if endpoint.host == own.host else endpoint.addresses:
         try:
-            made = socket.create_connection((address, door.port), _left(until))
+            connection = socket.create_connection((address, endpoint.port), _remaining(deadline))
         except OSError as error:
-            why = error
+            failure = error
             continue
         try:
-            made.sendall(HELLO.pack(door.number, rank))
-            return made
+            connection.sendall(HELLO.pack(endpoint.token, rank))
+            return connection
         except OSError as error:
-            why = error
-            made.close()
-    raise why
+            failure = error
+            connection.close()
+    raise failure
 
 
-def _take(made: socket.socket, own: Door, expected: range, sockets: dict[int, socket.socket], until: float) -> None:
-    """Keep a connection of a rank that is expected; let go of others."""
+def _take(new: socket.socket, own: bytes, expected: range, sockets: dict[int, socket.socket], deadline: float) -> None:
+    """Keep a new connection if it sends this rank's token and an expected rank, else close it."""
     with contextlib.suppress(OSError):
-        number, other = HELLO.unpack(_read(made, HELLO.size, min(until, time.monotonic() + 1)))
-        if hmac.compare_digest(number, own.number) and other in expected and other not in sockets:
-            sockets[other] = made
+        token, other = HELLO.unpack(_read(new, HELLO.size, min(deadline, time.monotonic() + 1)))
+        if hmac.compare_digest(token, own) and other in expected and other not in sockets:
+            sockets[other] = new
             return
-    made.close()
+    new.close()
 
 
-def _read(one: socket.socket, size: int, until: float) -> bytes:
-    """So many bytes. Raises OSError."""
-    found = b""
-    while len(found) < size:
-        one.settimeout(_left(until))
-        more = one.recv(size - len(found))
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Read `size` bytes. Raises OSError."""
+    data = b""
+    while len(data) < size:
+        connection.settimeout(_remaining(deadline))
+        more = connection.recv(size - len(data))
         if not more:
             raise ConnectionError("a rank closed its connection")
-        found += more
-    return found
+        data += more
+    return data
 
 
-def _left(until: float) -> float:
-    return max(0.001, until - time.monotonic())
+def _remaining(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _close(sockets: Sequence[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
+    for connection in sockets:
+        connection.close()

@@ -1,4 +1,4 @@
-"""A copy of a cluster's records as one database of this machine, placed whole or not at all."""
+"""Copies of a cluster's records as one database on this machine; a failed copy leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from softdb.store.backup import require_free
 
 
 def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
-    """A database that `make` makes below a folder, at a path where nothing is, or an empty directory.
+    """Call `make` with a temporary folder, and move the database that it returns to `path`.
 
-    Raises BadInput for another path, and WriteFailed where the disk refuses. Whatever fails, nothing of it is left.
+    Raises BadInput unless the path is free or an empty directory, and WriteFailed if the disk refuses.
     """
     require_free(path)
     parent = path.absolute().parent
@@ -38,12 +38,12 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
 
 
 def of_table(truth: Truth, version: int, folder: Path) -> SoftDB:
-    """All rows of a version, batch by batch. Raises StaleRead where it was cleaned up."""
+    """Copy all rows of a version, batch by batch. Raises StaleRead if the version was cleaned up."""
     return Hydrated(truth.with_shards(1), folder, [0], version).databases[0]
 
 
 def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, folder: Path) -> SoftDB:
-    """All records that a scan brings."""
+    """Copy the records of a scan."""
     db = opening.open(folder / "copy", durability="relaxed", **schema.described)
     try:
         if encoder is not None:
@@ -57,12 +57,12 @@ def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, 
 
 
 def _columns(batch: Records) -> tuple[Any, Any]:
-    """Keys and values as `insert` takes them: None where a record has none."""
+    """Return keys and values as `insert` takes them: None for a record without a key."""
     if batch.keyed.all():
         return batch.keys, batch.values
-    there = batch.keyed.tolist()
+    keyed = batch.keyed.tolist()
 
-    def some(column: Any) -> Any:
-        return [one if own else None for one, own in zip(column.numpy(), there, strict=True)]
+    def as_list(column: Any) -> Any:
+        return [vector if present else None for vector, present in zip(column.numpy(), keyed, strict=True)]
 
-    return some(batch.keys), None if batch.values is None else some(batch.values)
+    return as_list(batch.keys), None if batch.values is None else as_list(batch.values)

@@ -1,4 +1,4 @@
-"""A shard over an ordinary database: each message becomes what the database is asked anyway, on one generation."""
+"""A shard over an ordinary database: it answers each message by the database's own calls, on one generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from softdb.attend.count import count_exactly
 from softdb.attend.request import Candidates
 from softdb.attend.scoring import scan
 from softdb.check import Id, Metric, Tolerance
-from softdb.cluster import shard as say
+from softdb.cluster import shard as messages
 from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
@@ -29,19 +29,19 @@ from softdb.pool import State
 from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
-CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # verbs that a message may name
-TIED = 4  # times as many are found, where the last of them tie with the next
+CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # methods that CallVerb may name
+TIED = 4  # growth of a search whose last hits tie with the next
 
 Rows = NDArray[np.int64]
 
 
 def salted(seed: int, shard: int) -> int:
-    """A shard's own seed: equal records on two shards must not be drawn alike, or no bar could tell their error."""
+    """Return a shard's own seed. Equal records on two shards need independent draws, or the error bar is wrong."""
     return int(np.random.SeedSequence([seed, shard]).generate_state(1, np.uint64)[0] >> 24)
 
 
 class Scaled(torch.nn.Module):
-    """A metric's score times a factor that wants a gradient."""
+    """A metric's score times a trained factor."""
 
     def __init__(self, metric: Metric, factor: float) -> None:
         super().__init__()
@@ -49,117 +49,118 @@ class Scaled(torch.nn.Module):
         self.factor = torch.nn.Parameter(torch.tensor(factor, dtype=torch.float64))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
-        """factor · metric(q, k)."""
+        """Return factor · metric(q, k)."""
         return self.own(queries, keys) * self.factor.to(queries.dtype)
 
     def fold(self, queries: Tensor) -> Fold:  # (q, d)
-        """The metric itself, and the factor."""
+        """Return the metric, with the factor as its scale."""
         return Fold(self.metric, queries, self.factor)
 
 
-def _parted(own: State, whole: Tensor, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor, Tensor]:
-    """A part's gradients of output and lse, from those of the whole: see `Backward`."""
-    share = (own.lse - whole).exp().masked_fill(own.lse == -torch.inf, 0)
-    along = (output_grad.double() * own.output.double()).sum(1) + lse_grad.double()
+def _parted(state: State, merged_lse: Tensor, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a shard's output and lse from those of the merged state: see `Backward`."""
+    share = (state.lse - merged_lse).exp().masked_fill(state.lse == -torch.inf, 0)
+    along = (output_grad.double() * state.output.double()).sum(1) + lse_grad.double()
     return share.unsqueeze(1) * output_grad, (share * along).to(lse_grad)
 
 
 class DatabaseShard:
-    """The records of one database as a shard of several. Safe to ask from several threads, if the database is."""
+    """The records of one database as one of several shards. As safe for threads as the database is."""
 
     def __init__(
         self,
         db: SoftDB,
         shard: int,
         shards: int,
-        version: Callable[[], int] | None = None,  # that the records are at; None: the generation
-        refresh: Callable[[int], object] | None = None,  # brings them to a version, or to the newest
+        version: Callable[[], int] | None = None,  # returns the records' version; None: the generation
+        refresh: Callable[[int], object] | None = None,  # brings the records to a version, or to NEWEST
     ) -> None:
         self.db, self.shard, self.shards = db, shard, shards
         self.version = version or (lambda: db.generation)
         self.refresh = refresh or (lambda _: db.refresh())
         db.core.store.matches.is_whole = False
 
-    def answer(self, ask: say.Message) -> Any:
-        """As `ClusterShard.answer`."""
+    def answer(self, ask: messages.Message) -> Any:
+        """Return the reply to a message, as `ClusterShard.answer`."""
         reply = self._answers(ask)
-        if not isinstance(ask, say.Describe | say.Refresh):
-            self._require(ask)  # it may have gone on meanwhile
+        if not isinstance(ask, messages.Describe | messages.Refresh):
+            self._require(ask)  # the database may have been refreshed meanwhile
         return reply
 
-    def _require(self, ask: say.Message) -> None:
+    def _require(self, ask: messages.Message) -> None:
         own = self.version()
         if not ask.fits(own):
             raise StaleRead(
                 f"shard {self.shard} is at version {own} but was asked for {ask.version}; refresh() and ask again"
             )
 
-    def _answers(self, ask: say.Message) -> Any:
-        if isinstance(ask, say.Describe):
+    def _answers(self, ask: messages.Message) -> Any:
+        if isinstance(ask, messages.Describe):
             return self._description()
-        if isinstance(ask, say.Refresh):
+        if isinstance(ask, messages.Refresh):
             self.refresh(ask.version)
             return self._description()
         self._require(ask)
         return self._replies[type(ask)](self, ask)
 
-    def _description(self) -> say.Description:
+    def _description(self) -> messages.Description:
         db, version = self.db, self.version()
         snapshot, index = db.core.view()[0], db.core.finder.index
         size = snapshot.value_size if snapshot.size and db.num_classes is None else 1.0
         kind = None if index is None else index.kind
-        return say.Description(
+        return messages.Description(
             self.shard, self.shards, version, db.core.schema, snapshot.count, size, kind, db.encoder_name, len(db)
         )
 
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _rows(self, rows: Rows) -> Rows:
-        """The cluster's rows of local ones; -1 stays."""
-        here = say.directory_of(self.version()) << say.ROW_BITS
-        return np.where(rows < 0, -1, here | (rows * self.shards + self.shard))
+        """Return the cluster's rows of local rows; -1 stays -1."""
+        directory = messages.directory_of(self.version()) << messages.ROW_BITS
+        return np.where(rows < 0, -1, directory | (rows * self.shards + self.shard))
 
     def _local(self, rows: Rows, ids: list[Id] | None) -> Rows:
-        """Local rows of the cluster's; by the ids where these are of another directory, -1 for those that are gone."""
-        places = rows & ((1 << say.ROW_BITS) - 1)
-        if ((places % self.shards != self.shard) | (rows < 0)).any():
+        """Return the local rows of the cluster's; rows of another directory are looked up by id, -1 if deleted."""
+        numbers = rows & ((1 << messages.ROW_BITS) - 1)
+        if ((numbers % self.shards != self.shard) | (rows < 0)).any():
             raise BadInput(
-                f"shard {self.shard} was asked for rows of another; it holds row % {self.shards} of its number"
+                f"shard {self.shard} was asked for rows of another shard; expected row % {self.shards} = {self.shard}"
             )
-        if (rows >> say.ROW_BITS == say.directory_of(self.version())).all():
-            return places // self.shards
+        if (rows >> messages.ROW_BITS == messages.directory_of(self.version())).all():
+            return numbers // self.shards
         if ids is None:
-            raise StaleRead(f"shard {self.shard} was made anew, and its rows are numbered otherwise; ask again")
+            raise StaleRead(f"shard {self.shard} was rebuilt, and its rows have new numbers; ask again")
         return self.db.core.located(ids)
 
-    def _called(self, ask: say.CallVerb) -> Any:
+    def _called(self, ask: messages.CallVerb) -> Any:
         if ask.verb not in CALLS:
-            raise BadInput(f"a shard was asked to {ask.verb}; it knows {', '.join(CALLS)}")
-        found = getattr(self.db.core if ask.verb in ("id_types", "stored") else self.db, ask.verb)
-        return found(**ask.words) if callable(found) else found
+            raise BadInput(f"a shard was asked to {ask.verb}; expected one of {', '.join(CALLS)}")
+        member = getattr(self.db.core if ask.verb in ("id_types", "stored") else self.db, ask.verb)
+        return member(**ask.arguments) if callable(member) else member
 
-    def _located(self, ask: say.Locate) -> Rows:
+    def _located(self, ask: messages.Locate) -> Rows:
         return self._rows(self.db.core.located(ask.ids, ask.where))
 
-    def _resolved(self, ask: say.ResolveRows) -> list[RecordEntry]:
+    def _resolved(self, ask: messages.ResolveRows) -> list[RecordEntry]:
         own = self._local(ask.rows, ask.ids)
-        found = self.db.core.store.read(own[own >= 0], ask.payloads, ask.texts)
+        entries = self.db.core.store.read(own[own >= 0], ask.payloads, ask.texts)
         pairs = zip(ask.rows.tolist(), own.tolist(), strict=True)
-        return [found[mine]._replace(row=row) for row, mine in pairs if mine in found]
+        return [entries[local]._replace(row=row) for row, local in pairs if local in entries]
 
-    def _scanned(self, ask: say.ScanRows) -> tuple[Records, int | None]:
+    def _scanned(self, ask: messages.ScanRows) -> tuple[Records, int | None]:
         rows = self.db.core.matching(ask.where)
         rows = rows[np.searchsorted(rows, ask.after, "right") :]
-        some = rows[: ask.size]
-        found = self.db.core.store.read(some, payloads=False)
-        return self.db.get([found[row].id for row in some.tolist()]), int(some[-1]) if len(rows) > ask.size else None
+        batch = rows[: ask.size]
+        entries = self.db.core.store.read(batch, payloads=False)
+        ids = [entries[row].id for row in batch.tolist()]
+        return self.db.get(ids), int(batch[-1]) if len(rows) > ask.size else None
 
-    def _gathered(self, ask: say.Gather) -> say.GatheredRows:
+    def _gathered(self, ask: messages.Gather) -> messages.GatheredRows:
         snapshot = self.db.core.view()[0]
         positions = snapshot.positions(self._local(ask.rows, ask.ids))
         if ((positions < 0) | ~snapshot.live[positions]).any():
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
-        return say.GatheredRows(
+        return messages.GatheredRows(
             snapshot.keys_at(positions).numpy() if ask.keys else None,
             snapshot.values_at(positions).numpy() if ask.values else None,
         )
@@ -167,16 +168,16 @@ class DatabaseShard:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def request(
-        self, ask: say.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
+        self, ask: messages.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
-        """Return a message as a request to the database."""
+        """Return a shard's query as a request to the database, and its source."""
         queries = torch.tensor(ask.queries).requires_grad_(grad)
         score, temperature = self._score(ask)
         weights = Uniform() if ask.uniform else Softmax()
         return self.db.core.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
 
     @staticmethod
-    def _score(ask: say.ShardQuery) -> tuple[Any, float]:
+    def _score(ask: messages.ShardQuery) -> tuple[Any, float]:
         if ask.metric is None:
             assert ask.score is not None
             try:
@@ -190,25 +191,25 @@ class DatabaseShard:
             return Scaled(ask.metric, 1 / ask.temperature), 1.0
         return score_of(ask.metric), ask.temperature
 
-    def _passed(self, ask: say.PassOver) -> say.Passed:
+    def _passed(self, ask: messages.PassOver) -> messages.Passed:
         request, source = self.request(ask.question)
         with torch.no_grad():
             output, lse = passed(request, source, ask.pools)
-        return say.Passed(output.numpy(), lse.numpy(), taking_part(request, source))
+        return messages.Passed(output.numpy(), lse.numpy(), taking_part(request, source))
 
-    def _drawing(self, ask: say.Draw, grad: bool = False) -> ShardDrawing:
+    def _drawing(self, ask: messages.Draw, grad: bool = False) -> ShardDrawing:
         tolerance = Tolerance(1e-9, 0.0, ask.confidence, int(ask.budgets.max(initial=1)) if ask.bounded else None)
         request, source = self.request(ask.question, tolerance, grad)
         request = replace(request, seed=salted(ask.seed, self.shard), pools=ask.pools)
         return ShardDrawing(request, source, ask, self.shard)
 
-    def _drawn(self, ask: say.Draw) -> say.Drawn:
+    def _drawn(self, ask: messages.Draw) -> messages.Drawn:
         with torch.no_grad():
             return self._drawing(ask).drawn()
 
-    def _backward(self, ask: say.Backward) -> say.Gradient:
+    def _backward(self, ask: messages.Backward) -> messages.Gradient:
         with torch.enable_grad():
-            if isinstance(ask.of, say.Draw):
+            if isinstance(ask.of, messages.Draw):
                 drawing = self._drawing(ask.of, grad=True)
                 request, (output, lse) = drawing.request, drawing.state()
             else:
@@ -218,60 +219,54 @@ class DatabaseShard:
             parameters = (
                 [p for p in score.parameters() if p.requires_grad] if isinstance(score, torch.nn.Module) else []
             )
-            wanted = [request.queries, *(parameters if ask.of.question.trains else [])]
-            grads = torch.tensor(ask.output_grad), torch.tensor(ask.lse_grad)
-            if ask.whole is not None:
-                grads = _parted(State(output.detach(), lse.detach()), torch.tensor(ask.whole), *grads)
-            found = torch.autograd.grad((output, lse), wanted, grads, allow_unused=True)
-        mine = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
-        return say.Gradient(mine[0].numpy(), tuple(grad.numpy() for grad in mine[1:]))
+            inputs = [request.queries, *(parameters if ask.of.question.trains else [])]
+            incoming = torch.tensor(ask.output_grad), torch.tensor(ask.lse_grad)
+            if ask.merged_lse is not None:
+                incoming = _parted(State(output.detach(), lse.detach()), torch.tensor(ask.merged_lse), *incoming)
+            grads = torch.autograd.grad((output, lse), inputs, incoming, allow_unused=True)
+        pairs = zip(inputs, grads, strict=True)
+        filled = [(torch.zeros_like(tensor) if grad is None else grad).numpy() for tensor, grad in pairs]
+        return messages.Gradient(filled[0], tuple(filled[1:]))
 
-    def _counted(self, ask: say.CountWithin) -> say.Counted:
+    def _counted(self, ask: messages.CountWithin) -> messages.Counted:
         request, source = self.request(ask.question)
-        return say.Counted(count_exactly(source, request, ask.least))
+        return messages.Counted(count_exactly(source, request, ask.least))
 
-    def _sampled(self, ask: say.Sample) -> say.ShardHits:
+    def _sampled(self, ask: messages.Sample) -> messages.ShardHits:
         request, source = self.request(ask.question)
         most = int(ask.counts.max(initial=0))
         generator = torch.Generator().manual_seed(salted(ask.seed, self.shard))
-        found = source.sample(request, most, generator).hits
-        rows = np.where(np.arange(most) < ask.counts[:, None], found.rows.numpy(), -1)
-        return self._found(rows, found.scores.numpy(), "all", True, taking_part(request, source))
+        hits = source.sample(request, most, generator).hits
+        rows = np.where(np.arange(most) < ask.counts[:, None], hits.rows.numpy(), -1)
+        return self._reply(rows, hits.scores.numpy(), "all", True, taking_part(request, source))
 
     # -- the nearest -----------------------------------------------------------------------------------------------
 
-    def _nearest(self, ask: say.Nearest) -> say.ShardHits:
-        """The k best, with all that tie with the last of them, by id."""
+    def _nearest(self, ask: messages.Nearest) -> messages.ShardHits:
+        """Return the k best records, equal scores by id; searches wider while more records tie with the last."""
         if ask.k is None:
             return in_order(self._candidates(ask, 0))
         k = count = min(ask.k, self.db.core.keyed)
         while True:
-            found = self._candidates(ask, min(count + 1, self.db.core.keyed))
-            scores, width = found.scores, found.scores.shape[1]
+            hits = self._candidates(ask, min(count + 1, self.db.core.keyed))
+            scores, width = hits.scores, hits.scores.shape[1]
             tied = (scores[:, k - 1] == scores[:, -1]) & (scores[:, -1] > -np.inf) if k and width > k else np.zeros(0)
             if not tied.any() or width >= self.db.core.keyed or width <= count:
                 break
             count = TIED * count
-        return first(in_order(found), k)
+        return first(in_order(hits), k)
 
-    def _candidates(self, ask: say.Nearest, k: int) -> say.ShardHits:
-        """The k nearest, as the database finds them."""
+    def _candidates(self, ask: messages.Nearest, k: int) -> messages.ShardHits:
+        """Return the k nearest records as the database orders them."""
         question = ask.question
         if self.db.core.keyed and (ask.least is not None or ask.excluded is not None):  # no search takes k = 0
-            extent: check.Extent = {
-                "k": k,
-                "least": ask.least,
-                "offset": 0,
-                "diversity": 0.0,
-                "fetch_k": 0,
-                "group_size": 1,
-            }
-            out = ask.excluded[0] if ask.excluded is not None and len(ask.excluded) == 1 else ask.excluded
+            extent = check.Extent(k=k, least=ask.least, offset=0, diversity=0.0, fetch_k=0, group_size=1)
+            excluded = ask.excluded[0] if ask.excluded is not None and len(ask.excluded) == 1 else ask.excluded
             queries = torch.tensor(question.queries)
-            query, source = self.db.core.query(queries, extent, question.where, out, exact=ask.exact)
-            found = source.hits(query)
+            query, source = self.db.core.query(queries, extent, question.where, excluded, exact=ask.exact)
+            hits = source.hits(query)
             finder = "flat" if ask.exact else "search"
-            return self._found(found.rows.numpy(), found.scores.numpy(), finder, ask.exact, 0)
+            return self._reply(hits.rows.numpy(), hits.scores.numpy(), finder, ask.exact, 0)
         request, source = self.request(question)
         with torch.no_grad():
             if question.metric is None:
@@ -282,38 +277,38 @@ class DatabaseShard:
             scored = source.scored(request, positions)
         scores, order = scored.scores.sort(dim=1, descending=True, stable=True)
         rows = source.rows(np.take_along_axis(positions, order.numpy(), 1))
-        return self._found(rows, scores.numpy(), finder, candidates.certain, taking_part(request, source))
+        return self._reply(rows, scores.numpy(), finder, candidates.certain, taking_part(request, source))
 
-    def _found(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> say.ShardHits:
+    def _reply(self, rows: Rows, scores: NDArray[Any], finder: str, certain: bool, count: int) -> messages.ShardHits:
         known = self.db.core.store.read(np.unique(rows[rows >= 0]), payloads=False)
         try:
-            ids = [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
+            ids = [[known[row].id for row in line if row >= 0] for line in rows.tolist()]
         except KeyError:
             raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
-        return say.ShardHits(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
+        return messages.ShardHits(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
 
     @torch.no_grad()
-    def _explained(self, ask: say.Explain) -> say.Explained:
-        """Cost of a search, and a pass for the entropy."""
+    def _explained(self, ask: messages.Explain) -> messages.Explained:
+        """Search for the records of largest weight, and pass over all records for the entropy."""
         request, source = self.request(ask.question)
-        found = self._nearest(say.Nearest(ask.version, ask.question, ask.k, exact=True))
+        hits = self._nearest(messages.Nearest(ask.version, ask.question, ask.k, exact=True))
         lse, entropy = torch.tensor(ask.lse), torch.zeros(len(ask.lse), dtype=torch.float64)
         for tile, scores in scored_tiles(request, source):
             logs = scores / request.temperature - lse[tile.chunk].unsqueeze(1)
             entropy[tile.chunk] -= (logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).nan_to_num(0).sum(1)
-        return say.Explained(found, entropy.numpy())
+        return messages.Explained(hits, entropy.numpy())
 
-    _replies: ClassVar[dict[type[say.Message], Callable[..., Any]]] = {
-        say.CallVerb: _called,
-        say.Locate: _located,
-        say.ResolveRows: _resolved,
-        say.ScanRows: _scanned,
-        say.Gather: _gathered,
-        say.Nearest: _nearest,
-        say.PassOver: _passed,
-        say.Draw: _drawn,
-        say.Backward: _backward,
-        say.CountWithin: _counted,
-        say.Sample: _sampled,
-        say.Explain: _explained,
+    _replies: ClassVar[dict[type[messages.Message], Callable[..., Any]]] = {
+        messages.CallVerb: _called,
+        messages.Locate: _located,
+        messages.ResolveRows: _resolved,
+        messages.ScanRows: _scanned,
+        messages.Gather: _gathered,
+        messages.Nearest: _nearest,
+        messages.PassOver: _passed,
+        messages.Draw: _drawn,
+        messages.Backward: _backward,
+        messages.CountWithin: _counted,
+        messages.Sample: _sampled,
+        messages.Explain: _explained,
     }

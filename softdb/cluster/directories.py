@@ -1,4 +1,4 @@
-"""Directories of shards on this machine: opened, made anew where they cannot be used, split where shards double."""
+"""Directories of shards on this machine: open them, rebuild unusable ones, and split them when shards double."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from softdb.store.ours import remove_database, require_ours
 
 
 class Gate:
-    """Lets answers pass side by side, and a change only while there is none."""
+    """A readers-writer lock that prefers writers: many answers at once, or one change."""
 
     def __init__(self) -> None:
         self._condition, self._passing, self._closing = threading.Condition(), 0, 0
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """For an answer: waits for changes that wait or go on."""
+        """Hold the lock for an answer, after running and waiting changes."""
         with self._condition:
             self._condition.wait_for(lambda: not self._closing)
             self._passing += 1
@@ -54,7 +54,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """For a change: waits for the answers that go on."""
+        """Hold the lock for a change, after running answers."""
         with self._condition:
             self._condition.wait_for(lambda: not self._closing)
             self._closing = 1
@@ -68,31 +68,31 @@ class Gate:
 
 
 _log = logging.getLogger("softdb")
-_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # directories that are made anew
-_MOVED = 10_000  # records that leave a half at once
-_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # of this process
+_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors upon which a directory is rebuilt
+_MOVED = 10_000  # records deleted at once when a shard is split
+_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # open databases of this process
 
 
 @dataclass(frozen=True)
-class TakenFrom:
+class ShardOrigin:
     """Origin of a directory's records, stored with them."""
 
     url: str
-    columns: list[str | None]  # id, key and value
-    place: list[int]  # shard and shards
+    columns: list[str | None]  # names of the columns of id, key and value
+    place: list[int]  # shard and number of shards
     version: int
-    identity: str  # of that version
-    making: int  # a number of its own: rows are numbered otherwise in another directory, even at the same version
-    rows: int | None = None  # how many rows of the table it has seen; None: all
+    identity: str  # of the version
+    making: int  # random number of the directory, since directories number the same records differently
+    rows: int | None = None  # rows of the table read so far; None: all
     left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """As it is kept."""
+        """JSON that a directory stores."""
         return json.dumps(self.__dict__)
 
     @classmethod
-    def of(cls, text: str | None) -> TakenFrom | None:
+    def of(cls, text: str | None) -> ShardOrigin | None:
         """Parse a stored origin; None if it cannot be read."""
         with contextlib.suppress(TypeError, ValueError):
             noted = None if text is None else cls(**json.loads(text))
@@ -101,73 +101,73 @@ class TakenFrom:
 
 
 class Directories:
-    """Some shards of a table below one folder of this machine, which is theirs as long as they are open."""
+    """Databases of some shards of a table, in one folder of this machine that no other process has open."""
 
-    def __init__(self, truth: Truth, folder: Path, mine: Sequence[int]) -> None:
-        """Open them as they were left. Raises DatabaseLocked where another process has the folder."""
-        self.truth, self.folder, self.mine = truth, folder, list(mine)
-        self.gates = {shard: Gate() for shard in self.mine}
+    def __init__(self, truth: Truth, folder: Path, own_shards: Sequence[int]) -> None:
+        """Open the directories. Raises DatabaseLocked if another process has the folder open."""
+        self.truth, self.folder, self.own_shards = truth, folder, list(own_shards)
+        self.gates = {shard: Gate() for shard in self.own_shards}
         self.databases: dict[int, SoftDB] = {}
-        self._making = dict.fromkeys(self.mine, 0)
-        self._origins: dict[int, tuple[tuple[SoftDB, int], TakenFrom | None]] = {}  # as of a generation
-        self._unfit: dict[int, Callable[[int], None]] = {}  # shards that a write has failed in, and what mends each
+        self._making = dict.fromkeys(self.own_shards, 0)
+        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # by shard: (database, generation)
+        self._unfit: dict[int, Callable[[int], None]] = {}  # shards with a failed write -> the method that repairs each
         try:
             files.make_directory(folder)
         except OSError as error:
-            raise WriteFailed(f"{folder} cannot be made ({error}); give another place for shards, cache=") from error
+            raise WriteFailed(f"{folder} cannot be made ({error}); give another folder for shards, cache=") from error
         try:
-            with self._alone(), ThreadPoolExecutor(max(1, len(self.mine))) as pool:
-                list(pool.map(self._split, self.mine))
-                list(pool.map(self._open, self.mine))
+            with self._alone(), ThreadPoolExecutor(max(1, len(self.own_shards))) as pool:
+                list(pool.map(self._split, self.own_shards))
+                list(pool.map(self._open, self.own_shards))
         except BaseException:
             self.close()
             raise
 
-    def origin(self, shard: int) -> TakenFrom | None:
-        """Origin that a shard's directory notes; None if it is not of this table.
+    def origin(self, shard: int) -> ShardOrigin | None:
+        """Return the origin that a shard's directory stores; None if it is not of this table.
 
-        It is read again for every generation: a flush that fails takes records and version back together.
+        The cached origin holds for one generation: a failed flush rolls back records and version together.
         """
         db, noted = self.databases[shard], None
         state = db, db.generation
         if shard not in self._origins or self._origins[shard][0] != state:
             with contextlib.suppress(CorruptionError):
-                noted = TakenFrom.of(db.core.store.source())
+                noted = ShardOrigin.of(db.core.store.source())
             ours = noted is not None and self._ours(noted, shard, self.truth.shards)
             self._origins[shard] = state, noted if ours else None
         return self._origins[shard][1]
 
     def version(self, shard: int) -> int:
-        """The version that a shard is at; -1 while it is being made, or is to be mended."""
+        """Return the version of a shard; -1 while it is incomplete or needs repair."""
         origin = None if shard in self._unfit else self.origin(shard)
         return -1 if origin is None or origin.rows is not None else origin.version
 
     def tagged(self, shard: int) -> int:
-        """The version, with the directory's own number in the high bits: what rows of a shard are valid for."""
+        """Return a shard's version with the directory's number in the high bits, for which its rows are valid."""
         version = self.version(shard)
         return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
     def path(self, shard: int, shards: int | None = None) -> Path:
-        """A shard's directory."""
+        """Return the path of a shard's directory."""
         return self.folder / f"{shard}-of-{shards or self.truth.shards}"
 
     def close(self) -> None:
-        """Close the databases; the directories stay. What cannot be brought to disk is taken in again another time."""
+        """Close the databases; the directories stay. Changes that cannot be flushed are read from the table again."""
         for shard, db in self.databases.items():
             try:
                 db.close()
             except SoftDBError as error:
-                _log.warning("shard %s is left behind: %s", shard, error)
+                _log.warning("shard %s was not flushed: %s", shard, error)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While directories are opened, or split, nobody else does so in this folder."""
+        """Hold the folder's lock while directories are opened or split. Raises DatabaseLocked."""
         lock = files.acquire(self.folder / "lock")
         if lock is None:
             raise DatabaseLocked(f"{self.folder} is being opened by another process or handle; try again")
         try:
-            for left in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # by a split that was killed
-                remove_database(left)
+            for leftover in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # of a killed split
+                remove_database(leftover)
             yield
         finally:
             lock.release()
@@ -175,11 +175,11 @@ class Directories:
     # -- one directory ---------------------------------------------------------------------------------------------
 
     def _open(self, shard: int) -> None:
-        """Open a shard's directory, or make it, as it was left."""
+        """Open a shard's directory; create it if it is missing, and replace it by an empty one if it is unusable."""
         try:
             self.databases[shard] = self._opened(self.path(shard))
         except _UNUSABLE as error:
-            _log.warning("shard %s is made anew: %s", shard, error)
+            _log.warning("shard %s is rebuilt: %s", shard, error)
             require_ours(self.path(shard))
             remove_database(self.path(shard))
             self.databases[shard] = self._opened(self.path(shard))
@@ -187,19 +187,19 @@ class Directories:
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
 
     def _reopen(self, shard: int) -> None:
-        """Open a directory again whose handle takes no more writes: it is at the version that came to disk last."""
+        """Reopen a directory after a failed write, at the last version on disk."""
         with self._closed(shard):
             self._open(shard)
 
     def _anew(self, shard: int) -> None:
-        """An empty directory in place of a shard's."""
+        """Replace a shard's directory by an empty one."""
         with self._closed(shard):
             remove_database(self.path(shard))
             self._open(shard)
 
     @contextlib.contextmanager
     def _closed(self, shard: int) -> Iterator[None]:
-        """Within it a shard answers nothing, and its database is closed."""
+        """Close a shard's database, and let the shard answer nothing until the end of the block."""
         with self.gates[shard].closed():
             with contextlib.suppress(SoftDBError):
                 self.databases[shard].close()
@@ -212,14 +212,14 @@ class Directories:
         _writers[path] = db
         return db
 
-    def _ours(self, origin: TakenFrom, shard: int, shards: int) -> bool:
-        """Return True if a directory holds a shard of this table, read alike."""
+    def _ours(self, origin: ShardOrigin, shard: int, shards: int) -> bool:
+        """Return True if an origin is this shard of this table, read by the same columns."""
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
         return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
 
     def _tidy(self) -> None:
-        """Remove directories of fewer shards than the table has by now, unless somebody has them open."""
+        """Remove unused directories of fewer shards than the table has by now."""
         older = [path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards]
         if not older or not self.truth.own or self.truth.stored_shards() != self.truth.shards:
             return
@@ -234,10 +234,10 @@ class Directories:
     # -- splitting -------------------------------------------------------------------------------------------------
 
     def _split(self, shard: int) -> None:
-        """Make a shard of 2 P from shard s mod P of P that lies here, if it does: the table is not read.
+        """Build a shard of 2 P from the directory of shard s mod P of P, if there is one, without reading the table.
 
-        A copy of the newest generation, of which the other half's records leave, aside until it is whole; its version
-        is that of the copied generation. Whoever has the other directory open answers, and writes, on.
+        The new directory is a copy of the newest generation at its version, without the other half's records. It is
+        built aside and then renamed. The old directory stays in use.
         """
         half = self.truth.shards // 2
         if self.path(shard).exists() or not half or not self.path(shard % half, half).exists():
@@ -253,20 +253,20 @@ class Directories:
     def _copy(self, path: Path, aside: Path) -> None:
         own = _writers.get(path)
         if own is not None and not own.closed:
-            own.snapshot(aside)  # with what another process could not see yet
+            own.snapshot(aside)  # includes changes that are not on disk yet
             return
-        with opening.open(path, mode="r") as whole:
-            whole.snapshot(aside)
+        with opening.open(path, mode="r") as db:
+            db.snapshot(aside)
 
     def _halved(self, aside: Path, shard: int, half: int) -> bool:
-        """Let the records of the other half leave a copy; False where it is a copy of something else."""
+        """Delete the other half's records from a copy; False if the copy is not of the expected shard."""
         with self._opened(aside) as db:
-            origin = TakenFrom.of(db.core.store.source())
+            origin = ShardOrigin.of(db.core.store.source())
             if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
                 return False
             rows = db.core.matching()
             for low in range(0, len(rows), _MOVED):
-                ids = [one.id for one in db.core.store.read(rows[low : low + _MOVED], payloads=False).values()]
+                ids = [entry.id for entry in db.core.store.read(rows[low : low + _MOVED], payloads=False).values()]
                 leaving = [ids[i] for i in np.flatnonzero(shard_of(ids, 2 * half) != shard)]
                 if leaving:
                     db.delete(leaving)
@@ -278,6 +278,6 @@ class Directories:
 
 
 def _shards(path: Path) -> int:
-    """Of a directory's name; where it is none, more than there can be."""
+    """Return the number of shards in a directory's name; MOST + 1 if the name has none."""
     shards = path.name.rpartition("-of-")[2]
     return int(shards) if shards.isdecimal() else MOST + 1

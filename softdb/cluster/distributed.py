@@ -1,9 +1,9 @@
-"""Shards on the ranks of a torch.distributed job: every rank asks with queries of its own, and answers for its shards.
+"""Shards on the ranks of a torch.distributed job: every rank asks its own queries, and answers for its own shards.
 
-Messages never wait for the job's collectives, nor these for them: small ones go from rank to rank over sockets, large
-ones, and all where the ranks cannot connect, over a gloo group beside the job's own. With each goes what the rank asks:
-a call that only some of them make, or unlike ones, become a typed error within the timeout. Nothing is averaged or
-summed over ranks, so no factor of the world size comes in: each gets the gradients of its own queries.
+Messages and the job's collectives never wait for each other. Small messages go over sockets; large ones, and all if the
+ranks cannot connect, go over a gloo group beside the job's own. Each message names its kind, so a call that only some
+ranks make, or different calls, raise a softdb error within the timeout. Nothing is averaged or summed over ranks: each
+rank gets the gradients of its own queries.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
-HEAD = struct.Struct("<qqq")  # turn, kind, and bytes of the message
-SLOT = 4096  # bytes of a message that travel with its head
+HEAD = struct.Struct("<qqq")  # number of the call, checksum of its kind, length of the message in bytes
+SLOT = 4096  # bytes of a message that are sent with its head
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The shards that all ranks hold, as one transport. Making it, and every question, is a call that all ranks make.
+    """Transport to the shards of all ranks. The constructor and every question are collective: every rank calls them.
 
-    After a question that not all of them answered, the ranks are out of step: make it anew. Ranks trust each other:
-    what they send is unpickled.
+    After a question that not all ranks answered, the ranks are out of step: construct the transport again on all ranks.
+    Ranks unpickle what other ranks send, so they must trust each other.
 
     Args:
-        own: this rank's shards by their numbers, maybe none; together the ranks hold 0 … P - 1, each once.
-        timeout: seconds after which a rank that is waited for counts as lost; questions may ask for less.
+        own: this rank's shards by number, possibly none; together the ranks hold shards 0 … P - 1, each once.
+        timeout: seconds to wait for another rank before it counts as lost.
     """
 
     collective = True
@@ -53,32 +53,32 @@ class Ranks:
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
         self._connections: Connections | None = None
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
-        held = [pickle.loads(one) for one in self._told(pickle.dumps(sorted(self._own)))]
-        owners = [(shard, rank) for rank, mine in enumerate(held) for shard in mine]
+        held = [pickle.loads(data) for data in self._gathered(pickle.dumps(sorted(self._own)))]
+        owners = [(shard, rank) for rank, shards in enumerate(held) for shard in shards]
         self._owner = dict(owners)
         self.shards = len(owners)
         if sorted(shard for shard, _ in owners) != list(range(self.shards)) or not owners:
             raise BadInput(
-                f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank: start as many "
-                "ranks as the shards were shared out for"
+                f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank; start as many "
+                "ranks as the shards were divided for"
             )
-        self._connections = Connections.made(self.rank, self.ranks, self._told)
+        self._connections = Connections.between(self.rank, self.ranks, self._gathered)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """As `Transport.ask`. Two exchanges, of the messages and of the replies; a rank's own do not travel."""
+        """Ask as `Transport.ask`, by two exchanges: of messages, then of replies."""
         kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
         by_rank = {rank: dict[int, Message]() for rank in range(self.ranks)}
         for shard, ask in asks.items():
             by_rank[self._owner[shard]][shard] = ask
         arrived = self._exchanged({rank: pickle.dumps(by_rank[rank]) for rank in self._others}, kind)
-        found = self._answered(by_rank[self.rank])
-        replies = {rank: pickle.dumps(self._answered(pickle.loads(one))) for rank, one in arrived.items()}
-        for one in self._exchanged(replies, f"reply to {kind}").values():
-            found |= pickle.loads(one)
-        return of_owners(found, {})
+        answers = self._answered(by_rank[self.rank])
+        replies = {rank: pickle.dumps(self._answered(pickle.loads(data))) for rank, data in arrived.items()}
+        for data in self._exchanged(replies, f"reply to {kind}").values():
+            answers |= pickle.loads(data)
+        return of_owners(answers, {})
 
     def _answered(self, asks: dict[int, Message]) -> dict[tuple[int, ...], Any]:
-        """Replies of this rank's shards by whose they are (`together`), or why there are none."""
+        """Return the replies of this rank's shards, merged by `together`, with errors in place of replies."""
         replies = dict[int, Any]()
         for shard, ask in asks.items():
             try:
@@ -90,43 +90,46 @@ class Ranks:
         return together(asks, replies)
 
     def anyone(self, more: bool) -> bool:
-        """Return True if any rank has more to ask."""
-        told = self._exchanged(dict.fromkeys(self._others, b"1" if more else b"0"), "anyone")
-        return more or b"1" in told.values()
+        """Return True if any rank passes more=True."""
+        flags = self._exchanged(dict.fromkeys(self._others, b"1" if more else b"0"), "anyone")
+        return more or b"1" in flags.values()
 
     def close(self) -> None:
-        """Let go of the group; the shards are their owner's."""
+        """Close the connections and the group. The shards stay open."""
         if self._connections is not None:
             self._connections.close()
         if self._group is not None and not self._broken:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def _told(self, mine: bytes) -> list[bytes]:
-        """Data of each rank, by its number."""
-        found = self._exchanged(dict.fromkeys(self._others, mine), "open") | {self.rank: mine}
-        return [found[rank] for rank in range(self.ranks)]
+    def _gathered(self, data: bytes) -> list[bytes]:
+        """Return the data that every rank passes, by rank."""
+        gathered = self._exchanged(dict.fromkeys(self._others, data), "open") | {self.rank: data}
+        return [gathered[rank] for rank in range(self.ranks)]
 
     # -- the wire --------------------------------------------------------------------------------------------------
 
     def _exchanged(self, sent: Mapping[int, bytes], kind: str) -> dict[int, bytes]:
-        """A message to each other rank, and one from each. Raises ShardUnavailable, and BadInput for unlike calls."""
+        """Send a message to each other rank, and receive one from each.
+
+        Raises ShardUnavailable, and BadInput if the ranks make different calls.
+        """
         if self._group is None:
             raise Closed("the cluster was closed; open it again")
         self._turn += 1
         own = self._turn, zlib.crc32(kind.encode())
-        whole = self._slots({rank: HEAD.pack(*own, len(one)) + one[:SLOT] for rank, one in sent.items()})
-        heads = {rank: HEAD.unpack_from(one) for rank, one in whole.items()}
-        if unlike := [rank for rank, one in heads.items() if one[:2] != own]:
-            self._turn = max(self._turn, *(one[0] for one in heads.values()))
+        slots = self._slots({rank: HEAD.pack(*own, len(data)) + data[:SLOT] for rank, data in sent.items()})
+        heads = {rank: HEAD.unpack_from(data) for rank, data in slots.items()}
+        if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
+            self._turn = max(self._turn, *(head[0] for head in heads.values()))
             raise BadInput(
                 f"rank {self.rank} asked {kind!r} and ranks {unlike} something else; every rank makes the same calls "
-                "in the same order, with no queries (0, d) where it has none, and backward on all or none"
+                "in the same order, with queries (0, d) if it has none, and backward on all ranks or none"
             )
-        found = {rank: one[HEAD.size : HEAD.size + heads[rank][2]] for rank, one in whole.items()}
-        rest = {rank: one[SLOT:] for rank, one in sent.items() if len(one) > SLOT}
-        more = self._swapped(rest, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
-        return {rank: begun + more.get(rank, b"") for rank, begun in found.items()}
+        messages = {rank: data[HEAD.size : HEAD.size + heads[rank][2]] for rank, data in slots.items()}
+        overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
+        more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
+        return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
 
     def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         """Exchange data that fits in a slot with each other rank."""
@@ -134,35 +137,35 @@ class Ranks:
         if connections is not None:
             return self._collectively(lambda: connections.exchanged(sent, self._limit))
         size = HEAD.size + SLOT
-        return self._swapped({rank: one.ljust(size, b"\0") for rank, one in sent.items()}, dict.fromkeys(sent, size))
+        return self._swapped({rank: data.ljust(size, b"\0") for rank, data in sent.items()}, dict.fromkeys(sent, size))
 
     def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int]) -> dict[int, bytes]:
-        """Messages to other ranks, and messages of so many bytes from others."""
-        taken = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in expected.items()}
-        given = {rank: torch.frombuffer(bytearray(one), dtype=torch.uint8) for rank, one in sent.items()}
+        """Send messages to other ranks over gloo, and receive messages of the expected sizes in bytes."""
+        received = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in expected.items()}
+        buffers = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
 
         def swap() -> None:
-            waited = [dist.irecv(one, rank, self._group) for rank, one in taken.items()]
-            waited += [dist.isend(one, rank, self._group) for rank, one in given.items()]
-            for one in filter(None, waited):
-                one.wait()
+            pending = [dist.irecv(buffer, rank, self._group) for rank, buffer in received.items()]
+            pending += [dist.isend(buffer, rank, self._group) for rank, buffer in buffers.items()]
+            for work in filter(None, pending):
+                work.wait()
 
         self._collectively(swap)
-        return {rank: one.numpy().tobytes() for rank, one in taken.items()}
+        return {rank: buffer.numpy().tobytes() for rank, buffer in received.items()}
 
     def _collectively(self, call: Callable[[], T]) -> T:
-        """Run a collective operation of all ranks. Raises ShardUnavailable where one does not, now and from then on."""
+        """Run a collective operation. Raises ShardUnavailable if it fails, and in every later call."""
         if self._broken:
             raise ShardUnavailable(
-                f"the ranks are out of step since {self._broken}; make the transport anew on all of them"
+                f"the ranks are out of step since {self._broken}; construct the transport again on all of them"
             )
         try:
             return call()
         except (RuntimeError, OSError) as error:
             self._broken = str(error).splitlines()[0][:200]
             if self._connections is not None:
-                self._connections.close()  # who waits for this rank hears of it
+                self._connections.close()  # ranks that wait for this one get an error at once
             raise ShardUnavailable(
                 f"rank {self.rank} of {self.ranks} waited {self._limit:g} s at most for the others ({self._broken}); a "
-                "rank is lost, or only some ranks made this call: every rank asks whenever one asks"
+                "rank is lost, or only some ranks made this call: if one rank asks, every rank must ask"
             ) from error

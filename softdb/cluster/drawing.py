@@ -1,4 +1,4 @@
-"""A shard's side of an estimate: it draws as many as it is told, and says what their error is made of."""
+"""The shard's half of an estimate: draw as many records as the caller sets, and report the parts of the error."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from softdb.pool import State
 
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """A pass over every record; (q, 0) where nothing is pooled. No queries by a known score need none."""
-    if not len(request.queries) and request.folded is not None and request.folded.scale is not None:
+    """Return output and log-normaliser over all records; the output is (q, 0) if `pools` is False."""
+    if not len(request.queries) and request.folded is not None and request.folded.scale is not None:  # needs no pass
         nothing = request.queries.sum(1)  # (0,), with their graph
         return nothing.unsqueeze(1).expand(-1, source.width if pools else 0), nothing
     return source.stream(replace(request, pools=pools))
 
 
 class ShardDrawing(NamedTuple):
-    """Source and message of a draw."""
+    """A draw that a message asks for."""
 
-    request: Request  # its seed is the shard's own
+    request: Request  # with the shard's own seed
     source: Stored
     ask: Draw
     shard: int
 
     def drawn(self) -> Drawn:
-        """Answers, and what their errors are made of, in the order of the queries."""
-        parts, pooled, exactly = [], np.zeros(len(self.ask.budgets), np.int64), self._exactly()
+        """Return estimates and the parts of their errors, in the order of the queries."""
+        spreads, pooled, exactly = [], np.zeros(len(self.ask.budgets), np.int64), self._exactly()
         order = [np.arange(0)]
         for task, estimator in self._tasks(exactly):
             order.append(task.which)
             if estimator is None:
-                parts.append(sure(*(_numbers(one) for one in self._passed(task.which))))
+                spreads.append(sure(*(_numbers(tensor) for tensor in self._passed(task.which))))
                 continue
             spread, pooled[task.which] = self._drawn(task, estimator)[1:]
-            parts.append(spread)
+            spreads.append(spread)
         back = np.argsort(np.concatenate(order))
-        columns = (np.concatenate(column)[back] for column in zip(*parts, strict=True))
+        columns = (np.concatenate(column)[back] for column in zip(*spreads, strict=True))
         return Drawn(tuple(columns), pooled, exactly, taking_part(self.request, self.source))
 
     def state(self) -> State:
-        """The same answers, drawn alike again, with the graph of queries and score."""
-        q, found, order = len(self.ask.budgets), list[State](), [np.arange(0)]
+        """Draw the same records again, and return their states with the graph of queries and score."""
+        q, states, order = len(self.ask.budgets), list[State](), [np.arange(0)]
         for task, estimator in self._tasks(self._exactly()):
             order.append(task.which)
-            found.append(self._passed(task.which) if estimator is None else self._drawn(task, estimator)[0])
+            states.append(self._passed(task.which) if estimator is None else self._drawn(task, estimator)[0])
         back = torch.from_numpy(np.argsort(np.concatenate(order)))
         assert len(back) == q
-        output, lse = (torch.cat(column)[back] for column in zip(*found, strict=True))
+        output, lse = (torch.cat(column)[back] for column in zip(*states, strict=True))
         dtype = self.request.queries.dtype
         return State(output.to(dtype), lse.to(dtype))
 
@@ -65,35 +65,35 @@ class ShardDrawing(NamedTuple):
         return State(*passed(self.request.at(which), self.source, self.request.pools))
 
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
-        """One round; how many are enough, no shard can tell alone."""
+        """Run one round; return states, parts of the error and numbers of draws. The caller judges the error."""
         sample = estimator.sample(task, salt=self.shard)
         state, spread, _ = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
         return state, spread, sample.figures.drawn.astype(np.int64)
 
     def _exactly(self) -> Live:
-        """For which queries every record is passed over: as it was decided, or where it costs less, if that may be."""
+        """Return (q,) True for queries that pool all records: as the message sets, else where that is faster."""
         ask = self.ask
         if ask.exactly is not None:
             return ask.exactly
         estimator = Estimator.of(self.request, self.source)
         if estimator is None:
             return np.ones(len(ask.budgets), np.bool_)
-        found = np.zeros(len(ask.budgets), np.bool_)
+        exactly = np.zeros(len(ask.budgets), np.bool_)
         if not ask.bounded:
-            for task in self._rounds(found):
-                found[task.which] = estimator.too_dear(task)
-        return found
+            for task in self._rounds(exactly):
+                exactly[task.which] = estimator.too_dear(task)
+        return exactly
 
     def _tasks(self, exactly: Live) -> Iterator[tuple[Round, Estimator | None]]:
-        """Rounds of queries that are asked alike, and what draws for them; None: a pass over every record."""
+        """Yield rounds of queries, and the estimator that draws for them; None for a pass over all records."""
         if exactly.any() or not len(exactly):
             yield Round(np.flatnonzero(exactly), 0), None
         estimator = Estimator.of(self.request, self.source) if not exactly.all() else None
         if estimator is not None:
-            estimator = estimator._replace(least=0)  # the caller counts the draws of all shards together
+            estimator = estimator._replace(least=0)  # the caller checks the least number of draws over all shards
             for task in self._rounds(exactly):
-                for part in estimator.parts(task):
-                    yield part, estimator
+                for piece in estimator.parts(task):
+                    yield piece, estimator
 
     def _rounds(self, exactly: Live) -> Iterator[Round]:
         ask = self.ask
@@ -102,7 +102,7 @@ class ShardDrawing(NamedTuple):
 
 
 def taking_part(request: Request, source: Stored) -> int:
-    """Number of records that a request may weigh, whether it has queries or not."""
+    """Return the number of records that take part in a request."""
     return source.count if request.allowed is None else int(np.count_nonzero(request.keep(source.live)))
 
 

@@ -1,9 +1,9 @@
-"""The soft query over a cluster, estimated: the caller runs the rounds and judges; shards draw what they are told to.
+"""Estimated soft queries over a cluster: the caller runs the rounds and judges the error; shards draw records.
 
-Each shard draws with seeds and signs salted by its number; what the error is made of is re-centred at the merged output
-(`softdb.attend.error.joined`), so the bar of the whole is that of one database. The first round gives each shard draws
-in proportion to its records. Later ones go by σ_s, where σ_s² / b_s is what shard s with b_s draws adds to the squared
-error (Neyman 1934), and a tenth still by records. No sum needs a weight for that: each is unbiased by itself.
+Each shard salts its seeds and signs by its number. `softdb.attend.error.joined` re-centres the shards' errors at the
+merged output, so the error bar is that of one database. The first round shares out the draws in proportion to the
+shards' records. Later rounds do so in proportion to σ_s, where σ_s² / b_s is the squared error from shard s with b_s
+draws (Neyman 1934), but for a tenth by records. Any shares are right: each shard's sums are unbiased by themselves.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
 from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of
-from softdb.cluster import shard as say
+from softdb.cluster import shard as messages
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import AskedShards
 from softdb.index.sampler import FIRST
 from softdb.pool import State, merge
 
-BY_RECORDS = 0.1  # of the draws of later rounds, the share that goes by how many records a shard holds
-BETTER = 0.8  # of the squared error: what sharing out anew must leave at most to be worth a round of the same size
-STEP = 4  # budgets of later rounds are powers of 2^(1/STEP): queries with the same are drawn for together
-FEW = 8  # records that a shard is told to draw at least
+BY_RECORDS = 0.1  # share of the draws of later rounds that is proportional to the shards' records
+BETTER = 0.8  # largest share of the squared error that new shares may leave to be worth a round of the same size
+STEP = 4  # budgets of later rounds are powers of 2^(1/STEP): queries with equal budgets are drawn for together
+FEW = 8  # least number of draws a shard
 
 Numbers = NDArray[np.float64]
 
@@ -40,58 +40,58 @@ class _Book:
     """Results of the rounds, for each shard and query."""
 
     parts: dict[int, list[NDArray[Any]]] = field(default_factory=dict)  # by shard: the columns of its ErrorEstimate
-    pooled: dict[int, Positions] = field(default_factory=dict)
-    exactly: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
-    last: dict[int, Positions] = field(default_factory=dict)  # which round each answer is of
-    asks: list[dict[int, say.Draw]] = field(default_factory=list)  # of each round
-    places: list[dict[int, Positions]] = field(default_factory=list)
+    pooled: dict[int, Positions] = field(default_factory=dict)  # by shard: (q,) numbers of pooled records
+    exact: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # by shard: (q,) True if all records were pooled
+    last: dict[int, Positions] = field(default_factory=dict)  # by shard: (q,) round of the newest result
+    asks: list[dict[int, messages.Draw]] = field(default_factory=list)  # by round and shard
+    places: list[dict[int, Positions]] = field(default_factory=list)  # by round and shard: indices of the queries
 
-    def write(self, shard: int, where: Positions, drawn: say.Drawn, queries: int) -> None:
-        """Answers of a shard to some of the queries, in place of those before."""
+    def write(self, shard: int, where: Positions, drawn: messages.Drawn, queries: int) -> None:
+        """Replace a shard's results for some queries; `queries` is the number of all."""
         if shard not in self.parts:
-            self.parts[shard] = [np.zeros((queries, *one.shape[1:]), one.dtype) for one in drawn.estimate]
+            self.parts[shard] = [np.zeros((queries, *column.shape[1:]), column.dtype) for column in drawn.estimate]
             self.pooled[shard], self.last[shard] = (np.zeros(queries, np.int64) for _ in range(2))
-            self.exactly[shard] = np.zeros(queries, np.bool_)
-        for column, part in zip(self.parts[shard], drawn.estimate, strict=True):
-            column[where] = part
-        self.pooled[shard][where], self.exactly[shard][where] = drawn.pooled, drawn.exactly
+            self.exact[shard] = np.zeros(queries, np.bool_)
+        for column, new in zip(self.parts[shard], drawn.estimate, strict=True):
+            column[where] = new
+        self.pooled[shard][where], self.exact[shard][where] = drawn.pooled, drawn.exactly
         self.last[shard][where] = len(self.asks) - 1
 
     def of(self, which: Positions) -> list[ErrorEstimate]:
-        """By shard, for some of the queries."""
+        """Return each shard's error estimate for some queries."""
         return [ErrorEstimate(*(column[which] for column in self.parts[shard])) for shard in self.shards]
 
     @property
     def shards(self) -> list[int]:
-        """Those that answered."""
+        """Shards that answered."""
         return sorted(self.parts)
 
 
 def estimated(source: AskedShards, request: Request) -> Pooled:
-    """As `softdb.attend.estimate.estimate_drawn`: no shard knows the tolerance, or how many draws are enough."""
+    """Estimate a soft query in rounds of draws, until the merged error meets the tolerance."""
     rounds = _Rounds(source, request, source.posed(request))
     more = True
-    while more:  # on every rank, for as long as one of them has queries left
+    while more:  # every rank takes part until none has remaining queries
         rounds.draw()
         rounds.judge()
-        more = source.caller.transport.anyone(bool(len(rounds.rest)))
+        more = source.caller.transport.anyone(bool(len(rounds.remaining)))
     return rounds.answer()
 
 
 class _Rounds:
     """The state of an estimate between two rounds."""
 
-    def __init__(self, source: AskedShards, request: Request, asked: Posed) -> None:
+    def __init__(self, source: AskedShards, request: Request, posed: Posed) -> None:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
-        self.source, self.request, self.asked, self.tolerance = source, request, asked, tolerance
+        self.source, self.request, self.posed, self.tolerance = source, request, posed, tolerance
         counts = np.array([source.caller.known[s].keyed if s in source.caller.known else 0 for s in range(self.shards)])
-        self.records: Numbers = counts / max(1, counts.sum())
-        self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) of the draws
-        self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # of all shards together
-        self.shared_anew = np.zeros(q, np.bool_)
-        self.rest, self.book = np.arange(q), _Book()
-        self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, and of lse
+        self.records: Numbers = counts / max(1, counts.sum())  # (p,) share of the records
+        self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) share of the draws
+        self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # draws of all shards together
+        self.reshared = np.zeros(q, np.bool_)  # True: new shares have had a round of their own
+        self.remaining, self.book = np.arange(q), _Book()
+        self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, stderr of lse
 
     @property
     def shards(self) -> int:
@@ -99,27 +99,24 @@ class _Rounds:
         return self.source.caller.shards
 
     def draw(self) -> None:
-        """One round: every shard draws for the queries that are not done, but where it has passed over every record."""
-        book, question, tolerance = self.book, self.asked.question, self.tolerance
-        asks, places, own_budgets = dict[int, say.Draw](), dict[int, Positions](), self._own_budgets()
+        """Run one round: each shard draws for the remaining queries, except where it has pooled all its records."""
+        book, question, tolerance = self.book, self.posed.question, self.tolerance
+        asks, places, own_budgets = dict[int, messages.Draw](), dict[int, Positions](), self._own_budgets()
         for shard, known in self.source.caller.known.items():
-            where = self.rest
-            if shard in book.exactly:
-                where = where[~book.exactly[shard][where]]
-            if len(book.asks) and shard not in book.parts:  # it is missing
+            where = self.remaining
+            if shard in book.exact:
+                where = where[~book.exact[shard][where]]
+            if len(book.asks) and shard not in book.parts:  # the shard is missing
                 continue
             own = replace(question, queries=question.queries[where])
-            asks[shard] = say.Draw(
+            asks[shard] = messages.Draw(
                 known.version, own, self.request.pools, own_budgets[shard, where], self.request.seed,
                 tolerance.confidence, tolerance.most is not None,
             )  # fmt: skip
             places[shard] = where
-        source = self.source
-        collective = self.source.caller.transport.collective
-        turn = len(book.asks)
-        answers = source.ask(
-            lambda shard, _: asks[shard], [s for s in asks if collective or not turn or len(places[s])]
-        )
+        source, is_first = self.source, not book.asks
+        all_shards = is_first or source.caller.transport.collective
+        answers = source.ask(lambda shard, _: asks[shard], [s for s in asks if all_shards or len(places[s])])
         book.asks.append(
             {shard: replace(asks[shard], exactly=drawn.exactly) for shard, drawn in answers.replies.items()}
         )
@@ -131,56 +128,56 @@ class _Rounds:
             book.parts.pop(shard, None)
 
     def _own_budgets(self) -> Positions:  # (p, q)
-        """Whole numbers; of later rounds on a grid, so that many queries share one, by largest remainders."""
+        """Return integer budgets; after the first round rounded to a grid by largest remainders, so that many agree."""
         wanted = np.maximum(self.budgets * self.shares, FEW)
         if len(self.book.asks):
             lower: Numbers = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)
-            left = self.budgets - lower.sum(0)
+            unspent = self.budgets - lower.sum(0)
             for shards in np.argsort(-wanted / lower, axis=0, kind="stable"):
                 step = (2 ** (1 / STEP) - 1) * np.take_along_axis(lower, shards[None], 0)[0]
-                fits = np.flatnonzero(step <= left)
+                fits = np.flatnonzero(step <= unspent)
                 lower[shards[fits], fits] += step[fits]
-                left[fits] -= step[fits]
+                unspent[fits] -= step[fits]
             wanted = lower
         budgets: Positions = np.maximum(np.rint(wanted), 1).astype(np.int64)
         return budgets
 
     def judge(self) -> None:
-        """Judge the error of the whole, settle the queries that it fits, and prepare messages for the others."""
-        book, which, tolerance, request = self.book, self.rest, self.tolerance, self.request
+        """Compute the merged error, finish the queries that meet the tolerance, and set the others' budgets."""
+        book, which, tolerance, request = self.book, self.remaining, self.tolerance, self.request
         if not len(which):
             return
         parts = book.of(which)
-        whole = joined(parts)
+        merged = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)
-        few = (pooled < LEAST) & (whole.unseen > SLIGHT)
-        unknown = (np.where(few, np.inf, bound) for bound in (whole.unseen, whole.hidden, whole.missed, whole.alone))
-        whole = whole._replace(**dict(zip(("unseen", "hidden", "missed", "alone"), unknown, strict=True)))
-        found = bars(whole, tolerance.confidence)
+        few = (pooled < LEAST) & (merged.unseen > SLIGHT)
+        bounds = ("unseen", "hidden", "missed", "alone")  # infinite where too few records were drawn to judge by
+        merged = merged._replace(**{name: np.where(few, np.inf, getattr(merged, name)) for name in bounds})
+        error = bars(merged, tolerance.confidence)
         size = 1.0 if self.source.num_classes else None
         bar, allowed = error_of(
-            tolerance, request.pools, whole, found, False, lambda: size or self.source.caller.value_size
+            tolerance, request.pools, merged, error, False, lambda: size or self.source.caller.value_size
         )
-        exact = np.all([book.exactly[shard][which] for shard in book.shards], axis=0)
+        exact = np.all([book.exact[shard][which] for shard in book.shards], axis=0)
         met = exact | (bar <= allowed)
-        for column, part in zip(self.error, (bar, found.stderr, found.lse_stderr), strict=True):
-            column[which] = np.where(exact, 0.0, part)
+        for column, values in zip(self.error, (bar, error.stderr, error.lse_stderr), strict=True):
+            column[which] = np.where(exact, 0.0, values)
         self.met[which] = met
-        anew = self._share_out(which, parts, whole)
+        reshared = self._share_out(which, parts, merged)
         most = tolerance.most or np.inf
-        last = ~anew & (self.budgets[which] >= most)
+        last = ~reshared & (self.budgets[which] >= most)
         more = ~met & ~last
-        grows = more & ~(anew & (self.budgets[which] >= most))
+        grows = more & ~(reshared & (self.budgets[which] >= most))
         with np.errstate(invalid="ignore", over="ignore"):
             needed = np.nan_to_num(MARGIN * self.budgets[which] * (bar / allowed) ** 2, nan=np.inf)
         wanted = np.maximum(GROWTH * self.budgets[which], np.minimum(needed, self.source.caller.count))
         self.budgets[which[grows]] = np.minimum(wanted, most)[grows]
-        self.rest = which[more]
+        self.remaining = which[more]
 
-    def _share_out(self, which: Positions, parts: list[ErrorEstimate], whole: ErrorEstimate) -> NDArray[np.bool_]:
-        """The shares of the next round; and where these are worth a round of the same size, once."""
+    def _share_out(self, which: Positions, parts: list[ErrorEstimate], merged: ErrorEstimate) -> NDArray[np.bool_]:
+        """Set the shares of the next round; return (q,) True where they are worth a round of the same size, once."""
         book = self.book
-        errors = parts_of_error(parts, whole, self.request.pools)  # (p, q)
+        errors = parts_of_error(parts, merged, self.request.pools)  # (p, q)
         drawn = np.stack([np.maximum(book.pooled[shard][which], 1) for shard in book.shards])
         deviations = np.sqrt(errors * drawn)
         total = deviations.sum(0)
@@ -191,42 +188,42 @@ class _Rounds:
         with np.errstate(divide="ignore", invalid="ignore"):
             after = (deviations**2 / (shares * drawn.sum(0))).sum(0)
             better = after < BETTER * errors.sum(0)
-        anew = better & ~self.shared_anew[which] & ~np.all([book.exactly[s][which] for s in book.shards], axis=0)
-        self.shared_anew[which[anew]] = True
-        worth: NDArray[np.bool_] = anew & (self.tolerance.most is not None)
+        new = better & ~self.reshared[which] & ~np.all([book.exact[s][which] for s in book.shards], axis=0)
+        self.reshared[which[new]] = True
+        worth: NDArray[np.bool_] = new & (self.tolerance.most is not None)
         return worth
 
     def answer(self) -> Pooled:
-        """The merged states, with gradients through the draws that they are of, and their bars."""
+        """Return the merged states with their error bars, and with gradients through the draws."""
         book, request, source = self.book, self.request, self.source
         device, dtype, every = request.queries.device, request.queries.dtype, np.arange(len(request.queries))
 
-        def told(column: Any) -> torch.Tensor:
+        def as_tensor(column: Any) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(column)).to(device, dtype)
 
         shards = book.shards
-        states = State(*(told(np.stack([book.parts[shard][i] for shard in shards])) for i in (0, 1)))
-        kept = [
-            {shard: book.last[shard][where] == turn for shard, where in places.items() if shard in shards}
-            for turn, places in enumerate(book.places)
+        states = State(*(as_tensor(np.stack([book.parts[shard][i] for shard in shards])) for i in (0, 1)))
+        used = [
+            {shard: book.last[shard][where] == number for shard, where in places.items() if shard in shards}
+            for number, places in enumerate(book.places)
         ]
-        asks = [{shard: asks[shard] for shard in mine} for asks, mine in zip(book.asks, kept, strict=True)]
-        states = source.states(self.asked, states, asks, book.places, kept, [(shard,) for shard in shards])
-        state = merge([State(*part) for part in zip(*states, strict=True)])
-        exact = torch.from_numpy(np.all([book.exactly[shard] for shard in shards], axis=0)).to(device)
+        asks = [{shard: asks[shard] for shard in own} for asks, own in zip(book.asks, used, strict=True)]
+        states = source.states(self.posed, states, asks, book.places, used, [(shard,) for shard in shards])
+        state = merge([State(*own) for own in zip(*states, strict=True)])
+        exact = torch.from_numpy(np.all([book.exact[shard] for shard in shards], axis=0)).to(device)
         bar, stderr, lse_stderr = self.error
         none, nothing = torch.full((len(every), 0), -1, device=device), np.zeros((len(every), 0))
         error = Estimated(
-            state.output, state.lse, told(stderr), told(lse_stderr), told(bar),
-            torch.from_numpy(self.met).to(device), none, told(nothing), told(nothing),
+            state.output, state.lse, as_tensor(stderr), as_tensor(lse_stderr), as_tensor(bar),
+            torch.from_numpy(self.met).to(device), none, as_tensor(nothing), as_tensor(nothing),
             torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device),
         )  # fmt: skip
         doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
-        answer = state.output, state.lse + self.asked.shift
+        answer = state.output, state.lse + self.posed.shift
         pooled = answered(request, source, answer, self._finder(exact), doubt=doubt)
         drawn = torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device)
         return replace(pooled, n_pooled=torch.where(exact, pooled.n_pooled, drawn))
 
     def _finder(self, exact: torch.Tensor) -> str:
-        kinds = sorted({one.finder for one in self.source.caller.known.values() if one.finder is not None})
+        kinds = sorted({shard.finder for shard in self.source.caller.known.values() if shard.finder is not None})
         return "all" if bool(exact.all()) or not kinds else kinds[0]

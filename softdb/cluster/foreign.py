@@ -1,4 +1,4 @@
-"""Tables that others have made: looked at before anything is made of them."""
+"""Tables made by other programs: checks before any shard is built."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def served(
     replicas: int,
     payload: Sequence[str] | None = None,
 ) -> Truth:
-    """A table as it is. Raises BadInput for one that is no records of one database."""
+    """Return the table of another program as the truth of a cluster. Raises BadInput if it cannot be one."""
     dataset = dataset_at(url, options)
     names = dataset.schema.names
     for name, argument in ((fields.id, "ids"), (fields.key, "keys"), (fields.value, "values")):
         if name is not None and name not in names:
             raise BadInput(
-                f"{url} has no column {shown(name)}; its columns are {shown(names)}, give {argument}= of them"
+                f"{url} has no column {shown(name)}; expected one of {shown(names)}; give another name, {argument}="
             )
     columns = None if payload is None else _payload(url, names, fields, payload)
     _require_ids(url, dataset, str(fields.id))
@@ -48,15 +48,15 @@ def served(
 
 
 def _payload(url: str, names: list[str], fields: Fields, payload: Sequence[str]) -> tuple[str, ...]:
-    given: Any = payload
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+    untyped: Any = payload
+    is_list = isinstance(untyped, Sequence) and not isinstance(untyped, str)
+    if not is_list or not all(isinstance(name, str) for name in untyped):
         raise BadInput(f"payload is {shown(payload)}; expected a list of columns' names, or None for all")
     free = [name for name in names if name not in (fields.id, fields.key, fields.value)]
-    wrong = next((one for one in payload if one not in free), None)
+    wrong = next((name for name in payload if name not in free), None)
     if wrong is not None:
         raise BadInput(
-            f"payload names {shown(wrong)}, but the columns of {url} that are neither id, key nor value are "
-            f"{shown(free)}; name some of them"
+            f"payload names {shown(wrong)}; expected columns of {url} other than id, key and value: {shown(free)}"
         )
     return tuple(sorted(set(payload)))
 
@@ -69,15 +69,15 @@ def _require_ids(url: str, dataset: Any, name: str) -> None:
     _require_none(url, dataset, name)
 
 
-def _require_none(url: str, dataset: Any, name: str, wrong: str = "IS NULL", what: str = "is null") -> None:
-    condition = f"array_length(`{name}`) {wrong}" if wrong[0] in "<!" else f"`{name}` {wrong}"
-    found = dataset.count_rows(condition)
-    if found:
-        raise BadInput(f"{url}: column {name!r} {what} in {found} of {dataset.count_rows()} rows; mend or delete those")
+def _require_none(url: str, dataset: Any, name: str, test: str = "IS NULL", problem: str = "is null") -> None:
+    condition = f"array_length(`{name}`) {test}" if test[0] in "<!" else f"`{name}` {test}"
+    count = dataset.count_rows(condition)
+    if count:
+        raise BadInput(f"{url}: column {name!r} {problem} in {count} of {dataset.count_rows()} rows; mend these rows")
 
 
 def _vectors(url: str, dataset: Any, name: str) -> tuple[int, str]:
-    """The width of a column of vectors, and how they are stored."""
+    """Return the width of a column of vectors, and their dtype."""
     pa = needed("pyarrow", "cluster", "a cluster")
     kind = dataset.schema.field(name).type
     inner = getattr(kind, "value_type", None)
@@ -98,7 +98,7 @@ def _vectors(url: str, dataset: Any, name: str) -> tuple[int, str]:
 
 
 def _classes(dataset: Any, name: str) -> int:
-    """One more than the largest label."""
+    """Return the largest label + 1."""
     compute = needed("pyarrow.compute", "cluster", "a cluster")
-    found = (compute.max(batch.column(0)).as_py() for batch in dataset.to_batches(columns=[name]))
-    return 1 + max((one for one in found if one is not None), default=0)
+    maxima = (compute.max(batch.column(0)).as_py() for batch in dataset.to_batches(columns=[name]))
+    return 1 + max((largest for largest in maxima if largest is not None), default=0)

@@ -1,4 +1,4 @@
-"""`Cluster`: the shards as one database. It asks and merges; what it answers is what one database of all would."""
+"""`Cluster`: several shards as one database. It asks all and merges the replies, so answers equal those of one."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from softdb.database.questions import verb
 from softdb.errors import BadInput
 from softdb.reports import IndexReport, SnapshotReport
 
-BUILDING = 3600.0  # seconds that an index may take
+BUILDING = 3600.0  # least timeout of building an index, in seconds
 
 
 class Versioned(Protocol):
-    """Truth of the records, as far as a reader needs it."""
+    """A table with versions."""
 
     def newest(self) -> int:
-        """The newest version."""
+        """Return the newest version."""
 
 
 class Cluster(Verbs):
-    """Shards as one database: SoftDB's verbs that read, and its answers.
+    """Several shards as one database: the verbs of SoftDB that read, with equal answers.
 
-        db = Cluster(Local([DatabaseShard(one, i, len(all)) for i, one in enumerate(all)]))
+        db = Cluster(Local([DatabaseShard(part, i, len(parts)) for i, part in enumerate(parts)]))
 
-    Every read names the version that this handle saw last; a shard that is at another one raises StaleRead, and
-    `refresh()` goes on to the newest. Differentiable as a database is; see docs/cluster.md for what travels. `scan`
-    goes shard by shard, and `search` orders records that score alike by id; it takes vectors alone, and raises BadInput
-    for `texts`, `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size`. Verbs that write raise ReadOnly.
+    Every read names the version that this handle saw last. A shard at another version raises StaleRead; `refresh()`
+    moves the handle to the newest version. Answers have gradients like a database's; docs/cluster.md says which data
+    are sent. `scan` yields records shard by shard. `search` orders equal scores by id. It takes vectors only: `texts`,
+    `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size` raise BadInput. Writing raises ReadOnly.
 
     Args:
-        transport: what carries questions to the shards; `close` closes it.
-        timeout: seconds that any question may take; beyond it ShardUnavailable, whatever a shard does.
-        partial: whether answers without the shards that are missing will do. Then `missing` names these, `met` is False
-            and `bar` infinite. Losses want all shards all the same.
-        truth: what the shards are copies of; None: each shard's own database.
-        intact: whether shards that were made anew at the same version are asked again, in place of StaleRead.
+        transport: carries messages to the shards; `close` closes it.
+        timeout: seconds that a question may take; then it raises ShardUnavailable.
+        partial: True to answer without shards that do not reply. Then `missing` names them, `met` is False and `bar`
+            infinite. Losses always need all shards.
+        truth: the table that the shards are copies of; None if each shard is a database of its own.
+        intact: returns True if shards that were rebuilt at the same version may be asked, in place of StaleRead.
     """
 
     core: ClusterCore
@@ -60,12 +60,12 @@ class Cluster(Verbs):
 
     @property
     def mode(self) -> str:
-        """ "rw", or "r" for a handle that only reads."""
+        """ "rw" if the handle writes, "r" if it only reads."""
         return self.core.mode
 
     @property
     def caller(self) -> Caller:
-        """Asks the shards."""
+        """Caller of the shards."""
         return self.core.caller
 
     @property
@@ -75,18 +75,18 @@ class Cluster(Verbs):
 
     @property
     def version(self) -> int:
-        """Version that this handle sees; the newest of its shards', which are all at one where there is a truth."""
+        """Version that this handle sees: the newest of its shards'. Shards of a table are all at one version."""
         return self.core.version
 
     @verb
     def refresh(self) -> int:
-        """See what was committed since, in every shard, and return the version. Cost: whatever the shards must copy."""
+        """Move every shard to its newest version, and return the version. Cost: the changes since, copied once."""
         newest = messages.NEWEST if self.truth is None else self.truth.newest()
         self.caller.look(lambda _: messages.Refresh(newest))
         return self.version
 
     def close(self) -> None:
-        """Let go of the shards. Safe to call twice."""
+        """Release the shards. Safe to call twice."""
         self.core.close()
 
     def __enter__(self) -> Cluster:
@@ -101,12 +101,12 @@ class Cluster(Verbs):
 
     @verb
     def build_index(self, /, kind: str = "auto", **words: Any) -> list[IndexReport]:
-        """Build every shard's index, side by side, as `SoftDB.build_index`; the reports, shard by shard.
+        """Build the index of every shard in parallel, with the arguments of `SoftDB.build_index`; return a report each.
 
-        Raises BadInput for arguments that do not travel: `background` and `progress`.
+        Raises BadInput for `background` and `progress`.
         """
         if refused := {"background", "progress"} & words.keys():
-            raise BadInput(f"{' and '.join(sorted(refused))} mean nothing for a cluster, which waits for all shards")
+            raise BadInput(f"{' and '.join(sorted(refused))} cannot be given: a cluster waits for all of its shards")
         patient = self.caller.complete()
         patient.timeout = max(BUILDING, patient.timeout)
         answers = patient.ask(lambda _, version: messages.CallVerb(version, "build_index", {"kind": kind, **words}))
@@ -115,12 +115,12 @@ class Cluster(Verbs):
 
     @verb
     def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
-        """Copy all records to one ordinary database in a new directory, there whole, or not at all.
+        """Copy all records to one ordinary database in a new directory; an error leaves no directory.
 
         Cost: a scan, batch by batch. Indexes are not copied.
 
-        Raises BadInput for a path where something is, StaleRead where a shard has gone on meanwhile, and WriteFailed
-        where the disk refuses.
+        Raises BadInput if the path exists and is not empty, StaleRead if a shard moves to another version meanwhile,
+        and WriteFailed if the disk refuses.
         """
         core = self.core
         return copied(

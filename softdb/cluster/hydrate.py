@@ -1,10 +1,10 @@
-"""Shards of a table on this machine: ordinary database directories, brought to a version, and nothing but caches.
+"""Shards of a table on this machine: ordinary database directories that cache a version of the table.
 
-Guarantee: the version that a directory is at is committed in the same transaction as its records, so a kill at any
-moment leaves it at one version or the other. One that is being made says how many rows of the table it has seen, and is
-made on from there. One that is lost, damaged, or of another table is made anew. What reads a shard never sees a version
-in part: bringing it on waits for the answers that are being worked out, and they for it. A row that cannot be stored is
-left out, and its id noted with the version.
+Guarantee: a directory's version is committed in the same transaction as its records, so a kill at any moment leaves it
+at one version or the other. An incomplete directory stores how many rows of the table it has read, and continues from
+there. A lost or damaged directory, or one of another table, is rebuilt. A reader never sees part of a version: changes
+of a shard wait for running answers, and answers for changes. A row that cannot be stored is left out, and its id is
+stored with the version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Id, shown
-from softdb.cluster.directories import Directories, TakenFrom
+from softdb.cluster.directories import Directories, ShardOrigin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
@@ -31,14 +31,14 @@ from softdb.index.choose import Progress
 from softdb.store import Batch
 
 _log = logging.getLogger("softdb")
-_BYTES = 1 << 25  # of rows that are taken in at once
-MOST_LEFT_OUT = 1000  # rows of a shard that may be no records; more, and the column is at fault
+_BYTES = 1 << 25  # of rows read at once
+MOST_LEFT_OUT = 1000  # rows of a shard that may be left out; with more, the column must be wrong
 
 Rows = NDArray[np.int64]
 
 
 def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch]:
-    """Records as a database stores them, in parts around those that it refuses, which join `left_out`."""
+    """Return records as a database stores them, in batches around refused rows, which are added to `left_out`."""
     try:
         return [truth.batch(records)]
     except DuplicateId:
@@ -48,12 +48,12 @@ def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch
             left_out += [LeftOut(id, str(error.args[0])) for id in records.ids]
             return []
         places, half = [*range(len(records))], len(records) // 2
-        parts = places[:half], places[half:]
-        return [batch for part in parts for batch in storable(truth, records.some(part), left_out)]
+        halves = records.some(places[:half]), records.some(places[half:])
+        return [batch for half_records in halves for batch in storable(truth, half_records, left_out)]
 
 
 def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
-    """The first of the rows of each id that is not stored; the others are left out."""
+    """Return the first row of each id that is not stored; add the others to `left_out`."""
     first = dict[Id, int]()
     for i, id in enumerate(records.ids):
         if id in stored or first.setdefault(id, i) != i:
@@ -62,46 +62,45 @@ def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
 
 
 class Hydrated(Directories):
-    """Some shards of a table on this machine, which follow it."""
+    """Some shards of a table on this machine, which follow the table's versions."""
 
     def __init__(
         self,
         truth: Truth,
         folder: Path,
-        mine: Sequence[int],
+        own_shards: Sequence[int],
         version: int | None = None,
-        say: Progress | None = None,
+        report: Progress | None = None,
     ) -> None:
-        """Open, and bring to a version; None: they stay where they are, and what is missing is made at the newest.
+        """Open the shards, and bring them to a version. With None, only build missing shards, at the newest version.
 
-        `say` is told, while this lasts, how many rows of the table were passed over for shards that are made, and of
-        how many.
+        `report` is called meanwhile with "shards", the number of rows of the table read, and the number of all rows.
 
-        Raises DatabaseLocked where another process has the folder; BadInput, naming the column, where the table holds
-        what are no records; StaleRead where the version was cleaned up.
+        Raises DatabaseLocked if another process has the folder open, BadInput naming a column that cannot be stored,
+        and StaleRead if the version was cleaned up.
         """
-        super().__init__(truth, folder, mine)
-        self._moving, self._counting, self._say = threading.Lock(), threading.Lock(), say
+        super().__init__(truth, folder, own_shards)
+        self._moving, self._counting, self._report = threading.Lock(), threading.Lock(), report
         try:
-            for at in {self.version(shard) for shard in self.mine} - {-1}:
-                shards = [shard for shard in self.mine if self.version(shard) == at]
+            for at in {self.version(shard) for shard in self.own_shards} - {-1}:
+                shards = [shard for shard in self.own_shards if self.version(shard) == at]
                 for shard in shards if self._same(shards, at) is None else ():  # another table has taken its place
                     self._anew(shard)
-            if version is not None or any(self.version(shard) < 0 for shard in self.mine):
+            if version is not None or any(self.version(shard) < 0 for shard in self.own_shards):
                 self.follow(truth.newest() if version is None else version)
             self._tidy()
         except BaseException:
             self.close()
             raise
         finally:
-            self._say = None
+            self._report = None
 
     # -- following -------------------------------------------------------------------------------------------------
 
     def follow(self, version: int) -> None:
-        """Bring every shard to a version, in parallel; those that are beyond it stay.
+        """Bring every shard to a version, in parallel; shards at newer versions stay.
 
-        A shard whose disk refused, or that is damaged, is mended and brought on once more.
+        Repairs shards with a failed write or a damaged directory, and tries once more.
 
         Raises StaleRead, BadInput, WriteFailed, CorruptionError.
         """
@@ -109,25 +108,25 @@ class Hydrated(Directories):
             try:
                 self._follow(version)
             except (WriteFailed, CorruptionError) as error:
-                _log.warning("shards %s are mended: %s", [*self._unfit], error)
+                _log.warning("shards %s are repaired: %s", [*self._unfit], error)
                 self._follow(version)
 
     def _follow(self, version: int) -> None:
-        with ThreadPoolExecutor(max(1, len(self.mine))) as pool:  # whose end waits for every shard
-            for shard, mend in list(self._unfit.items()):
-                mend(shard)
+        with ThreadPoolExecutor(max(1, len(self.own_shards))) as pool:  # waits for every shard when the block ends
+            for shard, repair in list(self._unfit.items()):
+                repair(shard)
                 del self._unfit[shard]
-            if all(self.version(shard) >= version for shard in self.mine):
+            if all(self.version(shard) >= version for shard in self.own_shards):
                 return
             dataset = self.truth.at(version)
             self._go_on(pool)
-            for since in {self.version(shard) for shard in self.mine}:
-                shards = [shard for shard in self.mine if self.version(shard) == since]
+            for since in {self.version(shard) for shard in self.own_shards}:
+                shards = [shard for shard in self.own_shards if self.version(shard) == since]
                 if since < version:
                     self._catch_up(pool, shards, since, dataset)
 
     def remake(self, shard: int) -> None:
-        """Make a shard anew, at the version that it was at, or where that is gone, at the newest."""
+        """Rebuild a shard at its version, or at the newest version if that was cleaned up."""
         with self._moving, ThreadPoolExecutor(1) as pool:
             was = self.version(shard)
             try:
@@ -137,25 +136,25 @@ class Hydrated(Directories):
             self._make(pool, [shard], dataset)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
-        """Finish what was being made, if its version is there."""
-        begun: dict[int, list[int]] = {}
-        for shard in self.mine:
+        """Complete shards that were being built, if their version still exists; empty the others."""
+        incomplete: dict[int, list[int]] = {}
+        for shard in self.own_shards:
             origin = self.origin(shard)
             if origin is not None and origin.rows is not None:
-                begun.setdefault(origin.version, []).append(shard)
-        for version, shards in begun.items():
+                incomplete.setdefault(origin.version, []).append(shard)
+        for version, shards in incomplete.items():
             dataset = self._same(shards, version)
             try:
                 if dataset is not None:
                     self._fill(pool, shards, dataset)
                     continue
-            except BadInput as error:  # of a version that may be mended since
-                _log.warning("shards %s are made anew: %s", shards, error)
+            except BadInput as error:  # a newer version may be in order
+                _log.warning("shards %s are rebuilt: %s", shards, error)
             for shard in shards:
                 self._anew(shard)
 
     def _same(self, shards: list[int], version: int) -> Any:
-        """The dataset at a version, None where that is no more what these shards were made from."""
+        """Return the dataset at a version; None if the version is gone, or these shards are of another table's."""
         try:
             dataset = self.truth.at(version)
         except StaleRead:
@@ -165,7 +164,7 @@ class Hydrated(Directories):
         return dataset if all(origin is not None and origin.identity == identity for origin in origins) else None
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:
-        """From one version to another, by what has changed; anew where that cannot be told."""
+        """Bring shards from a version to that of a dataset by the changes, or rebuild them if these are unknown."""
         same = since >= 0 and self._same(shards, since) is not None
         changes = self.truth.changes(since, dataset) if same else None
         if changes is None:
@@ -173,73 +172,73 @@ class Hydrated(Directories):
             return
         origin, removed = self._origin(dataset), parts_of(changes.removed, self.truth.shards)
         added = parts_of(changes.added[self.truth.fields.id].to_pylist(), self.truth.shards)
-        gone = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
-        unclear = [shard for shard in shards if self._unclear(shard, gone[shard])]
+        removed_ids = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
+        unclear = [shard for shard in shards if self._unclear(shard, removed_ids[shard])]
 
         def apply(shard: int) -> None:
-            self._apply(shard, gone[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
+            self._apply(shard, removed_ids[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
 
         list(pool.map(apply, set(shards) - set(unclear)))
         self._make(pool, unclear, dataset)
 
     def _unclear(self, shard: int, removed: list[Id]) -> bool:
-        """Return True if one of several rows of an id has gone: which of them was stored, the table says."""
+        """Return True if one of several rows with the same id was removed: only the table says which remains."""
         origin = self.origin(shard)
         ids = {id for id, _ in origin.left_out} & set(removed) if origin is not None and origin.left_out else set()
         return not all(map(is_id, ids)) or bool(ids and self.databases[shard].core.stored([*filter(is_id, ids)]).any())
 
     def _make(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
-        """Make shards anew."""
+        """Rebuild shards."""
         for shard in shards:
             self._anew(shard)
         if shards:
             self._fill(pool, shards, dataset)
 
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
-        """Take in the rows of these shards that are still missing."""
+        """Store the rows that these shards still lack."""
         seen, origin = {shard: self._seen(shard) for shard in shards}, self._origin(dataset)
-        self._whole, self._done = dataset.count_rows(), 0
+        self._total, self._done = dataset.count_rows(), 0
         self._passed_over(min(seen.values()))
         for window in windows(self.truth, dataset, min(seen.values())):
             own = {shard: window.own(shard, after) for shard, after in seen.items()}
-            whole = np.sort(np.concatenate([*own.values()]))
-            self._passed_over(len(window.parts) - len(whole))
-            if window.taken(whole, self.truth.row_bytes, self.truth.local):
+            own_rows = np.sort(np.concatenate([*own.values()]))
+            self._passed_over(len(window.parts) - len(own_rows))
+            if window.taken(own_rows, self.truth.row_bytes, self.truth.local):
                 list(pool.map(lambda shard: self._take(dataset, shard, own[shard], origin), shards))  # noqa: B023
-            elif len(whole):
-                self._scan(pool, dataset, own, (int(whole[0]), int(whole[-1]) + 1), origin)
+            elif len(own_rows):
+                self._scan(pool, dataset, own, (int(own_rows[0]), int(own_rows[-1]) + 1), origin)
         for shard in shards:
             self._apply(shard, [], None, origin)
 
-    def _take(self, dataset: Any, shard: int, places: Rows, origin: TakenFrom) -> None:
-        """Take in some rows of a shard, and read no others."""
+    def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
+        """Read and store rows of a shard, and read no others."""
         size = self._batch_size()
         for low in range(0, len(places), size):
-            some = places[low : low + size]
-            at = replace(origin, rows=int(some[-1]) + 1)
-            self._apply(shard, [], self.truth.taken(dataset, some), at)
-            self._passed_over(len(some))
+            batch = places[low : low + size]
+            at = replace(origin, rows=int(batch[-1]) + 1)
+            self._apply(shard, [], self.truth.taken(dataset, batch), at)
+            self._passed_over(len(batch))
 
     def _scan(
-        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], between: tuple[int, int], origin: TakenFrom
+        self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], span: tuple[int, int], origin: ShardOrigin
     ) -> None:
-        """Read all rows between two places, and share them out."""
-        at, end = between
+        """Read all rows between two positions of the table, and store in each shard its own."""
+        at, end = span
         for batch in self.truth.batches(dataset, self._batch_size(), at, end - at):
             low, at = at, at + len(batch)
 
             def apply(shard: int) -> None:
-                some = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
-                if len(some):
-                    self._apply(shard, [], batch.take(some - low), replace(origin, rows=at))  # noqa: B023
-                    self._passed_over(len(some))
+                own_rows = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
+                if len(own_rows):
+                    self._apply(shard, [], batch.take(own_rows - low), replace(origin, rows=at))  # noqa: B023
+                    self._passed_over(len(own_rows))
 
             list(pool.map(apply, own))
 
-    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: TakenFrom) -> None:
-        """One transaction, in which the version moves on with the records, and with the rows that are none."""
-        db, before, gone = self.databases[shard], self.origin(shard), set(removed)
-        left_out = [] if before is None else [row for row in before.left_out if row.id not in gone]
+    def _apply(self, shard: int, removed: list[Id], rows: Any, origin: ShardOrigin) -> None:
+        """Store changes of a shard, their version and the rows left out in one transaction."""
+        db, before, removed_ids = self.databases[shard], self.origin(shard), set(removed)
+        left_out = [] if before is None else [row for row in before.left_out if row.id not in removed_ids]
         known = len(left_out)
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
@@ -252,8 +251,8 @@ class Hydrated(Directories):
                 except DuplicateId:
                     assert records is not None
                     del left_out[read:]
-                    own = {id for id, there in zip(records.ids, db.core.stored(records.ids), strict=True) if there}
-                    batches = storable(self.truth, _once(records, own - gone, left_out), left_out)
+                    own = {records.ids[i] for i in np.flatnonzero(db.core.stored(records.ids))}
+                    batches = storable(self.truth, _once(records, own - removed_ids, left_out), left_out)
                     db.core.store.apply(removed, batches, self._noted(origin, left_out))
             except (WriteFailed, CorruptionError) as error:
                 self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
@@ -262,17 +261,17 @@ class Hydrated(Directories):
             _log.warning("%s: the row of id %s is left out: %s", self.truth.url, shown(id), reason)
 
     def _passed_over(self, count: int) -> None:
-        """Tell of so many more rows of the table."""
-        if self._say is not None:
+        """Report that `count` more rows of the table were read or skipped."""
+        if self._report is not None:
             with self._counting:
                 self._done += count
-                self._say("shards", self._done, self._whole)
+                self._report("shards", self._done, self._total)
 
-    def _noted(self, origin: TakenFrom, left_out: list[LeftOut]) -> str:
-        """Origin that a directory notes. Raises BadInput where too many rows are no records."""
+    def _noted(self, origin: ShardOrigin, left_out: list[LeftOut]) -> str:
+        """Return the origin as a directory stores it. Raises BadInput if too many rows are left out."""
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
-            several = f"more than {MOST_LEFT_OUT} rows of a shard are no records"
+            several = f"more than {MOST_LEFT_OUT} rows of a shard cannot be stored"
             raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
         return replace(origin, left_out=left_out).text
 
@@ -283,19 +282,19 @@ class Hydrated(Directories):
     def _batch_size(self) -> int:
         return max(256, _BYTES // self.truth.row_bytes)
 
-    def _origin(self, dataset: Any) -> TakenFrom:
-        """Of a shard that has all of a version; the shard's number comes with it."""
+    def _origin(self, dataset: Any) -> ShardOrigin:
+        """Return the origin of a shard with all rows of a version; `_apply` adds the shard's number."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
-        return TakenFrom(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
+        return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
     def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
-        """An answer of a shard, at one version from its beginning to its end; made anew first where it is damaged."""
+        """Call `answer` while the shard stays at one version; rebuild a damaged directory, and call again."""
         gate = self.gates[shard]
         try:
             with gate.passing():
                 return answer()
         except CorruptionError as error:
-            _log.warning("shard %s is made anew: %s", shard, error)
+            _log.warning("shard %s is rebuilt: %s", shard, error)
         self.remake(shard)
         with gate.passing():
             return answer()

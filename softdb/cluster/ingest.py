@@ -1,4 +1,4 @@
-"""Bulk ingest: a data set of Ray Data becomes one commit of a table."""
+"""Bulk ingest: write a data set of Ray Data into a table in one commit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.formats.tables import needed
 
-_WRONG = "wrong"  # the column in which a worker says why it refused a row
-_BYTES = 1 << 26  # of the rows that a worker writes as one file, about
+_WRONG = "wrong"  # column of workers' errors
+_BYTES = 1 << 26  # about the size of a file that a worker writes
 
 
 @named
@@ -26,19 +26,19 @@ def ingest(
     upsert: bool = False,
     storage_options: dict[str, str] | None = None,
 ) -> int:
-    """Bring a `ray.data.Dataset` into a table that `create` has made, in one commit; the version then.
+    """Write a `ray.data.Dataset` into a table that `create` has made, in one commit; return the new version.
 
         softdb.cluster.ingest(url, ray.data.read_parquet("s3://bucket/parts"))
 
-    Its columns are `id`, `key`, and `value` where the table has values; either `text` and `payload` beside them, as in
-    an export, or any others, which are the payload. Ray's workers check the rows and write them, those of a shard side
-    by side; only the ids come to this process, which commits. With `upsert` the rows come, too: this process writes
-    them. Whatever fails on the way leaves the table as it was: a job that was killed is run again.
+    The data set has columns `id`, `key`, and `value` if the table has values. Further columns are either `text` and
+    `payload`, as in an export, or any others, which become the payload. Ray's workers check the rows and write them,
+    sorted by shard; this process gets only the ids, and commits. With `upsert` this process gets the rows, too, and
+    writes them. A failure leaves the table unchanged: run a killed job again.
 
     Raises:
-        DuplicateId: an id is stored already, or comes twice; with `upsert` the first are replaced.
-        BadInput: a row is no record of this table; the message names it.
-        DatabaseLocked: others wrote all the while; nothing was written.
+        DuplicateId: an id is stored already, or comes twice; with `upsert` stored records are replaced.
+        BadInput: a row cannot be stored; the message names it.
+        DatabaseLocked: other writers kept committing; nothing was written.
     """
     truth = stored(address(url), storage_options)
     needed("ray", "cluster", "ingest")
@@ -53,12 +53,12 @@ def ingest(
     for table in files.iter_batches(batch_format="pyarrow", batch_size=None):
         _require_right(table)
         fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
-        ids += [part.flatten() for part in table["ids"].chunks]
+        ids += [chunk.flatten() for chunk in table["ids"].chunks]
     return append(truth, fragments, ids)
 
 
 def _merged(truth: Truth, dataset: Any) -> int:
-    """Replace what is stored: rows come through this process, and Lance merges them."""
+    """Add or replace records: the rows go through this process, and Lance merges them."""
     pa, schema = needed("pyarrow", "cluster", "ingest"), truth.now().schema
 
     def checked(batch: Any) -> Any:
@@ -75,7 +75,7 @@ def _merged(truth: Truth, dataset: Any) -> int:
         for table in rows.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
             try:
                 _require_right(table)
-            except BadInput as error:  # Lance would make one of its own of it
+            except BadInput as error:  # Lance raises an error of its own instead
                 refused.append(error)
                 raise
             yield from table.drop_columns([_WRONG]).cast(schema).to_batches()
@@ -89,19 +89,19 @@ def _merged(truth: Truth, dataset: Any) -> int:
 
 
 def _require_right(table: Any) -> None:
-    """Raise BadInput where a worker has refused a row."""
+    """Raise BadInput if a worker has refused a row."""
     reasons = table[_WRONG].drop_null()
     if len(reasons):
         raise BadInput(f"{reasons[0].as_py()}; nothing was written")
 
 
 def _rows(truth: Truth) -> int:
-    """So many are a batch."""
+    """Return the number of rows in a batch."""
     return max(1000, _BYTES // truth.row_bytes)
 
 
 def _checked(truth: Truth, batch: Any) -> Any:
-    """Rows as the table takes them. In a worker of Ray."""
+    """Return checked rows in the table's schema. Runs in a worker of Ray."""
     rows = truth.rows(batch)
     if rows is None:
         return truth.now().schema.empty_table()
@@ -109,7 +109,7 @@ def _checked(truth: Truth, batch: Any) -> Any:
 
 
 def _written(truth: Truth, batch: Any) -> Any:
-    """Write rows to a file of the table that no version has yet. In a worker of Ray."""
+    """Write rows to a file that no version of the table contains yet. Runs in a worker of Ray."""
     pa, write = needed("pyarrow", "cluster", "ingest"), needed("lance.fragment", "cluster", "ingest").write_fragments
     try:
         rows, reason = _checked(truth, batch), None
@@ -121,17 +121,17 @@ def _written(truth: Truth, batch: Any) -> Any:
     return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
 
 
-_TRIES = 20  # of a commit that others overtake
+_TRIES = 20  # attempts of a commit while others write, too
 
 
 def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
-    """Commit fragments of Lance whose rows have these ids (pyarrow arrays); the version then. All or nothing.
+    """Commit fragments of Lance whose rows have these ids (pyarrow arrays), all or none; return the new version.
 
-    Raises DuplicateId; DatabaseLocked where others wrote all the while.
+    Raises DuplicateId, and DatabaseLocked if other writers kept committing.
 
-    An append of Lance is not checked against ids that others insert at the same time. A merge of fragments is refused
-    if anything was written since the version that it names: so the ids are looked for in that version, and, if it was
-    overtaken, in the next.
+    Lance does not check an append against concurrent inserts of the same ids. It refuses a merge of fragments if
+    anything was written since the version that the merge names. So the ids are checked in that version, and after a
+    refusal in the next.
     """
     pa, lance = needed("pyarrow", "cluster", "ingest"), needed("lance", "cluster", "ingest")
     if not fragments:
@@ -140,20 +140,20 @@ def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
     _require_once(column)
     names = pa.table([column], schema=pa.schema([truth.now().schema.field("id")]))
     for _ in range(_TRIES):
-        newest, made = truth.now(), list[Any]()
+        newest, commits = truth.now(), list[Any]()
 
         def commit() -> None:
             newest.merge_insert("id").when_matched_fail().execute_uncommitted(names)  # noqa: B023
-            whole = [*(fragment.metadata for fragment in newest.get_fragments()), *fragments]  # noqa: B023
-            operation = lance.LanceOperation.Merge(whole, newest.lance_schema)  # noqa: B023
-            made.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
+            all_fragments = [*(fragment.metadata for fragment in newest.get_fragments()), *fragments]  # noqa: B023
+            operation = lance.LanceOperation.Merge(all_fragments, newest.lance_schema)  # noqa: B023
+            commits.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
 
         try:
             truth._written(newest, commit)
         except DatabaseLocked as error:
             overtaken = error
             continue
-        return int(made[0].version)
+        return int(commits[0].version)
     raise overtaken
 
 
@@ -162,4 +162,4 @@ def _require_once(ids: Any) -> None:
     counts = ids.value_counts()
     twice = counts.filter(compute.greater(counts.field("counts"), 1))
     if len(twice):
-        raise DuplicateId(f"id {shown(twice[0]['values'].as_py())} comes twice; keep one of the two")
+        raise DuplicateId(f"id {shown(twice[0]['values'].as_py())} comes twice; keep one of its rows")

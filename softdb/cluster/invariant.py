@@ -1,9 +1,8 @@
 """The invariant of a cluster: its shards hold the records of its table at one version, no more and no fewer.
 
-Checked after every follow, flush, restart and failure, as a handle sees the shards: each is at the version that its own
-directory notes in the transaction of its records, that version is of this table, and the records of all shards, with
-the rows that are left out because they are no records, are as many as the table's rows. Shards that break it are made
-anew from the table. `verified` compares the records themselves.
+A handle checks it after every refresh, flush, restart and failure by counting: the version that each shard's directory
+stores is this table's, and the numbers of records and of rows left out sum to the number of the table's rows. Shards
+that break the invariant are rebuilt from the table. `verified` compares the records themselves.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from softdb.cluster.truth import Truth
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
 from softdb.store import Batch
 
-_AT_ONCE = 2000  # rows that are compared at once
-_NAMED = 10  # ids in an error
+_AT_ONCE = 2000  # rows compared at once
+_NAMED = 10  # most ids in an error message
 
 
 def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
-    """Return True where shards at one version keep the invariant, or some are not there to be counted."""
+    """Return True if shards at one version keep the invariant, or if some are missing and cannot be counted."""
     if len(known) < truth.shards:
         return True
     dataset = truth.at(of_records(known[0].version))
@@ -36,10 +35,10 @@ def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
 
 
 def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, ...]) -> int:
-    """Compare every record of the shards, which are at a version, with the table, and return how many there are.
+    """Compare the records of all shards with a version of the table, and return their number.
 
-    Cost: one pass over the table, and over the records. Raises CorruptionError naming shards and ids; shards that hold
-    something else than the table are made anew then.
+    Cost: one pass over the table, and over the records. If records differ, rebuilds their shards and raises
+    CorruptionError with shards and ids.
     """
     dataset, wrong, same, id_column = truth.at(version), dict[Id | None, str](left_out), 0, truth.fields.id
     for rows in truth.batches(dataset, _AT_ONCE):
@@ -55,15 +54,15 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
         surplus = (id for records in db.scan(_AT_ONCE) for id in records.ids if id not in table)
         wrong |= dict.fromkeys(surplus, "the table has no such row")
     if wrong:
-        ill = set(parts_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
+        differing_shards = set(parts_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
         with contextlib.suppress(ShardUnavailable, StaleRead):
-            db.caller.look(lambda shard: Refresh(version, anew=shard in ill))
-        raise _named(truth, version, wrong, len(ill))
+            db.caller.look(lambda shard: Refresh(version, rebuild=shard in differing_shards))
+        raise _named(truth, version, wrong, len(differing_shards))
     return same
 
 
 def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
-    """Ids of a batch that a cluster stores otherwise, and why."""
+    """Return ids of a batch that a cluster stores differently or not at all, with the reason."""
     stored = db.core.stored(batch.ids)
     places = np.flatnonzero(stored)
     records = db.get([batch.ids[i] for i in places])
@@ -82,13 +81,13 @@ def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
     return wrong | {batch.ids[i]: f"its {name} differs" for name, rows in unequal.items() for i in places[rows]}
 
 
-def _named(truth: Truth, version: int, wrong: dict[Id | None, str], anew: int) -> CorruptionError:
-    """An error that names the first of the records that differ, shard by shard."""
+def _named(truth: Truth, version: int, wrong: dict[Id | None, str], rebuilt: int) -> CorruptionError:
+    """Return an error that names the first differing records, by shard."""
     parts = parts_of([*wrong], truth.shards).tolist()
     first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
     names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
     more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
-    done = f"{anew} shards are made anew" if anew else "mend those rows by upsert, or delete them"
+    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "mend those rows by upsert, or delete them"
     return CorruptionError(
-        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {done}"
+        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {advice}"
     )

@@ -1,4 +1,4 @@
-"""Shards in this process, a thread for each message: those given, or those of a table on this machine."""
+"""Shards in this process, with a thread for each message: given shards, or those of a table on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softdb.errors import Closed, SoftDBError, StaleRead
 
 
 class Local:
-    """Several shards of this process as one transport. Kernels share out their work among the same cores."""
+    """Transport to several shards of this process. They share its cores."""
 
     collective = False
 
@@ -25,7 +25,7 @@ class Local:
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.shards), "softdb-shard")
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """As `Transport.ask`. A shard that takes too long goes on in its thread."""
+        """Ask as `Transport.ask`. A shard that is too slow goes on in its thread."""
         end = time.monotonic() + timeout
         try:
             sent = {shard: self._threads.submit(self._shards[shard].answer, ask) for shard, ask in asks.items()}
@@ -45,42 +45,42 @@ class Local:
         return ShardReplies(replies, missing)
 
     def anyone(self, more: bool) -> bool:
-        """As `Transport.anyone`."""
+        """Return `more`, as `Transport.anyone`."""
         return more
 
     def close(self) -> None:
-        """Ends the threads; the shards are their owner's."""
+        """End the threads. The shards stay open."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HydratedShard:
-    """One of the shards that are hydrated here. It is made anew, and asked again, where it is found to be damaged."""
+    """A shard hydrated on this machine. If its directory is damaged, it is rebuilt and asked again."""
 
     def __init__(self, hydrated: Hydrated, shard: int) -> None:
         self.hydrated, self.shard = hydrated, shard
 
     def answer(self, ask: Message) -> Any:
-        """As `Shard.answer`."""
+        """Return the reply to a message, as `ClusterShard.answer`."""
         if isinstance(ask, Refresh):
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
-            if ask.anew:
+            if ask.rebuild:
                 self.hydrated.remake(self.shard)
             self.hydrated.follow(version)
             ask = Describe(NEWEST)
         elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
-            self.hydrated.follow(of_records(ask.version))  # as a replica that nobody has asked since
+            self.hydrated.follow(of_records(ask.version))  # a replica that was not asked since is behind
         return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
 
     def _answered(self, ask: Message) -> Any:
         db, own = self.hydrated.databases[self.shard], self.hydrated.tagged(self.shard)
         if db.closed:
-            raise StaleRead(f"shard {self.shard} could not be opened again after a write had failed; refresh()")
+            raise StaleRead(f"shard {self.shard} could not be reopened after a failed write; refresh()")
         if not isinstance(ask, Describe) and not ask.fits(own):
-            mine, asked = of_records(own), of_records(ask.version)
-            told = "was made anew, or a replica answers"
-            if own >= 0 and mine != asked:
-                told = f"is at version {mine} and was asked for {asked}"
-            raise StaleRead(f"shard {self.shard} {told}; refresh() and ask again")
+            version, wanted = of_records(own), of_records(ask.version)
+            reason = "was rebuilt, or a replica answers"
+            if own >= 0 and version != wanted:
+                reason = f"is at version {version} and was asked for {wanted}"
+            raise StaleRead(f"shard {self.shard} {reason}; refresh() and ask again")
         shards = self.hydrated.truth.shards
         reply = DatabaseShard(db, self.shard, shards, lambda: self.hydrated.tagged(self.shard)).answer(ask)
         origin = self.hydrated.origin(self.shard)
@@ -89,15 +89,15 @@ class HydratedShard:
         return reply
 
 
-class Here(Local):
-    """All shards of a table in this process. Their databases are closed with it, or when nothing refers to it."""
+class LocalTable(Local):
+    """Transport to all shards of a table in this process; it closes their databases when it is closed or collected."""
 
     def __init__(self, hydrated: Hydrated) -> None:
-        super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.mine])
+        super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.own_shards])
         self.hydrated = hydrated
         weakref.finalize(self, hydrated.close)
 
     def close(self) -> None:
-        """Ends the threads, and closes the databases."""
+        """End the threads, and close the databases."""
         super().close()
         self.hydrated.close()

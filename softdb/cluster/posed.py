@@ -1,4 +1,4 @@
-"""A request as it travels to shards, and the gradients as they come back."""
+"""The form in which a request is sent to shards, and the gradients that the shards return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softdb.attend import Request
 from softdb.check import Metric, shown
-from softdb.cluster import shard as say
+from softdb.cluster import shard as messages
 from softdb.cluster.caller import Caller
 from softdb.errors import BadInput
 from softdb.pool import State
@@ -24,103 +24,103 @@ Rows = NDArray[np.int64]
 
 
 class Posed(NamedTuple):
-    """A request as shards take it, and what of it stays with the caller."""
+    """A request in the form for shards, and the tensors that stay with the caller."""
 
-    question: say.ShardQuery
-    queries: Tensor  # (q, d) that the question's were taken of, with their graph
-    parameters: tuple[Tensor, ...]  # whose gradients the shards give
-    shift: Tensor | float  # (q,) what their normalisers lack
+    question: messages.ShardQuery
+    queries: Tensor  # (q, d) the queries sent, with their graph
+    parameters: tuple[Tensor, ...]  # parameters whose gradients the shards return
+    shift: Tensor | float  # (q,) added to the log-normalisers that the shards return
 
 
 def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | None) -> Posed:
-    """Form of a request that travels. Raises BadInput for a score that neither folds nor pickles."""
+    """Return a request in the form for shards. Raises BadInput for a score that neither folds nor pickles."""
     queries, temperature = request.queries, divisor(request.temperature, request.queries.dtype)
-    if isinstance(request.weighting, Uniform):  # which asks no score
+    if isinstance(request.weighting, Uniform):  # no score is needed
         alike = queries[:, :1].expand(-1, dim) * 0
-        return Posed(say.ShardQuery(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
+        return Posed(messages.ShardQuery(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
     folded = request.folded
     if folded is None or folded.scale is None:
-        sent, parameters = pickled(request.score)
-        question = say.ShardQuery(array(queries), None, temperature, bool(parameters), sent, where=where)
+        score, parameters = pickled(request.score)
+        question = messages.ShardQuery(array(queries), None, temperature, bool(parameters), score, where=where)
         return Posed(question, queries, parameters, 0.0)
-    asked, scale = folded.queries, folded.scale
-    wanted = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
-    if wanted and folded.metric is Metric.DOT:
-        asked, scale, wanted = asked * scale, 1.0, False  # a product folds its factor, too
+    sent_queries, scale = folded.queries, folded.scale
+    trains = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
+    if trains and folded.metric is Metric.DOT:
+        sent_queries, scale, trains = sent_queries * scale, 1.0, False  # fold the factor into the queries
     factor = torch.as_tensor(scale, dtype=torch.float64) / temperature
-    question = say.ShardQuery(array(asked), folded.metric, float(1 / factor), wanted, where=where)
+    question = messages.ShardQuery(array(sent_queries), folded.metric, float(1 / factor), trains, where=where)
     shift = folded.bias / temperature
-    return Posed(question, asked, (factor,) if wanted else (), shift)
+    return Posed(question, sent_queries, (factor,) if trains else (), shift)
 
 
 def pickled(score: Score | ScoreFunction) -> tuple[bytes, tuple[Tensor, ...]]:
-    """A score as it travels, and its parameters that want gradients."""
+    """Pickle a score; return the bytes and the parameters that want gradients. Raises BadInput."""
     try:
-        sent = pickle.dumps(score)
+        data = pickle.dumps(score)
     except Exception as error:
         raise BadInput(
             f"the score {shown(score)} cannot be sent to shards ({type(error).__name__}: {error}); make "
-            "it a class or a function of a module that they can import, or use one of softdb.scores"
+            "it a class or a function of a module that the shards can import, or use one of softdb.scores"
         ) from error
     trained = score.parameters() if isinstance(score, torch.nn.Module) else ()
-    return sent, tuple(one for one in trained if one.requires_grad)
+    return data, tuple(p for p in trained if p.requires_grad)
 
 
 def array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as it travels: without its graph, on the host."""
+    """Return a tensor as a contiguous numpy array on the host, without its graph."""
     return tensor.detach().cpu().contiguous().numpy()
 
 
 class Parts(torch.autograd.Function):
-    """States of the shards as they came; backward asks each shard for its gradients."""
+    """States that the shards returned; backward asks each shard for its gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
         caller: Caller,
-        asks: Sequence[dict[int, say.PassOver | say.Draw]],  # rounds of them
+        asks: Sequence[dict[int, messages.PassOver | messages.Draw]],  # messages of each round
         states: State,  # (p, q, v) and (p, q)
-        places: Sequence[dict[int, Rows]],  # for each message which queries it asks
-        kept: Sequence[dict[int, NDArray[np.bool_]]],  # and of which of those its answer was kept
-        owners: Sequence[tuple[int, ...]],  # (p,) the shards that each state is of
+        places: Sequence[dict[int, Rows]],  # indices of the queries in each message
+        used: Sequence[dict[int, NDArray[np.bool_]]],  # True for each of those queries whose reply entered `states`
+        owners: Sequence[tuple[int, ...]],  # (p,) shards of each state
         queries: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The states themselves."""
-        ctx.caller, ctx.asks, ctx.places, ctx.kept, ctx.owners = caller, asks, places, kept, owners
+        """Return the states unchanged."""
+        ctx.caller, ctx.asks, ctx.places, ctx.used, ctx.owners = caller, asks, places, used, owners
         ctx.save_for_backward(states.output, states.lse, queries, *parameters)
         return states.output, states.lse
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """(query, its gradients of output and lse) to each shard, its gradient of the query back."""
+        """Send each shard the gradients of its output and lse; sum the gradients that the shards return."""
         output, lse, queries, *parameters = ctx.saved_tensors
-        found = [torch.zeros_like(one) for one in (queries, *parameters)]
-        part_of = {shard: part for part, mine in enumerate(ctx.owners) for shard in mine}
-        several = [len(mine) > 1 for mine in ctx.owners]
-        along = (output_grad.double() * output).sum(2).to(lse_grad) if any(several) else 0
-        lses, of_output, of_lse, of_whole = (list(array(one)) for one in (lse, output_grad, lse_grad, lse_grad - along))
-        for asks, places, kept in zip(ctx.asks, ctx.places, ctx.kept, strict=True):
+        query_grad, *parameter_grads = (torch.zeros_like(tensor) for tensor in (queries, *parameters))
+        state_of = {shard: state for state, shards in enumerate(ctx.owners) for shard in shards}
+        merged = [len(shards) > 1 for shards in ctx.owners]
+        along = (output_grad.double() * output).sum(2).to(lse_grad) if any(merged) else 0
+        lses, of_output, of_lse, of_merged = map(list, map(array, (lse, output_grad, lse_grad, lse_grad - along)))
+        for asks, places, used in zip(ctx.asks, ctx.places, ctx.used, strict=True):
 
             def message(
-                shard: int, version: int, asks: Any = asks, places: Any = places, kept: Any = kept
-            ) -> say.Message:
-                part, ask, own = part_of[shard], asks[shard], kept[shard]
-                if several[part]:  # of a pass; all shards of it are told the same, which travels once
-                    return say.Backward(ask.version, ask, of_output[part], of_whole[part], lses[part])
-                grads = (one[part][places[shard]] for one in (of_output, of_lse))
+                shard: int, version: int, asks: Any = asks, places: Any = places, used: Any = used
+            ) -> messages.Message:
+                state, ask, mask = state_of[shard], asks[shard], used[shard]
+                if merged[state]:  # a pass: its shards get equal gradients, which are sent to their host once
+                    return messages.Backward(ask.version, ask, of_output[state], of_merged[state], lses[state])
+                grads = (grad[state][places[shard]] for grad in (of_output, of_lse))
                 masked = (
-                    np.where(own.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0).astype(grad.dtype) for grad in grads
+                    np.where(mask.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0).astype(grad.dtype) for grad in grads
                 )
-                return say.Backward(ask.version, ask, *masked)
+                return messages.Backward(ask.version, ask, *masked)
 
             answers = ctx.caller.ask(
-                message, [one for one in asks if ctx.caller.transport.collective or kept[one].any()]
+                message, [shard for shard in asks if ctx.caller.transport.collective or used[shard].any()]
             )
             for shard, gradient in answers.replies.items():
-                mine = torch.from_numpy(places[shard]).to(queries.device)
-                found[0][mine] += torch.tensor(gradient.queries).to(found[0])
-                for whole, part in zip(found[1:], gradient.parameters, strict=True):
-                    whole += torch.tensor(part).to(whole)
+                own_queries = torch.from_numpy(places[shard]).to(queries.device)
+                query_grad[own_queries] += torch.tensor(gradient.queries).to(query_grad)
+                for total, grad in zip(parameter_grads, gradient.parameters, strict=True):
+                    total += torch.tensor(grad).to(total)
         sources = queries, output_grad, lse_grad, *parameters
-        return None, None, None, None, None, None, *Once.guarded(list(found), sources)
+        return None, None, None, None, None, None, *Once.guarded([query_grad, *parameter_grads], sources)

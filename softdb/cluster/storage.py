@@ -1,4 +1,4 @@
-"""Tables as Lance opens them, errors of Lance as errors of softdb, and what of a local table is synced to disk."""
+"""Opening tables with Lance, errors of Lance as errors of softdb, and syncing local tables to disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 from softdb.store import files
 
-LANCE = (OSError, ValueError, RuntimeError)  # types of what Lance raises
+LANCE = (OSError, ValueError, RuntimeError)  # types of Lance's errors
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "
 _UNREACHABLE = r"Error performing|error sending request|Failed to resolve|[Tt]imed out|Permission denied|os error 5\)"
 
 
 def dataset_at(url: str, options: dict[str, str] | None) -> Any:
-    """The newest version of the table at an address. Raises as `failure` says."""
+    """Open the newest version of the table at an address. Raises the errors of `failure`."""
     lance = needed("lance", "cluster", "a cluster")
     with lance_errors(url):
         return lance.dataset(url, storage_options=options)
@@ -41,17 +41,17 @@ def lance_errors(url: str) -> Iterator[None]:
 
 
 def failure(url: str, error: Exception) -> SoftDBError:
-    """The error of softdb for one that Lance raised as it read a table; NotADatabase where there is none."""
+    """Return the error of softdb for an error of Lance while reading a table."""
     text, missing = cause(error), missing_file(error)
     if "No object store provider" in text:
-        return BadInput(f"url {url!r} is of no kind that Lance opens ({text}); give a folder, or s3://, gs:// or az://")
+        return BadInput(f"url {url!r} cannot be opened by Lance ({text}); give a folder, or s3://, gs:// or az://")
     if missing is None and re.search(_UNREACHABLE, text):
         return StorageUnavailable(
-            f"{url} cannot be reached ({text}); try again later, or look at the address, and at the keys, region and "
+            f"{url} cannot be reached ({text}); try again later, or check the address, and the keys, region and "
             "endpoint in storage_options="
         )
     if "Dataset at path" in text or ("://" not in url and not Path(url, "_versions").is_dir()):
-        return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes one")
+        return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes a table")
     damage = f"cannot be read ({text})" if missing is None else f"lacks its file {missing}"
     return CorruptionError(
         f"{url} {damage}; bring the file back, or go back to a version without it: "
@@ -60,32 +60,32 @@ def failure(url: str, error: Exception) -> SoftDBError:
 
 
 def require_storage(url: str, error: Exception) -> None:
-    """Raise the error of softdb where Lance could not reach the storage, or a file of a version was missing there."""
+    """Raise the error of softdb if Lance could not reach the storage, or did not find a file of a version."""
     problem = failure(url, error)
     if isinstance(problem, StorageUnavailable) or missing_file(error):
         raise problem from error
 
 
 def missing_file(error: Exception) -> str | None:
-    """The file of a version that Lance did not find; None for other errors, such as of a version that is gone."""
+    """Return the file of a version that Lance did not find; None for other errors, such as a missing version."""
     missing = re.search(r"(?:Not found: |Object at location )([^\s,]+)", str(error))
     return None if missing is None or "Dataset at path" in str(error) else missing[1]
 
 
 def cause(error: Exception) -> str:
-    """The first line of an error of Lance, without places in its source, and the code that an object store gave."""
+    """Return the first line of Lance's error without its source locations, and the object store's error code."""
     text = re.sub(_NOISE, "", str(error).split("\n")[0])[:400]
     code = re.search(r"<Code>(\w+)</Code>", str(error))
     return text if code is None else f"{text} {code[1]}"
 
 
 class Synced:
-    """The files of a local table that are on disk: Lance itself syncs nothing.
+    """Syncs the files of a local table, since Lance itself syncs nothing.
 
-    A commit of Lance writes data and deletions, then a manifest, whose name is the commit. Synced after that, before a
-    verb returns, is every file that this handle has not synced, whoever wrote it: a version holds what all before it
-    have written. If the power fails before, the newest version may be torn, which nobody was told of: the one before it
-    is whole, and `lance.dataset(url, version=…).restore()` goes back to it.
+    A commit of Lance writes data and deletions, then a manifest, whose creation is the commit. Before a verb returns,
+    every file that this handle has not synced yet is synced, whoever wrote it, since a version contains all earlier
+    writes. After a power failure before the sync, the newest version, which no verb has returned, may be damaged. The
+    version before is intact: `lance.dataset(url, version=…).restore()` goes back to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class Synced:
         self._known: set[str] = set()
 
     def sync(self) -> None:
-        """Bring what is new to disk. Raises WriteFailed. Cost: a look at each file's name, one sync a new file."""
+        """Sync new files. Raises WriteFailed. Cost: a listing of all files, and a sync for each new file."""
         try:
             self._sync(self.path)
         except OSError as error:
@@ -107,7 +107,7 @@ class Synced:
             unknown = entry.path not in self._known
             if entry.is_dir(follow_symlinks=False):
                 self._sync(Path(entry.path))
-            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # else on its way to its name
+            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # others are temporary names
                 files.sync(Path(entry.path))
             else:
                 continue
@@ -117,10 +117,10 @@ class Synced:
             files.sync_directory(folder)
 
 
-def column(values: Any, kind: Any, there: Any = None) -> Any:
-    """Numbers (n, …) as a column, null where there are none."""
+def column(values: Any, kind: Any, present: Any = None) -> Any:
+    """Return numbers (n, …) as an Arrow column, null where `present` is False."""
     pa, array = needed("pyarrow", "cluster", "a cluster"), np.ascontiguousarray(values)
-    mask = None if there is None or there.all() else ~there
+    mask = None if present is None or present.all() else ~present
     if not pa.types.is_fixed_size_list(kind):
         return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
     flat = pa.array(array.reshape(-1), kind.value_type)
@@ -128,20 +128,20 @@ def column(values: Any, kind: Any, there: Any = None) -> Any:
 
 
 def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
-    """Raise BadInput naming the first column that records need and that is gone, or of another width."""
+    """Raise BadInput naming the first required column that is missing or has another width than the records."""
     widths = {fields.key: schema.dim, fields.value: schema.value_dim}
     for name in filter(None, (fields.id, fields.key, fields.value, *others)):
         if name not in dataset.schema.names:
             raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version that has it")
         width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
         if width is not None and size not in (None, width):
-            wider = f"column {name!r} is {size} wide, but the records' are {width}"
-            raise BadInput(f"{dataset.uri}: {wider}; mend it, or restore() a version before")
+            problem = f"column {name!r} is {size} wide; expected {width}"
+            raise BadInput(f"{dataset.uri}: {problem}; mend it, or restore() a version before")
 
 
-def literal(one: Id) -> str:
-    """An id as a condition of Lance says it."""
-    return str(one) if type(one) is int else "'" + str(one).replace("'", "''") + "'"
+def literal(id: Id) -> str:
+    """Return an id as a literal of Lance's filter language."""
+    return str(id) if type(id) is int else "'" + str(id).replace("'", "''") + "'"
 
 
 class Occupied(NamedTuple):
@@ -154,8 +154,8 @@ class Occupied(NamedTuple):
 
 
 def occupied(dataset: Any) -> Occupied:
-    """The files of a version, and the rows in them."""
+    """Count the files, bytes and rows of a version."""
     parts = dataset.get_fragments()
-    sizes = [file.file_size_bytes or 0 for part in parts for file in part.data_files()]
-    dead = sum(one.num_deletions for one in parts)
+    sizes = [file.file_size_bytes or 0 for fragment in parts for file in fragment.data_files()]
+    dead = sum(fragment.num_deletions for fragment in parts)
     return Occupied(dataset.count_rows(), dead, len(sizes), sum(sizes))

@@ -1,4 +1,4 @@
-"""A cluster over a table: it writes, follows what others write, and grows."""
+"""`TableCluster`: a cluster over a Lance table, which writes, follows other writers, and grows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from softdb.reports import CompactReport, SnapshotReport
 
 
 class TableCluster(Cluster):
-    """SoftDB's verbs on a Lance table of any size: its shards answer, the table keeps.
+    """SoftDB's verbs on a Lance table of any size: the table stores the records, and shards answer questions.
 
         db = softdb.cluster.create("records.lance", dim=128, shards=4)
         db.insert(ids, keys)
         db.attend(queries)
 
-    A verb that writes is one commit of the table, whatever shards it touches. The records are safe when it returns, and
-    the answers of this handle have them; another handle sees them after `refresh()`. Two that write at once are both
-    served: Lance commits one after the other; of two that insert one id at once, wherever they are, exactly one gets
-    DuplicateId. Cost of a write: a commit of the table (some ms in a folder, some requests of an object store), and a
-    refresh. `delete` by a filter names the records of the version that this handle sees.
+    Each write is one commit of the table for all shards. When the verb returns, the records are on disk and in this
+    handle's answers; another handle sees them after `refresh()`. Concurrent writes both succeed, one after the other.
+    If two handles insert the same id at once, exactly one of them gets DuplicateId. A write costs a commit of the table
+    (some ms in a folder, some requests to an object store) and a refresh. `delete` by a filter deletes the records that
+    match at the version that this handle sees.
     """
 
     core: TableCore
@@ -54,7 +54,7 @@ class TableCluster(Cluster):
 
     @property
     def table(self) -> Truth:
-        """The table."""
+        """Table of the records."""
         return self.core.table
 
     @property
@@ -64,67 +64,65 @@ class TableCluster(Cluster):
 
     @verb
     def refresh(self) -> int:
-        """See what was committed since, by whomever, and return the version. Cost: what has changed is read once.
+        """Move to the table's newest version, and return it. Cost: the changes since are read once.
 
-        Raises ShardUnavailable where a shard is not there in time: one that is being made goes on with it meanwhile.
+        Raises ShardUnavailable if a shard exceeds the timeout; a shard that is being built continues meanwhile.
         """
         self.core.refresh()
         return self.version
 
     @property
     def left_out(self) -> tuple[messages.LeftOut, ...]:
-        """Rows of the table that no record can be made of, each by its id and the reason; other programs wrote them.
+        """Rows of other programs that cannot be stored as records, each with its id and the reason.
 
-        They take part in no answer. `upsert` or `delete` mends them; where an id comes twice, delete one of its rows.
+        They take part in no answer. Mend them by `upsert` or `delete`; if an id comes twice, delete one of its rows.
         """
         return tuple(row for _, shard in sorted(self.caller.known.items()) for row in shard.left_out)
 
     @verb
     def verify(self) -> int:
-        """Compare every record of every shard with the table, and return how many there are.
+        """Compare the records of all shards with the table at this handle's version; return their number.
 
-        It is of the version that this handle sees. Cost: one pass over the table, and over the records.
+        Cost: one pass over the table, and over the records.
 
-        Raises CorruptionError naming shard and id of what differs, is missing, or is left out; shards that differ are
-        made anew from the table.
+        Raises CorruptionError with shard and id of records that differ, are missing or are left out. Shards that differ
+        are rebuilt from the table.
         """
         with self.core.moving:
             return verified(self, self.table, self.version, self.left_out)
 
     @verb
     def grow(self) -> int:
-        """Answer by twice as many shards from now on, and return how many: shard s becomes s and s + P.
+        """Double the number of shards, and return the new number: shard s becomes s and s + P.
 
-        Where its directory lies on the host that makes the two, each is a copy of that which half of the records leave;
-        the table is read where there is none. Questions are answered by the old shards until the new ones are there,
-        and what they have answered stays good; other handles go over with their next `refresh()`. On Ray the old actors
-        live on for these until `softdb.cluster.stop`. It may take long, and is not bounded by the timeout; one that was
-        cut short is gone on with by the next. Raises DatabaseLocked where another handle does the same at once.
+        A host that has the directory of shard s copies it twice and deletes half of each copy; another host reads the
+        table. The old shards answer until the new ones are complete, and their answers stay valid. Other handles switch
+        at their next `refresh()`; on Ray the old actors serve them until `softdb.cluster.stop`. Growing may take longer
+        than the timeout; call again after an interruption. Raises DatabaseLocked if another handle grows at once.
         """
         return self.core.grow()
 
     @verb
     def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
-        """Copy all records, as of the version that this handle sees, to one ordinary database in a new directory.
+        """Copy all records at this handle's version to one ordinary database in a new directory.
 
-        It is read from the table, batch by batch, so that memory does not grow with it and writing goes on. Indexes are
-        not copied: `build_index()` there makes one.
+        The copy reads the table batch by batch, in bounded memory, and blocks no writer. Indexes are not copied: call
+        `build_index()` on the copy.
 
         Args:
-            path: a directory that does not exist or is empty; it is there whole, or not at all.
+            path: a directory that does not exist or is empty. A failed copy leaves it so.
 
-        Raises BadInput for another path, StaleRead where the version was cleaned up, and WriteFailed where the disk
-        refuses: then nothing of the copy is left.
+        Raises BadInput for another path, StaleRead if the version was cleaned up, and WriteFailed if the disk refuses.
         """
         target, version = check.folder(path, "path", "the path of a new directory"), self.version
         return copied(target, lambda folder: of_table(self.table, version, folder))
 
     @verb
     def compact(self) -> CompactReport:
-        """Write the table's many small files as few large ones, and index its ids. Answers stay what they are.
+        """Merge the table's small files into few large ones, and index its ids. Answers do not change.
 
-        Worth it after some hundred writes: each is a file, which a shard that is made anew reads. The report is of the
-        newest version: its files, and the rows of deleted and replaced records in them; older versions keep theirs.
+        Worth it after some hundred writes: each adds a file, which a rebuilt shard reads. The report counts the files
+        of the newest version, and the rows of deleted and replaced records in them. Older versions keep their files.
         """
         self.core.require_writable()
         truth = self.table

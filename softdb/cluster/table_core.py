@@ -1,4 +1,4 @@
-"""`TableCore`: shards that follow a Lance table, and writes to that table."""
+"""`TableCore`: shards that follow a Lance table, and writes to the table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, S
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 
-PATIENCE = 3600.0  # seconds that new shards may take to be made
-_TRIES = 20  # of a refresh that others overtake
+PATIENCE = 3600.0  # least timeout of building new shards, in seconds
+_TRIES = 20  # attempts of a refresh while other handles refresh, too
 
 
 class TableCore(ClusterCore):
-    """Shards of a Lance table; `table` is the truth with as many shards as this handle asks."""
+    """Shards of a Lance table; `table` has the number of shards that this handle asks."""
 
     def __init__(
         self,
@@ -40,22 +40,22 @@ class TableCore(ClusterCore):
     ) -> None:
         self.table, self.mode = truth, mode
         self._connect, self._encoder = connect, encoder
-        self._before = weakref.WeakSet[messages.Transport]()  # of fewer shards, which answers still refer to
+        self._before = weakref.WeakSet[messages.Transport]()  # to fewer shards, which older answers still refer to
         self.moving = threading.RLock()
         super().__init__(Caller(connect(truth), timeout, partial, functools.partial(is_kept, truth)))
 
     @property
     def id_types(self) -> set[str]:
-        """{"integer"} or {"text"}, as the table has them."""
+        """Type of the table's ids: {"integer"} or {"text"}."""
         return {self.table.id_type}
 
     @property
     def version(self) -> int:
-        """The version of the table that this handle sees."""
+        """Version of the table that this handle sees."""
         return max(map(_version, self.caller.known.values()))
 
     def encoder(self) -> check.Encoder | None:
-        """Return the encoder that this handle was opened with, else the one of that name."""
+        """Return the encoder that this handle was opened with, else the encoder that the table names."""
         return super().encoder() if self._encoder is None else self._encoder
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class TableCore(ClusterCore):
         super().close()
 
     def stats(self) -> Stats:
-        """Sums over all shards; the path is the table's address."""
+        """Return sums over all shards; the path is the table's address."""
         return dataclasses.replace(super().stats(), path=self.table.url, durability="full")
 
     # -- following the table ---------------------------------------------------------------------------------------
@@ -79,26 +79,26 @@ class TableCore(ClusterCore):
             self._take(caller)
 
     def _go_on(self, caller: Caller) -> None:
-        """Bring shards to the newest version, and make them anew where they break `softdb.cluster.invariant`."""
-        table, anew = self.table.with_shards(caller.shards), False
+        """Bring shards to the newest version, and rebuild them if they break `softdb.cluster.invariant`."""
+        table, rebuild = self.table.with_shards(caller.shards), False
         for _ in range(_TRIES):
             newest = table.newest()
             if newest < self.version:
-                raise StaleRead(f"another table has taken the place of {self.table.url}; open it again")
-            caller.look(lambda _: messages.Refresh(newest, anew))  # noqa: B023
+                raise StaleRead(f"another table has taken the place of {self.table.url}; open the new table")
+            caller.look(lambda _: messages.Refresh(newest, rebuild))  # noqa: B023
             if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
                 continue
             if is_kept(table, caller.known):
                 return
-            if anew:
+            if rebuild:
                 raise CorruptionError(
-                    f"the shards hold other records than {self.table.url}, made anew, too; verify() names them"
+                    f"the shards hold other records than {self.table.url}, even rebuilt; verify() names the records"
                 )
-            anew = True
-        raise StaleRead(f"the shards went on {_TRIES} times while they were looked at; refresh() again")
+            rebuild = True
+        raise StaleRead(f"the shards went on {_TRIES} times while they were compared with the table; refresh() again")
 
     def grow(self) -> int:
-        """Ask twice as many shards from now on, and return how many."""
+        """Double the number of shards, and return the new number."""
         self.require_writable()
         with self.moving:
             table, shards = self.table, 2 * self.table.shards
@@ -113,7 +113,7 @@ class TableCore(ClusterCore):
         return shards
 
     def _joined(self, shards: int, timeout: float) -> Caller:
-        """So many shards of the table, ready to be asked."""
+        """Return a caller of the table's records in `shards` shards, which are built first."""
         table = self.table.with_shards(shards)
         transport = self._connect(table)
         try:
@@ -125,7 +125,7 @@ class TableCore(ClusterCore):
         return caller
 
     def _take(self, caller: Caller) -> None:
-        """Ask these shards from now on. The old ones stay open for what refers to them: questions, hits, gradients."""
+        """Switch to another caller. The old one stays open for running questions, and for older hits and gradients."""
         if caller is self.caller:
             return
         self._before.add(self.caller.transport)
@@ -135,7 +135,7 @@ class TableCore(ClusterCore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records, write them in one commit of the table, and bring the shards on."""
+        """Check records, write them in one commit of the table, and refresh the shards."""
         self.require_writable()
         checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
         with telling(progress) as tell:
@@ -149,7 +149,7 @@ class TableCore(ClusterCore):
         self.seen()
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Delete records by id, or those of the version that this handle sees that a filter matches."""
+        """Delete records by id, or the records that match a filter at the version that this handle sees."""
         self.require_writable()
         if ids is None:
             ids = [id for records in self.scan(10_000, where) for id in records.ids]
@@ -158,13 +158,13 @@ class TableCore(ClusterCore):
         return count
 
     def require_writable(self) -> None:
-        """Raises ReadOnly."""
+        """Raise ReadOnly if this handle or this table is read-only."""
         if self.mode != "rw" or not self.table.own:
             way = "open it with mode='rw'" if self.table.own else "write to it with what made it, then refresh()"
             raise ReadOnly(f"this handle of {self.table.url} only reads; {way}")
 
     def seen(self) -> None:
-        """Bring the shards on. What fails now has been written all the same, and the error says so."""
+        """Refresh the shards after a commit. An error says that the records are written all the same."""
         try:
             self.refresh()
         except SoftDBError as error:
@@ -172,8 +172,8 @@ class TableCore(ClusterCore):
             if isinstance(error, Closed | ShardUnavailable | StaleRead):
                 error.args = (message, *error.args[1:])
                 raise
-            raise StaleRead(message) from error  # of another type it would tell of a write that was refused
+            raise StaleRead(message) from error  # other types would mean that the write failed
 
 
-def _version(one: messages.Description) -> int:
-    return messages.of_records(one.version)
+def _version(description: messages.Description) -> int:
+    return messages.of_records(description.version)

@@ -1,4 +1,4 @@
-"""`softdb.cluster.create`, `open` and `serve`: from the address of a table to a handle that answers as one database."""
+"""`softdb.cluster.create`, `open` and `serve`: open a table by its address as one database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from softdb.cluster.actors import hosted
 from softdb.cluster.addresses import address, folder_of, named
 from softdb.cluster.foreign import served
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.local import Here
+from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
 from softdb.cluster.storage import lance_errors
@@ -27,7 +27,7 @@ from softdb.index.choose import Progress
 
 Place = Literal["here", "ray"]
 
-_HANDLES = 64  # of one table on one machine, each with directories of its own
+_HANDLES = 64  # most handles of a table on one machine, each with its own directories
 
 
 @named
@@ -51,19 +51,20 @@ def create(
         db = softdb.cluster.create("s3://bucket/records.lance", shards=4, dim=128)
 
     Args:
-        url: a folder, or whatever Lance opens: s3://, gs://, az://. An object store must put conditionally, as S3 does.
-        dim: d, the width of a key; an encoder with an attribute `dim` says it itself.
-        shards: P, a power of two: how many parts the records are answered by. It doubles with `grow`.
-        replicas: R, how many actors answer for each shard on Ray; elsewhere one does.
-        ids: what the ids are, texts or whole numbers.
-        storage_options: what Lance gives the object store: keys, region, endpoint.
-        opened: as `open` takes it.
+        url: a folder, or an address that Lance opens: s3://, gs://, az://. An object store must support conditional
+            puts, as S3 does.
+        dim: d, the width of a key; default: the encoder's attribute `dim`.
+        shards: P, the number of shards, a power of two. `grow` doubles it.
+        replicas: R, the number of actors that serve each shard on Ray; without Ray it has no effect.
+        ids: type of the ids, "str" or "int".
+        storage_options: Lance's options of the object store: keys, region, endpoint.
+        opened: arguments of `open`.
 
-    The others are those of `softdb.open`.
+    Other arguments are those of `softdb.open`.
 
     Raises:
-        BadInput: there is a table already, or an argument cannot be used.
-        WriteFailed: the place refused.
+        BadInput: a table exists at the address, or an argument is wrong.
+        WriteFailed: the table cannot be written.
     """
     place = address(url)
     check.one_of(ids, "ids", ("str", "int"))
@@ -90,24 +91,25 @@ def open(
     """Open a table that `create` has made, and bring its shards to the newest version.
 
     Args:
-        url: as of `create`.
-        mode: "rw" writes, "r" does not. Any number of handles may write at once.
-        timeout: seconds after which a shard that has not answered is given up.
-        partial: answer without such shards, and say so, in place of ShardUnavailable.
-        on: "here": every shard in this process, which needs no Ray. "ray": in actors on the hosts of the Ray cluster
-            that this process is connected to, or of one that is started here; they live on, for others, too, until
+        url: as in `create`.
+        mode: "rw" to read and write, "r" to read only. Any number of handles may write at once.
+        timeout: seconds to wait for a shard's answer.
+        partial: True to answer without shards that exceed the timeout, and to name them; False to raise
+            ShardUnavailable.
+        on: "here" for all shards in this process, without Ray. "ray" for actors on the hosts of the Ray cluster that
+            this process is connected to, or of a new one on this machine. Actors run, for other handles, too, until
             `softdb.cluster.stop(url)`.
-        cache: where directories of the shards lie, on each host; None: below ~/.cache/softdb. They may be deleted
-            at any time while nothing has them open.
-        encoder: texts -> (n, d), as of `softdb.open`.
-        storage_options: as of `create`.
-        progress: of shards that are made here: called with what is being done, how many rows of the table were passed
-            over for that, and of how many; True draws a bar. Actors tell nothing.
+        cache: folder of the shards' directories on each host; None: below ~/.cache/softdb. Directories that no
+            handle has open may be deleted at any time.
+        encoder: texts -> (n, d), as in `softdb.open`.
+        storage_options: as in `create`.
+        progress: called while shards are built in this process, with the name of the step, the number of rows of the
+            table that were read, and the number of all; True draws a bar. Actors report no progress.
 
     Raises:
-        NotADatabase: there is no table, or one that softdb has not made: `serve` it.
+        NotADatabase: there is no table, or softdb did not make it: use `serve`.
         StorageUnavailable, CorruptionError: the store cannot be reached; a file of the table is missing or damaged.
-        ShardUnavailable: an actor did not come up within the timeout.
+        ShardUnavailable: an actor did not start within the timeout.
     """
     check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
@@ -136,23 +138,23 @@ def serve(
     storage_options: dict[str, str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TableCluster:
-    """Answer over a Lance table that another program has made, as it is; the handle only reads.
+    """Open a Lance table that another program has made, to read it.
 
         db = softdb.cluster.serve("recipes.lance", keys="vector")    # a table of LanceDB
 
     Args:
         url: the table's folder; LanceDB's table `t` is `t.lance` in the database's folder.
-        keys: the column of the keys, lists of floats of one length.
-        values: the column of the values, such lists, or whole numbers below `num_classes`; None: the keys serve.
-        ids: the column of the ids, texts or whole numbers, each once.
-        payload: the columns that are the fields of the payload; None: all others. What is not named is never read.
-        num_classes: None: one more than the largest label.
+        keys: name of the column of keys: lists of floats of one length.
+        values: name of the column of values: such lists, or integers below `num_classes`; None: the keys serve.
+        ids: name of the column of ids: unique texts or integers.
+        payload: names of the columns that form the payload; None: all others. Other columns are never read.
+        num_classes: number of classes; None: the largest label + 1.
 
-    The others are those of `open` and `create`. `refresh()` takes in what has changed since: only that, where the table
-    has stable row ids, else every row anew.
+    Other arguments are those of `open` and `create`. `refresh()` reads the changes since if the table has stable row
+    ids, else all rows.
 
-    Raises BadInput, before anything is made: a column is missing, holds null, or vectors of several lengths. Rows with
-    NaN, or an id that comes twice, and what comes later, are left out: see `TableCluster.left_out`.
+    Raises BadInput, before any shard is built, if a column is missing, holds null, or holds vectors of several lengths.
+    Rows with NaN, rows with a repeated id, and later faulty rows are left out: see `TableCluster.left_out`.
     """
     fields = Fields(id=ids, key=keys, value=values)
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
@@ -175,29 +177,29 @@ def _opened(
     if encoder is not None and not callable(encoder):
         raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
     seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache) / truth.digest
-    say: Progress | None = None
+    report: Progress | None = None
 
     def connect(table: Truth) -> Transport:
         if on == "here":
-            return _here(table, folder, say)
+            return _here(table, folder, report)
         return hosted(table, folder, seconds)
 
-    with telling(progress) as told:
-        say = told
-        made = TableCluster(connect, truth, seconds, partial, mode, encoder)
-    say = None
-    return made
+    with telling(progress) as sink:
+        report = sink
+        cluster = TableCluster(connect, truth, seconds, partial, mode, encoder)
+    report = None
+    return cluster
 
 
-def _here(truth: Truth, folder: Path, say: Progress | None) -> Here:
-    """Every shard in this process, in the first folder that no other handle has."""
+def _here(truth: Truth, folder: Path, report: Progress | None) -> LocalTable:
+    """Return a transport to all shards in this process, in the first folder that no other handle has open."""
     version = truth.newest()
     for number in range(_HANDLES):
         try:
-            hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version, say)
+            hydrated = Hydrated(truth, folder / f"here-{number}", range(truth.shards), version, report)
         except DatabaseLocked:
             continue
-        return Here(hydrated)
+        return LocalTable(hydrated)
     raise DatabaseLocked(
-        f"{_HANDLES} handles of this machine have {truth.url} open; close some, or give another cache="
+        f"{_HANDLES} handles on this machine have {truth.url} open; close some, or give another folder, cache="
     )

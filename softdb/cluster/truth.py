@@ -1,11 +1,11 @@
-"""The truth of a cluster: a Lance table. Each commit is a version, which shards are made from.
+"""The truth of a cluster: a Lance table. Each commit is a version of the table, from which shards are built.
 
-A table that softdb makes has the columns of its exports: `id`, the primary key, `key`, `value`, `text` and `payload`
-(JSON); its metadata say what the database is, its configuration how many shards it is answered by. Spark, Ray Data,
-DuckDB and LanceDB read and write it. A table that others have made is read as it is.
+A table that softdb makes has the columns of softdb's exports: `id`, the primary key, `key`, `value`, `text` and
+`payload` (JSON). The table's metadata hold the database's header, its configuration the number of shards. Spark, Ray
+Data, DuckDB and LanceDB can read and write it. Tables of other programs are only read.
 
-Durability: an object store keeps what it has acknowledged. Lance does not sync files, so in a local folder softdb does,
-before it acknowledges (`softdb.cluster.storage`).
+Durability: an object store keeps every acknowledged write. Lance does not sync files, so in a local folder softdb syncs
+them before a verb returns (`softdb.cluster.storage`).
 """
 
 from __future__ import annotations
@@ -55,60 +55,60 @@ from softdb.store import Batch, files
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
-_TRIES = 20  # of an update that others overtake
+_TRIES = 20  # attempts of an update while others write, too
 
 
 @dataclass
 class Truth:
-    """A table, and how its columns are read. It travels as its address."""
+    """A Lance table and the meaning of its columns. Pickles without the open table."""
 
     url: str
     options: dict[str, str] | None  # of the object store
-    fields: Fields  # which columns are id, key and value
-    own: bool  # with the columns of softdb's exports; else it is only read
+    fields: Fields  # names of the columns of id, key and value
+    own: bool  # True: softdb made the table; False: another program did, and the table is only read
     schema: Schema
     shards: int
     replicas: int
-    encoder: str | None = None  # the name of what made the keys
+    encoder: str | None = None  # name of the encoder of the keys
     _opened: Any = field(default=None, repr=False, compare=False)
     _synced: Synced | None = field(default=None, repr=False, compare=False)
-    payload: tuple[str, ...] | None = None  # the columns of the payload; None: all that are nothing else
+    payload: tuple[str, ...] | None = None  # columns of the payload; None: all others
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_synced": None}
 
     @property
     def described(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for a database of these records."""
+        """Arguments of `softdb.open` for a database of the table's records."""
         return self.schema.described
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, about."""
+        """Approximate size of a row in bytes."""
         return (self.schema.dim + (self.schema.value_dim or 0)) * self.schema.dtype.itemsize + 256
 
     @property
     def id_type(self) -> str:
-        """Of what type the ids are: "integer" or "text"."""
+        """Type of the ids: "integer" or "text"."""
         return "integer" if _arrow().types.is_integer(self.now().schema.field(self.fields.id).type) else "text"
 
     @property
     def digest(self) -> str:
-        """Digest of the way in which a foreign table is read; empty for a table that says how."""
-        said = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
-        return "" if self.own else blake2b(said, digest_size=8).hexdigest()
+        """Digest of the arguments by which another program's table is read; empty for softdb's own tables."""
+        arguments = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
+        return "" if self.own else blake2b(arguments, digest_size=8).hexdigest()
 
     def columns(self, dataset: Any) -> list[str] | None:
-        """The columns that are read; None: all."""
+        """Return the columns to read; None: all."""
         if self.payload is None:
             return None
-        taken = {self.fields.id, self.fields.key, self.fields.value, *self.payload}
-        return [name for name in dataset.schema.names if name in taken]
+        needed_names = {self.fields.id, self.fields.key, self.fields.value, *self.payload}
+        return [name for name in dataset.schema.names if name in needed_names]
 
     # -- versions --------------------------------------------------------------------------------------------------
 
     def now(self) -> Any:
-        """The dataset as of now. Raises NotADatabase, StorageUnavailable; BadInput naming a column it lacks by now."""
+        """Open the newest version. Raises NotADatabase, StorageUnavailable, and BadInput naming a missing column."""
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
         with lance_errors(self.url):
@@ -117,23 +117,23 @@ class Truth:
         return dataset
 
     def at(self, version: int) -> Any:
-        """The dataset at a version. Raises StaleRead where it was cleaned up, StorageUnavailable."""
+        """Open a version. Raises StaleRead if the version was cleaned up, and StorageUnavailable."""
         newest = self.now()
         try:
             return newest.checkout_version(version)
         except LANCE as error:
             require_storage(self.url, error)
             raise StaleRead(
-                f"version {version} of {self.url} is not there ({cause(error)}): it was cleaned up, or is yet to come; "
-                f"refresh() shows version {newest.version}"
+                f"version {version} of {self.url} is not there ({cause(error)}): it was cleaned up, or does not exist "
+                f"yet; refresh() shows version {newest.version}"
             ) from None
 
     def newest(self) -> int:
-        """The newest version."""
+        """Return the newest version."""
         return int(self.now().version)
 
     def identity(self, dataset: Any) -> str:
-        """Identity of a version, which another table at the same address does not share."""
+        """Return the identity of a version, which differs between tables at the same address."""
         with lance_errors(self.url):
             known = getattr(transaction(dataset, dataset.version), "uuid", None)
             return str(known or next(v["timestamp"] for v in dataset.versions() if v["version"] == dataset.version))
@@ -141,9 +141,9 @@ class Truth:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def rows(self, batch: Any, left_out: list[LeftOut] | None = None) -> Rows | None:
-        """Rows (a record batch or table) as records; None of none.
+        """Convert a record batch or table to records; None for no rows.
 
-        Those that cannot be records join `left_out`; without it, raises BadInput naming the first.
+        Rows that cannot be records are added to `left_out`; without it, the first raises BadInput.
         """
         pa = _arrow()
         table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
@@ -158,7 +158,7 @@ class Truth:
         return rows
 
     def batch(self, records: Rows) -> Batch:
-        """Records as a database stores them. Raises BadInput, DuplicateId."""
+        """Check records and return them as a database stores them. Raises BadInput, DuplicateId."""
         checker = RecordChecker(self.schema, lambda: None)
         parts = records.ids, records.keys, records.values, records.payloads, records.texts
         return checker.batch(*parts, lambda *_: None)
@@ -169,51 +169,51 @@ class Truth:
         return "://" not in self.url
 
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
-        """So many rows from place `after` on, in order, as record batches of at most `size` rows; None: all."""
+        """Yield `count` rows (None: all) from position `after` on, in order, in batches of at most `size` rows."""
         columns = self.columns(dataset)
         scanner = dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
         yield from self.read(scanner)
 
     def read(self, scanner: Any) -> Iterator[Any]:
-        """Record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
+        """Yield record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
         with lance_errors(self.url):
             yield from scanner.to_batches()
 
     def taken(self, dataset: Any, places: Any) -> Any:
-        """The rows at some places (n,), ascending, and no others, as a table."""
+        """Read the rows at the positions `places` (n,), ascending, as a table, and no other rows."""
         with lance_errors(self.url):
             return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
-        """Changes since a version; None where they cannot be told, or are too large to be held."""
+        """Return the changes since a version, as `changes_between`; None if unknown or too large for memory."""
         return changes_between(self.url, since, dataset, str(self.fields.id), self.columns(dataset))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> int:
-        """Add records, all or none; the version then. Raises DuplicateId, whoever else inserts the same id at once."""
+        """Add records, all or none; return the new version. Raises DuplicateId, also for a concurrent insert."""
         return self.write(self.table(batch), upsert=False)
 
     def upsert(self, batch: Batch) -> int:
-        """Add records, or replace them whole; the version then."""
+        """Add or replace records; return the new version."""
         return self.write(self.table(batch), upsert=True)
 
     def write(self, rows: Any, upsert: bool) -> int:
-        """As `insert` or `upsert`: rows of the table's schema, a table or a reader, in one commit."""
+        """Insert or upsert rows of the table's schema, a table or a reader, in one commit; return the new version."""
         newest = self.now()
         merge = newest.merge_insert("id").when_not_matched_insert_all()
         merge = merge.when_matched_update_all() if upsert else merge.when_matched_fail()
         return self._written(newest, lambda: merge.execute(rows))
 
     def update(self, ids: list[Id], columns: Mapping[str, Any]) -> int:
-        """Replace columns of stored records, all or none; the version then. Raises UnknownId, BadInput."""
+        """Replace columns of stored records, all or none; return the new version. Raises UnknownId, BadInput."""
         pa = _arrow()
         for _ in range(_TRIES):
             newest = self.now()
             self._require_stored(newest, ids, columns)
             schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
             arrays = [self._ids(ids), *(column(columns[name], schema.field(name).type) for name in columns)]
-            # one that others overtake is looked at again: its records may be gone
+            # after a conflict, check again that the records still exist
             merge = newest.merge_insert("id").when_matched_update_all().conflict_retries(0)
             try:
                 return self._written(newest, lambda: merge.execute(pa.table(arrays, schema=schema)))  # noqa: B023
@@ -222,29 +222,29 @@ class Truth:
         raise _overtaken(self.url)
 
     def delete(self, ids: list[Id]) -> tuple[int, int]:
-        """Delete records, missing ones are fine; how many there were, and the version then."""
-        whole, newest = self.id_type == "integer", self.now()
-        ids = [name for name in dict.fromkeys(ids) if (type(name) is int) is whole]  # others are not stored
+        """Delete records by id, ignoring missing ones; return the number deleted and the new version."""
+        is_integer, newest = self.id_type == "integer", self.now()
+        ids = [id for id in dict.fromkeys(ids) if (type(id) is int) is is_integer]  # those of other types are missing
         table = _arrow().table({"id": self._ids(ids)})
-        merge, found = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
-        version = self._written(newest, lambda: found.update(merge.execute(table)))
-        return found["num_deleted_rows"], version
+        merge, counts = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
+        version = self._written(newest, lambda: counts.update(merge.execute(table)))
+        return counts["num_deleted_rows"], version
 
     def stored_shards(self) -> int:
-        """Number of shards that the table's configuration names."""
+        """Return the number of shards in the table's configuration."""
         return int(self.now().config()["softdb.shards"]) if self.own else self.shards
 
     def with_shards(self, shards: int) -> Truth:
-        """The same table, answered by another number of shards."""
+        """Return a copy with another number of shards."""
         return replace(self, shards=shards)
 
     def put_shards(self, shards: int) -> int:
-        """Note another number of shards; the version then. Raises DatabaseLocked where another does that at once."""
+        """Store another number of shards; return the new version. Raises DatabaseLocked for a concurrent change."""
         newest = self.now()
         return self._written(newest, lambda: newest.update_config({"softdb.shards": str(shards)}))
 
     def compact(self) -> int:
-        """Make few large files of many small ones, and index the ids; the version then. No record changes."""
+        """Merge small files into large ones, and index the ids; return the new version. No record changes."""
         newest = self.now()
 
         def work() -> None:
@@ -254,48 +254,48 @@ class Truth:
         return self._written(newest, work)
 
     def table(self, batch: Batch) -> Any:
-        """Checked records as rows."""
+        """Return checked records as rows of the table."""
         pa, n = _arrow(), len(batch.ids)
-        made = self.now().schema
-        there = np.ones(n, np.bool_) if batch.keyed is None else batch.keyed
+        schema = self.now().schema
+        keyed = np.ones(n, np.bool_) if batch.keyed is None else batch.keyed
         columns = {
             "id": self._ids(batch.ids),
-            "key": column(batch.keys, made.field("key").type, there),
-            "text": pa.array(batch.texts or [None] * n, made.field("text").type),
-            "payload": pa.array(batch.payloads, made.field("payload").type),
+            "key": column(batch.keys, schema.field("key").type, keyed),
+            "text": pa.array(batch.texts or [None] * n, schema.field("text").type),
+            "payload": pa.array(batch.payloads, schema.field("payload").type),
         }
         if batch.values is not None:
-            columns["value"] = column(batch.values, made.field("value").type, there)
-        columns |= {name: pa.nulls(n, made.field(name).type) for name in made.names if name not in columns}
-        return pa.table([columns[name] for name in made.names], schema=made)
+            columns["value"] = column(batch.values, schema.field("value").type, keyed)
+        columns |= {name: pa.nulls(n, schema.field(name).type) for name in schema.names if name not in columns}
+        return pa.table([columns[name] for name in schema.names], schema=schema)
 
     def _ids(self, ids: list[Id]) -> Any:
         pa = _arrow()
-        kind, whole = self.now().schema.field("id").type, self.id_type == "integer"
-        wrong = next((one for one in ids if (type(one) is int) is not whole), None)
+        kind, is_integer = self.now().schema.field("id").type, self.id_type == "integer"
+        wrong = next((id for id in ids if (type(id) is int) is not is_integer), None)
         if wrong is not None:
-            expected, other = ("int", "str") if whole else ("str", "int")
-            came = f"id {shown(wrong)} is of type {type(wrong).__name__}, but this table's ids are {expected}"
-            raise BadInput(f"{came}: pass such, or make a table with create(…, ids={other!r})")
+            expected, other = ("int", "str") if is_integer else ("str", "int")
+            problem = f"id {shown(wrong)} is of type {type(wrong).__name__}, but this table's ids are {expected}"
+            raise BadInput(f"{problem}: pass {expected}, or make a table with create(…, ids={other!r})")
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> None:
-        """UnknownId for an id that is not there; BadInput for a key without its value, or the other way."""
-        names, found = dataset.schema.names, dict[Id, bool]()
+        """Raise UnknownId for an id that is not stored, and BadInput for a first key or value without the other."""
+        names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
             table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
-        found.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
-        unknown = next((one for one in ids if one not in found), None)
+        keyed.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
+        unknown = next((id for id in ids if id not in keyed), None)
         if unknown is not None:
             raise UnknownId(f"id {shown(unknown)} is not stored; upsert adds it")
         half = {"key", "value"} & set(names) - set(columns)
         touched = {"key", "value"} & set(columns)
-        if touched and half and (bare := next((one for one in ids if not found[one]), None)) is not None:
-            raise BadInput(f"id {shown(bare)} has neither key nor value as yet; give both")
+        if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
+            raise BadInput(f"id {shown(bare)} has neither key nor value yet; give both")
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
-        """Write, and bring it to disk; the version then. What Lance raises becomes one of the family."""
+        """Run a write, sync it, and return the new version. Raises errors of softdb for those of Lance."""
         if not self.own:
             raise ReadOnly(f"{self.url} was made by another program; write to it with that, then refresh()")
         try:
@@ -303,16 +303,16 @@ class Truth:
         except SoftDBError:
             raise
         except LANCE as error:
-            said = str(error)
-            twice = re.search(r"found matching row with key values: id = (.*?), /", said, re.DOTALL)
+            text = str(error)
+            twice = re.search(r"found matching row with key values: id = (.*?), /", text, re.DOTALL)
             if twice is not None:
                 raise DuplicateId(f"id {twice[1]} is stored already; upsert replaces") from None
-            if "concurrent" in said:
+            if "concurrent" in text:
                 raise _overtaken(self.url) from None
             if missing_file(error) is not None:
                 raise failure(self.url, error) from error
             raise WriteFailed(
-                f"{self.url} could not be written ({cause(error)}); look at what is there, then retry"
+                f"{self.url} could not be written ({cause(error)}); check what is stored, then retry"
             ) from error
         if self.local:
             if self._synced is None:
@@ -330,7 +330,7 @@ def create(
     ids: str,
     encoder: str | None,
 ) -> None:
-    """Make an empty table. Raises BadInput where there is one already."""
+    """Make an empty table. Raises BadInput if there is a table already, and WriteFailed."""
     pa, lance = _arrow(), needed("lance", "cluster", "a cluster")
     number = pa.from_numpy_dtype(schema.dtype)
     value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
@@ -346,26 +346,26 @@ def create(
     )
     layout = pa.schema(columns, {"softdb": json.dumps(header.__dict__, ensure_ascii=False)})
     try:
-        made = lance.write_dataset(
+        dataset = lance.write_dataset(
             layout.empty_table(), url, mode="create", storage_options=options, enable_stable_row_ids=True
         )
     except LANCE as error:
         if "already exists" in str(error):
-            raise BadInput(f"{url} holds a table already; open it, or choose another place") from None
-        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another place, or mend the cause") from error
-    made.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
+            raise BadInput(f"{url} holds a table already; open it, or choose another address") from None
+        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another address or mend the cause") from error
+    dataset.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
     if "://" not in url:
         Synced(Path(url)).sync()
         files.sync_directory(Path(url).parent)
 
 
 def stored(url: str, options: dict[str, str] | None) -> Truth:
-    """The table that `create` has made. Raises NotADatabase, BadInput."""
+    """Open a table that `create` has made. Raises NotADatabase, BadInput."""
     dataset = dataset_at(url, options)
-    said, config = (dataset.schema.metadata or {}).get(b"softdb"), dataset.config()
-    if said is None or "softdb.shards" not in config:
-        raise NotADatabase(f"{url} is a table that softdb has not made; serve it: softdb.cluster.serve(url, keys=…)")
-    header = Header.of(json.loads(said), url)
+    description, config = (dataset.schema.metadata or {}).get(b"softdb"), dataset.config()
+    if description is None or "softdb.shards" not in config:
+        raise NotADatabase(f"{url} is a table that softdb has not made; serve it by softdb.cluster.serve(url, keys=…)")
+    header = Header.of(json.loads(description), url)
     schema = check.schema(**header.schema, stored=None)
     shards, replicas = int(config["softdb.shards"]), int(config["softdb.replicas"])
     fields = Fields(value="value" if schema.has_values else None)

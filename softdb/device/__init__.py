@@ -1,7 +1,7 @@
-"""GPUs: copies of a database's columns there, FAISS there, and Triton's kernels, which torch can stand in for.
+"""GPUs: copies of a database's columns, FAISS indexes and Triton kernels, with torch operations as a replacement.
 
-It implements the protocols of `softdb.index.placement` and `softdb.index.contract.Devices`; `softdb.database` hands it
-to them, and `index` and `attend` never import it. Begin with `board`, or with `pooled` for tensors alone.
+The package implements the protocols of `softdb.index.placement` and `softdb.index.contract.Devices`. `softdb.database`
+passes it to `index` and `attend`, which never import it. Begin with `board`, or with `pooled` for plain tensors.
 """
 
 from __future__ import annotations

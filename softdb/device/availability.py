@@ -1,4 +1,4 @@
-"""Availability of a device to this process and to the Triton kernels, with the reason if there is none."""
+"""Availability of a device to this process and to the Triton kernels, with the reason if it is unavailable."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib.util
 
 import torch
 
-PRETENDED = False  # tests only: tensors of the CPU count as a device's, under Triton's interpreter
-CAPABILITY = (8, 0)  # the oldest that the kernels are compiled for
+PRETENDED = False  # for tests: True treats tensors of the CPU as a device's, under Triton's interpreter
+CAPABILITY = (8, 0)  # oldest compute capability that the kernels are compiled for
 
 
 def usable(device: torch.device) -> str | None:
-    """None where Triton kernels run on a device, else the reason why torch does the same in blocks."""
+    """Return None if Triton kernels run on a device, else the reason why torch computes the same in blocks."""
     if PRETENDED and device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -29,12 +29,12 @@ def _reason(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability < CAPABILITY:
         name = torch.cuda.get_device_name(index)
-        return f"{name} is of compute capability {capability[0]}.{capability[1]}, older than 8.0"
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need 8.0 or newer"
     return None
 
 
 def forked(device: torch.device) -> bool:
-    """Return True where this process was forked from one in which CUDA had started: CUDA cannot be used here."""
+    """Return True if this process was forked from one that had started CUDA, so that it cannot use CUDA."""
     if device.type != "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:

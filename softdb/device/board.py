@@ -1,4 +1,4 @@
-"""The devices that one database computes on: `softdb.index.contract.Devices`."""
+"""Devices of a database: the implementation of `softdb.index.contract.Devices`."""
 
 from __future__ import annotations
 
@@ -24,108 +24,108 @@ from softdb.store import Snapshot
 
 _log = logging.getLogger("softdb")
 
-SMALL = 1 << 27  # numbers that are compared in about a millisecond by a GPU that reads 0.5 TB/s
-UNEVEN = 1.5  # times its share of the records, from which on what the last device holds is shared out anew
+SMALL = 1 << 27  # numbers that a GPU with 0.5 TB/s compares in about a millisecond
+UNEVEN = 1.5  # largest share of the last device, relative to an equal share, before records are divided again
 
 
 class Board:
-    """Devices, each with a run of the records; FAISS' index lies on the first."""
+    """Devices, each with a range of the records; the first also holds the FAISS index."""
 
     def __init__(self, *devices: torch.device, dtype: torch.dtype | None = None) -> None:
         self.cards = tuple(Card(device, dtype) for device in devices)
         self.device = self.cards[0].device
-        self.dtype = dtype  # of the columns there; None: as they are stored
+        self.dtype = dtype  # dtype of the columns on the devices; None: as stored
         self._lock = threading.Lock()
-        self._cuts: tuple[int, ...] = ()  # the first position of every card but the first
+        self._cuts: tuple[int, ...] = ()  # first position of each card except the first
         self._parts: Recent[tuple[Snapshot, ...]] = Recent(1)
 
     @classmethod
     def of(cls, devices: Sequence[torch.device] | None, dtype: torch.dtype | None = None) -> Board | None:
-        """The board of some devices; None for the CPU."""
+        """Return the board of devices; None for the CPU."""
         return None if not devices or devices[0].type == "cpu" else cls(*devices, dtype=dtype)
 
     @property
     def name(self) -> str:
-        """All devices, as they are shown."""
+        """Names of all devices, for messages."""
         return " and ".join(str(card.device) for card in self.cards)
 
     @cached_property
     def engines(self) -> dict[str, type[OnGPU]]:
-        """Kinds of index that have a form here; several devices compare every record."""
+        """Kinds of index for the device; none for several devices, which compare all records."""
         return engines(self, self.device) if len(self.cards) == 1 else {}
 
     def shards(self, snapshot: Snapshot) -> tuple[Shard, ...]:
-        """The records of a snapshot, as they lie on the devices: runs of positions."""
+        """Return the ranges of a snapshot's records on the devices."""
         if len(self.cards) == 1:
             return (Shard(snapshot, self.cards[0]),)
-        parts = self._parts.of(lambda: self._apart(snapshot), snapshot)
-        lows = itertools.accumulate((part.size for part in parts), initial=0)
-        return tuple(Shard(part, card, low) for card, part, low in zip(self.cards, parts, lows, strict=False))
+        runs = self._parts.of(lambda: self._apart(snapshot), snapshot)
+        lows = itertools.accumulate((run.size for run in runs), initial=0)
+        return tuple(Shard(run, card, low) for card, run, low in zip(self.cards, runs, lows, strict=False))
 
     def _apart(self, snapshot: Snapshot) -> tuple[Snapshot, ...]:
-        """A part for each card; new records come to the last one, until it has far more than the others."""
+        """Return a range of the snapshot for each card. New records go to the last card until it holds too many."""
         size, cards = snapshot.size, len(self.cards)
         with self._lock:
             last = size - self._cuts[-1] if self._cuts else size
-            if not -size < last <= UNEVEN * size / cards:  # or most of them were compacted away
+            if not -size < last <= UNEVEN * size / cards:  # also after a compaction that removed most records
                 self._cuts = tuple(size * i // cards for i in range(1, cards))
             ends = itertools.pairwise((0, *(min(cut, size) for cut in self._cuts), size))
         return tuple(snapshot.part(low, high) for low, high in ends if low < high)
 
     def _holds(self, device: torch.device) -> bool:
-        """Return True if a device is one of these."""
+        """Return True if a device is one of the board's."""
         own = [(card.device.type, card.device.index if card.device.type == "cuda" else None) for card in self.cards]
         return (device.type, device.index) in own
 
     def columns(self, snapshot: Snapshot, device: torch.device) -> DeviceColumns | None:
-        """A snapshot's columns for queries that lie on a device; None where it has none, or the host's serve."""
-        held = snapshot.size and self._holds(device)
-        return DeviceColumns(snapshot, self.shards(snapshot)) if held else None
+        """Return a snapshot's columns for queries on a device; None for an empty snapshot or another device."""
+        serves = snapshot.size and self._holds(device)
+        return DeviceColumns(snapshot, self.shards(snapshot)) if serves else None
 
     def beside(self, snapshot: Snapshot, device: torch.device) -> bool:
-        """Return True if queries on a device lie beside all keys."""
+        """Return True if `device` is one of the board's, and all keys are resident on the board."""
         return self._holds(device) and self._resident(snapshot)
 
     def _resident(self, snapshot: Snapshot) -> bool:
         return all(shard.keys is not None for shard in self.shards(snapshot))
 
     def small(self, snapshot: Snapshot) -> bool:
-        """Return True if a search of every record takes a moment: the keys are here, and few."""
+        """Return True if comparing all records takes about a millisecond: the keys are resident and few."""
         if not snapshot.size:
             return True
         numbers = snapshot.size * snapshot.segments[0].keys.shape[1]
         return numbers <= SMALL and self._resident(snapshot)
 
     def nearest(self, snapshot: Snapshot, query: Query, start: int = 0) -> Rows:  # (q, k)
-        """As `softdb.index.flat.nearest`, computed here."""
+        """Return positions of the k nearest as `softdb.index.flat.nearest`, computed on the devices."""
         return compare.nearest(self.shards(snapshot) if snapshot.count and len(query.queries) else (), query, start)
 
     def find(self, snapshot: Snapshot, index: Index, query: Query) -> Found | None:  # (q, k)
-        """The k nearest by an index that lies here; None where comparing every record costs less."""
+        """Return the k nearest by an index on the device; None if comparing all records costs less."""
         assert isinstance(index, OnGPU)
         return probe.find(Shard(snapshot, self.cards[0]), index, query)
 
     def placed(self, index: Index) -> Index:
-        """An index of the CPU, copied here; as it is, with a line in the log, where it has no form here."""
+        """Return a copy of an index on the device; log a warning and return the index itself if that is impossible."""
         if not self.engines:
-            _log.warning("the index stays on the CPU: the GPUs together compare every record")
+            _log.warning("the index stays on the CPU: several GPUs compare every record")
             return index
         return uploaded(index, self.engines, self.device)
 
     def require_faiss(self) -> None:
-        """Raise MissingDependency where FAISS has no GPU part, or does not see the device."""
+        """Raise MissingDependency if FAISS has no GPU support, or does not see the device."""
         gpu_faiss(self.device)
 
     def require_process(self) -> None:
-        """Raise DeviceFailed in a process that was forked from one that used CUDA."""
+        """Raise DeviceFailed if this process was forked from one that used CUDA."""
         if forked(self.device):
             raise DeviceFailed(
-                f"this process was forked from one that used CUDA, and cannot use {self.name}; go on with "
-                "db.to('cpu'), or start processes by 'spawn'"
+                f"this process was forked from one that used CUDA, and cannot use {self.name}; call db.to('cpu'), or "
+                "start processes by 'spawn'"
             )
 
     def report(self, schema: Schema) -> DeviceReport:
-        """Columns that lie here."""
+        """Return the state of the columns on the devices."""
         dtype = schema.dtype.name if self.dtype is None else str(self.dtype).removeprefix("torch.")
         keys, values = [card.keys for card in self.cards], [card.values for card in self.cards]
         size = sum(column.bytes for column in (*keys, *values))
@@ -134,14 +134,14 @@ class Board:
         return DeviceReport([str(card.device) for card in self.cards], _state(keys), pooled, dtype, size, kernels)
 
     def forget(self) -> None:
-        """Give all memory back."""
+        """Free all device memory."""
         for card in self.cards:
             card.forget()
 
 
 def _state(columns: list[DeviceColumn]) -> str:
-    """Place of one column, on all devices."""
-    wanted = [column for column in columns if column.asked]
+    """Return the state of a column over all devices: "resident", "streamed" or "not asked for yet"."""
+    wanted = [column for column in columns if column.requested]
     if not wanted:
         return "not asked for yet"
     return "streamed" if any(not column.bytes for column in wanted) else "resident"

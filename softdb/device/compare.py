@@ -1,8 +1,8 @@
-"""Exact search on devices with torch alone, and the exact order of candidates.
+"""Exact search on devices with torch, and the exact order of candidates.
 
-Queries, keys and candidates stay on the device; what comes back are the positions found. Exact search is that of
-`flat`, the second round for what rounding leaves open included. On several devices each holds a run of the positions;
-each is asked for its own, and the best of them are the answer.
+Queries, keys and candidates stay on the device; only the positions of matches are copied to the host. Exact search
+works as in `flat`, including the second round for queries that rounding leaves undecided. Of several devices each
+searches its own range of positions, and the best matches of all are the answer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
 from softdb.index.query import Query
 from softdb.index.rerank import ordered as ordered_on_host
 
-SCORED = 1 << 26  # scores at once: 256 MB
+SCORED = 1 << 26  # scores computed at once: 256 MB
 CONVERTED = 1 << 26  # numbers of half-precision keys converted at once
 GATHERED = 1 << 25  # numbers of candidate keys gathered at once: 128 MB, twice that in float64
-QUERIES = 1024  # compared with a block at once
+QUERIES = 1024  # queries compared with a block at once
 
 
 def nearest(
@@ -35,12 +35,12 @@ def nearest(
     query: Query,
     start: int = 0,  # first position
 ) -> Rows:  # (q, k)
-    """As `flat.nearest`, where the shards lie. Cost q n d, memory O(block + q k) beside the keys.
+    """Return positions of the k nearest as `flat.nearest`, on the shards' devices. Cost q n d, memory O(block + q k).
 
-    Where torch may multiply float32 in TF32, the products are made in float64: TF32 leaves too little to tell.
+    If torch may round float32 products to TF32, the products are computed in float64, since TF32 is too imprecise.
     """
     queries, k = query.queries, query.k
-    found = np.full((len(queries), k), -1, np.int64)
+    matches = np.full((len(queries), k), -1, np.int64)
     dtype = torch.promote_types(queries.dtype, torch.float64 if reduced() else torch.float32)
     positions, scores = list[Rows](), list[NDArray[np.float64]]()
     for shard in shards if len(queries) else ():
@@ -50,43 +50,43 @@ def nearest(
             own = queries.detach().to(shard.device, dtype)
             near = scan.answer(own, count)
             if len(shards) == 1:
-                found[:, :count] = near
-                return found
+                matches[:, :count] = near
+                return matches
             exact = scan.scores(own.double(), torch.from_numpy(near).to(shard.device))
             positions.append(near + shard.low)
             scores.append(exact.cpu().numpy())
     if positions:  # by exact score, ties by position
         every = np.concatenate(positions, axis=1)
         order = np.lexsort((every, -np.concatenate(scores, axis=1)), axis=1)[:, :k]
-        found[:, : order.shape[1]] = np.take_along_axis(every, order, 1)
-    return found
+        matches[:, : order.shape[1]] = np.take_along_axis(every, order, 1)
+    return matches
 
 
 def radius_search(shards: tuple[Shard, ...], query: Query) -> Rows:  # (q, m), -1 = none
-    """As `flat.radius_search`, where the shards lie, one after the other."""
+    """Return positions within a radius as `flat.radius_search`, from one shard's device after the other."""
     queries = query.queries
-    dtype, found = torch.promote_types(queries.dtype, torch.float32), [np.empty((len(queries), 0), np.int64)]
+    dtype, blocks = torch.promote_types(queries.dtype, torch.float32), [np.empty((len(queries), 0), np.int64)]
     for shard in shards:
         scan = DeviceScan(shard, shard.of(query.allowed), 0, query.metric)
         if scan.count and len(queries) and query.least is not None:
             near = scan.in_radius(queries.detach().to(shard.device, dtype), query.least)
-            found.append(np.where(near < 0, -1, near + shard.low))
-    return np.concatenate(found, axis=1)
+            blocks.append(np.where(near < 0, -1, near + shard.low))
+    return np.concatenate(blocks, axis=1)
 
 
 def ordered(
     shard: Shard,
-    queries: Tensor,  # (q, d) float32, there
-    positions: Tensor,  # (q, c), -1 = none, there
+    queries: Tensor,  # (q, d) float32, on the shard's device
+    positions: Tensor,  # (q, c), -1 = none, on the shard's device
     k: int,
     metric: Metric,
 ) -> Rows:  # (q, k)
-    """Positions of the k best candidates by exact score, ties by row, then -1. Cost q c d."""
-    if shard.keys is None:  # only the candidates' numbers travel; the mapped keys are read in place
+    """Return positions of the k best candidates by exact score, ties by row, padded with -1. Cost q c d."""
+    if shard.keys is None:  # copy only the candidates' positions to the host, and read the mapped keys in place
         own = np.ascontiguousarray(queries.cpu().numpy())
         return ordered_on_host(shard.snapshot, own, positions.cpu().numpy(), k, metric)[0]
     size = shard.snapshot.size
-    positions = positions.masked_fill(positions < 0, size).sort(dim=1).values  # none: last
+    positions = positions.masked_fill(positions < 0, size).sort(dim=1).values  # -1 comes last
     none = positions == size
     scores = scores_of_pairs(shard, queries, positions.masked_fill(none, 0), metric).masked_fill_(none, -torch.inf)
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -95,77 +95,77 @@ def ordered(
 
 
 class DeviceScan(flat.Scan):
-    """The records of one exact search, on a device."""
+    """Records of one exact search on a device."""
 
     def __init__(self, shard: Shard, allowed: Live | None, start: int, metric: Metric) -> None:
-        self.shard, self.kept = shard, shard.kept(allowed)
-        count = int(np.count_nonzero(self.kept.mask[start:])) if start else self.kept.number
-        super().__init__(shard.snapshot, self.kept.mask, start, count, metric)
+        self.shard, self.live = shard, shard.live_mask(allowed)
+        count = int(np.count_nonzero(self.live.mask[start:])) if start else self.live.number
+        super().__init__(shard.snapshot, self.live.mask, start, count, metric)
         self.queries, self.gathered = QUERIES, GATHERED
 
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `nearest`, by the kernels of the device, which read the keys once; None where they do not serve."""
+        """Search as `nearest` by the device's kernels, which read the keys once; None if they cannot be used."""
         keys, few = self.shard.keys, 4 * self.count <= len(self.keep) - self.start
         if keys is None or few or queries.dtype is not torch.float32 or usable(self.shard.device) is not None:
             return None
         width, parts = min(k + 8 + k // 8, self.count), []
-        keep = self.kept.there[self.start :]
-        for some in torch.split(queries, self.queries):
-            scores, positions = kernel_nearest(some, keys[self.start :], width, metric=self.metric, keep=keep)
-            exact, order = self._settled(some, positions + self.start)
+        keep = self.live.on_device[self.start :]
+        for chunk in torch.split(queries, self.queries):
+            scores, positions = kernel_nearest(chunk, keys[self.start :], width, metric=self.metric, keep=keep)
+            exact, order = self._rescored(chunk, positions + self.start)
             worst, floor = exact[:, k - 1], scores[:, -1].double()
             unsure = ~floor.isfinite() | scores[:, 0].isnan()
             if width < self.count:  # negated, so that a NaN counts as unsure
-                unsure |= ~(worst > floor + self._slack(some, worst, order))
+                unsure |= ~(worst > floor + self._slack(chunk, worst, order))
             parts.append((order[:, :k], worst, unsure))
         near, worst, unsure = (torch.cat(column) for column in zip(*parts, strict=True))
         return near, worst, unsure
 
-    def _settled(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
-        """Exact scores and positions of candidates, best first, ties by position."""
+    def _rescored(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
+        """Return exact scores and positions of candidates, best first, ties by position."""
         positions = positions.sort(dim=1).values
         exact, order = self.scores(queries.double(), positions).sort(dim=1, descending=True, stable=True)
         return exact, positions.gather(1, order)
 
-    def _slack(self, queries: Tensor, worst: Tensor, found: Tensor) -> Tensor:  # (q,) float64
-        """As `Probe.slack`, of scores that the kernels sum in float32, wherever they see them from."""
+    def _slack(self, queries: Tensor, worst: Tensor, positions: Tensor) -> Tensor:  # (q,) float64
+        """Return a bound of the rounding errors of scores, as `Probe.slack`, for the kernels' float32 sums."""
         terms = torch.finfo(torch.float32).eps / 2 * (2 * self.dim + 16)
         lengths: Tensor = torch.linalg.vector_norm(queries.double(), dim=1)
         if self.metric is Metric.L2:
             lengths = (2 * lengths + (-worst).clamp(min=0).sqrt()).square()
-        slack: Tensor = terms * lengths * (self._longest(found) if self.metric is Metric.DOT else 1)
+        slack: Tensor = terms * lengths * (self._longest(positions) if self.metric is Metric.DOT else 1)
         return slack
 
     def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
-        """As on the CPU; there, where the keys would have to travel."""
+        """Decide undecided queries on the device if it holds the keys, else on the CPU."""
         if self.shard.keys is not None:
             return super().second_round(queries, worst, k)
-        return flat.nearest(self.snapshot, Query(queries.cpu(), k, self.metric, self.kept.mask), self.start)
+        return flat.nearest(self.snapshot, Query(queries.cpu(), k, self.metric, self.live.mask), self.start)
 
     @staticmethod
     def merge(best: Best | None, scores: Tensor, positions: Tensor, kept: int) -> Best:
-        """As `products.merge`: a GPU sorts whole blocks."""
-        here = top(None, scores, positions.expand(scores.shape), kept)
-        return here if best is None else top(best, *here, kept)
+        """Merge as `products.merge`, but sort whole blocks, which is faster on a GPU."""
+        block_best = top(None, scores, positions.expand(scores.shape), kept)
+        return block_best if best is None else top(best, *block_best, kept)
 
     def blocks(self, queries: int) -> Iterator[KeyBlock]:
-        """The records, as many at a time as their scores leave room for."""
+        """Yield blocks of the records, sized to the memory for their scores."""
         size = max(4096, min(SCORED // queries, CONVERTED // self.dim, 1 << 20))
-        for positions, keys, _ in self.shard.blocks(size, self.kept, self.start, pools=False):
+        for positions, keys, _ in self.shard.blocks(size, self.live, self.start, pools=False):
             yield KeyBlock(positions, keys)
 
     def keys_at(self, positions: Tensor) -> Tensor:
-        """Keys, copied."""
+        """Copy keys."""
         return self.shard.keys_at(positions)
 
     def scores(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Exact scores (q, c), -inf of those that do not count: they stand where products overflowed."""
-        found = scores_of_pairs(self.shard, queries, positions, self.metric)
-        return found.masked_fill_(~self.kept.there[positions], -torch.inf)
+        """Return exact scores (q, c), -inf for records that do not take part, which overflowing products may select."""
+        scores = scores_of_pairs(self.shard, queries, positions, self.metric)
+        return scores.masked_fill_(~self.live.on_device[positions], -torch.inf)
 
 
 def scores_of_pairs(shard: Shard, queries: Tensor, positions: Tensor, metric: Metric) -> Tensor:
-    """Exact scores of positions (q, c), none of them -1, in the dtype of the queries (q, d)."""
+    """Return exact scores of positions (q, c), none of them -1, in the dtype of the queries (q, d)."""
     if not positions.shape[1]:
         return queries.new_empty(positions.shape)
     chunk = max(1, GATHERED // (positions.shape[1] * queries.shape[1]))

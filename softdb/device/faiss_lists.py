@@ -1,13 +1,12 @@
-"""Indexes on a GPU: FAISS' inverted lists there, searched with tensors of that GPU, on torch's own stream.
+"""Indexes on a GPU: FAISS' inverted lists, searched with tensors on the GPU, on torch's own stream.
 
-FAISS scans 4-bit codes on a CPU only. On a GPU `ivf` has a byte for each 2 to 16 numbers (memory is what counts there,
-fewer bytes are faster), and `ivf-sq8` a byte a number, nearly exact; graphs and RaBitQ have no form there. FAISS' other
-limits on a GPU are met in `probe`: at most 2048 results or lists a query (beyond, every record is compared), no
-filter and no removal (more is fetched and what does not count is passed over; where too little is left, every match
-is compared).
+FAISS scans 4-bit codes on a CPU only. On a GPU `ivf` has a byte for each 2 to 16 numbers (GPU memory is scarce, and
+fewer bytes are faster), and `ivf-sq8` a byte for each number, nearly exact; FAISS has no graphs and no RaBitQ for GPUs.
+`probe` handles FAISS' other limits on a GPU: at most 2048 results or lists a query (beyond, all records are compared),
+no filter and no removal (more records are fetched and filtered afterwards; if too few remain, all are compared).
 
 `faiss.contrib.torch_utils` is not used: it replaces the methods of every index in the process, and its `search` takes
-no parameters. FAISS is given addresses instead.
+no parameters. FAISS gets the tensors' addresses instead.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from softdb.index.contract import Devices, Floats, Index, Rows, faiss_module
 from softdb.index.ivf import ID, IVF, IVFSQ8
 
 MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
-PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # of a code: those that FAISS' kernels know
-MANY, WIDE, WIDEST = 48, 8, 16  # numbers a part at most, 16 where there are 48 parts: wider ones tell too little apart
-TABLES = 48  # parts whose tables of 256 float32 fit into 48 KiB of shared memory; beyond, they are float16
-QUERIES = 4096  # searched at once
+PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # numbers of subvectors that FAISS' kernels support
+MANY, WIDE, WIDEST = 48, 8, 16  # width of a subvector: at most WIDE, or WIDEST from MANY subvectors on
+TABLES = 48  # subvectors whose float32 tables fit into 48 KiB of shared memory; beyond, tables are float16
+QUERIES = 4096  # queries searched at once
 
 _log = logging.getLogger("softdb")
 
 
 def gpu_faiss(device: torch.device | None = None) -> Any:
-    """FAISS with its GPU part. Raises MissingDependency that says how to get it, or that it sees no such device."""
+    """Return FAISS with GPU support. Raises MissingDependency if it has none, or does not see the device."""
     faiss = faiss_module()
     if not hasattr(faiss, "StandardGpuResources"):
         raise MissingDependency(
             f"an index on a GPU needs the GPU build of FAISS, but the CPU build {faiss.__version__} is installed; "
-            "pip uninstall faiss-cpu, then pip install 'softdb[gpu]'; or device='cpu', or kind='flat', which needs none"
+            "pip uninstall faiss-cpu, then pip install 'softdb[gpu]'; or use device='cpu' or kind='flat' without it"
         )
-    if device is not None and (device.index or 0) >= faiss.get_num_gpus():  # asked for more, it ends the process
+    if device is not None and (device.index or 0) >= faiss.get_num_gpus():  # FAISS would end the process
         raise MissingDependency(
             f"torch sees {device}, but FAISS {faiss.__version__} sees {faiss.get_num_gpus()} GPUs: its CUDA and "
-            "the driver do not fit; install a FAISS for it, or ask for device='cpu', or kind='flat', which needs none"
+            "the driver do not fit; install a FAISS for the driver, or use device='cpu' or kind='flat' without it"
         )
     return faiss
 
 
 class _Resources(NamedTuple):
-    """FAISS' streams and scratch memory, one for all indexes of a process: FAISS lets one thread use them at a time."""
+    """FAISS' streams and scratch memory of a process. FAISS allows one thread at a time to use them."""
 
     inner: Any
     lock: threading.RLock
@@ -66,28 +65,28 @@ def _resources() -> _Resources:
 
 
 def current_stream(device: torch.device) -> int:
-    """The address of the stream that torch works on there."""
+    """Return the address of torch's current stream on a device."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 @contextlib.contextmanager
 def session(device: torch.device) -> Iterator[Any]:
-    """FAISS' resources, ordered with what torch does on its current stream of a device."""
-    faiss, held, ordinal = gpu_faiss(), _resources(), device.index or 0
-    with held.lock:
-        before = held.inner.getDefaultStream(ordinal)
-        held.inner.setDefaultStream(ordinal, faiss.cast_integer_to_cudastream_t(current_stream(device)))
+    """Lend FAISS' resources, with torch's current stream of a device as FAISS' stream."""
+    faiss, resources, ordinal = gpu_faiss(), _resources(), device.index or 0
+    with resources.lock:
+        before = resources.inner.getDefaultStream(ordinal)
+        resources.inner.setDefaultStream(ordinal, faiss.cast_integer_to_cudastream_t(current_stream(device)))
         try:
-            yield held.inner
-        finally:  # a stream of the caller's may not live as long as the resources
-            held.inner.setDefaultStream(ordinal, before)
+            yield resources.inner
+        finally:  # the caller's stream may end before the resources
+            resources.inner.setDefaultStream(ordinal, before)
 
 
 class OnGPU(IVF):
-    """Inverted lists on a GPU. `engines` binds the classes below to a device, one of a database's `devices`."""
+    """Inverted lists on a GPU. `engines` binds the subclasses to a device of a database."""
 
     device: ClassVar[torch.device]
-    host: ClassVar[type[IVF]]  # the same on the CPU, which is what the cache holds
+    host: ClassVar[type[IVF]]  # class of the index on the CPU, which is stored on disk
 
     def __init__(self, metric: Metric, inner: Any) -> None:
         super().__init__(metric, inner)
@@ -95,7 +94,7 @@ class OnGPU(IVF):
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """Centroids and codes, there."""
+        """Train centroids and codes on the device."""
         inner = cls.untrained(metric, sample, count, codes)
         with session(cls.device):
             inner.train(sample)
@@ -103,21 +102,21 @@ class OnGPU(IVF):
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:
-        """A copy on the device."""
+        """Return a copy of a FAISS index on the device."""
         faiss = gpu_faiss()
         options = faiss.GpuClonerOptions()
-        options.use_cuvs = False  # another library, with other limits and codes, in some builds
-        options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # of the tables alone
+        options.use_cuvs = False  # in some builds, a library with other limits and codes
+        options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # for the tables only
         with session(cls.device) as resources:
             return faiss.index_cpu_to_gpu(resources, cls.device.index or 0, inner, options)
 
     def downloaded(self) -> Any:
-        """A copy of the FAISS index on the CPU."""
+        """Return a copy of the FAISS index on the CPU."""
         with session(self.device):
             return gpu_faiss().index_gpu_to_cpu(self.inner)
 
     def add(self, rows: Rows, keys: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> None:
-        """Take records (n, d) in."""
+        """Add records (n, d)."""
         with session(self.device):
             super().add(rows, keys)
 
@@ -127,35 +126,35 @@ class OnGPU(IVF):
         c: int,  # at most MOST
         effort: int | None = None,
     ) -> Tensor:  # (q, c) int64, -1 = none
-        """The c rows of each query whose codes are nearest, on the device, with nothing copied to the host."""
+        """Return the c rows whose codes are nearest to each query, on the device, without copies to the host."""
         faiss, queries, q = gpu_faiss(), queries.contiguous(), len(queries)
         rows = torch.empty((q, c), dtype=torch.int64, device=queries.device)
         scores = torch.empty((q, c), dtype=torch.float32, device=queries.device)
         parameters = faiss.SearchParametersIVF(nprobe=min(effort or self.effort, self.effort_most))
-        number, whole = faiss.cast_integer_to_float_ptr, faiss.cast_integer_to_idx_t_ptr
+        number, integer = faiss.cast_integer_to_float_ptr, faiss.cast_integer_to_idx_t_ptr
         with session(self.device):
             self.inner.search_c(
-                q, number(queries.data_ptr()), c, number(scores.data_ptr()), whole(rows.data_ptr()), parameters
+                q, number(queries.data_ptr()), c, number(scores.data_ptr()), integer(rows.data_ptr()), parameters
             )
         return rows
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
-        """As `near`, for arrays of the host; no more than MOST are found, -1 follows."""
+        """Search as `near` for arrays of the host; finds at most MOST rows, then -1."""
         if rows is not None:
-            raise ValueError("an index on a GPU takes no filter: softdb.device.probe does without")
-        found = np.full((len(queries), c), -1, np.int64)
+            raise ValueError("an index on a GPU takes no filter; use softdb.device.probe")
+        matches = np.full((len(queries), c), -1, np.int64)
         fetched = min(c, MOST)
         for low in range(0, len(queries), QUERIES):
-            part = torch.from_numpy(queries[low : low + QUERIES]).to(self.device)
-            found[low : low + QUERIES, :fetched] = self.near(part, fetched, effort).cpu().numpy()
-        return found
+            chunk = torch.from_numpy(queries[low : low + QUERIES]).to(self.device)
+            matches[low : low + QUERIES, :fetched] = self.near(chunk, fetched, effort).cpu().numpy()
+        return matches
 
     def copy(self) -> Index:
-        """An index that can grow while this one is searched; it passes through the host's memory."""
+        """Return a copy, made through the host's memory, that can grow while this index is searched."""
         return self.restored(self.uploaded(self.downloaded()))
 
     def hosted(self) -> Index:
-        """A copy on the CPU."""
+        """Return a copy on the CPU."""
         return self.restored(self.downloaded(), self.host)
 
     @property
@@ -164,7 +163,7 @@ class OnGPU(IVF):
         return str(self.device)
 
     def dump(self) -> Any:
-        """The codes as bytes of a CPU index, which any machine reads."""
+        """Return the bytes of the index as a CPU index, which any machine can read."""
         return faiss_module().serialize_index(self.downloaded())
 
 
@@ -175,19 +174,19 @@ class _DeviceIVF(OnGPU):
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """The finest that FAISS knows for the width; a byte a number where none divides it."""
+        """Return the finest product codes that FAISS supports for a width, else a byte for each number."""
         widths = {parts: dim / parts for parts in PARTS if dim % parts == 0}
         fits = [parts for parts, width in widths.items() if width <= (WIDEST if parts >= MANY else WIDE)][:3]
         return tuple(f"PQ{parts}" for parts in reversed(fits)) or ("SQ8",)
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """A byte a part."""
+        """Return the bytes of a record: a byte for each subvector, and the id."""
         return (dim if codes == "SQ8" else int(codes.removeprefix("PQ"))) + ID
 
 
 class _DeviceIVFSQ8(OnGPU):
-    """Inverted lists of a byte a number."""
+    """Inverted lists with a byte for each number."""
 
     kind: ClassVar[str] = IVFSQ8.kind
     host: ClassVar[type[IVF]] = IVFSQ8
@@ -196,13 +195,13 @@ class _DeviceIVFSQ8(OnGPU):
 
 
 def engines(devices: Devices, device: torch.device) -> dict[str, type[OnGPU]]:
-    """The engines with a form on a GPU, each for indexes on one device."""
+    """Return the engines for GPUs, bound to a device."""
     bound = {"devices": devices, "device": device}
     return {engine.kind: type(engine.__name__, (engine,), bound) for engine in (_DeviceIVF, _DeviceIVFSQ8)}
 
 
 def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device) -> Index:
-    """An index of the CPU, copied to a device; as it is where its codes have no form there."""
+    """Return a copy of an index on a device, or the index itself if FAISS does not support its codes there."""
     if not _movable(index, device):
         return index
     engine = engines[index.kind]
@@ -210,7 +209,7 @@ def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device
 
 
 def _movable(index: Index, device: torch.device) -> bool:
-    """Return True if an index of the CPU has a form on a GPU; one line in the log where it has none."""
+    """Return True if FAISS supports an index on a GPU; else log a warning."""
     try:
         faiss, inner = gpu_faiss(device), index.inner
     except MissingDependency as error:
@@ -219,5 +218,5 @@ def _movable(index: Index, device: torch.device) -> bool:
     product = isinstance(inner, faiss.IndexIVFPQ) and inner.by_residual and inner.pq.nbits == 8 and inner.pq.M in PARTS
     if product or isinstance(inner, faiss.IndexIVFScalarQuantizer):
         return True
-    _log.warning("the index stays on the CPU: its codes have no form on a GPU; build_index() makes one that has")
+    _log.warning("the index stays on the CPU: its codes have no form on a GPU; build_index() makes an index for it")
     return False

@@ -1,4 +1,4 @@
-"""Columns that lie on devices: those of a generation, read as a `Snapshot` is, and plain tensors."""
+"""Columns on devices: those of a generation, with the methods of `Snapshot`, and plain tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from softdb.pool import State, merge
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, value_size
 
-GATHERED = 1 << 22  # numbers of keys scored at once where candidates are listed: 16 MB
+GATHERED = 1 << 22  # numbers of candidates' keys scored at once: 16 MB
 
 
 def served(device: torch.device) -> bool:
-    """Return True if tensors there are asked where they lie."""
+    """Return True if queries over tensors on this device are computed on the device."""
     return device.type == "cuda" or usable(device) is None
 
 
@@ -40,70 +40,70 @@ class DeviceTensors(NamedTuple):
     values: Tensor  # (n, v), or int labels (n,)
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-        """As `ColumnPass.pooled`."""
+        """Pool as `ColumnPass.pooled`."""
         words: dict[str, Any] = {"metric": what.metric, "scale": what.scale, "num_classes": what.num_classes}
         queries, keep, mask = self._beside(what)
         output, lse = pooled(queries, self.keys, self.values if what.pools else None, keep=keep, mask=mask, **words)
         return output.to(what.queries.device), lse.to(what.queries.device)
 
     def nearest(self, what: SoftmaxPass, k: int) -> Rows | None:  # (q, k)
-        """As `TensorPass.nearest`."""
+        """Search as `TensorPass.nearest`."""
         queries, keep, mask = self._beside(what)
         scores, positions = nearest(queries, self.keys, k, metric=what.metric, keep=keep, mask=mask)
         return None if bool(scores.isnan().any()) else np.asarray(positions.cpu().numpy())
 
     def _beside(self, what: SoftmaxPass) -> tuple[Tensor, Tensor | None, Tensor | None]:
         device = self.keys.device
-        keep, mask = (None if one is None else one.to(device) for one in (what.keep, what.mask))
+        keep, mask = (None if mask is None else mask.to(device) for mask in (what.keep, what.mask))
         return what.queries.to(device), keep, mask
 
 
 def placed_tensors(keys: Tensor, values: Tensor) -> DeviceTensors | None:
-    """Tensors that are asked on their device; None for those of the CPU."""
+    """Return tensors wrapped for computing on their device; None for tensors of the CPU."""
     return DeviceTensors(keys, values) if served(keys.device) else None
 
 
 @dataclass(frozen=True)
 class DeviceColumns(PlacedColumns):
-    """A generation with at least one record, in runs on devices."""
+    """Columns of a generation with at least one record, in ranges on devices."""
 
     snapshot: Snapshot
     shards: tuple[Shard, ...]
 
     @cached_property
     def value_size(self) -> float:
-        """As `Snapshot.value_size`."""
+        """Root mean square of ‖v‖, as `Snapshot.value_size`."""
         return value_size(self.generation, self.size, self.values_at)
 
     def first(self, size: int) -> DeviceColumns:
-        """At most so many of the first records, all live: those of the first device."""
+        """Return the first `size` records at most, all live, of the first device."""
         shard = self.shards[0].first(size)
         return DeviceColumns(shard.snapshot, (shard,))
 
     @property
     def device(self) -> torch.device:
-        """The device that answers come from."""
+        """Device of the answers."""
         return self.shards[0].device
 
     def resident(self, pools: bool) -> bool:
-        """Return True if the keys, and the values if they are pooled, lie there; else they pass through."""
+        """Return True if the keys, and with `pools` the values, stay on the devices; else they are streamed."""
         return all(shard.keys is not None and (not pools or shard.values is not None) for shard in self.shards)
 
     def place(self, pools: bool) -> str:
-        """Suffix of an answer's `finder`."""
+        """Return the suffix of an answer's `finder`."""
         names = " and ".join(str(shard.device) for shard in self.shards)
         return f" on {names}" if self.resident(pools) else f" streamed to {names}"
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-        """As `ColumnPass.pooled`: each device passes over its run, and the parts merge by their normalisers."""
+        """Pool as `ColumnPass.pooled`: each device pools its range, and the states merge by their normalisers."""
         if not self.resident(pools=True):
             return None
         states = []
         for shard in self.shards:
-            rows, keys, values, live = slice(shard.low, shard.high), shard.keys, shard.values, shard.kept(None)
+            rows, keys, values, live = slice(shard.low, shard.high), shard.keys, shard.values, shard.live_mask(None)
             assert keys is not None
             assert values is not None
-            keep = None if live.number == len(keys) else live.there
+            keep = None if live.number == len(keys) else live.on_device
             if what.keep is not None:
                 allowed = what.keep[rows].to(shard.device)
                 keep = allowed if keep is None else keep & allowed
@@ -113,19 +113,19 @@ class DeviceColumns(PlacedColumns):
         return output, lse
 
     def keys_at(self, positions: Rows) -> Tensor:
-        """As `Snapshot.keys_at`, on the device."""
+        """Return keys as `Snapshot.keys_at`, on the device."""
         return self._gathered(False, positions)
 
     def values_at(self, positions: Rows) -> Tensor:
-        """As `Snapshot.values_at`, on the device."""
-        found = self._gathered(True, positions)
-        return found if found.is_floating_point() else found.long()
+        """Return values as `Snapshot.values_at`, on the device."""
+        values = self._gathered(True, positions)
+        return values if values.is_floating_point() else values.long()
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`: keys and values on the device, positions on the host."""
+        """Yield blocks as `Snapshot.blocks`, with keys and values on the device and positions on the host."""
         for shard in self.shards:
-            kept = shard.kept(shard.of(allowed))
-            for block in shard.blocks(size, kept, max(0, start - shard.low)):
+            live = shard.live_mask(shard.of(allowed))
+            for block in shard.blocks(size, live, max(0, start - shard.low)):
                 keys = block.keys.to(self.device)
                 values = keys if block.values is block.keys else block.values.to(self.device)
                 yield Block(block.positions + shard.low, keys, values)
@@ -137,32 +137,32 @@ class DeviceColumns(PlacedColumns):
         metric: Metric,
         dtype: torch.dtype,
     ) -> NDArray[Any]:  # (q, c)
-        """Exact scores of candidates, -inf for none: of what is gathered on the device the scores alone travel."""
-        found = np.full(positions.shape, -np.inf, np.dtype(str(dtype).removeprefix("torch.")))
+        """Return exact scores of candidates, -inf for -1. Only the scores are copied to the host."""
+        scores = np.full(positions.shape, -np.inf, np.dtype(str(dtype).removeprefix("torch.")))
         chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
         for low in range(0, len(positions) if positions.size else 0, chunk):
-            part = slice(low, low + chunk)
-            keys = self.keys_at(positions[part]).to(dtype)
-            scores = pair_scores(torch.from_numpy(queries[part]).to(keys).unsqueeze(1), keys, metric).cpu().numpy()
-            found[part] = np.where(positions[part] < 0, -np.inf, scores)
-        return found
+            batch = slice(low, low + chunk)
+            keys = self.keys_at(positions[batch]).to(dtype)
+            exact = pair_scores(torch.from_numpy(queries[batch]).to(keys).unsqueeze(1), keys, metric).cpu().numpy()
+            scores[batch] = np.where(positions[batch] < 0, -np.inf, exact)
+        return scores
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
-        """As `softdb.index.flat.radius_search`."""
+        """Return positions within a radius, as `softdb.index.flat.radius_search`."""
         return compare.radius_search(self.shards, query)
 
     def _gathered(self, values: bool, positions: Rows) -> Tensor:
         flat = positions.reshape(-1)
-        parts, places = [], []
+        shard_columns, places = [], []
         for shard in self.shards:
             inside = np.flatnonzero((flat >= shard.low) & (flat < shard.high))
             own = torch.from_numpy(flat[inside] - shard.low).to(shard.device)
-            found = shard.values_at(own) if values else shard.keys_at(own)
+            column = shard.values_at(own) if values else shard.keys_at(own)
             if len(inside) == len(flat):
-                return found.to(self.device).view(*positions.shape, *found.shape[1:])
-            parts.append(found.to(self.device))
+                return column.to(self.device).view(*positions.shape, *column.shape[1:])
+            shard_columns.append(column.to(self.device))
             places.append(torch.from_numpy(inside))
-        found = torch.cat(parts)
-        out = found.new_zeros(len(flat), *found.shape[1:])
-        out[torch.cat(places).to(self.device)] = found
-        return out.view(*positions.shape, *found.shape[1:])
+        column = torch.cat(shard_columns)
+        ordered = column.new_zeros(len(flat), *column.shape[1:])
+        ordered[torch.cat(places).to(self.device)] = column
+        return ordered.view(*positions.shape, *column.shape[1:])

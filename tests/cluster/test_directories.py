@@ -42,7 +42,7 @@ def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Trut
     for i in range(2):
         truth.insert(batch(truth, [f"more {i} {j}" for j in range(8)]))
         followed = hydrated(truth, tmp_path / "cache")
-        numbers.append([directory_of(followed.tagged(shard)) for shard in followed.mine])
+        numbers.append([directory_of(followed.tagged(shard)) for shard in followed.own_shards])
         followed.close()
     assert numbers[0] == numbers[1]
     assert len({*numbers[0]}) == 2, "each directory has its own"

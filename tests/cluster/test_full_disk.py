@@ -70,7 +70,7 @@ def test_a_late_flush_that_fails_takes_the_version_back_with_the_records(
     with monkeypatch.context() as patch:
         full(patch, tmp_path / "cache")
         flush_late(db)
-        assert {shards.version(shard) for shard in shards.mine} == {before}
+        assert {shards.version(shard) for shard in shards.own_shards} == {before}
         assert sum(map(len, shards.databases.values())) == N
         if not room:
             for read in (lambda: len(db), lambda: db.search(KEYS[:1], k=2), db.refresh):
@@ -104,12 +104,12 @@ def test_two_shards_that_fail_at_once_are_both_mended(
     with monkeypatch.context() as patch:
         full(patch, tmp_path / "cache")
         flush_late(db)
-    assert {shards.version(shard) for shard in shards.mine} == {before}, "both have lost what was not flushed"
+    assert {shards.version(shard) for shard in shards.own_shards} == {before}, "both have lost what was not flushed"
     monkeypatch.setattr(Hydrated, "_apply", last)
     assert len(db) == 2 * N
     db.refresh()
     assert held(db) == told(db.table)
-    assert {shards.version(shard) for shard in shards.mine} == {db.version}
+    assert {shards.version(shard) for shard in shards.own_shards} == {db.version}
 
 
 def test_a_growth_that_fails_leaves_the_old_shards_at_what_they_hold(

@@ -91,10 +91,10 @@ def test_directories_follow_a_table_that_was_compacted_twice(tmp_path: Path) -> 
         truth.upsert(batch(truth, ["a"], seed=seed + 10))
         truth.compact()
         assert truth.identity(truth.now()) == truth.identity(truth.at(truth.newest()))
-        folders = {shard: followed.databases[shard] for shard in followed.mine}
+        folders = {shard: followed.databases[shard] for shard in followed.own_shards}
         followed.follow(truth.newest())
         assert contents(followed) == told(truth)
-        assert folders == {shard: followed.databases[shard] for shard in followed.mine}
+        assert folders == {shard: followed.databases[shard] for shard in followed.own_shards}
     followed.close()
 
 
@@ -232,7 +232,7 @@ def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path
         shard.answer(CallVerb(before, "count", {}))
     followed.remake(0)
     assert shard.answer(CallVerb(before + 1, "count", {})) == shard.answer(Describe(NEWEST)).keyed
-    with pytest.raises(errors.StaleRead, match=r"shard 0 was made anew, or a replica answers; refresh\(\)"):
+    with pytest.raises(errors.StaleRead, match=r"shard 0 was rebuilt, or a replica answers; refresh\(\)"):
         shard.answer(ScanRows(before + 1, -1, 10))
     followed.close()
 
@@ -245,7 +245,7 @@ def test_directories_that_were_removed_in_use_are_no_error(
     followed.follow(truth.newest())  # not yet on disk
     shutil.rmtree(tmp_path / "cache")
     followed.close()
-    assert "is left behind" in caplog.text
+    assert "was not flushed" in caplog.text
     assert all(db.closed for db in followed.databases.values())
     again = hydrated(truth, tmp_path / "cache")
     assert contents(again) == told(truth)
@@ -322,7 +322,7 @@ def test_more_rows_than_a_few_that_are_no_records_are_refused(
     truth.now().insert(table)
     with pytest.raises(errors.BadInput, match=r"more than 2 rows of a shard .*, such as id 'bad .*'payload'.*mend or"):
         followed.follow(truth.newest())
-    assert {followed.version(shard) for shard in followed.mine} == {version}
+    assert {followed.version(shard) for shard in followed.own_shards} == {version}
     followed.close()
 
 

@@ -231,7 +231,7 @@ def table(**columns: Any) -> pa.Table:
 @pytest.mark.parametrize(
     ("rows", "words", "match"),
     [
-        (table(), {"keys": "key"}, "has no column 'key'; its columns are .* give keys= of them"),
+        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* another name, keys="),
         (table(), {"values": "label"}, "has no column 'label'.* give values="),
         (table(), {"ids": "name"}, "has no column 'name'.* give ids="),
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
@@ -242,7 +242,7 @@ def table(**columns: Any) -> pa.Table:
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
         (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
-        (table(), {"payload": ["title"]}, "payload names 'title', but the columns .* name some of them"),
+        (table(), {"payload": ["title"]}, "payload names 'title'; expected columns .* other than id"),
         (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),
         (table(title=["x", "y"]), {"payload": "title"}, "payload is 'title'; expected a list"),
         (table(), {"shards": 3}, "shards is 3; expected a power of two"),
@@ -273,7 +273,7 @@ def test_what_cannot_be_made_is_refused_by_name(url: str, words: dict[str, Any],
 
 def test_a_place_where_nothing_can_be_made_is_told(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(errors.WriteFailed, match=r"open: .* cannot be made .*give another place for shards, cache="):
+    with pytest.raises(errors.WriteFailed, match=r"open: .* cannot be made .*give another folder for shards, cache="):
         cluster.create(url, dim=DIM, cache=tmp_path / "file")
 
 

@@ -21,7 +21,7 @@ import softdb
 from softdb import errors
 from softdb.cluster import table_core
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.local import Here
+from softdb.cluster.local import LocalTable
 from softdb.cluster.shard import (
     NEWEST,
     Backward,
@@ -50,7 +50,7 @@ class Replicas:
 
     collective = False
 
-    def __init__(self, copies: list[Here]) -> None:
+    def __init__(self, copies: list[LocalTable]) -> None:
         self.copies, self.shards, self.first = copies, copies[0].shards, 0
         self.at: type[Message] | None = None
         self.asked: list[type[Message]] = []
@@ -91,7 +91,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         table.delete(list[int | str](names[: N // 4]))
         early.follow(table.newest())
         late = Hydrated(table, tmp_path / "late", range(SHARDS), table.newest())
-        return Replicas([Here(early), Here(late)])
+        return Replicas([LocalTable(early), LocalTable(late)])
 
     with TableCluster(connect, truth, 30.0, False, "rw", None) as db, softdb.open(None, **truth.described) as one:
         for part in db.scan():
@@ -175,9 +175,9 @@ def test_hits_mean_the_records_that_they_met(world: World) -> None:
     world.db.upsert([name], np.zeros((1, DIM)), np.zeros((1, 3)), ["another"])
     world.replicas.first = 1
     world.db.refresh()
-    with pytest.raises(errors.StaleRead, match="numbered otherwise"):
+    with pytest.raises(errors.StaleRead, match="have new numbers"):
         _ = hits.payloads
-    with pytest.raises(errors.StaleRead, match="numbered otherwise"):
+    with pytest.raises(errors.StaleRead, match="have new numbers"):
         world.db.core.values_at(hits.rows.numpy())
     world.replicas.first = 0
     with pytest.raises(errors.StaleRead, match="deleted or replaced"):
@@ -193,7 +193,7 @@ def test_draws_are_of_the_directory_that_drew(world: World, monkeypatch: pytest.
     assert world.replicas.first == 1
     assert not estimate.exact.any()
     world.replicas.first = 0
-    with pytest.raises(errors.StaleRead, match="made anew, or a replica answers"):
+    with pytest.raises(errors.StaleRead, match="rebuilt, or a replica answers"):
         torch.autograd.grad(estimate.output.sum(), leaf, retain_graph=True)
     world.replicas.first = 1
     assert torch.autograd.grad(estimate.output.sum(), leaf)[0].norm() > 0
@@ -215,7 +215,7 @@ def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], mo
     assert len({here.hydrated.version(0) for here in world.replicas.copies}) == 2
     world.replicas.first = 1
     if at is ScanRows:
-        with pytest.raises(errors.StaleRead, match="made anew, or a replica answers"):
+        with pytest.raises(errors.StaleRead, match="rebuilt, or a replica answers"):
             next(world.db.scan())
     elif at is Locate:
         assert (world.db.core.located(["new"]) >= 0).all()

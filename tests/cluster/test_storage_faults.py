@@ -295,7 +295,7 @@ def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -
         place.write_text("x")
     elif what == "no versions":
         shutil.copytree(folder, place, ignore=shutil.ignore_patterns("_versions"))
-    with pytest.raises(NotADatabase, match=r"open: .* holds no table that can be read .*create\(\) makes one"):
+    with pytest.raises(NotADatabase, match=r"open: .* holds no table that can be read .*create\(\) makes a table"):
         cluster.open(place)
 
 

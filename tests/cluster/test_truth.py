@@ -159,7 +159,7 @@ def test_a_write_to_a_table_that_cannot_be_written_says_so(truth: Truth, tmp_pat
     with pytest.raises(errors.NotADatabase, match="holds no table that can be read"):
         stored(str(tmp_path / "none"), None)
     (tmp_path / "t.lance" / "data").write_text("in the way")
-    with pytest.raises(errors.WriteFailed, match=r"could not be written .*look at what is there"):
+    with pytest.raises(errors.WriteFailed, match=r"could not be written .*check what is stored"):
         truth.insert(batch(truth, ["a"]))
 
 

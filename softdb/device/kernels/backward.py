@@ -1,8 +1,8 @@
-"""The backward pass: scores are computed again (Dao et al. 2022, algorithm 4); nothing is added to by two programs.
+"""The backward pass: scores are computed again (Dao et al. 2022, algorithm 4). No two programs add to the same number.
 
-ds = p (g·v + offset) where p = exp(c (S - top)) / total and offset = g_lse - g·output. To the queries: pulled = Σ ds k,
-of each range of the records by itself. To the records: Σ ds q and Σ p g, each tile over all queries. The caller
-multiplies with the scale.
+ds = p (g·v + offset) with p = exp(c (S - top)) / total and offset = g_lse - g·output. Gradient of the queries:
+pulled = Σ ds k over each range of the records. Gradients of keys and values: Σ ds q and Σ p g over all queries, for a
+tile of records. The caller multiplies by the scale.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from softdb.device.kernels.tiles import COSINE, COUNTS, L2, finite, present, pro
 
 @triton.jit
 def pulls(
-    scores, alive, g, grads, q_rows, g_q, q_there, v, at, v_n, there, tops, inverse_totals, offsets, out, c, width,
+    scores, alive, g, grads, q_rows, g_q, q_valid, v, at, v_n, valid, tops, inverse_totals, offsets, out, c, width,
     POOL: tl.constexpr, WHOLE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """p and ds of a tile, (BQ, BN) each. WHOLE: v ≤ BV, and `grads` holds those of the output."""
-    top = tl.load(tops + out, mask=q_there, other=0.0)
-    inverse = tl.load(inverse_totals + out, mask=q_there, other=0.0)
-    along = tl.zeros_like(scores) + tl.load(offsets + out, mask=q_there, other=0.0)[:, None]
+    """Return p and ds of a tile, (BQ, BN) each. WHOLE: v ≤ BV, and `grads` holds the whole gradients of the output."""
+    top = tl.load(tops + out, mask=q_valid, other=0.0)
+    inverse = tl.load(inverse_totals + out, mask=q_valid, other=0.0)
+    along = tl.zeros_like(scores) + tl.load(offsets + out, mask=q_valid, other=0.0)[:, None]
     if POOL == VALUES and WHOLE:
-        along += product(grads, tl.trans(rows_of(v, at, v_n, there, 0, width, BV)))
+        along += product(grads, tl.trans(rows_of(v, at, v_n, valid, 0, width, BV)))
     elif POOL == VALUES:
         for first in range(0, width, BV):
-            mine = rows_of(g, q_rows, g_q, q_there, first, width, BV)
-            along += product(mine, tl.trans(rows_of(v, at, v_n, there, first, width, BV)))
+            g_tile = rows_of(g, q_rows, g_q, q_valid, first, width, BV)
+            along += product(g_tile, tl.trans(rows_of(v, at, v_n, valid, first, width, BV)))
     elif POOL == LABELS:
-        label = tl.load(v + at, mask=there, other=0)
-        inside = (label >= 0) & (label < width)  # nothing beyond the gradients is read, whatever a label is
+        label = tl.load(v + at, mask=valid, other=0)
+        inside = (label >= 0) & (label < width)  # an invalid label must read nothing
         along += tl.load(g + q_rows[:, None] * g_q + label[None, :], mask=alive & inside[None, :], other=0.0)
-    # at most 0, but a score computed twice may differ in its last digit, which a tiny temperature makes infinite
+    # a recomputed score may exceed the top by rounding, which a tiny temperature would make infinite
     p = tl.exp2(tl.minimum(scores - top[:, None], 0.0) * c) * inverse[:, None]
     p = tl.where(alive & finite(scores), p, 0.0)
     return p, p * along
@@ -47,41 +47,41 @@ def pass_backward(
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
     WHOLE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """To BQ queries, BD numbers of each, from one range of the records. Distances pull from the centre (h, d)."""
+    """Store BD numbers of the gradients of BQ queries from a range of records; l2 shifts keys by the centre (h, d)."""
     pid = tl.program_id(0)
     first = (pid % chunks) * BD
     blocks = tl.cdiv(queries, BQ)
     q_rows = ((pid // chunks) % blocks * BQ + tl.arange(0, BQ)).to(tl.int64)
     split = (pid // chunks // blocks % splits).to(tl.int64)
     head = (pid // chunks // blocks // splits).to(tl.int64)
-    q_there, columns = q_rows < queries, first + tl.arange(0, BD)
+    q_valid, columns = q_rows < queries, first + tl.arange(0, BD)
     q, k, v, mask = q + head * q_h, k + head * k_h, v + head * v_h, mask + head * m_h
     g, row = g + head * queries * width, head * queries + q_rows
-    asked = rows_of(q, q_rows, q_q, q_there, 0, d, BD)
-    grads = rows_of(g, q_rows, width, q_there, 0, width, BV)
+    q_tile = rows_of(q, q_rows, q_q, q_valid, 0, d, BD)
+    grads = rows_of(g, q_rows, width, q_valid, 0, width, BV)
     acc, mass = tl.zeros((BQ, BD), tl.float32), tl.zeros((BQ,), tl.float32)
     start = split * rows
     stop = tl.minimum(start + rows, n)
     for low in range(0, rows, BN):
         at = start + low + tl.arange(0, BN)
-        there = present(keep, at, at < stop, KEEP)
-        scores, inverse = scored(q, asked, q_rows, q_q, q_there, k, at, k_n, there, d, METRIC, ONCE, BQ, BN, BD, BL)
-        alive = together(mask, q_rows, m_q, q_there, at, there, MASK)
+        valid = present(keep, at, at < stop, KEEP)
+        scores, inverse = scored(q, q_tile, q_rows, q_q, q_valid, k, at, k_n, valid, d, METRIC, ONCE, BQ, BN, BD, BL)
+        alive = together(mask, q_rows, m_q, q_valid, at, valid, MASK)
         _, ds = pulls(
-            scores, alive, g, grads, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets, row, c,
+            scores, alive, g, grads, q_rows, width, q_valid, v, at, v_n, valid, tops, inverse_totals, offsets, row, c,
             width, POOL, WHOLE, BV,
         )  # fmt: skip
-        keys = rows_of(k, at, k_n, there, first, d, BD)
+        keys = rows_of(k, at, k_n, valid, first, d, BD)
         if METRIC == L2:
-            seen = keys.to(tl.float32) - tl.load(centre + head * d + columns, mask=columns < d, other=0.0)[None, :]
-            acc += product(ds, seen)
+            centred = keys.to(tl.float32) - tl.load(centre + head * d + columns, mask=columns < d, other=0.0)[None, :]
+            acc += product(ds, centred)
             mass += tl.sum(ds, 1)
         else:
             acc += product(ds * inverse[None, :], keys)
     out = (split * heads + head) * queries + q_rows
-    tl.store(pulled + out[:, None] * d + columns[None, :], acc, mask=q_there[:, None] & (columns < d)[None, :])
+    tl.store(pulled + out[:, None] * d + columns[None, :], acc, mask=q_valid[:, None] & (columns < d)[None, :])
     if METRIC == L2 and pid % chunks == 0:
-        tl.store(masses + out, mass, mask=q_there)
+        tl.store(masses + out, mass, mask=q_valid)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -93,11 +93,11 @@ def records_backward(
     WHOLE: tl.constexpr, TO_KEYS: tl.constexpr, TO_VALUES: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """To the keys and values of one tile of records, BD and BV numbers of each, from all queries."""
+    """Store BD and BV numbers of the gradients of keys and values of a tile of records, from all queries."""
     pid = tl.program_id(0)
     chunk, tile, head = pid % chunks, (pid // chunks % tiles).to(tl.int64), (pid // chunks // tiles).to(tl.int64)
     at = tile * BN + tl.arange(0, BN)
-    there = present(keep, at, at < n, KEEP)
+    valid = present(keep, at, at < n, KEEP)
     q, k, v, mask = q + head * q_h, k + head * k_h, v + head * v_h, mask + head * m_h
     g = g + head * queries * width
     key_columns, value_columns = chunk * BD + tl.arange(0, BD), chunk * BV + tl.arange(0, BV)
@@ -108,31 +108,31 @@ def records_backward(
     mass, lengths = tl.zeros((BN,), tl.float32), tl.full((BN,), 1.0, tl.float32)
     for low in range(0, queries, BQ):
         q_rows = low + tl.arange(0, BQ).to(tl.int64)
-        q_there = q_rows < queries
-        asked = rows_of(q, q_rows, q_q, q_there, 0, d, BD)
-        grads = rows_of(g, q_rows, width, q_there, 0, width, BV)
-        scores, lengths = scored(q, asked, q_rows, q_q, q_there, k, at, k_n, there, d, METRIC, ONCE, BQ, BN, BD, BL)
-        alive = together(mask, q_rows, m_q, q_there, at, there, MASK)
+        q_valid = q_rows < queries
+        q_tile = rows_of(q, q_rows, q_q, q_valid, 0, d, BD)
+        grads = rows_of(g, q_rows, width, q_valid, 0, width, BV)
+        scores, lengths = scored(q, q_tile, q_rows, q_q, q_valid, k, at, k_n, valid, d, METRIC, ONCE, BQ, BN, BD, BL)
+        alive = together(mask, q_rows, m_q, q_valid, at, valid, MASK)
         p, ds = pulls(
-            scores, alive, g, grads, q_rows, width, q_there, v, at, v_n, there, tops, inverse_totals, offsets,
+            scores, alive, g, grads, q_rows, width, q_valid, v, at, v_n, valid, tops, inverse_totals, offsets,
             head * queries + q_rows, c, width, POOL, WHOLE, BV,
         )  # fmt: skip
         if TO_VALUES:
-            mine = rows_of(g, q_rows, width, q_there, chunk * BV, width, BV)
-            to_values += tl.dot(tl.trans(p), mine, input_precision="ieee")
+            g_tile = rows_of(g, q_rows, width, q_valid, chunk * BV, width, BV)
+            to_values += tl.dot(tl.trans(p), g_tile, input_precision="ieee")
         if TO_KEYS:
-            mine = rows_of(q, q_rows, q_q, q_there, chunk * BD, d, BD) - middle[None, :]
-            to_keys += tl.dot(tl.trans(ds), mine, input_precision="ieee")
+            centred = rows_of(q, q_rows, q_q, q_valid, chunk * BD, d, BD) - middle[None, :]
+            to_keys += tl.dot(tl.trans(ds), centred, input_precision="ieee")
             mass += tl.sum(ds * scores if METRIC == COSINE else ds, 0)
     out = head * n + at
     if TO_VALUES:
-        inside = there[:, None] & (value_columns < width)[None, :]
+        inside = valid[:, None] & (value_columns < width)[None, :]
         tl.store(value_grad + out[:, None] * width + value_columns[None, :], to_values, mask=inside)
     if TO_KEYS:
-        keys = rows_of(k, at, k_n, there, chunk * BD, d, BD).to(tl.float32)
-        if METRIC == COSINE:  # of q·k / ‖k‖: (q - s k / ‖k‖) / ‖k‖
+        keys = rows_of(k, at, k_n, valid, chunk * BD, d, BD).to(tl.float32)
+        if METRIC == COSINE:  # derivative of q·k / ‖k‖: (q - s k / ‖k‖) / ‖k‖
             to_keys = (to_keys - keys * (lengths * mass)[:, None]) * lengths[:, None]
-        elif METRIC == L2:  # of -‖q - k‖²: 2 (q - k)
+        elif METRIC == L2:  # derivative of -‖q - k‖²: 2 (q - k)
             to_keys = 2 * (to_keys - (keys - middle[None, :]) * mass[:, None])
-        inside = there[:, None] & (key_columns < d)[None, :]
+        inside = valid[:, None] & (key_columns < d)[None, :]
         tl.store(key_grad + out[:, None] * d + key_columns[None, :], to_keys, mask=inside)

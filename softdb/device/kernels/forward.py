@@ -1,7 +1,7 @@
-"""The forward pass: sums of each range of the records, by an online softmax, and how the ranges merge.
+"""The forward pass: sums over each range of the records by an online softmax, and the merging of the ranges.
 
-S = q·k, p = exp(c (S - best)) of each tile by its own best, total = Σ p, acc = Σ p v (Milakov and Gimelshein 2018;
-ranges as flash-decoding has them). c is the scale over log 2, for exponentials of 2.
+S = q·k, p = exp(c (S - best)) with the best score of each tile, total = Σ p, acc = Σ p v (Milakov and Gimelshein 2018;
+ranges as in flash-decoding). c is scale / log 2, since the kernels use exponentials of base 2.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ NOTHING, VALUES, LABELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def tile_pooled(p, v, at, v_stride, there, first, width, POOL: tl.constexpr, BV: tl.constexpr):  # (BQ, BN) -> (BQ, BV)
-    """Σ p v of a tile; of labels, how much each class gets."""
+def tile_pooled(p, v, at, v_stride, valid, first, width, POOL: tl.constexpr, BV: tl.constexpr):  # (BQ, BN) -> (BQ, BV)
+    """Return Σ p v of a tile; for labels, the sum of p of each class."""
     if POOL == VALUES:
-        values = rows_of(v, at, v_stride, there, first, width, BV)
+        values = rows_of(v, at, v_stride, valid, first, width, BV)
     else:
         classes = first + tl.arange(0, BV)
-        values = (tl.load(v + at, mask=there, other=-1)[:, None] == classes[None, :]).to(tl.float16)
+        values = (tl.load(v + at, mask=valid, other=-1)[:, None] == classes[None, :]).to(tl.float16)
     return product(p, values)
 
 
@@ -33,25 +33,25 @@ def pass_forward(
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one range of the records, for BQ queries and BV numbers of the values."""
+    """Store the sums over one range of the records, for BQ queries and BV numbers of the values."""
     pid = tl.program_id(0)
     first = (pid % chunks) * BV
     blocks = tl.cdiv(queries, BQ)
     q_rows = ((pid // chunks) % blocks * BQ + tl.arange(0, BQ)).to(tl.int64)
     split = (pid // chunks // blocks % splits).to(tl.int64)
     head = (pid // chunks // blocks // splits).to(tl.int64)
-    q_there = q_rows < queries
+    q_valid = q_rows < queries
     q, k, v, mask = q + head * q_h, k + head * k_h, v + head * v_h, mask + head * m_h
-    asked = rows_of(q, q_rows, q_q, q_there, 0, d, BD)
+    q_tile = rows_of(q, q_rows, q_q, q_valid, 0, d, BD)
     top, total = tl.full((BQ,), float("-inf"), tl.float32), tl.zeros((BQ,), tl.float32)
     acc, bad = tl.zeros((BQ, BV), tl.float32), tl.zeros((BQ,), tl.int32)
     start = split * rows
     stop = tl.minimum(start + rows, n)
     for low in range(0, rows, BN):
         at = start + low + tl.arange(0, BN)
-        there = present(keep, at, at < stop, KEEP)
-        scores, _ = scored(q, asked, q_rows, q_q, q_there, k, at, k_n, there, d, METRIC, ONCE, BQ, BN, BD, BL)
-        alive = together(mask, q_rows, m_q, q_there, at, there, MASK)
+        valid = present(keep, at, at < stop, KEEP)
+        scores, _ = scored(q, q_tile, q_rows, q_q, q_valid, k, at, k_n, valid, d, METRIC, ONCE, BQ, BN, BD, BL)
+        alive = together(mask, q_rows, m_q, q_valid, at, valid, MASK)
         bad = tl.maximum(bad, tl.max((alive & (finite(scores) == 0)).to(tl.int32), 1))
         scores = tl.where(alive & finite(scores), scores, float("-inf"))
         best = tl.max(scores, 1)
@@ -61,17 +61,17 @@ def pass_forward(
         decay, fresh = tl.exp2((top - shift) * c), tl.exp2((best - shift) * c)
         total = total * decay + tl.sum(p, 1) * fresh
         if POOL != NOTHING:
-            more = tile_pooled(p, v, at, v_n, there, first, width, POOL, BV)
+            more = tile_pooled(p, v, at, v_n, valid, first, width, POOL, BV)
             acc = acc * decay[:, None] + more * fresh[:, None]
         top = new
     out = (split * heads + head) * queries + q_rows
     if pid % chunks == 0:
-        tl.store(tops + out, top, mask=q_there)
-        tl.store(totals + out, tl.where(bad > 0, float("nan"), total), mask=q_there)
+        tl.store(tops + out, top, mask=q_valid)
+        tl.store(totals + out, tl.where(bad > 0, float("nan"), total), mask=q_valid)
     if POOL != NOTHING:
         columns = first + tl.arange(0, BV)
         tl.store(
-            sums + out[:, None] * width + columns[None, :], acc, mask=q_there[:, None] & (columns < width)[None, :]
+            sums + out[:, None] * width + columns[None, :], acc, mask=q_valid[:, None] & (columns < width)[None, :]
         )
 
 
@@ -80,7 +80,7 @@ def merge_splits(
     sums, tops, totals, output, top_out, total_out, lse, c, scale, rows, width, splits, chunks,
     POOL: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The state of the whole, of one query, from those of its splits; sums in float64. Rows count heads and queries."""
+    """Merge the sums of one query's ranges in float64. `rows` is the number of heads times queries."""
     pid = tl.program_id(0)
     row, first = (pid // chunks).to(tl.int64), (pid % chunks) * BV
     top = tl.full((BS,), float("-inf"), tl.float32)
@@ -93,21 +93,21 @@ def merge_splits(
     columns = first + tl.arange(0, BV)
     for low in range(0, splits, BS):
         at = low + tl.arange(0, BS)
-        there = at < splits
-        share = tl.exp2((tl.load(tops + at * rows + row, mask=there, other=float("-inf")) - most) * c).to(tl.float64)
-        total += share * tl.load(totals + at * rows + row, mask=there, other=0.0).to(tl.float64)
+        valid = at < splits
+        share = tl.exp2((tl.load(tops + at * rows + row, mask=valid, other=float("-inf")) - most) * c).to(tl.float64)
+        total += share * tl.load(totals + at * rows + row, mask=valid, other=0.0).to(tl.float64)
         if POOL:
-            mine = (at * rows + row)[:, None] * width + columns[None, :]
-            part = tl.load(sums + mine, mask=there[:, None] & (columns < width)[None, :], other=0.0)
-            acc += tl.sum(share[:, None] * part.to(tl.float64), 0)
-    whole = tl.sum(total, 0)
+            offsets = (at * rows + row)[:, None] * width + columns[None, :]
+            split_sums = tl.load(sums + offsets, mask=valid[:, None] & (columns < width)[None, :], other=0.0)
+            acc += tl.sum(share[:, None] * split_sums.to(tl.float64), 0)
+    grand_total = tl.sum(total, 0)
     if pid % chunks == 0:
         tl.store(top_out + row, most)
-        tl.store(total_out + row, whole.to(tl.float32))
-        tl.store(lse + row, (tl.log(whole) + most.to(tl.float64) * scale).to(tl.float32))
+        tl.store(total_out + row, grand_total.to(tl.float32))
+        tl.store(lse + row, (tl.log(grand_total) + most.to(tl.float64) * scale).to(tl.float32))
     if POOL:
         tl.store(
             output + row * width + columns,
-            (acc / tl.where(whole == 0, 1.0, whole)).to(tl.float32),
+            (acc / tl.where(grand_total == 0, 1.0, grand_total)).to(tl.float32),
             mask=columns < width,
         )

@@ -1,4 +1,4 @@
-"""Functions that the kernels share: products that lose no digits, scores of a tile, and who takes part in it."""
+"""Functions that the kernels share: products in full float32 precision, scores of a tile, and masks."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ import triton
 import triton.language as tl
 
 DOT, COSINE, L2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-COUNTS = ("heads", "queries", "n", "rows", "splits", "chunks", "tiles", "groups", "m")  # they change: no binary of each
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # it multiplies no bfloat16
+COUNTS = ("heads", "queries", "n", "rows", "splits", "chunks", "tiles", "groups", "m")  # not compiled for each value
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter cannot multiply bfloat16
 
 
 @triton.jit
 def product(x, y):  # (m, k) float32, (k, n) as stored -> (m, n) float32
-    """x y. Where y is half, x in parts of y's precision whose products are exact: two of float16, three of bfloat16."""
+    """Return x y. For half-precision y, split x into parts with exact products: two of float16, three of bfloat16."""
     if y.dtype == tl.float32:
-        found = tl.dot(x, y, input_precision="ieee")
+        result = tl.dot(x, y, input_precision="ieee")
     elif y.dtype == tl.float16:
-        # each row over a power of two, so that nothing leaves the range of float16
+        # divide each row by a power of two, to stay within the range of float16
         bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
         bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
         x = x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
         high = x.to(tl.float16)
         low = ((x - high.to(tl.float32)) * 2048).to(tl.float16)
-        found = (tl.dot(high, y) + tl.dot(low, y) / 2048) * bits.to(tl.float32, bitcast=True)[:, None]
+        result = (tl.dot(high, y) + tl.dot(low, y) / 2048) * bits.to(tl.float32, bitcast=True)[:, None]
     else:
         high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        remainder = x - high.to(tl.float32)
+        middle = remainder.to(tl.bfloat16)
+        low = (remainder - middle.to(tl.float32)).to(tl.bfloat16)
         if INTERPRETED:
             y = y.to(tl.float32)
             high, middle, low = high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
-        found = tl.dot(high, y) + (tl.dot(middle, y) + tl.dot(low, y))
-    return found
+        result = tl.dot(high, y) + (tl.dot(middle, y) + tl.dot(low, y))
+    return result
 
 
 @triton.jit
-def rows_of(base, rows, stride, there, first, width, B: tl.constexpr):  # -> (m, B)
-    """B numbers, from `first` on, of some rows (m,); 0 beyond the width and where the row is not there."""
+def rows_of(base, rows, stride, valid, first, width, B: tl.constexpr):  # -> (m, B)
+    """Load B numbers, from column `first` on, of rows (m,); 0 beyond the width and for rows that are not valid."""
     columns = first + tl.arange(0, B)
     at = base + rows[:, None] * stride + columns[None, :]
-    return tl.load(at, mask=there[:, None] & (columns < width)[None, :], other=0.0)
+    return tl.load(at, mask=valid[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit
 def squares(keys):  # (m, BD) -> (m,) three times
-    """Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², of which one holds it."""
+    """Return Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², one of which neither underflows nor overflows."""
     keys = keys.to(tl.float32)
     up, down = keys * 18446744073709551616.0, keys * 8.470329472543003e-22
     return tl.sum(keys * keys, 1), tl.sum(up * up, 1), tl.sum(down * down, 1)
@@ -55,43 +55,43 @@ def squares(keys):  # (m, BD) -> (m,) three times
 
 @triton.jit
 def inverse_lengths(sums, small, large):  # (m,) each, as `squares`
-    """1 / ‖k‖; 0 for a vector of zeros."""
-    found = tl.div_rn(1.0, tl.sqrt_rn(sums))
+    """Return 1 / ‖k‖; 0 for a vector of zeros."""
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(sums))
     tiny = tl.where(small >= 4.7e-38, tl.div_rn(18446744073709551616.0, tl.sqrt_rn(small)), 0.0)
     huge = tl.div_rn(8.470329472543003e-22, tl.sqrt_rn(large))
-    return tl.where(sums < 1e-30, tiny, tl.where(sums > 1e30, huge, found))
+    return tl.where(sums < 1e-30, tiny, tl.where(sums > 1e30, huge, inverse))
 
 
 @triton.jit
 def distances(
-    q, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d,
+    q, q_rows, q_stride, q_valid, k, k_rows, k_stride, k_valid, d,
     BQ: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """-‖q - k‖² (BQ, BN), by differences, BL numbers at a time."""
+    """Return -‖q - k‖² (BQ, BN), summed from differences, BL numbers at a time."""
     scores = tl.zeros((BQ, BN), tl.float32)
     for first in range(0, d, BL):
-        mine = rows_of(q, q_rows, q_stride, q_there, first, d, BL)
-        keys = rows_of(k, k_rows, k_stride, k_there, first, d, BL).to(tl.float32)
-        apart = mine[:, None, :] - keys[None, :, :]
-        scores -= tl.sum(apart * apart, 2)
+        queries = rows_of(q, q_rows, q_stride, q_valid, first, d, BL)
+        keys = rows_of(k, k_rows, k_stride, k_valid, first, d, BL).to(tl.float32)
+        difference = queries[:, None, :] - keys[None, :, :]
+        scores -= tl.sum(difference * difference, 2)
     return scores
 
 
 @triton.jit
 def scored(
-    q, asked, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d,
+    q, q_tile, q_rows, q_stride, q_valid, k, k_rows, k_stride, k_valid, d,
     METRIC: tl.constexpr, ONCE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Scores (BQ, BN) and, for cosines, the inverse lengths (BN,) that they were multiplied with.
+    """Return scores (BQ, BN) and, for cosines, the inverse lengths (BN,) of the keys.
 
-    ONCE: d ≤ BD, and `asked` holds the queries; without a loop in it the caller's loop loads ahead.
+    ONCE: d ≤ BD, and `q_tile` holds the whole queries; then the caller's loop has no inner loop, and can prefetch.
     """
     inverse = tl.full((BN,), 1.0, tl.float32)
     if METRIC == L2:
-        scores = distances(q, q_rows, q_stride, q_there, k, k_rows, k_stride, k_there, d, BQ, BN, BL)
+        scores = distances(q, q_rows, q_stride, q_valid, k, k_rows, k_stride, k_valid, d, BQ, BN, BL)
     elif ONCE:
-        keys = rows_of(k, k_rows, k_stride, k_there, 0, d, BD)
-        scores = product(asked, tl.trans(keys))
+        keys = rows_of(k, k_rows, k_stride, k_valid, 0, d, BD)
+        scores = product(q_tile, tl.trans(keys))
         if METRIC == COSINE:
             sums, small, large = squares(keys)
             inverse = inverse_lengths(sums, small, large)
@@ -99,9 +99,9 @@ def scored(
         scores = tl.zeros((BQ, BN), tl.float32)
         sums, small, large = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
         for first in range(0, d, BD):
-            mine = rows_of(q, q_rows, q_stride, q_there, first, d, BD)
-            keys = rows_of(k, k_rows, k_stride, k_there, first, d, BD)
-            scores += product(mine, tl.trans(keys))
+            queries = rows_of(q, q_rows, q_stride, q_valid, first, d, BD)
+            keys = rows_of(k, k_rows, k_stride, k_valid, first, d, BD)
+            scores += product(queries, tl.trans(keys))
             if METRIC == COSINE:
                 more, more_small, more_large = squares(keys)
                 sums, small, large = sums + more, small + more_small, large + more_large
@@ -113,17 +113,17 @@ def scored(
 
 
 @triton.jit
-def present(keep, at, there, KEEP: tl.constexpr):  # (m,) -> (m,)
-    """Mask of records that take part in any query."""
+def present(keep, at, valid, KEEP: tl.constexpr):  # (m,) -> (m,)
+    """Return the mask of records that take part in any query."""
     if KEEP:
-        there = there & (tl.load(keep + at, mask=there, other=0) != 0)
-    return there
+        valid = valid & (tl.load(keep + at, mask=valid, other=0) != 0)
+    return valid
 
 
 @triton.jit
-def together(mask, q_rows, q_stride, q_there, at, there, MASK: tl.constexpr):  # (BQ,), (BN,) -> (BQ, BN)
-    """Mask of records that take part in each query."""
-    both = q_there[:, None] & there[None, :]
+def together(mask, q_rows, q_stride, q_valid, at, valid, MASK: tl.constexpr):  # (BQ,), (BN,) -> (BQ, BN)
+    """Return the mask of records that take part in each query."""
+    both = q_valid[:, None] & valid[None, :]
     if MASK:
         both = both & (tl.load(mask + q_rows[:, None] * q_stride + at[None, :], mask=both, other=0) != 0)
     return both
@@ -131,5 +131,5 @@ def together(mask, q_rows, q_stride, q_there, at, there, MASK: tl.constexpr):  #
 
 @triton.jit
 def finite(scores):
-    """Mask of entries that are numbers."""
+    """Return the mask of finite scores."""
     return tl.abs(scores) < float("inf")

@@ -119,9 +119,9 @@ def main() -> None:
         "gloo", init_method=f"file://{Path(sys.argv[1])}", rank=rank, world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
-    connections.PATIENCE = 60.0  # on a busy machine
+    connections.CONNECT_SECONDS = 60.0  # on a busy machine
     if sys.argv[2] == "gloo":  # as where the ranks cannot connect
-        Connections.made = lambda *_: None  # type: ignore[method-assign]
+        Connections.between = lambda *_: None  # type: ignore[method-assign]
     cluster = opened(rank, ranks)
     transport: Any = cluster.caller.transport
     assert (transport._connections is None) == (sys.argv[2] == "gloo")

@@ -87,7 +87,7 @@ def test_a_shard_that_goes_on_while_it_answers_says_so() -> None:
 @pytest.mark.parametrize("other", [{"dim": D + 1}, {"metric": "l2"}, {"dtype": "float16"}, {"value_dim": 3}])
 def test_shards_of_another_kind_are_refused(other: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"dim": D, "value_dim": 4}
-    with pytest.raises(BadInput, match="shards are parts of one whole"):
+    with pytest.raises(BadInput, match="expected equal schemas"):
         Cluster(shards(softdb.open(None, **plain), softdb.open(None, **{**plain, **other})))
     with pytest.raises(BadInput, match="says that it is 1 of 2"):
         Cluster(Local([DatabaseShard(softdb.open(None, **plain), 1, 2)] * 2))

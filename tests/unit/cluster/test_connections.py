@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from softdb.cluster import connections
-from softdb.cluster.connections import HELLO, Connections, Door
+from softdb.cluster.connections import HELLO, Connections, Endpoint
 
 RANKS = 3
 
@@ -23,7 +23,7 @@ Hears = Callable[[int, int, list[bytes]], None]  # what happens once a rank was 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may need more."""
-    monkeypatch.setattr(connections, "PATIENCE", 60.0)
+    monkeypatch.setattr(connections, "CONNECT_SECONDS", 60.0)
 
 
 def made(hears: Hears | None = None) -> list[Connections | None]:
@@ -42,7 +42,7 @@ def made(hears: Hears | None = None) -> list[Connections | None]:
                 hears(rank, next(turns), whole)
             return whole
 
-        return Connections.made(rank, RANKS, told)
+        return Connections.between(rank, RANKS, told)
 
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(of, range(RANKS)))
@@ -78,8 +78,8 @@ def test_strangers() -> None:
 
     def hears(rank: int, turn: int, doors: list[bytes]) -> None:
         if (rank, turn) == (2, 1):  # hosts, doors, whether all is well; the others begin meanwhile
-            door = Door(*pickle.loads(doors[0]))
-            for hello in (HELLO.pack(b"x" * 16, 1), HELLO.pack(door.number, 0), b""):
+            door = Endpoint(*pickle.loads(doors[0]))
+            for hello in (HELLO.pack(b"x" * 16, 1), HELLO.pack(door.token, 0), b""):
                 one = socket.create_connection(("127.0.0.1", door.port))
                 one.sendall(hello)
                 if not hello:
@@ -116,13 +116,13 @@ def test_none_where_two_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no rank has any, so that all go another way."""
     own = connections._connected
 
-    def walled(door: Door, mine: Door, rank: int, until: float) -> socket.socket:
+    def walled(door: Endpoint, mine: Endpoint, rank: int, until: float) -> socket.socket:
         if rank == 1:
             raise OSError("no route")
         return own(door, mine, rank, until)
 
     monkeypatch.setattr(connections, "_connected", walled)
-    monkeypatch.setattr(connections, "PATIENCE", 2.0)
+    monkeypatch.setattr(connections, "CONNECT_SECONDS", 2.0)
     assert made() == [None] * RANKS
 
 

@@ -274,11 +274,11 @@ def test_an_old_snapshot_is_not_kept_alive(rng: np.random.Generator) -> None:
 def test_masks_of_the_latest_filters_stay(rng: np.random.Generator) -> None:
     board, records = Board(DEVICE), snapshot(awkward(rng))
     allowed = rng.random(40) < 0.5
-    kept = board.shards(records)[0].kept(allowed)
-    assert board.shards(records)[0].kept(allowed) is kept
+    kept = board.shards(records)[0].live_mask(allowed)
+    assert board.shards(records)[0].live_mask(allowed) is kept
     others = [allowed.copy() for _ in range(12)]
     for one in others:
-        board.shards(records)[0].kept(one)
+        board.shards(records)[0].live_mask(one)
     assert len(board.cards[0].masks._known) <= 4
 
 
