@@ -227,7 +227,7 @@ def test_records_without_text_cannot_be_encoded(model: SentenceTransformer) -> N
         with pytest.raises(BadInput, match="record 'a' has no text"):
             DatabaseLoss(model, db, encode_keys=True)(asked, ["a"])
         assert DatabaseLoss(model, db, encode_keys=True, field="gloss")(asked, ["a"]).isfinite()
-        with pytest.raises(BadInput, match="nothing grows stale"):
+        with pytest.raises(BadInput, match="no index becomes stale"):
             RefreshCallback(DatabaseLoss(model, db))
         with pytest.raises(BadInput, match="queries are"):
             DatabaseEvaluator(db, [], [])
