@@ -149,7 +149,7 @@ def test_a_model_encoder_gives_what_the_model_gives(model: SentenceTransformer) 
         ({"k": 0}, "k is 0"),
         ({"k": 2, "rtol": 0.1}, "k"),
         ({"rtol": 0.1, "encode_keys": True}, "rtol estimates over stored keys"),
-        ({"field": "gloss"}, "are of encode_keys=True"),
+        ({"field": "gloss"}, "need encode_keys=True"),
         ({"field": 3, "encode_keys": True}, "field is 3"),
     ],
     ids=str,
