@@ -30,7 +30,7 @@ def open_store(
     text_index: Literal["words", "trigram"] = "words",
     **settings: Any,
 ) -> SoftDB:
-    """Open the database at a path, or create one there with a text index; `settings` replace a new one's `defaults`."""
+    """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one."""
     is_path = isinstance(path, str | os.PathLike)
     if (is_path and os.path.exists(path) and (os.path.isfile(path) or os.listdir(path))) or settings.get("mode") == "r":
         return softdb.open(path, **settings)

@@ -66,7 +66,7 @@ class Additive(torch.nn.Module):
         return self.query_weight.shape[1]
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = wᵀ tanh(W_q q + W_k k)."""
+        """Return s = wᵀ tanh(W_q q + W_k k)."""
         require_shapes(queries, keys)
         require_width(queries, self.query_weight.shape[1], "queries")
         require_width(keys, self.key_weight.shape[1], "keys")
@@ -137,7 +137,7 @@ class LinearAdditive(torch.nn.Module):
         return len(self.query_weight)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = w_q·q + w_k·k."""
+        """Return s = w_q·q + w_k·k."""
         require_shapes(queries, keys)
         require_width(keys, len(self.key_weight), "keys")
         key_terms = alike(keys, queries) @ self.key_weight.to(queries)  # (…, n) or (…, q, k)

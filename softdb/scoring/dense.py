@@ -14,7 +14,7 @@ from softdb.scoring.weighting import Weighed, divisor, largest, masked
 
 
 def softmax(
-    scores: Tensor,  # (…, k); what stands at dead entries is ignored
+    scores: Tensor,  # (…, k); scores of dead entries are ignored
     temperature: float,  # above 0
     live: Tensor,  # (…, k) bool
 ) -> tuple[Tensor, Tensor]:  # (…, k), (…)
@@ -49,7 +49,7 @@ def normalised_log(
 
 @dataclass(frozen=True)
 class Softmax:
-    """w = exp(z) / Σ exp(z), H(p) = -Σ p log p, lse = log Σ exp(z).
+    """Softmax weights w = exp(z) / Σ exp(z), with H(p) = -Σ p log p and lse = log Σ exp(z).
 
     T → 0: all weight on the nearest records, shared among ties. T → ∞: equal weights. Every live record weighs
     something, so the threshold is -inf. Cost q k.
@@ -59,14 +59,14 @@ class Softmax:
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = exp(z - lse), z = s / T."""
+        """Return w = exp(z - lse), z = s / T."""
         weights, lse = softmax(scores, temperature, live)
         return Weighed(weights, lse, torch.full_like(lse, -torch.inf))
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """w = s / Σ s, lse = log Σ s, for scores that are kernel values (Nadaraya 1964, Watson 1964).
+    """Normalised weights w = s / Σ s, lse = log Σ s, of kernel values s (Nadaraya 1964, Watson 1964).
 
     The kernel's bandwidth replaces the temperature, so a temperature other than 1 raises BadInput. The gradient of lse
     in log s is the weights. If all live scores are 0 (no record in the kernel's support), weights and gradients are 0
@@ -78,7 +78,7 @@ class Normalised:
     sparse: ClassVar[bool] = True
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = s / Σ s."""
+        """Return w = s / Σ s."""
         if temperature != 1:
             raise BadInput(
                 f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
@@ -101,7 +101,7 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Uniform:
-    """w = 1 / m for m live entries (average pooling), lse = log m, at every temperature.
+    """Equal weights w = 1 / m for m live entries (average pooling), lse = log m, at every temperature.
 
     The scores are ignored, so the gradients of the weights and of lse are zeros. Threshold -inf. Cost q k.
     """
@@ -110,7 +110,7 @@ class Uniform:
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = 1 / m."""
+        """Return w = 1 / m."""
         zeros = scores.masked_fill(torch.ones_like(live), 0)  # part of the graph: backward gives gradients of 0
         count = live.sum(dim=-1).to(scores.dtype)
         lse = zeros.sum(dim=-1) + count.log()

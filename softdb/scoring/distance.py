@@ -122,7 +122,7 @@ class NegativeL2(DistanceScore):
     """
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = -Σ_i ((q_i - k_i) / h_i)²."""
+        """Return s = -Σ_i ((q_i - k_i) / h_i)²."""
         return self.negative_squares(queries, keys)
 
     def fold(self, queries: Tensor) -> Fold | None:

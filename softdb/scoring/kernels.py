@@ -25,8 +25,8 @@ ROUNDING = 16  # machine epsilons that rounding may add to u² = 1: up to there 
 class Kernel(DistanceScore, ABC):
     """A kernel K(u) ≥ 0 of the distance u = ‖(q - k) / h‖. Cost q n d.
 
-    Calling it returns K; `log` returns log K, which does not underflow at large distances. `DistanceScore` documents
-    the bandwidth.
+    Calling it returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore` for the
+    bandwidth.
     """
 
     compact: ClassVar[bool]
@@ -75,7 +75,7 @@ class Kernel(DistanceScore, ABC):
 
 
 class Gaussian(Kernel):
-    """K = exp(-u² / 2). scikit-learn's "gaussian".
+    """The Gaussian kernel K = exp(-u² / 2), scikit-learn's "gaussian".
 
     >>> Gaussian()(torch.zeros(1, 2), torch.zeros(1, 2))
     tensor([[1.]])
@@ -84,7 +84,7 @@ class Gaussian(Kernel):
     compact, rooted = False, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """-u² / 2."""
+        """Return -u² / 2."""
         return measured / 2
 
     @staticmethod
@@ -93,12 +93,12 @@ class Gaussian(Kernel):
 
 
 class Laplacian(Kernel):
-    """K = exp(-u), with a gradient of 0 at the corner u = 0. scikit-learn's "exponential"."""
+    """The Laplacian kernel K = exp(-u), scikit-learn's "exponential"; its gradient at the corner u = 0 is 0."""
 
     compact, rooted = False, True
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """-u."""
+        """Return -u."""
         return -measured
 
     @staticmethod
@@ -107,7 +107,7 @@ class Laplacian(Kernel):
 
 
 class Boxcar(Kernel):
-    """K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
+    """The boxcar kernel K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
 
     A record at distance h counts as inside, however its distance was rounded. Wherever K has a gradient, it is 0, so
     it trains neither queries nor bandwidth: use Epanechnikov for that.
@@ -116,7 +116,7 @@ class Boxcar(Kernel):
     compact, rooted = True, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """0 where u ≤ 1, else -inf."""
+        """Return 0 where u ≤ 1, else -inf."""
         inside = measured >= -1 - ROUNDING * torch.finfo(measured.dtype).eps
         return measured.masked_fill(inside, 0).masked_fill(~inside, -torch.inf)
 
@@ -126,16 +126,16 @@ class Boxcar(Kernel):
 
 
 class Epanechnikov(Kernel):
-    """K = max(0, 1 - u²) (Epanechnikov 1969). scikit-learn's "epanechnikov"."""
+    """The Epanechnikov kernel K = max(0, 1 - u²) (Epanechnikov 1969), scikit-learn's "epanechnikov"."""
 
     compact, rooted = True, False
 
     def value(self, measured: Tensor) -> Tensor:
-        """max(0, 1 - u²)."""
+        """Return max(0, 1 - u²)."""
         return (1 + measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """log(1 - u²), -inf where u ≥ 1."""
+        """Return log(1 - u²), -inf where u ≥ 1."""
         return _log_one_plus(measured)
 
     @staticmethod
@@ -144,16 +144,16 @@ class Epanechnikov(Kernel):
 
 
 class Triangular(Kernel):
-    """K = max(0, 1 - u), with a gradient of 0 at the corner u = 0. scikit-learn's "linear"."""
+    """The triangular kernel K = max(0, 1 - u), scikit-learn's "linear"; its gradient at the corner u = 0 is 0."""
 
     compact, rooted = True, True
 
     def value(self, measured: Tensor) -> Tensor:
-        """max(0, 1 - u)."""
+        """Return max(0, 1 - u)."""
         return (1 - measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """log(1 - u), -inf where u ≥ 1."""
+        """Return log(1 - u), -inf where u ≥ 1."""
         return _log_one_plus(-measured)
 
     @staticmethod
@@ -162,7 +162,7 @@ class Triangular(Kernel):
 
 
 class Constant(Kernel):
-    """K = 1 for every record: every query gets the mean of all records. It has no bandwidth. Cost q n.
+    """The constant kernel K = 1: every query gets the mean of all records. It has no bandwidth. Cost q n.
 
     All gradients are 0. All records tie, so the k nearest are the k lowest rows.
     """
@@ -174,7 +174,7 @@ class Constant(Kernel):
         DistanceScore.__init__(self)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """log 1 = 0."""
+        """Return log 1 = 0."""
         return _zeros(measured)
 
     def fold(self, queries: Tensor) -> Fold:

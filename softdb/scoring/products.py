@@ -21,7 +21,7 @@ class Dot:
     metric: ClassVar[Metric] = Metric.DOT
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k."""
+        """Return s = q·k."""
         return dot(queries, comparable(queries, keys))
 
     def fold(self, queries: Tensor) -> Fold:
@@ -36,7 +36,7 @@ class ScaledDot:
     metric: ClassVar[Metric] = Metric.DOT
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k / √d."""
+        """Return s = q·k / √d."""
         keys = comparable(queries, keys)
         return dot(queries * queries.shape[-1] ** -0.5, keys)
 
@@ -52,7 +52,7 @@ class Cosine:
     metric: ClassVar[Metric] = Metric.COSINE
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k / (‖q‖ ‖k‖)."""
+        """Return s = q·k / (‖q‖ ‖k‖)."""
         keys = comparable(queries, keys)
         norms = length(keys)  # (…, n) or (…, q, k)
         if keys.ndim == queries.ndim:
@@ -90,7 +90,7 @@ class General(torch.nn.Module):
             torch.nn.init.orthogonal_(self.weight)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = qᵀ W k."""
+        """Return s = qᵀ W k."""
         require_shapes(queries, keys)
         require_width(keys, self.key_dim, "keys")
         return dot(self._projected(queries), alike(keys, queries))

@@ -29,7 +29,7 @@ class Argmax:
     sparse: ClassVar[bool] = True
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = 1 at the first largest score."""
+        """Return w = 1 at the first largest score."""
         scores, top = masked(scores, live)
         if not scores.shape[-1]:
             return Weighed(scores.detach(), scores.sum(dim=-1).masked_fill(top == -torch.inf, -torch.inf), top)
@@ -91,7 +91,7 @@ class Sparse(ABC):
         return (weights - weights**self.alpha).sum(dim=-1) / (self.alpha * (self.alpha - 1))
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """p = [(α-1) z - τ]₊^(1/(α-1))."""
+        """Return p = [(α-1) z - τ]₊^(1/(α-1))."""
         dtype, temperature = scores.dtype, divisor(temperature, scores.dtype)
         scores, top = masked(scores, live)
         usable = top.isfinite()
@@ -112,28 +112,28 @@ class Sparse(ABC):
 
 @dataclass(frozen=True)
 class Sparsemax(Sparse):
-    """p = [z - τ]₊, the point of the simplex nearest to z; H(p) = ½ Σ p (1 - p). Martins and Astudillo 2016."""
+    """Sparsemax p = [z - τ]₊, the simplex's point nearest to z; H(p) = ½ Σ p (1 - p). Martins and Astudillo 2016."""
 
     name: ClassVar[str] = "sparsemax"
     alpha: ClassVar[float] = 2.0
     _package: ClassVar[Any] = staticmethod(sparsemax)
 
     def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
-        """p = [z - τ]₊, u = 1 where p > 0."""
+        """Return p = [z - τ]₊, u = 1 where p > 0."""
         weights = (z_below - tau).clamp(min=0)
         return weights, (weights > 0).to(weights.dtype)
 
 
 @dataclass(frozen=True)
 class Entmax15(Sparse):
-    """p = [z/2 - τ]₊², H(p) = 4/3 Σ (p - p^1.5): between softmax and sparsemax. Peters, Niculae and Martins 2019."""
+    """1.5-entmax p = [z/2 - τ]₊², between softmax and sparsemax; H(p) = 4/3 Σ (p - p^1.5). Peters et al. 2019."""
 
     name: ClassVar[str] = "entmax15"
     alpha: ClassVar[float] = 1.5
     _package: ClassVar[Any] = staticmethod(entmax15)
 
     def of(self, z_below: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
-        """p = [z/2 - τ]₊², u = √p."""
+        """Return p = [z/2 - τ]₊², u = √p."""
         roots = (z_below / 2 - tau).clamp(min=0)
         return roots.square(), roots
 

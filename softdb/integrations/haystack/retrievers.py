@@ -99,7 +99,7 @@ class SoftDBKeywordRetriever(_Retriever):
 
 @component
 class SoftDBHybridRetriever(_Retriever):
-    """Documents that match best by words and vectors together; `SoftDB.search` documents `fusion`."""
+    """Documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
 
     def __init__(
         self,

@@ -316,7 +316,7 @@ class SoftDBDocumentStore:
         scale_score: bool = False,
         fusion: Literal["scores", "ranks"] | float = "scores",
     ) -> list[Document]:
-        """Return the documents that match best by words and vectors together; `SoftDB.search` documents `fusion`."""
+        """Return the documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
         params = {"queries": [query_embedding], "texts": [query], "fusion": fusion}
         return self._retrieve("hybrid", filters, top_k, scale_score, False, **params)
 

@@ -285,7 +285,7 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
         ŷ(x) = Σ_i w_i y_i,    w = softmax(-‖x - x_i‖² / T)
 
     Unless T is given, `fit` learns it by the squared error of leave-one-out predictions. Targets of one or several
-    outputs are pooled in float64. `SoftKNeighborsClassifier` documents the arguments and attributes.
+    outputs are pooled in float64. See `SoftKNeighborsClassifier` for arguments and attributes.
 
     >>> import numpy as np
     >>> SoftKNeighborsRegressor(2, weights="uniform").fit([[0.0], [1.0], [4.0]], [1.0, 2.0, 7.0]).predict([[0.2]])

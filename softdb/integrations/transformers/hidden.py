@@ -20,7 +20,7 @@ Text: TypeAlias = "str | Sequence[int]"
 MAX_CONTEXT = 1024  # tokens in a window, also for models with a longer context
 COMMIT = 1 << 14  # tokens of complete texts in a commit
 SAMPLE = 256  # number of stored keys whose distances give the first temperature
-NEAR = 8  # rank of the neighbour to whom the distance is measured
+NEAR = 8  # rank of the neighbour whose distance is used
 
 
 class Window(NamedTuple):
