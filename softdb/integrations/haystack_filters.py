@@ -86,7 +86,7 @@ def _equal(name: str, value: Any) -> dict[str, Any]:
 
 def _among(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
-        raise BadFilter(f"{name} is compared with {shown(value)} by in; expected a list")
+        raise BadFilter(f"{name} is compared with {shown(value)}; 'in' and 'not in' take a list")
     where = {name: {"$in": [_plain(member) for member in value if member is not None]}}
     return {"$or": [where, _equal(name, None)]} if None in value else where
 
