@@ -75,7 +75,7 @@ def import_records(
             if progress is not None:
                 progress(rows)
     except SoftDBError as error:
-        remedy = ", or resume an interrupted import" if isinstance(error, DuplicateId) else ""
+        remedy = ", and resume continues an interrupted import" if isinstance(error, DuplicateId) else ""
         message = f"{error.args[0]}{remedy}; the {done} records before are in the database"
         error.args = (message, *error.args[1:])
         raise
@@ -101,7 +101,7 @@ def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None)
 
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
-    """Return the records that are not stored, or with `upsert` stored with other contents, which else is BadInput."""
+    """Return the records that are not stored or, with `upsert`, stored differently; else BadInput for the latter."""
     stored = np.flatnonzero(db.core.stored(rows.ids))
     if not len(stored):
         return rows

@@ -103,7 +103,7 @@ def test_what_was_stopped_goes_on_and_ends_as_if_unbroken(tmp_path: Path, kind: 
         assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in told
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
-    assert "or resume an interrupted import" in shown
+    assert "and resume continues an interrupted import" in shown
     shown = run("import", tmp_path / "db", *words, "--batch-size", 100, "--resume").stdout
     assert shown == f"{N} records imported, {N} in {tmp_path / 'db'}\n"
     assert stored(tmp_path / "db") == stored(tmp_path / "whole")
