@@ -1,6 +1,6 @@
 """Import and export of records.
 
-May touch a database's public calls and the user's files. A process of its own (`sandbox.py`) reads formats whose
+May touch a database's public calls and the user's files. A separate process (`sandbox.py`) reads formats whose
 libraries are unsafe for untrusted files. Begin in `importing.py` and `exporting.py`.
 """
 

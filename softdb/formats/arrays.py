@@ -62,7 +62,7 @@ def _hdf5(path: Path) -> KeyFile:
             keys, queries = (_vectors(_mapped(file[name], path), f"{path}, {name}") for name in ("train", "test"))
             return KeyFile(keys, queries, metric, neighbours)
     except OSError as error:
-        raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
+        raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it again") from None
 
 
 def metric_of(distance: str, path: Path) -> Metric:
@@ -89,7 +89,7 @@ def _vecs(path: Path, kind: str) -> KeyFile:
     if not 0 < width <= MAX_DIM or size % row:
         raise BadInput(
             f"{path} begins with the width {width}, but its {size} bytes are not a multiple of the {row} bytes of such "
-            f"a vector of {dtype}; it is cut short or of another format: download it anew"
+            f"a vector of {dtype}; it is cut short or of another format: download it again"
         )
     layout = np.dtype([("width", "<i4"), ("numbers", dtype, (width,))])
     rows = np.memmap(path, layout, "r")
@@ -107,7 +107,7 @@ def _bin(path: Path, kind: str) -> KeyFile:
     if count < 1 or not 0 < width <= MAX_DIM or size != expected:
         raise BadInput(
             f"{path} has {size} bytes, but {count} vectors of {width} {dtype}, as its header says, take {expected}; it "
-            "is cut short or of another format: download it anew"
+            "is cut short or of another format: download it again"
         )
     return KeyFile(_vectors(np.memmap(path, dtype, "r", 8, (count, width)), str(path)), None, Metric.L2)
 
@@ -146,7 +146,7 @@ def _size(path: Path, header: int) -> int:
     """Return the bytes of a file. Raises BadInput if it has no more than its header."""
     size = path.stat().st_size
     if size <= header:
-        raise BadInput(f"{path} has {size} bytes, less than one vector; download it anew")
+        raise BadInput(f"{path} has {size} bytes, less than one vector; download it again")
     return size
 
 

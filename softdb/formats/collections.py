@@ -1,6 +1,6 @@
 """Collections in the formats of other vector databases: Chroma, Qdrant's local mode, LanceDB, FAISS; and HDF5.
 
-`sandbox.py` reads formats whose libraries are unsafe for untrusted files in a process of its own. That process may
+`sandbox.py` reads formats whose libraries are unsafe for untrusted files in a separate process. That process may
 crash, send wrong data or hang, so it sends only arrays' bytes and JSON of bounded sizes, never pickles.
 """
 
@@ -107,7 +107,7 @@ def _chosen(path: Path, name: str | None, names: list[str]) -> str:
 
 
 def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[dict[str, Any], Iterator[Array]]:
-    """Read a file or folder in a process of its own; return its head, and an iterator over its further parts."""
+    """Read a file or folder in a separate process; return its head, and an iterator over its further parts."""
     module, extra = _NEEDS.get(kind, ("softdb", ""))
     if find_spec(module) is None:
         raise MissingDependency(f"{path.name} needs {module}; pip install 'softdb[{extra}]'")

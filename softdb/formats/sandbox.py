@@ -1,4 +1,4 @@
-"""Reader of untrusted files in a process of its own: `softdb.formats.collections` starts this file as a program.
+"""Reader of untrusted files in a separate process: `softdb.formats.collections` starts this file as a program.
 
 Resource limits bound the process's memory and CPU time, and forbid it to write or open files. It sends only arrays and
 JSON. It does not import torch, nor modules of softdb that import torch.
