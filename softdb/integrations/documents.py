@@ -31,8 +31,8 @@ def open_store(
     **settings: Any,
 ) -> SoftDB:
     """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one."""
-    is_path = isinstance(path, str | os.PathLike)
-    if (is_path and os.path.exists(path) and (os.path.isfile(path) or os.listdir(path))) or settings.get("mode") == "r":
+    exists = isinstance(path, str | os.PathLike) and os.path.exists(path) and (os.path.isfile(path) or os.listdir(path))
+    if exists or settings.get("mode") == "r":
         return softdb.open(path, **settings)
     db = softdb.open(path, **{**defaults(), **settings})
     try:

@@ -12,7 +12,7 @@ from softdb.scoring.sparse import Argmax, Entmax15, Sparsemax
 from softdb.scoring.weighting import Weighting
 
 _WEIGHTINGS: tuple[Weighting, ...] = (Softmax(), Sparsemax(), Entmax15(), Normalised(), Uniform(), Argmax())
-_CLASSES = tuple(map(type, _WEIGHTINGS))
+_CLASSES = tuple(type(each) for each in _WEIGHTINGS)
 _BY_NAME = {each.name: each for each in _WEIGHTINGS} | {"normalized": Normalised()}
 
 
