@@ -42,7 +42,7 @@ _VERSION = "; another version of its program may have written it"
 _PROGRAM = (
     "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
 )
-_ROOT = str(Path(sandbox.__file__).parents[2])  # directory of the package softdb
+_ROOT = str(Path(sandbox.__file__).parents[2])  # directory that holds the package softdb
 _SLOW = "its reader did not answer in time"
 _Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads and texts of records
 

@@ -47,10 +47,10 @@ class Header:
     encoder: str | None = None  # the name of the encoder of texts, as for `softdb import --encoder`
 
     @classmethod
-    def of(cls, content: Any, where: str) -> Header:
+    def of(cls, said: Any, where: str) -> Header:
         """Return the header of an exported file from its JSON. Raises BadInput."""
         try:
-            header = cls(**{**content, "fields": tuple(content["fields"])})
+            header = cls(**{**said, "fields": tuple(said["fields"])})
             check.schema(**header.schema, stored=None)
             if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
                 raise ValueError("fields and encoder are texts")
