@@ -1,6 +1,6 @@
-"""Answers: records, hits and pooled values; as short text, and as tables in a notebook.
+"""Answers of queries: records, hits and pooled values. They print briefly, and as tables in a notebook.
 
-They hold tensors, and look ids and payloads up when needed. Begin in `records.py` (hits), then `soft.py`.
+Answers hold tensors, and read ids and payloads at first use. Begin in `records.py` (hits), then `soft.py`.
 """
 
 from softdb.answers.records import *  # noqa: F403 - records, hits

@@ -1,4 +1,4 @@
-"""Answers as short text, and as small tables of HTML: bounded, without colours or scripts, every text escaped."""
+"""Short text and small HTML tables of answers: of bounded size, without colours or scripts, every text escaped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from softdb.visible import visible
 
 __all__ = ["LINES", "SHOWN", "json_cell", "listed", "numbers", "part_of", "shape", "table"]
 
-SHOWN = 3  # queries, hits or records that a repr shows
-LINES = 20  # lines of a table
-CELL = 160  # characters of a cell
+SHOWN = 3  # maximum number of queries, hits or records in a repr
+LINES = 20  # maximum number of lines in a table
+CELL = 160  # maximum number of characters in a cell
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> str:
-    """A table of texts, each cut to CELL characters and shown as it is, whatever stands in it."""
+    """Return an HTML table of texts, each escaped and cut to CELL characters."""
     return (
         '<div style="max-width:100%;overflow-x:auto"><table><thead>'
         f"{_line('th', heads)}</thead><tbody>{''.join(_line('td', line) for line in lines)}</tbody></table>"
@@ -37,28 +37,28 @@ def _line(tag: str, cells: Iterable[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{style}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def listed(each: Iterator[str], count: int) -> str:
-    """The first of some texts."""
-    return ", ".join([*islice(each, SHOWN), *(["…"] if count > SHOWN else [])])
+def listed(texts: Iterator[str], count: int) -> str:
+    """Return the first SHOWN of `count` texts, separated by commas, with an ellipsis if there are more."""
+    return ", ".join([*islice(texts, SHOWN), *(["…"] if count > SHOWN else [])])
 
 
-def part_of(some: int, every: int) -> str:
-    """Text that says how many of all are shown."""
-    return f"{every:,}" if some == every else f"{some:,} of {every:,}"
+def part_of(count: int, total: int) -> str:
+    """Return "count of total", or the total alone where both are equal."""
+    return f"{total:,}" if count == total else f"{count:,} of {total:,}"
 
 
 def numbers(tensor: Tensor | None) -> str:
-    """A number, or the first of a vector."""
+    """Return a number as text, or the first SHOWN numbers of a vector."""
     if tensor is None or not tensor.ndim:
         return "" if tensor is None else f"{tensor.item():.6g}"
     return f"[{listed((f'{x:.4g}' for x in tensor[: SHOWN + 1].tolist()), len(tensor))}]"
 
 
-def json_cell(value: Any) -> str:
-    """A payload as a table shows it."""
-    return "" if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def json_cell(payload: Any) -> str:
+    """Return a payload as compact JSON; None as empty text."""
+    return "" if payload is None else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
 
 
 def shape(tensor: Tensor) -> str:
-    """Shape and type."""
+    """Return the shape and dtype of a tensor as text."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

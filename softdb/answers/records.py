@@ -1,6 +1,6 @@
-"""Records, and hits of queries: one entry a query, ids and payloads read when asked.
+"""Records, and hits of queries, with one entry for each query; ids and payloads are read at first use.
 
-Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iteration and `[i]` give what is there.
+Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iteration and `[i]` omit the padding.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -26,19 +26,19 @@ __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
 
 class Resolve(Protocol):
-    """Looks records up by their rows; those that are gone are absent."""
+    """A function that looks records up by their rows and omits those that are deleted."""
 
     def __call__(
         self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False
     ) -> Mapping[int, RecordEntry]:
-        """Ids, and payloads and texts where asked for."""
+        """Return the records by row, each with its id, and its payload and text if requested."""
         ...
 
 
 def parsed(texts: list[str | None]) -> list[Any]:
-    """JSON values of payload texts, each read alone: one that is damaged must not shift the others.
+    """Return the JSON values of payload texts, None for None. Raises CorruptionError if a text is not JSON.
 
-    Raises CorruptionError where a text is not JSON.
+    Each text is parsed alone: joined into a single JSON array, a damaged text could shift its neighbours.
     """
     try:
         return [None if text is None else _decode(text) for text in texts]
@@ -47,7 +47,7 @@ def parsed(texts: list[str | None]) -> list[Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is none of its values")
+    raise ValueError(f"JSON has no {constant}")
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
@@ -55,16 +55,16 @@ _decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """One stored record, copied out."""
+    """A copy of one stored record."""
 
     id: Id
-    key: Any  # a Tensor (d,); None: it has none
-    value: Tensor | int | None  # (v,), a class label, or None where the key serves
+    key: Any  # a Tensor (d,); None: the record has no key
+    value: Tensor | int | None  # (v,), a class label, or None if the key is the value
     payload: Any
     text: str | None = None
 
     def __repr__(self) -> str:
-        key, value = (shape(part) if isinstance(part, Tensor) else part for part in (self.key, self.value))
+        key, value = (shape(field) if isinstance(field, Tensor) else field for field in (self.key, self.value))
         text = "" if self.text is None else f", text {shown(self.text)}"
         return f"Record({self.id!r}, key {key}, value {value}, payload {shown(self.payload)}{text})"
 
@@ -77,14 +77,14 @@ class Record:
 
 @dataclass(frozen=True, repr=False)
 class Records(Sequence[Record]):
-    """Stored records, copied out, in the order asked for: a sequence of `Record`, and one column a field."""
+    """Copies of stored records, in the order of the request: a sequence of `Record`, and a column for each field."""
 
     ids: list[Id]  # n
     keys: Tensor  # (n, d) in the database's dtype; zeros where a record has none
-    values: Tensor | None  # (n, v), (n,) int64 labels, or None where the key serves
+    values: Tensor | None  # (n, v), (n,) int64 labels, or None if the keys are the values
     payload_texts: list[str | None]  # n JSON texts
     texts: list[str | None]  # n
-    keyed: Tensor  # (n,) bool: which have a key
+    keyed: Tensor  # (n,) bool: True for records with a key
 
     @cached_property
     def payloads(self) -> list[Any]:
@@ -104,10 +104,8 @@ class Records(Sequence[Record]):
             return Records(self.ids[i], self.keys[i], value, self.payload_texts[i], self.texts[i], self.keyed[i])
         if isinstance(value, Tensor) and value.ndim == 0:
             value = int(value)
-        own = bool(self.keyed[i])
-        return Record(
-            self.ids[i], self.keys[i] if own else None, value if own else None, self.payloads[i], self.texts[i]
-        )
+        key, value = (self.keys[i], value) if self.keyed[i] else (None, None)
+        return Record(self.ids[i], key, value, self.payloads[i], self.texts[i])
 
     def __repr__(self) -> str:
         values = "none" if self.values is None else shape(self.values)
@@ -115,16 +113,16 @@ class Records(Sequence[Record]):
         return f"<{len(self)} Records: {ids}; keys {shape(self.keys)}, values {values}>"
 
     def _repr_html_(self) -> str:
-        most, values = LINES, () if self.values is None else self.values[:LINES]
-        keys = (key if own else None for key, own in zip(self.keys[:most], self.keyed, strict=False))
-        columns = zip_longest(self.ids[:most], keys, values, self.payload_texts[:most], self.texts[:most])
-        lines = [[repr(one), numbers(key), numbers(value), *rest] for one, key, value, *rest in columns]
+        values = () if self.values is None else self.values[:LINES]
+        keys = (key if keyed else None for key, keyed in zip(self.keys[:LINES], self.keyed, strict=False))
+        columns = zip_longest(self.ids[:LINES], keys, values, self.payload_texts[:LINES], self.texts[:LINES])
+        lines = [[repr(name), numbers(key), numbers(value), *texts] for name, key, value, *texts in columns]
         caption = f"records {part_of(len(lines), len(self))}, keys {shape(self.keys)}"
         return _with_texts(["id", "key", "value", "payload", "text"], lines, caption)
 
 
 class Hit(NamedTuple):
-    """One record that a query found."""
+    """One hit of a query: a record and its score."""
 
     id: Id
     score: float
@@ -139,11 +137,11 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Hits(Sequence["QueryHits"]):
-    """The k best records of each query, best first: q sequences of `Hit`, and arrays.
+    """The k best records of each query, best first: a sequence of q `QueryHits`, and arrays.
 
-    Arrays have row -1 and score -inf at the end where there are fewer than k records; lists and `hits[i]` end there. Of
-    a search with a radius, k is the most that one of the queries has; with diversity, hits stand in the order in which
-    they were chosen.
+    If a query has fewer than k hits, arrays are padded with row -1 and score -inf; lists and `hits[i]` are shorter.
+    After a radius search k is the largest number of hits of a query. With diversity, hits are in the order in which
+    MMR chose them.
 
         for id, score, row, payload, text in hits[0]: ...
     """
@@ -168,63 +166,64 @@ class Hits(Sequence["QueryHits"]):
 
     @property
     def live(self) -> Tensor:
-        """Mask of hits, (q, k) bool, False where there is none."""
+        """Mask of hits, (q, k) bool; False for padding."""
         return self.rows >= 0
 
     @cached_property
-    def _found(self) -> Mapping[int, RecordEntry]:
-        return self._looked_up()
+    def _entries(self) -> Mapping[int, RecordEntry]:
+        return self._resolved()
 
     @cached_property
-    def _text_of(self) -> Mapping[int, RecordEntry]:
-        return self._looked_up(payloads=False, texts=True)
+    def _text_entries(self) -> Mapping[int, RecordEntry]:
+        return self._resolved(payloads=False, texts=True)
 
-    def _looked_up(self, **what: bool) -> Mapping[int, RecordEntry]:
-        wanted = np.unique(self.rows[self.rows >= 0].cpu().numpy())
-        found = self.resolve(wanted, **what)
-        if len(found) < len(wanted):
+    def _resolved(self, **columns: bool) -> Mapping[int, RecordEntry]:
+        rows = np.unique(self.rows[self.rows >= 0].cpu().numpy())
+        entries = self.resolve(rows, **columns)
+        if len(entries) < len(rows):
             raise StaleRead(
-                f"{len(wanted) - len(found)} of {len(wanted)} hits are gone or replaced since the search; search again"
+                f"{len(rows) - len(entries)} of {len(rows)} hits are gone or replaced since the search; search again"
             )
-        return found
+        return entries
 
     @cached_property
-    def _payload_of(self) -> dict[int, Any]:
-        return dict(zip(self._found, parsed([one.payload for one in self._found.values()]), strict=True))
+    def _payload_by_row(self) -> dict[int, Any]:
+        return dict(zip(self._entries, parsed([entry.payload for entry in self._entries.values()]), strict=True))
 
     @cached_property
     def ids(self) -> list[list[Id]]:
-        """For each query the ids of its hits. Raises StaleRead when one was deleted or replaced since the search."""
-        return [[self._found[row].id for row in rows if row >= 0] for rows in self.rows.tolist()]
+        """Ids of each query's hits. Raises StaleRead if one of them was deleted or replaced since the search."""
+        return [[self._entries[row].id for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
-        """For each query the payloads of its hits. Raises StaleRead as `ids` does."""
-        return [[self._payload_of[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
+        """Payloads of each query's hits. Raises StaleRead as `ids` does."""
+        return [[self._payload_by_row[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def texts(self) -> list[list[str | None]]:
-        """For each query the texts of its hits, None where one has none. Raises StaleRead as `ids` does."""
-        return [[self._text_of[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
+        """Texts of each query's hits, None for a record without a text. Raises StaleRead as `ids` does."""
+        return [[self._text_entries[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """A pandas DataFrame with one line a hit: query (from 0), rank (from 1), id, score, payload, and any texts.
+        """Return a pandas DataFrame with a line for each hit.
 
-        fields: names of fields, each a column in place of both; None where a payload has no such field. "$text" is the
-        text. Scores are plain numbers. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        Its columns are query (from 0), rank (from 1), id, score (no gradient), payload, and text if a hit has one.
+        `fields` names fields of the payloads, each of which becomes a column in place of payload and text, None where a
+        payload lacks the field; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
         """
         try:
             import pandas
         except ImportError:
             raise MissingDependency("to_pandas needs pandas; pip install pandas") from None
-        places, payloads = self.live.cpu().nonzero(), [one for mine in self.payloads for one in mine]
+        live, payloads = self.live.cpu(), list(chain.from_iterable(self.payloads))
         columns: dict[str, Any] = {
-            "query": places[:, 0].numpy(),
-            "rank": np.array([i for mine in self.ids for i in range(1, len(mine) + 1)], np.int64),
-            "id": pandas.Series([one for mine in self.ids for one in mine], dtype=object),
-            "score": self.scores.detach().cpu()[self.live.cpu()].numpy(),
+            "query": live.nonzero()[:, 0].numpy(),
+            "rank": np.array([rank for ids in self.ids for rank in range(1, len(ids) + 1)], np.int64),
+            "id": pandas.Series(list(chain.from_iterable(self.ids)), dtype=object),
+            "score": self.scores.detach().cpu()[live].numpy(),
         }
-        texts = pandas.Series([one for mine in self.texts for one in mine], dtype=object)
+        texts = pandas.Series(list(chain.from_iterable(self.texts)), dtype=object)
         if fields is None:
             columns["payload"] = pandas.Series(payloads, dtype=object)
             return pandas.DataFrame(columns | ({"text": texts} if texts.notna().any() else {}))
@@ -233,15 +232,15 @@ class Hits(Sequence["QueryHits"]):
         for name in fields:
             if not isinstance(name, str) or name in columns:
                 raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
-            own = [payload.get(name) if isinstance(payload, dict) else None for payload in payloads]
-            columns[name] = texts if name == "$text" else own
+            cells = [payload.get(name) if isinstance(payload, dict) else None for payload in payloads]
+            columns[name] = texts if name == "$text" else cells
         return pandas.DataFrame(columns)
 
-    def _named(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:
-        """Some rows, to be shown, without those that are gone."""
+    def _shown_entries(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:
+        """Return the entries of rows for a repr, without deleted records."""
         try:
             return self.resolve(np.unique(np.array(rows, np.int64)), texts=texts)
-        except Exception:  # the database is closed or damaged: rows say which records these were
+        except Exception:  # the database is closed or damaged: a repr then shows row numbers
             return {}
 
     def __repr__(self) -> str:
@@ -252,34 +251,36 @@ class Hits(Sequence["QueryHits"]):
 
 
 def _hits_table(hits: Hits, queries: range) -> str:
-    """A table of the hits of some queries. Looks up those that it shows."""
-    each = max(SHOWN, LINES // max(1, len(queries)))
-    mine = {i: QueryHits(hits, i) for i in queries[: LINES // each]}
-    names = hits._named([row for one in mine.values() for row in one._rows[:each]], texts=True)
+    """Return an HTML table of the first hits of queries; looks up only the records that it shows."""
+    hits_per_query = max(SHOWN, LINES // max(1, len(queries)))
+    shown = {i: QueryHits(hits, i) for i in queries[: LINES // hits_per_query]}
+    rows = [row for query_hits in shown.values() for row in query_hits._rows[:hits_per_query]]
+    entries = hits._shown_entries(rows, texts=True)
     lines: list[list[str | None]] = []
-    for i, one in mine.items():
-        for rank, (row, score) in enumerate(zip(one._rows[:each], one._scores, strict=False), 1):
-            name, *rest = (repr(names[row].id), *names[row][2:]) if row in names else (f"row {row}", None, None)
-            lines.append([str(i), str(rank), name, f"{score:.4g}", *rest])
-    found = int(hits.live[queries.start : queries.stop].sum())
-    caption = f"hits {part_of(len(lines), found)}, queries {part_of(len(mine), len(queries))}"
+    for i, query_hits in shown.items():
+        pairs = zip(query_hits._rows[:hits_per_query], query_hits._scores, strict=False)
+        for rank, (row, score) in enumerate(pairs, 1):
+            name, *texts = (repr(entries[row].id), *entries[row][2:]) if row in entries else (f"row {row}", None, None)
+            lines.append([str(i), str(rank), name, f"{score:.4g}", *texts])
+    total = int(hits.live[queries.start : queries.stop].sum())
+    caption = f"hits {part_of(len(lines), total)}, queries {part_of(len(shown), len(queries))}"
     return _with_texts(["query", "rank", "id", "score", "payload", "text"], lines, caption)
 
 
 def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -> str:
-    """A table whose last column, of texts, is there where one of them is."""
+    """Return an HTML table without its last column, the texts, if all of them are empty."""
     width = len(heads) if any(line[-1] for line in lines) else -1
     return table(heads[:width], [[cell or "" for cell in line[:width]] for line in lines], caption)
 
 
 class QueryHits(Sequence[Hit]):
-    """The hits of one query, best first; what these are is read with those of the other queries."""
+    """The hits of one query, best first. Ids and payloads are read together with those of the other queries."""
 
     def __init__(self, hits: Hits, query: int) -> None:
         self._hits, self._query = hits, query
-        self._places = hits.live[query].nonzero()[:, 0].tolist()
-        self._rows: list[int] = hits.rows[query, self._places].tolist()
-        self._scores: list[float] = hits.scores[query, self._places].tolist()
+        live = hits.live[query].nonzero()[:, 0].tolist()
+        self._rows: list[int] = hits.rows[query, live].tolist()
+        self._scores: list[float] = hits.scores[query, live].tolist()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -291,15 +292,15 @@ class QueryHits(Sequence[Hit]):
     def __getitem__(self, i: int | slice) -> Hit | list[Hit]:
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
-        row = self._rows[i]
-        hits = self._hits
-        return Hit(hits._found[row].id, self._scores[i], row, hits._payload_of[row], hits._text_of[row].text)
+        row, hits = self._rows[i], self._hits
+        payload, text = hits._payload_by_row[row], hits._text_entries[row].text
+        return Hit(hits._entries[row].id, self._scores[i], row, payload, text)
 
     def __repr__(self) -> str:
-        names = self._hits._named(self._rows[:SHOWN])
-        hits = zip(self._rows, self._scores, strict=True)
-        each = (f"{names[row].id!r} {score:.4g}" if row in names else f"row {row} {score:.4g}" for row, score in hits)
-        return f"[{listed(each, len(self))}]"
+        entries = self._hits._shown_entries(self._rows[:SHOWN])
+        names = (repr(entries[row].id) if row in entries else f"row {row}" for row in self._rows)
+        hits = (f"{name} {score:.4g}" for name, score in zip(names, self._scores, strict=True))
+        return f"[{listed(hits, len(self))}]"
 
     def _repr_html_(self) -> str:
         return _hits_table(self._hits, range(self._query, self._query + 1))

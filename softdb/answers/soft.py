@@ -1,4 +1,4 @@
-"""Answers of soft queries, one entry a query."""
+"""Answers of soft queries, with one entry for each query."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Estimate", "Explanation", "Pooled", "Samples"]
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Explanation of the answer to one query: its heaviest records, heaviest first. Prints as a table."""
+    """The records with the largest weights in the answer to one query, heaviest first. Prints as a table."""
 
     ids: list[Id]
-    weights: list[float]  # of all weight, not of what is listed
+    weights: list[float]  # they sum to 1 over all records, so to `mass` here
     payloads: list[Any]
     scores: list[float]
-    mass: float  # Σ of the weights listed, from 0 to 1
-    effective: float  # exp(entropy): among how many equal records the weight would be as spread out
+    mass: float  # Σ weights, from 0 to 1
+    effective: float  # exp(entropy of the weights of all records): the effective number of records
 
     def __repr__(self) -> str:
         pairs = zip(self.ids, self.weights, strict=True)
@@ -36,8 +36,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{weight:7.2%}  {visible(str(name))}  {shown(what)}"
-            for name, weight, what in zip(self.ids, self.weights, self.payloads, strict=True)
+            f"{weight:7.2%}  {visible(str(name))}  {shown(payload)}"
+            for name, weight, payload in zip(self.ids, self.weights, self.payloads, strict=True)
         ]
         return "\n".join([*lines, f"{self.mass:7.2%}  in {len(self.ids)} records, of effectively {self.effective:.1f}"])
 
@@ -54,17 +54,17 @@ class Explanation:
 
 @dataclass(frozen=True, repr=False)
 class Samples:
-    """Records drawn from the soft distribution, with replacement; row -1 where a query has none to draw from."""
+    """Records drawn with replacement from the soft distribution; row -1 for a query without live records."""
 
-    hits: Hits  # the records, (q, n), in the order of drawing
-    scanned: Tensor  # (q,) bool: whether all records were looked at to draw
+    hits: Hits  # (q, n) records in the order of drawing
+    scanned: Tensor  # (q,) bool: True if the draws took a pass over all records
     log_probs: Callable[[], Tensor]
 
     @cached_property
     def log_prob(self) -> Tensor:  # (q, n)
-        """score / temperature - lse of each, -inf for none; differentiable.
+        """Log-probabilities of the draws, score / temperature - lse, -inf where the row is -1; differentiable.
 
-        Cost where nothing was scanned: one pass over all records, for lse, when it is first read.
+        For queries that were not scanned, the first access costs a pass over all records to compute lse.
         """
         return self.log_probs()
 
@@ -74,11 +74,11 @@ class Samples:
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """A number for each query, and how far it may be off."""
+    """An estimated number for each query, with its error bar."""
 
     value: Tensor  # (q,) differentiable
-    bar: Tensor  # (q,) the error that `confidence` of all answers stay below; 0 where exact
-    met: Tensor  # (q,) bool: whether the tolerance asked for is met
+    bar: Tensor  # (q,) error that a share `confidence` of all answers stay below; 0 where exact
+    met: Tensor  # (q,) bool: True if the requested tolerance is met
     exact: Tensor  # (q,) bool
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
 
@@ -89,31 +89,31 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Pooled:
-    """The answer of a soft query, one entry a query."""
+    """The answer of a soft query, with one entry for each query."""
 
     output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
-    lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf for none; differentiable
-    exact: Tensor  # (q,) bool: whether this is the answer over every record that takes part, proven
+    lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf without records; differentiable
+    exact: Tensor  # (q,) bool: True if this is provably the answer over every record that takes part
     missed_mass: Tensor  # (q,) estimated share of the weight of other records; 0 where exact, NaN where unknown
-    n_pooled: Tensor  # (q,) int64: how many records were weighed
-    hits: Hits | None  # the records that were weighed, best first; None when all took part in one stream
+    n_pooled: Tensor  # (q,) int64: number of records pooled
+    hits: Hits | None  # the pooled records, best first; None if all records were streamed
     weights: Tensor | None  # (q, k) of those hits, differentiable
-    # what found them: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), "sketch" (drawn beside
-    # another index, or none), or an index; then " on …" or " streamed to …", the device whose columns were read, where
-    # it is not the host
+    # source of the hits: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), "sketch" (drawn beside
+    # another index, or without one), or an index; then " on …" or " streamed to …" and the device whose columns were
+    # read, unless it is the host
     finder: str
     explanation: Callable[[int], list[Explanation]]
-    bar: Tensor  # (q,) the error ‖ô - o‖ that `confidence` of all answers stay below; 0 where exact, NaN for `k=`
+    bar: Tensor  # (q,) error ‖ô - o‖ that a share `confidence` of all answers stay below; 0 where exact, NaN for `k=`
     stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
     lse_stderr: Tensor  # (q,) standard error of lse
-    met: Tensor  # (q,) bool: whether the tolerance asked for is met; for `k=` as `exact`
+    met: Tensor  # (q,) bool: True if the requested tolerance is met; for `k=` equal to `exact`
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer: then met is False and bar infinite
 
     def explain(self, k: int = 10) -> list[Explanation]:
-        """For each query the k records that carry most of its answer.
+        """Return for each query the k records with the largest weights.
 
-        Costs a search and one pass over the records where they were all weighed in a stream. Raises StaleRead when one
-        of them was deleted since.
+        If all records were streamed, this costs a search and another pass over the records. Raises StaleRead if one of
+        the k records was deleted since.
         """
         with precise():
             return self.explanation(integer(k, "k"))
@@ -124,10 +124,10 @@ class Pooled:
         return f"<Pooled: output {shape(self.output)}, {exact}, finder {self.finder!r}{hits}>"
 
     def _repr_html_(self) -> str:
-        lines, heaviest = [], [] if self.hits is None else [repr(mine) for mine in self.hits[:LINES]]
-        for i, (output, lse, found) in enumerate(zip_longest(self.output[:LINES], self.lse[:LINES], heaviest)):
+        hits, lines = [] if self.hits is None else map(repr, self.hits[:LINES]), []
+        for i, (output, lse, best) in enumerate(zip_longest(self.output[:LINES], self.lse[:LINES], hits)):
             bar, missed = float(self.bar[i]), float(self.missed_mass[i])
-            off = "exact" if self.exact[i] else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
-            lines.append([str(i), numbers(output), f"{float(lse):.4g}", off, f"{int(self.n_pooled[i]):,}", found or ""])
+            error = "exact" if self.exact[i] else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
+            lines.append([str(i), numbers(output), f"{float(lse):.4g}", error, f"{self.n_pooled[i]:,}", best or ""])
         caption = f"queries {part_of(len(lines), len(self.lse))}, output {shape(self.output)}, finder {self.finder!r}"
         return table(["query", "output", "lse", "error", "records", "hits"], lines, caption)

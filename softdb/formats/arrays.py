@@ -1,10 +1,10 @@
-"""Files of bare vectors, mapped into memory where their format allows it: `.npy`, `.npz`, `.safetensors`, and
+"""Files of bare vectors, memory-mapped where their format allows it: `.npy`, `.npz`, `.safetensors`, and
 
-* `.hdf5`: ann-benchmarks and VIBE. Arrays `train`, `test`, and `neighbors` where there are any; the attribute
-  `distance` says how they are compared.
-* `.fvecs`, `.ivecs`, `.bvecs` (corpus-texmex.irisa.fr): each vector is its width as an int32, then float32 or int32
-  numbers, or bytes.
-* `.fbin`, `.u8bin` (big-ann-benchmarks): two int32, count and width, then float32 numbers or bytes.
+* `.hdf5`: ann-benchmarks and VIBE. Arrays `train`, `test` and, optionally, `neighbors`; the attribute `distance` names
+  the metric.
+* `.fvecs`, `.ivecs`, `.bvecs` (corpus-texmex.irisa.fr): each vector is its width as an int32, then its numbers as
+  float32, int32 or bytes.
+* `.fbin`, `.u8bin` (big-ann-benchmarks): count and width as int32, then the numbers as float32 or bytes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ DISTANCES = {
     "angular": Metric.COSINE, "cosine": Metric.COSINE, "euclidean": Metric.L2, "l2": Metric.L2,
     "dot": Metric.DOT, "ip": Metric.DOT, "normalized": Metric.DOT,
 }  # fmt: skip
-LOOKED = 1000  # vectors whose own width is compared with the first's
-_HEADER = 1 << 14  # bytes of a .npy file's header; NumPy reads no longer one than 10,000
-_UNPACKED = 1 << 28  # bytes that an array may unpack to, or 16 times the size of the file
+WIDTHS_CHECKED = 1000  # vectors of a .fvecs file whose widths are compared with the first
+_HEADER = 1 << 14  # maximum bytes of a .npy file's header; NumPy reads at most 10,000
+_UNPACKED = 1 << 28  # maximum bytes of a decompressed array; or 16 times the size of the file
 _SAFE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
          "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KeyFile:
-    """Keys, and what else a benchmark's file or folder holds."""
+    """Keys, queries and neighbours in a benchmark's file or folder."""
 
     keys: Array  # (n, d)
     queries: Array | None  # (q, d)
@@ -49,24 +49,24 @@ class KeyFile:
 
 
 def _hdf5(path: Path) -> KeyFile:
-    """A file of ann-benchmarks or VIBE."""
+    """Read a file of ann-benchmarks or VIBE."""
     h5py = needed("h5py", "bench", path.name)
     try:
         with h5py.File(path, "r") as file:
-            missing = [part for part in ("train", "test") if part not in file]
+            missing = [name for name in ("train", "test") if name not in file]
             if missing:
                 raise BadInput(f"{path} lacks {' and '.join(missing)}; expected train, test and neighbors")
             distance = file.attrs.get("distance", "euclidean")
             metric = metric_of(distance.decode() if isinstance(distance, bytes) else str(distance), path)
-            near = file["neighbors"][:] if "neighbors" in file else None
-            keys, queries = (_vectors(_mapped(file[part], path), f"{path}, {part}") for part in ("train", "test"))
-            return KeyFile(keys, queries, metric, near)
+            neighbours = file["neighbors"][:] if "neighbors" in file else None
+            keys, queries = (_vectors(_mapped(file[name], path), f"{path}, {name}") for name in ("train", "test"))
+            return KeyFile(keys, queries, metric, neighbours)
     except OSError as error:
-        raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it anew") from None
+        raise BadInput(f"{path} cannot be read as HDF5 ({error}); download it again") from None
 
 
 def metric_of(distance: str, path: Path) -> Metric:
-    """The metric of a name of a distance. Raises BadInput."""
+    """Return the metric of a distance's name. Raises BadInput."""
     metric = DISTANCES.get(distance)
     if metric is None:
         raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
@@ -74,7 +74,7 @@ def metric_of(distance: str, path: Path) -> Metric:
 
 
 def _mapped(array: Any, path: Path) -> Array:
-    """An HDF5 array straight from the file where it lies there in one piece."""
+    """Return an HDF5 array, memory-mapped if it is contiguous in the file."""
     offset = array.id.get_offset()
     if offset is None or not array.size or not array.dtype.isnative:
         loaded: Array = array[()]
@@ -88,15 +88,15 @@ def _vecs(path: Path, kind: str) -> KeyFile:
     row = 4 + width * dtype.itemsize
     if not 0 < width <= MAX_DIM or size % row:
         raise BadInput(
-            f"{path} begins with the width {width}, but its {size} bytes are no whole number of such vectors of {dtype}"
-            ", so it is cut short or of another format; give a whole file of its kind"
+            f"{path} begins with the width {width}, but its {size} bytes are not a multiple of the {row} bytes of such "
+            f"a vector of {dtype}; it is cut short or of another format: download it again"
         )
     layout = np.dtype([("width", "<i4"), ("numbers", dtype, (width,))])
     rows = np.memmap(path, layout, "r")
-    widths = rows["width"][np.unique(np.linspace(0, len(rows) - 1, LOOKED).astype(np.int64))]
+    widths = rows["width"][np.unique(np.linspace(0, len(rows) - 1, WIDTHS_CHECKED).astype(np.int64))]
     if (widths != width).any():
         other = widths[widths != width][0]
-        raise BadInput(f"{path} begins with the width {width}, but holds {other} as another; re-make it")
+        raise BadInput(f"{path} begins with the width {width} but has a vector of the width {other}; write it again")
     return KeyFile(_vectors(rows["numbers"], str(path)), None, Metric.L2)
 
 
@@ -106,16 +106,16 @@ def _bin(path: Path, kind: str) -> KeyFile:
     expected = 8 + count * width * dtype.itemsize
     if count < 1 or not 0 < width <= MAX_DIM or size != expected:
         raise BadInput(
-            f"{path} says that it holds {count} vectors of {width} {dtype}, which are {expected} bytes with the two "
-            f"numbers before them, but it has {size}; it is cut short or of another format"
+            f"{path} has {size} bytes, but {count} vectors of {width} {dtype}, as its header says, take {expected}; it "
+            "is cut short or of another format: download it again"
         )
     return KeyFile(_vectors(np.memmap(path, dtype, "r", 8, (count, width)), str(path)), None, Metric.L2)
 
 
 def read_queries(path: Path) -> Array:
-    """The vectors of a file of their own; of an HDF5 file or a folder its queries."""
+    """Return the queries of an HDF5 file or a folder, or the vectors of any other file."""
     if not path.exists():
-        raise BadInput(f"there is no file {path} with queries; give one with the vectors to search for")
+        raise BadInput(f"there is no file {path} with queries; give a file with the vectors to search for")
     if path.suffix.lower() == ".npy":
         return _npy(path)
     kind = "" if path.is_dir() else path.suffix.lower()
@@ -127,7 +127,7 @@ def read_queries(path: Path) -> Array:
 
 def _npy(path: Path) -> Array:
     if not path.is_file():
-        raise BadInput(f"{path} is not there; the folder of a dataset holds keys.npy and queries.npy")
+        raise BadInput(f"there is no file {path}; the folder of a dataset holds keys.npy and queries.npy")
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -135,17 +135,18 @@ def _npy(path: Path) -> Array:
     return _vectors(array, str(path))
 
 
-def _vectors(array: Array, what: str) -> Array:
-    """BadInput unless it is a matrix of numbers with something in it."""
+def _vectors(array: Array, name: str) -> Array:
+    """Return the array. Raises BadInput unless it is a nonempty matrix of numbers."""
     if array.ndim != 2 or not array.size or array.dtype.kind not in "fiu":
-        raise BadInput(f"{what} has shape {array.shape} of {array.dtype}; expected vectors of numbers, (n, d)")
+        raise BadInput(f"{name} has shape {array.shape} of {array.dtype}; expected vectors of numbers, (n, d)")
     return array
 
 
-def _size(path: Path, least: int) -> int:
+def _size(path: Path, header: int) -> int:
+    """Return the bytes of a file. Raises BadInput if it has no more than its header."""
     size = path.stat().st_size
-    if size <= least:
-        raise BadInput(f"{path} has {size} bytes, less than one vector; download it anew")
+    if size <= header:
+        raise BadInput(f"{path} has {size} bytes, less than one vector; download it again")
     return size
 
 
@@ -160,7 +161,7 @@ COLUMNS = (".npy", ".npz", ".safetensors", *(kind for kind in READERS if kind))
 
 @dataclass(frozen=True)
 class KeyColumns:
-    """Arrays with a row a record; what can be sliced serves."""
+    """Arrays, or objects that can be sliced, with a row for each record."""
 
     keys: Any  # (n, d)
     values: Any = None  # (n, v) or (n,)
@@ -169,7 +170,7 @@ class KeyColumns:
 
 
 def columns_in(path: Path, kind: str) -> KeyColumns:
-    """The arrays in a file. Raises BadInput naming it."""
+    """Return the arrays in a file. Raises BadInput naming it."""
     columns = _columns(path, kind)
     widths = [column.shape[1] for column in (columns.keys, columns.values) if column is not None and column.ndim == 2]
     if not all(0 < width <= MAX_DIM for width in widths):
@@ -195,34 +196,34 @@ def _columns(path: Path, kind: str) -> KeyColumns:
         expected = "expected one (n, d) array of numbers, or one called keys"
         raise BadInput(f"{path.name} holds {shown(list(arrays))}; {expected}")
     keys, values, ids = arrays[name], arrays.get("values"), arrays.get("ids")
-    for what, column in (("values", values), ("ids", ids)):
+    for label, column in (("values", values), ("ids", ids)):
         if column is not None and column.shape[:1] != (len(keys),):
-            raise BadInput(f"{path.name} holds {len(keys)} keys and {what} {shown(column.shape)}; they go row by row")
+            raise BadInput(f"{path.name} holds {len(keys)} keys and {label} {shown(column.shape)}; expected as many")
     if ids is not None and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise BadInput(f"{path.name} holds ids of shape {ids.shape} and type {ids.dtype}; expected (n,) integers")
     return KeyColumns(keys, values, ids, header)
 
 
 def numbers_in(path: Path) -> Array:
-    """The array of a `.npy` file, mapped, or of a `.npz` file: its only one, or the one called `keys`, loaded.
+    """Return the array of a `.npy` file, mapped, or of a `.npz` file (its only array, or `keys`), loaded.
 
-    NumPy reads it, after its own parser of headers was given no more than 16 KiB of the file, and only where the dtype
-    is a number's and the file is as large as its header says. Nothing is ever unpickled. Raises BadInput naming it.
+    NumPy's parser first reads the header from at most 16 KiB of the file; NumPy reads the array only if its dtype is
+    numeric and the file is as large as the header says. Nothing is unpickled. Raises BadInput naming the file.
     """
-    if not path.is_file():  # a pipe might never answer
+    if not path.is_file():  # reading a pipe could block forever
         raise BadInput(f"{path} cannot be read as an array of numbers (no such file); expected a .npy or .npz array")
     with readable(path, " as an array of numbers"):
         if path.suffix == ".npz":
             return next(iter(_archived(path, "keys", only=True).values()))
         with path.open("rb") as file:
-            expected = _whole_size(file.read(_HEADER))
+            expected = _size_of(file.read(_HEADER))
         if (size := path.stat().st_size) < expected:
             raise ValueError(f"it has {size} bytes, {expected} expected")
         return format.open_memmap(path, "r")
 
 
 def _archived(path: Path, *wanted: str, only: bool = False) -> dict[str, Array]:
-    """Some arrays of a `.npz` file by name; `only`: its only one, if none of them is there."""
+    """Return arrays of a `.npz` file by name; with `only` its only array, if it has none of those names."""
     with zipfile.ZipFile(path) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         if only and not members.keys() & set(wanted):
@@ -233,10 +234,10 @@ def _archived(path: Path, *wanted: str, only: bool = False) -> dict[str, Array]:
 
 
 def _member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others blow up a million times
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may expand a million times
         raise ValueError("it is compressed in a way that NumPy does not write")
     with archive.open(member) as file:
-        if member.file_size != (expected := _whole_size(file.read(_HEADER))):
+        if member.file_size != (expected := _size_of(file.read(_HEADER))):
             name = member.filename.removesuffix(".npy")
             raise ValueError(f"{name} has {member.file_size} bytes, {expected} expected")
         if expected > max(_UNPACKED, 16 * path.stat().st_size):
@@ -245,15 +246,15 @@ def _member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Ar
         return np.asarray(format.read_array(file, allow_pickle=False))
 
 
-def _whole_size(begins: bytes) -> int:
-    """The bytes of a `.npy` file that begins so, by its header. Raises ValueError where it is no array of numbers."""
-    file = io.BytesIO(begins)
+def _size_of(start: bytes) -> int:
+    """Return the size in bytes of a `.npy` file, from its start. Raises ValueError unless its array is numeric."""
+    file = io.BytesIO(start)
     version, _ = format.read_magic(file)
     if version not in (1, 2, 3):
         raise ValueError(f"it has the format version {version}; NumPy writes 1 to 3")
-    # versions 2 and 3 differ only in names of fields, which arrays of numbers do not have
-    read = format.read_array_header_1_0 if version == 1 else format.read_array_header_2_0
-    shape, _, dtype = read(file)
+    # version 3 differs from 2 only in field names, which numeric arrays do not have
+    read_header = format.read_array_header_1_0 if version == 1 else format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
     if dtype.kind not in "fiu":
         raise ValueError(f"it holds {shown(dtype)}, not numbers")
     if len(shape) > 32 or not all(type(extent) is int and 0 <= extent < 1 << 48 for extent in shape):
@@ -262,11 +263,11 @@ def _whole_size(begins: bytes) -> int:
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Any], Header | None]:
-    """The tensors of a `.safetensors` file, mapped: 8 bytes with the length of a JSON header, the header, the data."""
+    """Return the mapped tensors and the header of a `.safetensors` file: 8 bytes (length of the JSON), JSON, data."""
     with readable(path, " as safetensors", "; fetch it again"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= 100_000_000:  # as the format says
+            if not 2 <= length <= 100_000_000:  # the format's own limit
                 raise ValueError(f"its header would have {length:,} bytes")
             tensors = json.loads(file.read(length))
         metadata, arrays = tensors.pop("__metadata__", {}), {}
@@ -274,7 +275,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Any], Header | None]:
             (start, end), shape = tensor["data_offsets"], tuple(tensor["shape"])
             dtype = np.dtype(_SAFE[tensor["dtype"]])
             if end - start != dtype.itemsize * math.prod(shape) or not 0 <= start <= path.stat().st_size - 8 - length:
-                raise ValueError(f"{name} is of another size than its shape says")
+                raise ValueError(f"the size of {name} does not fit its shape")
             array = np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
             arrays[name] = _BFloat16(array) if tensor["dtype"] == "BF16" else array
         header = metadata.get("softdb")
@@ -282,7 +283,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Any], Header | None]:
 
 
 class _BFloat16:
-    """Numbers whose 16 bits are the upper half of a float32's."""
+    """An array of bfloat16 numbers, read as float32: their 16 bits are the upper half of a float32."""
 
     def __init__(self, halves: Array) -> None:
         self._halves, self.shape, self.ndim, self.dtype = halves, halves.shape, halves.ndim, np.dtype(np.float32)
@@ -290,5 +291,5 @@ class _BFloat16:
     def __len__(self) -> int:
         return len(self._halves)
 
-    def __getitem__(self, places: slice) -> Array:
-        return (self._halves[places].astype(np.uint32) << 16).view(np.float32)
+    def __getitem__(self, rows: slice) -> Array:
+        return (self._halves[rows].astype(np.uint32) << 16).view(np.float32)

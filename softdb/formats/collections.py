@@ -1,7 +1,7 @@
-"""Collections of other vector databases, as those write them: Chroma, Qdrant's local mode, LanceDB, FAISS; HDF5.
+"""Collections in the formats of other vector databases: Chroma, Qdrant's local mode, LanceDB, FAISS; and HDF5.
 
-Files that libraries read which are not made for strangers' files are read by `sandbox.py` in a process of its own. It
-may crash, lie and take its time: it sends bytes of arrays and JSON of bounded sizes, never pickles.
+`sandbox.py` reads formats whose libraries are unsafe for untrusted files in a separate process. That process may
+crash, send wrong data or hang, so it sends only arrays' bytes and JSON of bounded sizes, never pickles.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats import sandbox
 from softdb.formats.arrays import metric_of
-from softdb.formats.rows import Fields, Header, OnError, Rows, passed_over, readable, require_plain, text_in
+from softdb.formats.rows import Fields, Header, OnError, Rows, good_rows, readable, require_plain, text_in
 from softdb.formats.tables import read_table, table_in
 from softdb.visible import visible
 
-MARKS = {  # what lies in the folder of a kind
+MARKS = {  # a file in the folder, and the folder's kind
     "state.json": "datasets", "dataset_dict.json": "datasets", "chroma.sqlite3": "chroma", "meta.json": "qdrant",
     "*.lance": "lancedb",
 }  # fmt: skip
 _METRICS = {"cosine": "cosine", "l2": "l2", "euclid": "l2", "ip": "dot", "dot": "dot"}
-VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files of one matrix
+VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files with a single matrix
 _NEEDS = {"faiss": ("faiss", "cpu"), "hdf5": ("h5py", "hdf5"), "chroma": ("chromadb", "chroma")}  # module, extra
-_VERSION = "; it may be of another version of what wrote it"
+_VERSION = "; another version of its program may have written it"
 _PROGRAM = (
     "import sys; sys.path[:] = eval(sys.argv.pop()); import runpy; runpy.run_path(sys.argv.pop(), None, '__main__')"
 )
-_ROOT = str(Path(sandbox.__file__).parents[2])  # where softdb lies, however it is installed
+_ROOT = str(Path(sandbox.__file__).parents[2])  # directory that holds the package softdb
 _SLOW = "its reader did not answer in time"
-_Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads, texts of some records
+_Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads and texts of records
 
 
 def read_collection(
     path: Path, kind: str, name: str | None, fields: Fields, size: int, on_error: OnError | None
 ) -> Iterator[Rows]:
-    """The records of a collection. Raises BadInput where it is none that can be read."""
+    """Yield the records of a collection. Raises BadInput if it cannot be read."""
     with readable(path, advice=_VERSION):
         if path.is_dir():
             require_plain(path)
@@ -65,7 +65,7 @@ def read_collection(
 def _rows(
     path: Path, metric: str | None, count: int, batches: Iterator[_Batch], text: str | None, on_error: OnError | None
 ) -> Iterator[Rows]:
-    """Batches as every format gives them, their texts taken from a field of the payload where one is named."""
+    """Yield batches as `Rows`; if `text` names a field of the payload, it becomes the text."""
     at, width = 0, 0
     while True:
         with readable(path, advice=_VERSION):
@@ -80,7 +80,7 @@ def _rows(
         header = Header(width, None, None, "float32", metric, ()) if metric is not None and width else None
         share, places = (at + len(ids)) / max(count, 1), range(at, at + len(ids))
         rows = Rows(path, header, share, places, ids, keys, None, payloads, texts, what="row")
-        yield from passed_over(rows, bad, on_error)
+        yield from good_rows(rows, bad, on_error)
         at += len(ids)
 
 
@@ -93,21 +93,21 @@ def _take_texts(batch: _Batch, name: str, bad: dict[int, str]) -> None:
             if texts[i] is not None:
                 raise BadInput(f"its text is its document; leave out the text {name!r}")
             texts[i] = text_in(row, name, needed=False)
-            payloads[i] = {field: cell for field, cell in row.items() if field != name} or None
+            payloads[i] = {field: value for field, value in row.items() if field != name} or None
         except BadInput as error:
             bad[i] = f"record {shown(ids[i])}: {error}"
 
 
 def _chosen(path: Path, name: str | None, names: list[str]) -> str:
-    """The collection of that name, or the only one."""
+    """Return the collection of that name, or the only one. Raises BadInput."""
     if name in names or (name is None and len(names) == 1):
         return name or names[0]
-    held = "no collection" if not names else "several collections" if name is None else f"no collection {name!r}"
-    raise BadInput(f"{path.name} holds {held}; name one of {shown(names)} (--collection)")
+    contents = "no collection" if not names else "several collections" if name is None else f"no collection {name!r}"
+    raise BadInput(f"{path.name} holds {contents}; name one of {shown(names)} (--collection)")
 
 
 def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[dict[str, Any], Iterator[Array]]:
-    """Return the head of a file or folder that a process of its own reads, and its further parts."""
+    """Read a file or folder in a separate process; return its head, and an iterator over its further parts."""
     module, extra = _NEEDS.get(kind, ("softdb", ""))
     if find_spec(module) is None:
         raise MissingDependency(f"{path.name} needs {module}; pip install 'softdb[{extra}]'")
@@ -116,50 +116,50 @@ def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[
 
 
 def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """By the package, in a copy: opening a folder may change it."""
-    copied = tempfile.mkdtemp()
+    """Read a copy of the folder by the package, which may change a folder that it opens."""
+    temporary = tempfile.mkdtemp()
     try:
-        folder = Path(shutil.copytree(path, Path(copied, path.name)))
+        folder = Path(shutil.copytree(path, Path(temporary, path.name)))
         head, received = _opened(folder, "chroma", size, name)
     except BaseException:
-        shutil.rmtree(copied)
+        shutil.rmtree(temporary)
         raise
-    weakref.finalize(received, shutil.rmtree, copied, ignore_errors=True)
+    weakref.finalize(received, shutil.rmtree, temporary, ignore_errors=True)
     if "names" in head:
         _chosen(path, name, head["names"])
     return _METRICS.get(head["metric"]), head["rows"], _records(received)
 
 
 def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """From SQLite: each point is a pickle, of which nothing is run."""
+    """Read points from SQLite: each is a pickle, whose code is never run."""
     collections = json.loads((path / "meta.json").read_bytes())["collections"]
     name = _chosen(path, name, sorted(collections))
     vectors = collections[name]["vectors"] or {}
     if "size" not in vectors and len(vectors) != 1:
         names = shown(sorted(vectors))
         raise BadInput(f"{path.name}: collection {name!r} has the vectors {names} for a point; softdb takes one")
-    named = None if "size" in vectors else next(iter(vectors))
-    distance = (vectors if named is None else vectors[named])["distance"].lower()
-    place = path / "collection" / name / "storage.sqlite"
+    vector_name = None if "size" in vectors else next(iter(vectors))
+    distance = (vectors if vector_name is None else vectors[vector_name])["distance"].lower()
+    file = path / "collection" / name / "storage.sqlite"
     if Path(name).name != name:
-        raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not followed")
+        raise BadInput(f"{path.name}: the collection {name!r} would lie outside of the folder, which is not read")
     if distance not in _METRICS:
-        compares = f"collection {name!r} compares by {shown(distance)}"
-        raise BadInput(f"{path.name}: {compares}; expected cosine, dot or euclid")
-    head, received = _opened(place, "qdrant", size, named)
+        metric = f"collection {name!r} compares by {shown(distance)}"
+        raise BadInput(f"{path.name}: {metric}; expected cosine, dot or euclid")
+    head, received = _opened(file, "qdrant", size, vector_name)
     return _METRICS[distance], head["rows"], _records(received)
 
 
 def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """Ids and vectors of an index of FAISS, or of an array in HDF5."""
+    """Read ids and vectors of a FAISS index or of an HDF5 array."""
     head, received = _opened(path, VECTORS[kind], size)
     width, dtype, metric = head["width"], np.dtype(head["dtype"]), head["metric"]
     if not 0 < width <= MAX_DIM or dtype.kind not in "fiu":
         raise ValueError(f"it holds vectors of {width:,} numbers of {dtype}")
 
     def batches() -> Iterator[_Batch]:
-        for part in received:
-            ids, keys = part.view(np.int64).tolist(), next(received).view(dtype).reshape(-1, width)
+        for data in received:
+            ids, keys = data.view(np.int64).tolist(), next(received).view(dtype).reshape(-1, width)
             if len(ids) != len(keys):
                 raise ValueError(f"it holds {len(ids)} ids for {len(keys)} vectors")
             yield ids, keys, [None] * len(ids), [None] * len(ids)
@@ -168,8 +168,8 @@ def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterato
 
 
 def _records(received: Iterator[Array]) -> Iterator[_Batch]:
-    for part in received:
-        ids, vectors, payloads, texts = map(list, zip(*json.loads(part.tobytes()), strict=True))
+    for data in received:
+        ids, vectors, payloads, texts = map(list, zip(*json.loads(data.tobytes()), strict=True))
         keys = [None if vector is None else np.array(vector, np.float64) for vector in vectors]
         if any(key is not None and key.ndim != 1 for key in keys):
             raise ValueError("a record has several vectors")
@@ -178,12 +178,12 @@ def _records(received: Iterator[Array]) -> Iterator[_Batch]:
 
 def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generator[Array, None, None]:
     """Yield the bytes of each part of a file or folder, as `softdb.formats.sandbox` sends them. Raises BadInput."""
-    length = sum(part.stat().st_size for part in (path, *path.rglob("*")))
+    length = sum(file.stat().st_size for file in (path, *path.rglob("*")))
     seconds = sandbox.SECONDS + length // 1_000_000
-    order = json.dumps([kind, str(path.absolute()), sandbox.room(length), seconds, size, name])
+    arguments = json.dumps([kind, str(path.absolute()), sandbox.room(length), seconds, size, name])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _PROGRAM, order, sandbox.__file__, repr([*sys.path, _ROOT])],
+            [sys.executable, "-IS", "-c", _PROGRAM, arguments, sandbox.__file__, repr([*sys.path, _ROOT])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -202,33 +202,33 @@ def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generato
         process.communicate()
 
 
-def _received(process: subprocess.Popen[bytes], seconds: int, most: int) -> Iterator[Array]:
+def _received(process: subprocess.Popen[bytes], seconds: int, max_bytes: int) -> Iterator[Array]:
     while True:
-        limit = time.monotonic() + seconds
-        mark, length = sandbox.PART.unpack(_bytes(process, sandbox.PART.size, limit).data)
-        if length > most:
-            raise ValueError(f"a part of more than {most:,} bytes")
-        part = _bytes(process, length, limit)
+        deadline = time.monotonic() + seconds
+        mark, length = sandbox.PART.unpack(_bytes(process, sandbox.PART.size, deadline).data)
+        if length > max_bytes:
+            raise ValueError(f"a part of more than {max_bytes:,} bytes")
+        data = _bytes(process, length, deadline)
         if mark == sandbox.END:
             return
         if mark != sandbox.DATA:
-            text = visible(part.tobytes().decode(errors="replace"))
+            text = visible(data.tobytes().decode(errors="replace"))
             raise BadInput(text) if mark == sandbox.REFUSAL else ValueError(text)
-        yield part
+        yield data
 
 
-def _bytes(process: subprocess.Popen[bytes], count: int, limit: float) -> Array:
+def _bytes(process: subprocess.Popen[bytes], count: int, deadline: float) -> Array:
     buffer, done = np.empty(count, np.uint8), 0
-    pipe, waiting = process.stdout.fileno(), select.poll()  # type: ignore[union-attr]
-    waiting.register(pipe, select.POLLIN)
+    pipe, poll = process.stdout.fileno(), select.poll()  # type: ignore[union-attr]
+    poll.register(pipe, select.POLLIN)
     while done < count:
-        if not waiting.poll(max(0.0, limit - time.monotonic()) * 1000):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise ValueError(_SLOW)
         length = os.readv(pipe, [buffer[done:].data])
         if not length:
             code = process.wait(5)
-            how = f"its reader ended by {signal.Signals(-code).name}" if code < 0 else f"its reader ended: {code}"
-            raise ValueError(_SLOW if code == -signal.SIGPROF else how)
+            end = f"its reader ended by {signal.Signals(-code).name}" if code < 0 else f"its reader ended: {code}"
+            raise ValueError(_SLOW if code == -signal.SIGPROF else end)
         done += length
     return buffer
 

@@ -1,4 +1,4 @@
-"""Export: the records of a database into a file of some format, which appears when it is whole."""
+"""Export of a database's records to a file, which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ T = TypeVar("T")
 
 @dataclass
 class _Export:
-    """An export of records to a file."""
+    """State of an export to a file."""
 
     db: Verbs
     where: dict[str, Any] | None
-    size: int  # records a batch
+    size: int  # records in a batch
     suffix: str
-    note: Callable[[str], None]  # called with what the format cannot carry
+    note: Callable[[str], None]  # called with a sentence about data that the format cannot hold
     progress: Callable[[int, int], None] | None
-    whole: int  # records to be written
-    done: int = 0  # of them
+    total: int  # number of records to write
+    done: int = 0  # number of records written
 
     def scan(self) -> Iterator[Records]:
-        """The records, counted."""
+        """Yield the records in batches, and report progress."""
         return self.counted(self.db.scan(self.size, self.where))
 
     def arrow(self) -> tuple[Any, Iterator[Any]]:
-        """Schema and batches of the records as Arrow has them, counted."""
+        """Return the Arrow schema, and an iterator over Arrow batches that reports progress."""
         reader = self.db.scan_arrow(self.size, self.where)
         return reader.schema, self.counted(reader)
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
-        """Batches, each counted once it is written."""
+        """Yield batches, and count each after it is written."""
         for batch in batches:
             yield batch
             self.done += len(batch)  # type: ignore[arg-type]
             if self.progress is not None:
-                self.progress(self.done, self.whole)
+                self.progress(self.done, self.total)
 
 
 def export_records(
@@ -72,54 +72,54 @@ def export_records(
     progress: Callable[[int, int], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> int:
-    """Write records, all or those that a filter matches, in the format that the name ends in, and return how many.
+    """Write all records, or those that a filter matches, in the format of the file's suffix, and return their number.
 
-    `db` is a database, or a cluster, whose records come shard by shard.
+    `db` is a database or a cluster; a cluster's records come shard by shard.
 
-    `.jsonl` (also `.gz`), `.parquet`, `.arrow` and `.lance` carry everything: `import_records` makes the same database
-    of them. `.csv` and files of vectors carry less; what stays behind is told to `note`, or logged. Numbers are exact.
-    `progress` is told how many are written, and of how many.
+    `.jsonl` (also `.gz`), `.parquet`, `.arrow` and `.lance` hold everything: `import_records` makes an equal database
+    from them. `.csv` and files of vectors hold less; `note` is called with a sentence about what is missing, or it is
+    logged. Numbers are exact. `progress` is called with the number of records written and the number of all records.
 
-    The first line of JSON lines, `{"softdb": {…}}`, holds what `read_header` reads: the schema, the declared fields and
-    the name of the encoder; tables have it in their metadata. Then a line is `{"id": …, "key": […], "value": …,
-    "payload": …, "text": …}`, without what a record has not. The file appears when it is whole, in place of one that
-    was there; else nothing has changed. Raises BadInput for a name of another kind, or a record that the format cannot
-    hold, and WriteFailed where the disk refuses.
+    The first JSON line, `{"softdb": {…}}`, is the header for `read_header`: schema, declared fields and encoder's name;
+    tables have it in their metadata. Each further line is a record, `{"id": …, "key": […], "value": …, "payload": …,
+    "text": …}`, without fields that the record lacks. The complete file replaces an existing one; after an error the
+    existing file is unchanged. Raises BadInput for an unknown suffix and for a record that the format cannot hold, and
+    WriteFailed if the file cannot be written.
     """
-    path, whole = Path(path), db.count(where)
+    path, total = Path(path), db.count(where)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _WRITERS or (path.suffix == ".gz" and suffix not in (".jsonl", ".ndjson", ".csv")):
         raise BadInput(f"{path.name} has a name of no known kind; end it in {', '.join(_WRITERS)}")
     if suffix == ".lance" and path.exists():
         raise BadInput(f"{path} is there already; remove it, or give another name")
 
-    export = _Export(db, where, batch_size, suffix, note or _log.warning, progress, whole)
+    export = _Export(db, where, batch_size, suffix, note or _log.warning, progress, total)
     try:
         with tempfile.TemporaryDirectory(prefix=".softdb-", dir=path.parent) as folder:
-            fresh = Path(folder, "export")
+            temporary = Path(folder, "export")
             with contextlib.ExitStack() as opened:
-                file: Any = fresh if suffix == ".lance" else opened.enter_context(fresh.open("xb"))
+                file: Any = temporary if suffix == ".lance" else opened.enter_context(temporary.open("xb"))
                 if path.suffix == ".gz":
                     file = opened.enter_context(gzip.GzipFile("", "wb", 6, file, 0))
                 _WRITERS[suffix](export, file)
-            fresh.replace(path)
+            temporary.replace(path)
     except OSError as error:
         raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
     return export.done
 
 
 def _rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Records as objects, without the parts that they lack."""
+    """Yield records as JSON objects, without fields that a record lacks."""
     values = [None] * len(records) if records.values is None else records.values.tolist()
     columns = (records.ids, records.keyed.tolist(), records.keys.tolist(), values, records.payloads, records.texts)
     for name, keyed, key, value, payload, text in zip(*columns, strict=True):
         row = {"id": name, "key": key if keyed else None, "value": value if keyed else None}
         row |= {"payload": payload, "text": text}
-        yield {part: cell for part, cell in row.items() if cell is not None}
+        yield {field: value for field, value in row.items() if value is not None}
 
 
 def write_records(db: Verbs, file: IO[str], *, where: dict[str, Any] | None = None, batch_size: int = 1000) -> int:
-    """Write records to an open text file or pipe, as `export_records` writes JSON lines, and return how many."""
+    """Write records as JSON lines, like `export_records`, to an open text file or pipe, and return their number."""
     return _write_lines(db, db.scan(batch_size, where), file)
 
 
@@ -146,7 +146,7 @@ def _csv(export: _Export, file: IO[bytes]) -> None:
     writer.writerow(names)
     for records in export.scan():
         for row in _rows(records):
-            cells = {name: part if name in ("id", "text") else _encode(part) for name, part in row.items()}
+            cells = {name: value if name in ("id", "text") else _encode(value) for name, value in row.items()}
             if "" in cells.values():
                 raise BadInput(f"record {row['id']!r} has an empty id or text, which .csv cannot tell from none")
             writer.writerow([cells.get(name, "") for name in names])
@@ -155,8 +155,8 @@ def _csv(export: _Export, file: IO[bytes]) -> None:
 
 def _parquet(export: _Export, file: IO[bytes]) -> None:
     (schema, batches), parquet = export.arrow(), needed("pyarrow.parquet", "arrow", "Parquet")
-    packed = dict.fromkeys(("id", "text", "payload"), "zstd")  # vectors would be hardly smaller, and slower
-    options = {"compression": packed, "use_dictionary": False, "write_page_checksum": True}
+    compression = dict.fromkeys(("id", "text", "payload"), "zstd")  # vectors hardly compress, and would be slower
+    options = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
     with parquet.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -176,48 +176,50 @@ def _lance(export: _Export, folder: Path) -> None:
 
 
 class _Column(NamedTuple):
-    """A column of an export, read in a scan of its own."""
+    """A column of an export; each column takes a scan of the records."""
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
-def _columns(export: _Export, *also: str) -> list[_Column]:
-    """The keys, and, of values and ids, what can be an array and is wanted; the export notes what is left out."""
+def _columns(export: _Export, *optional: str) -> list[_Column]:
+    """Return the column of keys and those of `optional` that can be arrays; call `note` with all others."""
     schema, count = export.db.core.schema, export.db.count(export.where)
     columns, omitted = [_Column("keys", schema.dtype, (count, schema.dim))], ["payloads, texts"]
-    if schema.has_values and "values" in also:
+    if schema.has_values and "values" in optional:
         shape = (count,) if schema.value_dim is None else (count, schema.value_dim)
         columns.append(_Column("values", np.dtype(np.int64) if schema.value_dim is None else schema.dtype, shape))
     elif schema.has_values:
         omitted.append("values")
-    if export.db.core.id_types == {"integer"} and "ids" in also:
+    if export.db.core.id_types == {"integer"} and "ids" in optional:
         columns.append(_Column("ids", np.dtype(np.int64), (count,)))
     else:
         omitted.append("ids")
-    schemaless = "" if "header" in also else ", nor what the database is"
-    export.note(f"{export.suffix} carries no {', '.join(omitted)}{schemaless}")
+    if "header" not in optional:
+        omitted.append("schema")
+    export.note(f"{export.suffix} carries no {', '.join(omitted)}")
     return columns
 
 
-def _read(export: _Export, column: _Column) -> Iterator[Array]:
+def _arrays(export: _Export, column: _Column) -> Iterator[Array]:
+    """Yield the column's numbers in batches. Raises BadInput for a record without a key, and for concurrent writes."""
     done, count = 0, column.shape[0]
     for records in export.scan() if column.name == "keys" else export.db.scan(export.size, export.where):
         if not bool(records.keyed.all()):
             name = records.ids[records.keyed.tolist().index(False)]
-            cannot = f"which {export.suffix} cannot say; filter, or export .parquet"
-            raise BadInput(f"record {shown(name)} has no key, {cannot}")
+            remedy = f"which {export.suffix} cannot hold; filter, or export .parquet"
+            raise BadInput(f"record {shown(name)} has no key, {remedy}")
         array = np.array(records.ids, np.int64) if column.name == "ids" else getattr(records, column.name).numpy()
         done += len(array)
         if done <= count:
             yield array
     if done != count:
-        raise BadInput(f"{done} records were found where {count} were counted: others write meanwhile; try again")
+        raise BadInput(f"{done} records were read but {count} were counted, as another writer changed them; try again")
 
 
 def _npy(export: _Export, file: IO[bytes]) -> None:
-    _array(export, file, _columns(export)[0])
+    _write_array(export, file, _columns(export)[0])
 
 
 def _npz(export: _Export, file: IO[bytes]) -> None:
@@ -225,20 +227,20 @@ def _npz(export: _Export, file: IO[bytes]) -> None:
     with zipfile.ZipFile(file, "w") as archive:
         for column in columns:
             with archive.open(f"{column.name}.npy", "w", force_zip64=True) as member:
-                _array(export, member, column)
+                _write_array(export, member, column)
 
 
-def _array(export: _Export, file: IO[bytes], column: _Column) -> None:
+def _write_array(export: _Export, file: IO[bytes], column: _Column) -> None:
     header = {"descr": format.dtype_to_descr(column.dtype), "fortran_order": False, "shape": column.shape}
     format.write_array_header_1_0(file, header)
-    for part in _read(export, column):
-        file.write(part.tobytes())
+    for array in _arrays(export, column):
+        file.write(array.tobytes())
 
 
 def _safetensors(export: _Export, file: IO[bytes]) -> None:
     header: dict[str, Any] = {"__metadata__": {"softdb": json.dumps(export.db.core.header, ensure_ascii=False)}}
     at, columns = 0, _columns(export, "values", "ids", "header")
-    columns.sort(key=lambda column: -column.dtype.itemsize)  # so that each is aligned
+    columns.sort(key=lambda column: -column.dtype.itemsize)  # aligns each column
     for column in columns:
         end = at + column.dtype.itemsize * int(np.prod(column.shape))
         header[column.name] = {"dtype": _SAFE[column.dtype.name], "shape": column.shape, "data_offsets": [at, end]}
@@ -247,24 +249,24 @@ def _safetensors(export: _Export, file: IO[bytes]) -> None:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for column in columns:
-        for part in _read(export, column):
-            file.write(part.tobytes())
+        for array in _arrays(export, column):
+            file.write(array.tobytes())
 
 
 def _fvecs(export: _Export, file: IO[bytes]) -> None:
     (keys,) = _columns(export)
     row = np.dtype([("width", "<i4"), ("numbers", "<f4", (keys.shape[1],))])
-    for part in _read(export, keys):
-        rows = np.empty(len(part), row)
-        rows["width"], rows["numbers"] = keys.shape[1], part
+    for array in _arrays(export, keys):
+        rows = np.empty(len(array), row)
+        rows["width"], rows["numbers"] = keys.shape[1], array
         file.write(rows.tobytes())
 
 
 def _fbin(export: _Export, file: IO[bytes]) -> None:
     (keys,) = _columns(export)
     file.write(np.array(keys.shape, "<i4").tobytes())
-    for part in _read(export, keys):
-        file.write(part.astype("<f4").tobytes())
+    for array in _arrays(export, keys):
+        file.write(array.astype("<f4").tobytes())
 
 
 def _hdf5(export: _Export, file: IO[bytes]) -> None:
@@ -272,9 +274,9 @@ def _hdf5(export: _Export, file: IO[bytes]) -> None:
     with needed("h5py", "hdf5", "HDF5").File(file, "w") as archive:
         archive.attrs["distance"] = _DISTANCES[export.db.core.schema.metric.value]
         train = archive.create_dataset("train", keys.shape, keys.dtype)
-        for part in _read(export, keys):
-            train[at : at + len(part)] = part
-            at += len(part)
+        for array in _arrays(export, keys):
+            train[at : at + len(array)] = array
+            at += len(array)
 
 
 _WRITERS: dict[str, Callable[[_Export, Any], None]] = {

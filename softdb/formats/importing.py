@@ -1,4 +1,4 @@
-"""Import: records of files by their suffix, folders and frames, in batches; into a database, a commit each."""
+"""Import of records from files, folders and frames, in batches; each batch is a commit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
-from softdb.formats.lines import Row, csv_header, csv_rows, raised, read_header, read_rows, text_lines
+from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.formats.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
-from softdb.formats.tables import FOLDERS, TABLES, framed, read_table, table_in
+from softdb.formats.tables import FOLDERS, TABLES, read_table, table_in, table_of
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
-_BATCH = 1 << 28  # bytes of bare vectors in a batch, which a packed file may claim by a few bytes
+_BATCH = 1 << 28  # maximum bytes of bare vectors in a batch: a small compressed file may claim any number of them
 Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
 
 
@@ -38,36 +38,36 @@ def import_records(
     progress: Callable[[Rows], None] | None = None,
     on_error: OnError | None = None,
 ) -> int:
-    """Insert (or upsert) records, a commit a batch, and return how many.
+    """Insert (or upsert) records, in a commit for each batch, and return their number.
 
         import_records(db, "records.parquet")
         import_records(db, frame)                           # of pandas, polars, pyarrow
         import_records(db, read_records(path, fields=…))    # with options
 
-    `resume` passes over those that an import which was cut short has brought in: their ids are stored, with the same
-    payload, value and key, or the same text. One that is stored but differs is refused, or with `upsert` replaced.
+    `resume` continues an interrupted import: it skips records whose ids are stored with the same payload, value and
+    key, or the same text. A record that is stored with other contents raises BadInput, or is replaced with `upsert`.
 
-    A record that cannot be inserted is named with its place in an error, and those before it are in the database; the
-    error says how many. With `on_error`, that is called with the error, and the import goes on without that record.
+    The error of a record that cannot be inserted names its place, and says how many records before it are in the
+    database. With `on_error` the import calls it with the error, and continues without that record.
 
-    Texts are encoded by the database's encoder. What was exported from a database of another metric is refused: the
-    nearest would be others.
+    The database's encoder encodes texts. Raises BadInput for an export from a database of another metric, under which
+    other records would be the nearest.
     """
     is_rows = isinstance(source, Iterator) and not hasattr(source, "__arrow_c_stream__")
     batches: Iterator[Rows] = source if is_rows else read_records(source, on_error=on_error)
     done, write = 0, db.upsert if upsert else db.insert
 
     def put(rows: Rows) -> None:
-        fresh = _missing(db, rows, upsert) if resume else rows
-        if len(fresh):
-            write(fresh.ids, fresh.keys, fresh.values, fresh.payloads, texts=fresh.texts)
+        new = _missing(db, rows, upsert) if resume else rows
+        if len(new):
+            write(new.ids, new.keys, new.values, new.payloads, texts=new.texts)
 
     try:
         for rows in batches:
             if rows.header is not None and rows.header.metric != db.metric:
                 raise BadInput(
-                    f"{rows.place}: made for databases that compare by {rows.header.metric}, this one does by "
-                    f"{db.metric}; import it into one that is opened with metric={rows.header.metric!r}"
+                    f"{rows.place}: exported from a database with the metric {rows.header.metric}, but this one has "
+                    f"{db.metric}; import into a database with metric={rows.header.metric!r}"
                 )
             _require_same_encoder(db, rows)
             for count in _inserted(put, rows, on_error):
@@ -75,7 +75,7 @@ def import_records(
             if progress is not None:
                 progress(rows)
     except SoftDBError as error:
-        remedy = ", and resume goes on with an import that was cut short" if isinstance(error, DuplicateId) else ""
+        remedy = ", and resume continues an interrupted import" if isinstance(error, DuplicateId) else ""
         message = f"{error.args[0]}{remedy}; the {done} records before are in the database"
         error.args = (message, *error.args[1:])
         raise
@@ -83,7 +83,7 @@ def import_records(
 
 
 def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None) -> Iterator[int]:
-    """Insert records, and tell how many. Where one cannot be, its place is found by halves; those before it go in."""
+    """Insert records and yield their number; find a bad record by bisection, and insert the records before it."""
     try:
         put(rows)
         yield len(rows)
@@ -101,44 +101,44 @@ def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None)
 
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
-    """The records that the database lacks, or with `upsert` has otherwise. Raises BadInput where it has one so."""
+    """Return the records that are not stored or, with `upsert`, stored differently; else BadInput for the latter."""
     stored = np.flatnonzero(db.core.stored(rows.ids))
     if not len(stored):
         return rows
-    differ = stored[_differ(db, rows.some(stored.tolist()))]
-    if len(differ) and not upsert:
+    changed = stored[_changed(db, rows.some(stored.tolist()))]
+    if len(changed) and not upsert:
         raise BadInput(
-            f"id {check.shown(rows.ids[differ[0]])} is stored already, and not as it stands there: this is not the "
-            "import that was cut short, or the record has changed since; upsert replaces"
+            f"id {check.shown(rows.ids[changed[0]])} is stored already with other contents: this is not the "
+            "interrupted import, or the record has changed since; upsert replaces it"
         )
-    return rows.some(np.delete(np.arange(len(rows)), np.setdiff1d(stored, differ)).tolist())
+    return rows.some(np.delete(np.arange(len(rows)), np.setdiff1d(stored, changed)).tolist())
 
 
-def _differ(db: SoftDB, rows: Rows) -> NDArray[np.bool_]:
-    """Mask of the records, all of them stored, that are stored otherwise."""
+def _changed(db: SoftDB, rows: Rows) -> NDArray[np.bool_]:
+    """Return a mask of the records, all of them stored, that are stored with other contents."""
     stored, schema = db.get(rows.ids), db.core.schema
-    texts = check.payloads(rows.payloads, len(rows))
-    pairs = zip(texts, stored.payload_texts, rows.texts, stored.texts, strict=True)
-    differ = np.array([payload != own or text != own_text for payload, own, text, own_text in pairs], np.bool_)
+    new = zip(check.payloads(rows.payloads, len(rows)), rows.texts, strict=True)
+    old = zip(stored.payload_texts, stored.texts, strict=True)
+    changed = np.array([pair != stored_pair for pair, stored_pair in zip(new, old, strict=True)], np.bool_)
     keyed = np.array([key is not None for key in rows.keys])
-    differ |= keyed != stored.keyed.numpy()
+    changed |= keyed != stored.keyed.numpy()
     both = np.flatnonzero(keyed & stored.keyed.numpy())
     rows = rows.some(both.tolist())
-    if len(both) and not isinstance(rows.keys[0], str):  # else they are made of the texts
+    if len(both) and not isinstance(rows.keys[0], str):  # keys from texts are equal where the texts are
         keys = check.matrix(rows.keys, "keys", schema.dim, schema.dtype)
-        differ[both] |= (keys != stored.keys.numpy()[both]).any(1)
+        changed[both] |= (keys != stored.keys.numpy()[both]).any(1)
     if len(both) and (values := check.values(rows.values, schema, len(both))) is not None:
-        differ[both] |= (values != np.asarray(stored.values)[both]).reshape(len(both), -1).any(1)
-    return differ
+        changed[both] |= (values != np.asarray(stored.values)[both]).reshape(len(both), -1).any(1)
+    return changed
 
 
 def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
-    """BadInput where vectors of one encoder would lie beside those of another."""
-    theirs, ours = None if rows.header is None else rows.header.encoder, db.encoder_name
-    if None not in (theirs, ours) and theirs != ours and not isinstance(rows.keys[0], str):
+    """Raise BadInput if the rows' keys come from another encoder than the database's."""
+    encoder, own = None if rows.header is None else rows.header.encoder, db.encoder_name
+    if None not in (encoder, own) and encoder != own and not isinstance(rows.keys[0], str):
         raise BadInput(
-            f"{rows.path.name}: its keys were made by the encoder {theirs!r}, this one's by {ours!r}; import it into "
-            "one like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
+            f"{rows.path.name}: its keys were made by the encoder {encoder!r}, this database's by {own!r}; import it "
+            "into one like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
         )
 
 
@@ -151,50 +151,50 @@ def read_records(
     batch_size: int = 10_000,
     on_error: OnError | None = None,
 ) -> Iterator[Rows]:
-    """The records of a file, a folder or a frame, in batches, in O(batch) memory.
+    """Yield the records of a file, a folder or a frame in batches, in O(batch) memory.
 
     Args:
-        source: a path, whose suffix says the format (docs/formats.md lists them); or whatever gives an Arrow C stream:
+        source: a path, whose suffix gives the format (docs/formats.md lists them); or an object with an Arrow C stream:
             a frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face.
-        fields: which field, or column, is what.
-        keys: a file of bare vectors with the keys, row for row in the order of the lines of a `.jsonl` or `.csv` file.
-        collection: which one, where a folder of another database holds several.
-        batch_size: records a batch.
-        on_error: called with what is wrong with a row, which is then passed over.
+        fields: names of the fields or columns.
+        keys: a file of bare vectors with the keys, a row for each line of a `.jsonl` or `.csv` file.
+        collection: name of the collection, if a folder of another database holds several.
+        batch_size: number of records in a batch.
+        on_error: called with the error of a bad row, which is then skipped.
 
-    Bare vectors have their row numbers for ids. In CSV an id is text; any other cell that reads as a JSON number,
-    `true` or `false` becomes one, keys and values are JSON lists, and an empty cell is a field that is not there.
+    Bare vectors get their row numbers as ids. In CSV an id is text; any other cell becomes a number, true or false if
+    it is one in JSON; keys and values are JSON lists; an empty cell is a missing field.
 
-    Raises BadInput naming file and row; the records before it have been yielded by then.
+    Raises BadInput naming file and row, after it has yielded the records before that row.
     """
     fields, size = fields or Fields(), check.integer(batch_size, "batch_size")
     if not isinstance(source, str | os.PathLike):
-        return read_table(framed(source, size), fields, size, on_error)
+        return read_table(table_of(source, size), fields, size, on_error)
     path = Path(source)
     kind = _kind(path)
     if kind not in _LINES and keys is not None:
         raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
     if fields.text is not None and (kind in COLUMNS or kind in VECTORS):
         raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
-    collects = kind in COLLECTIONS or kind == "lancedb"
-    if collection is not None and not collects:
+    has_collections = kind in COLLECTIONS or kind == "lancedb"
+    if collection is not None and not has_collections:
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")
-    if collects or kind in VECTORS:
+    if has_collections or kind in VECTORS:
         return read_collection(path, kind, collection, fields, size, on_error)
     if kind in TABLES or kind in FOLDERS:
         return read_table(table_in(path, kind, size), fields, size, on_error)
     if kind not in _LINES:
-        return _bare(path, columns_in(path, kind), size)
+        return _read_columns(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
-        raise BadInput("lines are passed over, and then keys beside them are of others; mend the lines")
-    return _of_lines(path, fields, keys, size, on_error)
+        raise BadInput("bad lines cannot be skipped beside a keys file, which has a row for each line; mend the lines")
+    return _read_lines(path, fields, keys, size, on_error)
 
 
-def _of_lines(
+def _read_lines(
     path: Path, fields: Fields, keys: str | os.PathLike[str] | None, size: int, on_error: OnError | None
 ) -> Iterator[Rows]:
     is_csv = _kind(path) in (".csv", ".tsv")
-    vectors, header = None if keys is None else _matched(Path(keys), path, is_csv), read_header(path)
+    vectors, header = None if keys is None else _keys_of_lines(Path(keys), path, is_csv), read_header(path)
     names = csv_header(path) if is_csv else []
     exported = is_own(names, fields, header)
     has_values = "value" in names or (header is not None and bool(header.value_dim or header.num_classes))
@@ -205,7 +205,7 @@ def _of_lines(
 
 
 def is_vector(value: object) -> bool:
-    """Return True for a list of one or more finite numbers, none of them beyond the range of a float."""
+    """Return True for a list of one or more finite numbers within the range of a float."""
     if not isinstance(value, list) or not value:
         return False
     try:
@@ -217,18 +217,18 @@ def is_vector(value: object) -> bool:
 def _batches(
     path: Path, size: int, has_values: bool, records: Iterator[Parsed], header: Header | None
 ) -> Iterator[Rows]:
-    """Batches of records. Before an error is raised, the good lines before it go out."""
+    """Yield records in batches; raise an error only after the good lines before it."""
     failure: BadInput | None = None
 
-    def good() -> Iterator[Parsed]:
+    def good_lines() -> Iterator[Parsed]:
         nonlocal failure
         try:
             yield from records
         except BadInput as error:
             failure = error
 
-    rest = good()
-    while batch := list(islice(rest, size)):
+    lines_left = good_lines()
+    while batch := list(islice(lines_left, size)):
         shares, lines, ids, keys, values, payloads, texts = map(list, zip(*batch, strict=True))
         yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads, texts)
     if failure is not None:
@@ -238,8 +238,8 @@ def _batches(
 def _records(
     path: Path, fields: Fields, vectors: Array | None, exported: bool, on_error: OnError | None
 ) -> Iterator[Parsed]:
-    """Records of the lines of a file; those of an export have texts, and may lack keys. Raises BadInput."""
-    last: Any = None
+    """Yield the records of a file's lines. Records of an export have texts, and may lack keys. Raises BadInput."""
+    previous: Any = None
     embeds = fields.key is None and vectors is None
     for i, (number, share, row, empty) in enumerate(read_rows(path, fields, on_error)):
         try:
@@ -248,26 +248,29 @@ def _records(
                 text = text_in(row, fields.text, embeds, empty)
             name = i if fields.id is None else check.identifiers([_taken(row, fields.id, "id")])[0]
             keyless = exported and vectors is None and not embeds and fields.key not in row
-            key = None if keyless else text if embeds else _key(row, fields, last) if vectors is None else vectors[i]
-            last = last if keyless else key
+            if keyless:
+                key = None
+            else:
+                key = text if embeds else _key(row, fields, previous) if vectors is None else vectors[i]
+                previous = key
             for field in row.keys() & ({"key", "text"} if exported else {fields.text}):
                 del row[field]
             value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None
             check.json_text(payload, "the payload")
         except BadInput as error:
-            (on_error or raised)(BadInput(f"{path.name} line {number}: {error}"))
+            (on_error or raise_error)(BadInput(f"{path.name} line {number}: {error}"))
             continue
         yield share, number, name, key, value, payload, text
 
 
-def _key(row: Row, fields: Fields, before: Any) -> Any:
-    """A line's key: a vector as wide as the one before it."""
+def _key(row: Row, fields: Fields, previous: Any) -> Any:
+    """Return a line's key. Raises BadInput unless it is a vector as wide as the previous key."""
     vector = _taken(row, str(fields.key), "key")
     if not is_vector(vector):
         raise BadInput(f"field {fields.key!r} is {check.shown(vector)}; expected a list of numbers")
-    if before is not None and len(vector) != len(before):
-        raise BadInput(f"field {fields.key!r} has {len(vector)} numbers, {len(before)} in the lines before; mend it")
+    if previous is not None and len(vector) != len(previous):
+        raise BadInput(f"field {fields.key!r} has {len(vector)} numbers, {len(previous)} in the lines before; mend it")
     return vector
 
 
@@ -277,8 +280,8 @@ def _taken(row: Row, name: str, what: str) -> Any:
     return row.pop(name)
 
 
-def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
-    """Keys that have a row for each line of a file."""
+def _keys_of_lines(keys: Path, path: Path, is_csv: bool) -> Array:
+    """Return the keys in a file. Raises BadInput unless it has a row for each line of `path`."""
     kind = _kind(keys)
     if kind in (".hdf5", ".h5"):
         batches = read_collection(keys, kind, None, Fields(), _BATCH, None)
@@ -289,32 +292,32 @@ def _matched(keys: Path, path: Path, is_csv: bool) -> Array:
     count = sum(1 for _ in csv_rows(path, texts)) if is_csv else sum(bool(text.strip()) for text in texts)
     count -= is_csv or read_header(path) is not None
     if len(vectors) != count:
-        raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; they go row by row")
+        raise BadInput(f"{keys.name} has {len(vectors)} keys but {path.name} has {count} records; expected as many")
     return vectors
 
 
-def _bare(path: Path, columns: KeyColumns, size: int) -> Iterator[Rows]:
-    """Vectors, whose ids are row numbers unless the file has some."""
+def _read_columns(path: Path, columns: KeyColumns, size: int) -> Iterator[Rows]:
+    """Yield records of arrays; ids are row numbers unless the file has ids."""
     count = len(columns.keys)
     size = min(size, max(1, _BATCH // (columns.keys.shape[1] * columns.keys.dtype.itemsize)))
     for start in range(0, count, size):
         places = range(start, min(start + size, count))
         ids = list(places) if columns.ids is None else columns.ids[start : start + size].tolist()
         values = None if columns.values is None else np.asarray(columns.values[start : start + size])
-        none: list[Any] = [None] * len(places)
+        nulls: list[Any] = [None] * len(places)
         keys = np.asarray(columns.keys[start : start + size])
-        yield Rows(path, columns.header, places.stop / count, places, ids, keys, values, none, list(none), what="row")
+        yield Rows(path, columns.header, places.stop / count, places, ids, keys, values, nulls, list(nulls), what="row")
 
 
 def _kind(path: Path) -> str:
-    """Kind of a file by its name, of a folder by what lies in it."""
+    """Return the kind of a file from its name, or of a folder from its contents. Raises BadInput."""
     if path.is_dir():
         kinds = [path.suffix] if path.suffix in FOLDERS else []
         kinds += [kind for mark, kind in MARKS.items() if any(path.glob(mark))]
         if not kinds:
             raise BadInput(f"{path} is not a file, nor a folder of a known kind; give one of {_KINDS}")
         return kinds[0]
-    if path.suffix in (".npy", ".npz"):  # says itself what is wrong
+    if path.suffix in (".npy", ".npz"):  # their reader has its own error for a missing file
         return path.suffix
     kind = kind_of(path, _KINDS, *_LINES, *TABLES, *COLUMNS, *VECTORS)
     if path.suffix == ".gz" and kind not in _LINES:

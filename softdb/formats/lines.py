@@ -1,4 +1,4 @@
-"""Lines of `.jsonl`, `.csv` and `.tsv` files, and the header of an export."""
+"""Readers of the lines of `.jsonl`, `.csv` and `.tsv` files, and of the header of an export."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from softdb.errors import BadInput
 from softdb.formats.rows import Fields, Header, is_own, kind_of
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
-_CELL = 1 << 27  # characters of a CSV cell
-_LINE = 1 << 28  # bytes of a line: some kilobytes of .gz may unpack to more than there is memory
+_CELL = 1 << 27  # maximum characters of a CSV cell
+_LINE = 1 << 28  # maximum bytes of a line: a few kilobytes of .gz may decompress to more than memory holds
 Row = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ class Line(NamedTuple):
     """A line of a file."""
 
     number: int
-    share: float  # of the file, read so far
+    share: float  # share of the file that has been read
     row: Row
     empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
 
@@ -45,25 +45,25 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
 
 
 def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] | None = None) -> Iterator[Line]:
-    """The lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank, as they are.
+    """Yield the lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank.
 
-    Of a `.csv` or `.tsv` file, cells of the fields that are ids and texts stay text. Raises BadInput naming the line,
-    or tells `on_error` and passes over it.
+    In a `.csv` or `.tsv` file cells of ids and texts stay text. Raises BadInput naming a bad line, or calls `on_error`
+    with it and skips the line.
     """
-    bad = on_error or raised
+    bad = on_error or raise_error
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
     if kind in (".csv", ".tsv"):
         return _csv_lines(path, fields, bad)
     return _json_lines(path, bad)
 
 
-def raised(error: BadInput) -> None:
-    """Raise an error: what to do with a bad line, unless told otherwise."""
+def raise_error(error: BadInput) -> None:
+    """Raise the error of a bad line: the default of `on_error`."""
     raise error
 
 
-def text_lines(path: Path, bad: Callable[[BadInput], None] = raised) -> Iterator[tuple[int, float, str]]:
-    """Number, share of the file read so far, and text of each line."""
+def text_lines(path: Path, bad: Callable[[BadInput], None] = raise_error) -> Iterator[tuple[int, float, str]]:
+    """Yield the number of each line, the share of the file that has been read, and the line's text."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
@@ -81,8 +81,8 @@ def text_lines(path: Path, bad: Callable[[BadInput], None] = raised) -> Iterator
             raise BadInput(f"{path.name} line {number + 1}: cannot be decompressed ({error}); fetch it again") from None
 
 
-def _json_lines(path: Path, bad: Callable[[BadInput], None] = raised, header: bool = False) -> Iterator[Line]:
-    """The objects of a file, without the header of an export unless that is asked for."""
+def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, header: bool = False) -> Iterator[Line]:
+    """Yield the JSON objects of a file; with `header` also the header of an export."""
     first = True
     for number, share, line in text_lines(path, bad):
         if not line.strip():
@@ -102,17 +102,17 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raised, header: bo
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def csv_header(path: Path) -> list[str]:
-    """The names of the columns of a `.csv` or `.tsv` file."""
+    """Return the column names of a `.csv` or `.tsv` file."""
     return next(csv_rows(path, (text for _, _, text in text_lines(path))), (0, []))[1]
 
 
 def csv_rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line of a `.csv` or `.tsv` file that is not blank. Raises BadInput naming the line."""
-    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # of the process; csv knows no other
+    """Yield number and cells of each line of a `.csv` or `.tsv` file that is not blank. Raises BadInput naming it."""
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # csv has only a limit of the process
     delimiter = "," if Path(path.name.removesuffix(".gz")).suffix == ".csv" else "\t"
     reader = csv.reader(texts, strict=True, delimiter=delimiter)
     try:
@@ -126,14 +126,14 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
 
     def texts() -> Iterator[str]:
         nonlocal share
-        for _, share, line in text_lines(path, bad):  # noqa: B007 - the share is read outside
+        for _, share, line in text_lines(path, bad):  # noqa: B007 - the enclosing function reads `share`
             yield line
 
     lines = csv_rows(path, texts())
     header = next(lines, (0, []))[1]
-    twice = next((name for i, name in enumerate(header) if name in header[:i]), None)
-    if twice is not None:
-        raise BadInput(f"{path.name} has several columns {twice!r}; rename them")
+    repeated = next((name for i, name in enumerate(header) if name in header[:i]), None)
+    if repeated is not None:
+        raise BadInput(f"{path.name} has several columns {repeated!r}; rename them")
     own = is_own(header, fields)
     for number, cells in lines:
         if len(cells) != len(header):
@@ -157,7 +157,7 @@ def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
     if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
-        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a list that `key` will name
+        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a bad list, which `_key` reports
             value = json.loads(cell)
             return cell if isinstance(value, float) and math.isinf(value) else value
     return cell

@@ -1,4 +1,4 @@
-"""Types that formats share: names of fields, headers of exports, batches of records, errors that name a file."""
+"""Types and functions for all formats: names of fields, headers of exports, batches of records, errors of files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from softdb import check
 from softdb.check import Id, shown
 from softdb.errors import BadInput, MissingDependency
 
-OnError: TypeAlias = Callable[[BadInput], None]  # told of a bad row, which is then passed over
-OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of a table that softdb has written
+OnError: TypeAlias = Callable[[BadInput], None]  # called with the error of a bad row, which is then skipped
+OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of softdb's own exports
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of fields. The other fields are the payload; where `payload` is the only other one, its value is."""
+    """Names of fields. All other fields form the payload; if `payload` is the only one, its value is the payload."""
 
     id: str | None = "id"  # None: records are numbered from 0
-    key: str | None = None  # a list of numbers; None: "key", or with `text` what the encoder makes of that
+    key: str | None = None  # a list of numbers; None: "key", or with `text` the encoder's vector of the text
     text: str | None = None  # the record's text
     value: str | None = None  # a list of numbers, or an integer label
 
@@ -36,7 +36,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Header:
-    """The database that an exported file is of, from its first line `{"softdb": {…}}`."""
+    """Description of the exported database, from the file's first line `{"softdb": {…}}`."""
 
     dim: int
     value_dim: int | None
@@ -44,11 +44,11 @@ class Header:
     dtype: str
     metric: str
     fields: tuple[str, ...]  # declared fields of the payload
-    encoder: str | None = None  # the name of the encoder of texts, as `softdb import --encoder` takes it
+    encoder: str | None = None  # the name of the encoder of texts, as for `softdb import --encoder`
 
     @classmethod
     def of(cls, said: Any, where: str) -> Header:
-        """Check the header of an exported file. Raises BadInput."""
+        """Return the header of an exported file from its JSON. Raises BadInput."""
         try:
             header = cls(**{**said, "fields": tuple(said["fields"])})
             check.schema(**header.schema, stored=None)
@@ -60,12 +60,12 @@ class Header:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for such a database."""
+        """Arguments of `softdb.open` for a database with this header."""
         return {name: getattr(self, name) for name in ("dim", "value_dim", "num_classes", "dtype", "metric")}
 
 
 def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
-    """Return True where columns are those of an export, and the fields do not say otherwise."""
+    """Return True if columns are those of an export, and the fields do not name another text."""
     columns = header is not None or {"id", "key", "text", "payload"} <= set(names) <= OWN
     return columns and fields.text in (None, "text")
 
@@ -76,50 +76,50 @@ class Rows:
 
     path: Path
     header: Header | None  # of the file
-    share: float  # of the file, read so far
-    lines: Sequence[int]  # n, where each stands
+    share: float  # share of the file that has been read
+    lines: Sequence[int]  # n numbers of the records' lines or rows
     ids: list[Id]  # n
-    keys: Any  # (n, d) numbers, or n texts to encode; in a list None where a record has none
-    values: Any  # n in an array or a list, where the fields name one
+    keys: Any  # (n, d) numbers, or n texts to encode; or a list with None for records without a key
+    values: Any  # n in an array or a list; None if the fields name no value
     payloads: list[Any]  # n
-    texts: list[str | None]  # n, which the records keep
-    what: str = "line"  # what `lines` count: lines from 1, or rows from 0
+    texts: list[str | None]  # n, to be stored
+    what: str = "line"  # unit of `lines`: "line", from 1, or "row", from 0
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def place(self) -> str:
-        """File and lines of the batch, for a message."""
+        """File and lines of the batch, for messages."""
         return self.at(0) if len(self) == 1 else f"{self.path.name} {self.what}s {self.lines[0]} to {self.lines[-1]}"
 
     def at(self, i: int) -> str:
-        """File and line of a record, for a message."""
+        """Return file and line of record i, for messages."""
         return f"{self.path.name} {self.what} {self.lines[i]}"
 
     def some(self, places: list[int]) -> Rows:
-        """The records at some places in the batch."""
+        """Return the records at these positions in the batch."""
         columns = (self.lines, self.ids, self.keys, self.values, self.payloads, self.texts)
-        lines, ids, keys, values, payloads, texts = (_some(column, places) for column in columns)
+        lines, ids, keys, values, payloads, texts = (_taken(column, places) for column in columns)
         return replace(self, lines=lines, ids=ids, keys=keys, values=values, payloads=payloads, texts=texts)
 
 
-def _some(column: Any, places: list[int]) -> Any:
+def _taken(column: Any, places: list[int]) -> Any:
     return column[places] if isinstance(column, np.ndarray) else column and [column[i] for i in places]
 
 
 def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str] = ()) -> str | None:
-    """Return the text of a row; None where that is null, or its cell empty, unless a text is needed."""
+    """Return the text of a row, or None if it is null or an empty cell. Raises BadInput if it is `needed`."""
     text = row.get(name)
     if isinstance(text, str) or (text is None and not needed and (name in row or name in empty)):
         return text
     raise BadInput(f"field {name!r} is {shown(text)}, not a text; its fields are {shown(list(row))}")
 
 
-def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:
-    """The good rows, where `bad` has what is wrong with the others.
+def good_rows(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:
+    """Yield the good rows; `bad` maps each bad row to its fault, with which `on_error` is called.
 
-    Without `on_error` those before the first bad one, and then its BadInput.
+    Without `on_error` yield the rows before the first bad row, and then raise its BadInput.
     """
     if not bad:
         yield rows
@@ -137,7 +137,7 @@ def passed_over(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> It
 
 
 def kind_of(path: Path, expected: str, *kinds: str) -> str:
-    """The suffix before `.gz` of a file that is there, one of `kinds`."""
+    """Return a file's suffix, the one before `.gz`. Raises BadInput unless the file exists with one of `kinds`."""
     if not path.is_file():
         raise BadInput(f"{path} is not a file; give one of {expected}")
     kind = Path(path.name.removesuffix(".gz")).suffix
@@ -147,16 +147,16 @@ def kind_of(path: Path, expected: str, *kinds: str) -> str:
 
 
 def require_plain(folder: Path) -> None:
-    """BadInput where a folder holds a link, a pipe or a device, which may lead anywhere or never end."""
-    for place, folders, files in os.walk(folder):
-        for part in (Path(place, name) for name in (*folders, *files)):
-            if not stat.S_ISREG(mode := part.lstat().st_mode) and not stat.S_ISDIR(mode):
-                raise BadInput(f"{folder.name} holds {shown(part.name)}, a link or no file; put a copy there")
+    """Raise BadInput if a folder holds a link (it may lead anywhere), or a pipe or device (it may never end)."""
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+                raise BadInput(f"{folder.name} holds {shown(path.name)}, a link or no file; replace it by a copy")
 
 
 @contextlib.contextmanager
 def readable(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
-    """Raise BadInput for the errors of other packages, which are of every kind for a file that is damaged."""
+    """Convert any error in this context to BadInput: for a damaged file libraries raise errors of every class."""
     try:
         yield
     except (BadInput, MissingDependency):
@@ -166,5 +166,5 @@ def readable(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error's text in one line."""
     return shown(" ".join(str(error).split()) or type(error).__name__)

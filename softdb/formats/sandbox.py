@@ -1,7 +1,7 @@
-"""Reads a stranger's file in a process of its own: `softdb.formats.collections` starts this file as a program.
+"""Reader of untrusted files in a separate process: `softdb.formats.collections` starts this file as a program.
 
-The process may take little memory and time, write nothing, open nothing more, and send nothing but arrays and JSON.
-It imports no torch, and of softdb only what needs none.
+Resource limits bound the process's memory and CPU time, and forbid it to write or open files. It sends only arrays and
+JSON. It does not import torch, nor modules of softdb that import torch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput
 
-FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; a file adds twice its size
-SECONDS = 60  # of CPU for a file, which adds a second for each megabyte
-BATCH = 1 << 24  # bytes of vectors
-DEFLATE = 1032  # times that a packed file may be larger, by zlib's own account
-PART = struct.Struct("<cQ")  # a mark, and the number of bytes that follow
-DATA, END, REFUSAL, ERROR = b"d", b"z", b"r", b"e"
+FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; the limit adds twice the file's size
+SECONDS = 60  # CPU seconds for a file; the limit adds a second for each megabyte
+BATCH = 1 << 24  # maximum bytes of vectors in a batch
+DEFLATE = 1032  # zlib's maximum compression ratio
+PART = struct.Struct("<cQ")  # header of a part: a mark, and the number of bytes that follow
+DATA, END, REFUSAL, ERROR = b"d", b"z", b"r", b"e"  # marks
 
-_Range = Callable[[int, int], tuple[Any, Any]]  # ids and vectors of some rows
+_Range = Callable[[int, int], tuple[Any, Any]]  # (start, stop) -> ids and vectors of these rows
 
 
 def room(size: int) -> int:
-    """Bytes of memory that reading a file of some size may take."""
+    """Return the bytes of memory that reading a file of `size` bytes may take."""
     return FLOOR + 2 * size
 
 
 def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """The array `train` of an ann-benchmarks file, or `keys`, or its only matrix."""
+    """Read the array `train` of an ann-benchmarks file, or `keys`, or the only matrix."""
     import h5py
 
     opened = h5py.File(file, "r")
@@ -58,27 +58,27 @@ def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
         raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it here")
     stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
     if keys.size * keys.dtype.itemsize > stored * DEFLATE:
-        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors and holds {stored:,} bytes of them; write all")
+        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors but stores {stored:,} bytes; write all vectors")
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
 
-    def part(start: int, stop: int) -> tuple[Any, Any]:
+    def read(start: int, stop: int) -> tuple[Any, Any]:
         return np.arange(start, stop), keys[start:stop].astype(dtype)
 
-    yield from _sliced(head, size, part)
+    yield from _batches(head, size, read)
 
 
-def _sliced(head: dict[str, Any], size: int, part: _Range) -> Iterator[Any]:
-    """The head of a file of vectors, then of each batch its ids and its vectors."""
+def _batches(head: dict[str, Any], size: int, read: _Range) -> Iterator[Any]:
+    """Yield the head of a file of vectors, then the ids and the vectors of each batch."""
     yield head
     rows, step = head["rows"], max(1, min(size, BATCH // max(1, head["width"] * np.dtype(head["dtype"]).itemsize)))
     for start in range(0, rows, step):
-        yield from part(start, min(start + step, rows))
+        yield from read(start, min(start + step, rows))
 
 
 def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """An index that keeps whole vectors: flat, IVF flat or HNSW flat, also with ids of its own."""
+    """Read an index that stores vectors uncompressed: flat, IVF flat or HNSW flat, also with its own ids."""
     faiss: Any = __import__("faiss")
     flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
     data = np.frombuffer(file, np.uint8)
@@ -98,19 +98,19 @@ def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
         inner = faiss.downcast_index(inner.storage)
     if not isinstance(inner, faiss.IndexFlat | faiss.IndexIVFFlat) or type(inner).__name__.endswith(_OTHERS):
         raise BadInput(
-            f"{path.name} is an {type(inner).__name__}, of which no vectors can be read (flat, IVF flat and HNSW flat "
-            "keep them whole); import them from their source"
+            f"{path.name} is an {type(inner).__name__}, of which no vectors can be read; expected flat, IVF flat or "
+            "HNSW flat: import the vectors from their source"
         )
     metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
     if metric is None:
         raise BadInput(f"{path.name} compares by a metric that softdb has not; expected inner products or L2")
     rows, vectors = _flat(faiss, inner) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner)
 
-    def part(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, Any]:
-        places, keys = vectors(start, stop)
-        return places if ids is None else ids[places], keys
+    def read(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, Any]:
+        numbers, keys = vectors(start, stop)
+        return numbers if ids is None else ids[numbers], keys
 
-    yield from _sliced({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, size, part)
+    yield from _batches({"rows": rows, "width": inner.d, "dtype": "<f4", "metric": metric}, size, read)
 
 
 def _flat(faiss: Any, index: Any) -> tuple[int, _Range]:
@@ -120,30 +120,30 @@ def _flat(faiss: Any, index: Any) -> tuple[int, _Range]:
 
 
 def _lists(faiss: Any, index: Any) -> tuple[int, _Range]:
-    """List after list: an index by lists knows no order of its vectors."""
+    """Read the vectors list by list, as an index by lists does not store their order."""
     lists = index.invlists
     if index.code_size != index.d * 4:
         raise ValueError(f"its codes have {index.code_size} bytes for {index.d} numbers")
     ends = np.cumsum([lists.list_size(number) for number in range(index.nlist)] or [0])
 
-    def part(start: int, stop: int) -> tuple[Any, Any]:
-        places, keys = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
+    def read(start: int, stop: int) -> tuple[Any, Any]:
+        numbers, keys = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
         first, last = np.searchsorted(ends, (start, stop - 1), "right")
         for number in range(first, last + 1):
             length = lists.list_size(number)
             if length:
                 before = int(ends[number]) - length
-                within = slice(max(start - before, 0), stop - before)
+                overlap = slice(max(start - before, 0), stop - before)
                 codes = faiss.rev_swig_ptr(lists.get_codes(number), length * index.code_size)
-                places.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[within])
-                keys.append(codes.view(np.float32).reshape(length, index.d)[within])
-        return np.concatenate(places), np.concatenate(keys)
+                numbers.append(faiss.rev_swig_ptr(lists.get_ids(number), length)[overlap])
+                keys.append(codes.view(np.float32).reshape(length, index.d)[overlap])
+        return np.concatenate(numbers), np.concatenate(keys)
 
-    return int(ends[-1]), part
+    return int(ends[-1]), read
 
 
 def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Points in SQLite: each is a pickle, of which nothing is run. `name` is that of the vector, where it has one."""
+    """Read points from SQLite: each is a pickle, whose code is never run. `name` is the vector's, if it has one."""
     from softdb.store.connect import connect
 
     connection = connect(path, False)
@@ -152,24 +152,24 @@ def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
     if [row[2] for row in connection.execute("PRAGMA main.table_list(points)")] != ["table"] or any(
         row[6] for row in connection.execute("PRAGMA main.table_xinfo(points)")
     ):
-        raise BadInput(f"{path.name}: points is no plain table; only a folder as Qdrant writes it is read")
+        raise BadInput(f"{path.name}: points is no plain table; give a folder that Qdrant has written")
     ((rows,),) = connection.execute("SELECT coalesce(max(rowid), 0) FROM points")
     yield {"rows": rows}
     blobs = connection.execute("SELECT point FROM points")
-    while part := [_Unpickled(io.BytesIO(blob)).load().__dict__ for (blob,) in islice(blobs, size)]:
-        keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in part]
-        yield [(point["id"], key, point["payload"], None) for point, key in zip(part, keys, strict=True)]
+    while points := [_PointUnpickler(io.BytesIO(blob)).load().__dict__ for (blob,) in islice(blobs, size)]:
+        keys = [point["vector"] if name is None else (point["vector"] or {}).get(name) for point in points]
+        yield [(point["id"], key, point["payload"], None) for point, key in zip(points, keys, strict=True)]
 
 
 class _Point:
-    """A pickled model: its fields, and nothing of its class."""
+    """The fields of a pickled point, without its class."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state["__dict__"])
 
 
-class _Unpickled(pickle.Unpickler):
-    """Unpickles points, and refuses whatever else a pickle may name."""
+class _PointUnpickler(pickle.Unpickler):
+    """Unpickler of points, which refuses every other class and function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("qdrant_client.") and name == "PointStruct":
@@ -178,35 +178,35 @@ class _Unpickled(pickle.Unpickler):
 
 
 def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """By the package, of a copy: opening a folder may change it."""
+    """Read a copy of a folder by the package."""
     import chromadb
 
     from softdb.store.connect import connect
 
     with connect(path / "chroma.sqlite3", False) as database:
-        for kind, what in database.execute("SELECT type, name FROM sqlite_schema WHERE type IN ('view', 'trigger')"):
-            raise BadInput(f"chroma.sqlite3 holds the {kind} {shown(what)}, which Chroma does not write; remove it")
+        for kind, item in database.execute("SELECT type, name FROM sqlite_schema WHERE type IN ('view', 'trigger')"):
+            raise BadInput(f"chroma.sqlite3 holds the {kind} {shown(item)}, which Chroma does not write; remove it")
     database.close()
     client = chromadb.PersistentClient(str(path), settings=chromadb.config.Settings(anonymized_telemetry=False))
     names = [collection.name for collection in client.list_collections()]
     if (name is None and len(names) != 1) or (name is not None and name not in names):
         yield {"names": names}
         return
-    found = client.get_collection(names[0] if name is None else name)
-    space = (found.configuration.get("hnsw") or found.configuration.get("spann") or {}).get("space")
-    yield {"rows": found.count(), "metric": str(space)}
-    for start in range(0, found.count(), size):
-        part = found.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
-        payloads = [cells and dict(sorted(cells.items())) for cells in part["metadatas"]]  # they come in any order
-        yield list(zip(part["ids"], part["embeddings"].tolist(), payloads, part["documents"], strict=True))
+    collection = client.get_collection(names[0] if name is None else name)
+    space = (collection.configuration.get("hnsw") or collection.configuration.get("spann") or {}).get("space")
+    yield {"rows": collection.count(), "metric": str(space)}
+    for start in range(0, collection.count(), size):
+        batch = collection.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
+        payloads = [fields and dict(sorted(fields.items())) for fields in batch["metadatas"]]  # they come in any order
+        yield list(zip(batch["ids"], batch["embeddings"].tolist(), payloads, batch["documents"], strict=True))
 
 
-_OTHERS = ("Panorama", "Dedup")  # ends of the names of FAISS' classes that keep vectors, or ids, in another way
+_OTHERS = ("Panorama", "Dedup")  # suffixes of FAISS classes that store vectors or ids in another layout
 _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
 def content(kind: str, path: Path) -> Any:
-    """Open a file for a library that needs no path."""
+    """Open a file for a library that reads open files; None for the others, which take a path."""
     if kind != "faiss":
         return path.open("rb") if kind == "hdf5" else None
     with path.open("rb") as file:
@@ -214,23 +214,23 @@ def content(kind: str, path: Path) -> Any:
 
 
 def opened(kind: str, path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Parts of a file of some kind: a head, then arrays, or lists of records. Errors are of every kind."""
+    """Yield the parts of a file: a head, then arrays or lists of records. Raises errors of any class."""
     return _KINDS[kind](path, file, size, name)
 
 
 def _confine(kind: str, room: int) -> None:
-    """Give up what reading needs not; libraries, and codecs of texts, have been imported by then."""
+    """Import the libraries and codecs that reading needs, then set the process's resource limits."""
     for codec in ("ascii", "latin-1", "utf-8"):
         codecs.lookup(codec)
     __import__({"hdf5": "h5py", "qdrant": "softdb.store.connect", "chroma": "chromadb"}.get(kind, kind))
     limits = {"CORE": 0, "DATA": room}
-    if kind != "chroma":  # of which a copy is opened, by a package with threads and files
+    if kind != "chroma":  # Chroma's package needs threads and files, and reads a copy
         limits |= {"FSIZE": 0, "NOFILE": 3 if kind != "qdrant" else 8}
-    for what, limit in limits.items():
-        number = getattr(resource, f"RLIMIT_{what}")
+    for name, limit in limits.items():
+        number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
-        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(number, (least, least))
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (lower, lower))
 
 
 def _send(mark: bytes, data: Any) -> None:
@@ -240,15 +240,15 @@ def _send(mark: bytes, data: Any) -> None:
 
 
 def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | None) -> None:
-    """Send the parts of a file, or the error that they end in."""
+    """Send the parts of a file; on an error send its message."""
     try:
         file = content(kind, Path(path))
         _confine(kind, room)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU; ends the process also within a library
-        for part in opened(kind, Path(path), file, size, name):
-            _send(DATA, part.tobytes() if isinstance(part, np.ndarray) else json.dumps(part).encode())
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time; ends the process also in a library's code
+        for data in opened(kind, Path(path), file, size, name):
+            _send(DATA, data.tobytes() if isinstance(data, np.ndarray) else json.dumps(data).encode())
         _send(END, b"")
-    except Exception as error:  # libraries have errors of every kind
+    except Exception as error:  # libraries raise errors of any class
         memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         reason = "it would take more memory than its size justifies" if memory else " ".join(str(error).split())
         _send(REFUSAL if isinstance(error, BadInput) else ERROR, (reason or type(error).__name__)[:300].encode())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, is_own, passed_over, readable, reason, require_plain
+from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Table:
     path: Path
     schema: Any  # pyarrow.Schema
     batches: Iterator[Any]  # of pyarrow.RecordBatch
-    rows: int | None = None  # about how many there are, if known
+    rows: int | None = None  # approximate number of rows, if known
 
     @property
     def header(self) -> Header | None:
-        """The header of an export, from the metadata."""
+        """Header of an export, from the metadata; None for any other table. Raises BadInput."""
         header = (self.schema.metadata or {}).get(b"softdb")
         if header is None:
             return None
@@ -39,7 +39,7 @@ class Table:
 
 
 def needed(module: str, extra: str, name: str) -> Any:
-    """A module that reading or writing some format needs."""
+    """Return the module that a format needs. Raises MissingDependency, which names the `extra` to install."""
     from importlib import import_module
 
     try:
@@ -50,7 +50,7 @@ def needed(module: str, extra: str, name: str) -> Any:
 
 def _parquet(path: Path, size: int) -> Table:
     parquet = needed("pyarrow.parquet", "arrow", path.name)
-    # without pre_buffer a row group is read page by page: it may be as large as the file
+    # without pre_buffer a row group, which may be as large as the file, is read page by page
     file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     return Table(path, file.schema_arrow, file.iter_batches(size), file.metadata.num_rows)
 
@@ -61,7 +61,7 @@ def _arrow(path: Path, size: int) -> Table:
     if source.read(6) == b"ARROW1":
         file = pa.ipc.open_file(source)
         count = file.num_record_batches
-        rows = count * len(file.get_batch(0)) if count else 0  # but for the last, they are of one size, mostly
+        rows = count * len(file.get_batch(0)) if count else 0  # batches but the last usually have the same size
         return Table(path, file.schema, map(file.get_batch, range(count)), rows)
     source.seek(0)
     stream = pa.ipc.open_stream(source)
@@ -71,7 +71,7 @@ def _arrow(path: Path, size: int) -> Table:
 def _lance(path: Path, size: int) -> Table:
     dataset = needed("lance", "lance", path.name).dataset(str(path))
     if hasattr(dataset, "base_paths") and dataset.base_paths():
-        raise BadInput(f"{path.name} keeps files outside of its folder, which are not read; import a deep copy of it")
+        raise BadInput(f"{path.name} has files outside of its folder, which are not read; import a deep copy of it")
     batches = dataset.to_batches(batch_size=size, scan_in_order=True)
     return Table(path, dataset.schema, iter(batches), dataset.count_rows())
 
@@ -85,7 +85,7 @@ def _hugging_face(path: Path, size: int) -> Table:
     for file in (*state["_data_files"], *(state.get("_indices_data_files") or ())):
         if Path(file["filename"]).name != file["filename"]:
             raise BadInput(f"{path.name} names {shown(file['filename'])}, outside of the folder, which is not read")
-    return replace(framed(datasets.load_from_disk(str(path)), size), path=path)
+    return replace(table_of(datasets.load_from_disk(str(path)), size), path=path)
 
 
 TABLES: dict[str, Callable[[Path, int], Table]] = {
@@ -95,17 +95,17 @@ FOLDERS: dict[str, Callable[[Path, int], Table]] = {".lance": _lance, "datasets"
 
 
 def table_in(path: Path, kind: str, size: int) -> Table:
-    """The table in a file or folder. Raises BadInput where it is none."""
-    with readable(path, " as a table", "; make it anew"):
+    """Return the table in a file or folder. Raises BadInput if it cannot be read."""
+    with readable(path, " as a table", "; write it again"):
         if path.is_dir():
             require_plain(path)
         return (TABLES | FOLDERS)[kind](path, size)
 
 
-def framed(source: Any, size: int) -> Table:
-    """A frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face, whose rows are batches."""
+def table_of(source: Any, size: int) -> Table:
+    """Return the table of a frame of pandas or polars, a table or reader of pyarrow, or a dataset of Hugging Face."""
     pa, path = needed("pyarrow", "arrow", "a table"), Path("the table")
-    if hasattr(source, "with_format") and hasattr(source, "iter"):  # a dataset may be a selection of its table
+    if hasattr(source, "with_format") and hasattr(source, "iter"):  # a dataset, which may select rows of its table
         tables = source.with_format("arrow").iter(size)
         first = list(islice(tables, 1))
         schema = first[0].schema if first else source.features.arrow_schema
@@ -122,45 +122,45 @@ def framed(source: Any, size: int) -> Table:
 def read_table(
     table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
 ) -> Iterator[Rows]:
-    """The records of a table; with `bad_rows` those that are none are noted there, each with the reason.
+    """Yield the records of a table; `bad_rows` receives the number of each bad row and its fault.
 
-    Columns of a table as softdb writes it are read so; of any other, those that are neither id, key nor value are the
-    fields of the payload, without those that are null. Raises BadInput naming the row.
+    The columns of softdb's own exports have their own meaning. In any other table the columns that are neither id, key,
+    value nor text are the fields of the payload, without nulls. Raises BadInput naming the row.
     """
     header, names = table.header, table.schema.names
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise BadInput(f"{table.path.name} has several columns {twice!r}; rename them")
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
     own = is_own(names, fields, header)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
     key = None if own and fields.key not in names else fields.key
-    for name, what in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
+    for name, use in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
         if name is not None and name not in names:
-            missing = f"{table.path.name} has no column {name!r} for the {what}"
+            missing = f"{table.path.name} has no column {name!r} for the {use}"
             raise BadInput(f"{missing}; its columns are {shown(names)}, name the right one")
     reader, at = _TableReader(table, fields, key, own, header), 0
-    for batch in _whole(table, size):
+    for batch in _batches(table, size):
         try:
             rows, bad = reader.rows(batch, at)
         except (BadInput, MissingDependency):
             raise
-        except Exception as error:  # of cells that Python has no values for, such as dates after the year 9999
+        except Exception as error:  # Python has no value for some cells, such as dates after the year 9999
             where = f"{table.path.name}, rows {at} to {at + len(batch) - 1}"
             raise BadInput(f"{where}: cannot be read ({reason(error)}); cast the column, or leave it out") from None
         if bad_rows is not None:
             bad_rows.update((at + i, bad[i]) for i in sorted(bad))
-        yield from passed_over(rows, bad, on_error)
+        yield from good_rows(rows, bad, on_error)
         at += len(batch)
 
 
-def _whole(table: Table, size: int) -> Iterator[Any]:
-    """The table in batches of `size` rows, however it lies."""
+def _batches(table: Table, size: int) -> Iterator[Any]:
+    """Yield the table in batches of `size` rows, whatever the sizes of its own batches. Raises BadInput."""
     pa = needed("pyarrow", "arrow", "a table")
     pending, count, done = list[Any](), 0, 0
     try:
         for batch in table.batches:
-            batch.validate(full=True)  # a file may say that texts and lists lie outside of it
+            batch.validate(full=True)  # offsets of texts and lists may point outside of the file
             while count + len(batch) >= size:
                 head, batch = batch.slice(0, size - count), batch.slice(size - count)
                 yield pa.concat_batches([*pending, head]) if pending else head
@@ -168,34 +168,34 @@ def _whole(table: Table, size: int) -> Iterator[Any]:
             if len(batch):
                 pending.append(batch)
                 count += len(batch)
-    except Exception as error:  # of many kinds, as in `table_in`
+    except Exception as error:  # of any class, as in `table_in`
         if pending:
             yield pa.concat_batches(pending)
         where = f"after row {done + count - 1}"
-        raise BadInput(f"{table.path.name} cannot be read {where} ({reason(error)}); make it anew") from None
+        raise BadInput(f"{table.path.name} cannot be read {where} ({reason(error)}); write it again") from None
     if pending:
         yield pa.concat_batches(pending)
 
 
 class _TableReader:
-    """Reads batches of a table to `Rows`."""
+    """Converter of a table's batches to `Rows`."""
 
     def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
         self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim}
         used = {fields.id, key, fields.text, fields.value} | (OWN if own else set())
-        self.rest = [name for name in table.schema.names if name not in used]
+        self.payload_names = [name for name in table.schema.names if name not in used]
 
     def rows(self, batch: Any, at: int) -> tuple[Rows, dict[int, str]]:
-        """The batch that begins with row `at`, and what is wrong with some of its rows."""
+        """Convert the batch that begins with row `at`; return it, and the faults of its bad rows by position."""
         n, bad, fields = len(batch), dict[int, str](), self.fields
         share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
         ids, texts = self._ids(batch, at, bad), self._texts(batch, bad)
         keys, keyed = (texts, np.ones(n, np.bool_)) if fields.key is None else self._keys(batch, bad)
         values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
         payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
-        path, places = self.table.path, range(at, at + n)
-        return Rows(path, self.header, share, places, ids, keys, values, payloads, texts, what="row"), bad
+        path, numbers = self.table.path, range(at, at + n)
+        return Rows(path, self.header, share, numbers, ids, keys, values, payloads, texts, what="row"), bad
 
     def _ids(self, batch: Any, at: int, bad: dict[int, str]) -> list[Any]:
         name = self.fields.id
@@ -203,11 +203,11 @@ class _TableReader:
             return list(range(at, at + len(batch)))
         ids: list[Any] = batch.column(name).to_pylist()
         if self.own and "id_is_int" in batch.schema.names:
-            whole = batch["id_is_int"].to_pylist()
+            is_int = batch["id_is_int"].to_pylist()
             try:
-                return [int(name) if number else name for name, number in zip(ids, whole, strict=True)]
+                return [int(cell) if integral else cell for cell, integral in zip(ids, is_int, strict=True)]
             except (TypeError, ValueError):
-                raise BadInput(f"{self.table.path.name}: an id said to be an int is none; make it anew") from None
+                raise BadInput(f"{self.table.path.name}: an id with id_is_int is not an int; export it again") from None
         for i, cell in enumerate(ids):
             if type(cell) is not int and type(cell) is not str:
                 bad[i] = f"column {name!r} is {shown(cell)}; an id is a str or an int"
@@ -247,9 +247,9 @@ class _TableReader:
         return [value if present else None for value, present in zip(values, valid, strict=True)]
 
     def _vectors(self, column: Any, name: str, bad: dict[int, str]) -> tuple[Array, NDArray[np.bool_]]:
-        """Vectors (n, width) of a column of lists, and a mask of those that are valid; the others are zeros."""
+        """Return the vectors (n, width) of a column of lists, zeros where invalid, and a mask of the valid vectors."""
         pa = needed("pyarrow", "arrow", "a table")
-        column = getattr(column, "storage", column)  # of an extension, such as a tensor of fixed shape
+        column = getattr(column, "storage", column)  # an extension type, such as a tensor of fixed shape
         kind, n = column.type, len(column)
         inner = getattr(kind, "value_type", pa.null())
         if not (pa.types.is_integer(inner) or pa.types.is_floating(inner)) or pa.types.is_dictionary(kind):
@@ -269,9 +269,9 @@ class _TableReader:
         if not width:
             raise BadInput(f"{self.table.path.name}: column {name!r} holds no numbers; expected lists of numbers")
         if flat.null_count:
-            whole = flat.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(1)
-            places = np.flatnonzero(valid)
-            bad.update({int(i): f"column {name!r} holds null; expected numbers alone" for i in places[~whole]})
+            complete = flat.is_valid().to_numpy(zero_copy_only=False).reshape(-1, width).all(1)
+            positions = np.flatnonzero(valid)[~complete]
+            bad.update({int(i): f"column {name!r} holds null; expected only numbers" for i in positions})
             flat = flat.fill_null(0)
         present = flat.to_numpy(zero_copy_only=False).reshape(-1, width)
         if len(present) == n:
@@ -289,17 +289,18 @@ class _TableReader:
                 try:
                     payloads[i] = json.loads(text)
                 except (TypeError, ValueError, RecursionError) as error:
-                    bad[i] = f"column 'payload' is {shown(text)}, which is not JSON ({error}); name it otherwise"
+                    bad[i] = f"column 'payload' is {shown(text)}, which is not JSON ({error}); rename the column"
         return payloads
 
     def _payloads(self, batch: Any) -> list[Any]:
-        if not self.rest:
+        names = self.payload_names
+        if not names:
             return [None] * len(batch)
         columns = [
             [cell.isoformat() if hasattr(cell, "isoformat") else cell for cell in batch.column(name).to_pylist()]
-            for name in self.rest
+            for name in names
         ]
-        if self.rest == ["payload"]:
+        if names == ["payload"]:
             return columns[0]
         rows = zip(*columns, strict=True)
-        return [{name: cell for name, cell in zip(self.rest, row, strict=True) if cell is not None} for row in rows]
+        return [{name: cell for name, cell in zip(names, row, strict=True) if cell is not None} for row in rows]

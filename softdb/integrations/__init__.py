@@ -1,5 +1,5 @@
-"""softdb inside other libraries, one module or package each, imported by its name, never by `import softdb`.
+"""Integrations of softdb into other libraries: a module or package for each, which `import softdb` does not import.
 
-They may touch everything public, and the library that they serve; nothing imports them.
-Begin with the page of docs/integrations for the library; `documents.py` is shared by LangChain and Haystack.
+An integration may touch everything public and its own library; nothing imports it. Begin with the library's page in
+docs/integrations. `documents.py` has functions for both LangChain and Haystack.
 """

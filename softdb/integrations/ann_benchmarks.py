@@ -1,4 +1,4 @@
-"""ann-benchmarks: a database as an algorithm. docs/integrations/benchmarks.md has its Dockerfile and its config."""
+"""A database as an algorithm of ann-benchmarks. docs/integrations/benchmarks.md has the Dockerfile and the config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from softdb.opening import open as open_database
 
 METRICS: dict[str, Any] = {"angular": "cosine", "euclidean": "l2"}
 REPORTED = ("kind", "codes", "records_per_match", "ef_search", "fetch_k", "recall")
-BUILT_FOR = 0.5  # the recall that the effort is first tuned to; each query argument tunes it anew
+FIRST_RECALL = 0.5  # recall that the index is built for; each query argument tunes its effort again
 
 
 class SoftDBAlgorithm(BaseANN):
-    """A database in memory with an index of one kind; the query argument is the recall to be reached.
+    """A database in memory with an index of one kind. The query argument is the recall to reach.
 
-    softdb has no ef or nprobe to be given: `tune` raises the effort until the recall asked for is measured, on stored
-    keys that were held aside, never on the queries of the benchmark. The effort found is reported beside the result.
+    softdb does not take ef or nprobe: `tune` raises the search effort until it measures the requested recall, on
+    held-out stored keys, never on the benchmark's queries. `get_additional` reports the tuned effort.
 
     Args:
         metric: "angular" or "euclidean".
@@ -39,7 +39,7 @@ class SoftDBAlgorithm(BaseANN):
         self.db = open_database(None, dim=X.shape[1], metric=self.metric)
         self.db.insert(range(len(X)), X)
         if self.kind != "flat":
-            self.db.build_index(self.kind, recall=BUILT_FOR)
+            self.db.build_index(self.kind, recall=FIRST_RECALL)
 
     def set_query_arguments(self, recall: float) -> None:
         """Tune the index to this recall of the 10 nearest."""
@@ -48,12 +48,12 @@ class SoftDBAlgorithm(BaseANN):
         self.name = f"softdb ({self.kind}, recall {recall})"
 
     def query(self, q: NDArray[Any], n: int) -> NDArray[np.int64]:  # (d,) -> (n,)
-        """The numbers of the nearest vectors, nearest first."""
+        """Return the numbers of the nearest vectors, nearest first."""
         rows: NDArray[np.int64] = self.db.search(q, n).rows[0].numpy()  # rows count from 0, in the order of insertion
         return rows
 
     def batch_query(self, X: NDArray[Any], n: int) -> None:
-        """All queries in one call."""
+        """Search for all queries (q, d) in one call."""
         self._results = self.db.search(X, n).rows.numpy()
 
     def get_batch_results(self) -> NDArray[np.int64]:  # (q, n)
@@ -61,7 +61,7 @@ class SoftDBAlgorithm(BaseANN):
         return self._results
 
     def get_additional(self) -> dict[str, Any]:
-        """Return the index's kind, its effort, and the recall that was measured on keys held aside."""
+        """Return the index's kind, its search effort, and its recall measured on held-out keys."""
         index = self.db.stats().index
         return {} if index is None else {f"index_{name}": getattr(index, name) for name in REPORTED}
 

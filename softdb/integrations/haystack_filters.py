@@ -1,4 +1,4 @@
-"""Haystack's filters as filters of softdb. Knows nothing of Haystack itself.
+"""Translation of Haystack's filters to softdb's. It does not import Haystack.
 
 {"operator": "AND", "conditions": [{"field": "meta.year", "operator": ">=", "value": 2020}, …]}
 {"$and": [{"year": {"$gte": 2020}}, …]}
@@ -14,15 +14,15 @@ from typing import Any
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter
 
-PARTS = "_haystack"  # the field of a payload that holds what of a Document is neither its text nor its meta
+EXTRAS = "_haystack"  # the payload's field for a Document's blob, sparse embedding and score
 _ORDER = {">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte"}
 _OPERATORS = ("==", "!=", *_ORDER, "in", "not in")
-_OURS = {"$eq": "==", "$ne": "!=", "$in": "in", "$nin": "not in", **{ours: theirs for theirs, ours in _ORDER.items()}}
+_HAYSTACK = {"$eq": "==", "$ne": "!=", "$in": "in", "$nin": "not in", **{ours: name for name, ours in _ORDER.items()}}
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([Tt ].+)?")
 
 
 def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
-    """The filter of softdb. Raises BadFilter for what is none of Haystack's, with the way to write it."""
+    """Translate a filter of Haystack to softdb's. Raises BadFilter for other dialects, with a translated example."""
     if depth > MAX_DEPTH // 2:
         raise BadFilter(f"filters nest deeper than {MAX_DEPTH // 2}; flatten them")
     if not isinstance(filters, dict):
@@ -31,49 +31,49 @@ def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
         return _comparison(filters)
     if not {"operator", "conditions"} & set(filters):
         raise BadFilter(f"filters are {shown(filters)}, not in Haystack's dialect; write {_example(filters)}")
-    operator, conditions = _part(filters, "operator"), _part(filters, "conditions")
+    operator, conditions = _item(filters, "operator"), _item(filters, "conditions")
     if not isinstance(conditions, list | tuple):
         raise BadFilter(f"conditions are {shown(conditions)}; expected a list of filters")
-    parts = [where_of(condition, depth + 1) for condition in conditions]
-    found: dict[str, dict[str, Any]] = {"AND": {"$and": parts}, "OR": {"$or": parts}, "NOT": {"$not": {"$and": parts}}}
-    if operator not in list(found):
-        raise BadFilter(f"operator is {shown(operator)}; around conditions stand {', '.join(found)}")
-    return found[operator]
+    nodes = [where_of(condition, depth + 1) for condition in conditions]
+    where: dict[str, dict[str, Any]] = {"AND": {"$and": nodes}, "OR": {"$or": nodes}, "NOT": {"$not": {"$and": nodes}}}
+    if operator not in list(where):
+        raise BadFilter(f"operator is {shown(operator)}; with conditions it is one of {', '.join(where)}")
+    return where[operator]
 
 
-def _comparison(one: dict[str, Any]) -> dict[str, Any]:
-    name, operator, value = _field(_part(one, "field")), _part(one, "operator"), _part(one, "value")
+def _comparison(filters: dict[str, Any]) -> dict[str, Any]:
+    name, operator, value = _field(_item(filters, "field")), _item(filters, "operator"), _item(filters, "value")
     if not isinstance(operator, str) or operator not in _OPERATORS:
-        raise BadFilter(f"operator of {shown(one['field'])} is {shown(operator)}; there are {', '.join(_OPERATORS)}")
+        raise BadFilter(f"operator is {shown(operator)}; with a field it is one of {', '.join(_OPERATORS)}")
     if operator in ("in", "not in"):
-        found = _among(name, value)
+        where = _among(name, value)
     elif isinstance(value, list | tuple | dict):
-        raise BadFilter(f"{one['field']} is compared with {shown(value)}; only 'in' and 'not in' take a list")
+        raise BadFilter(f"{filters['field']} is compared with {shown(value)}; only 'in' and 'not in' take a list")
     elif operator in _ORDER:
         return _ordered(name, operator, value)
     else:
-        found = _equal(name, value)
-    return {"$not": found} if operator in ("!=", "not in") else found
+        where = _equal(name, value)
+    return {"$not": where} if operator in ("!=", "not in") else where
 
 
-def _part(one: dict[str, Any], name: str) -> Any:
-    if name not in one:
-        raise BadFilter(f"{name!r} is missing in {shown(one)}; a filter looks like {_example({'year': 2020})}")
-    return one[name]
+def _item(filters: dict[str, Any], name: str) -> Any:
+    if name not in filters:
+        raise BadFilter(f"{name!r} is missing in {shown(filters)}; a filter looks like {_example({'year': 2020})}")
+    return filters[name]
 
 
 def _field(name: object) -> str:
-    """The field of a record that one of a Document is."""
+    """Return the record's field that holds a Document's field."""
     if not isinstance(name, str) or not name:
         raise BadFilter(f'field is {shown(name)}; expected a name such as "meta.year"')
-    first, _, rest = name.replace("\\", "\\\\").partition(".")
+    first, _, below = name.replace("\\", "\\\\").partition(".")
     if name in ("content", "id"):
         return {"content": "$text", "id": "$id"}[name]
-    if name == "score" or (first == "blob" and rest.startswith(("mime_type", "meta."))):
-        return f"{PARTS}.{name}"
+    if name == "score" or (first == "blob" and below.startswith(("mime_type", "meta."))):
+        return f"{EXTRAS}.{name}"
     if name in ("embedding", "sparse_embedding", "blob", "meta") or first == "blob":
         raise BadFilter(f"field {name!r} holds no value to compare; filter on meta, content, id, score, blob.mime_type")
-    return rest if first == "meta" else f"{first}.{rest}" if rest else first
+    return below if first == "meta" else f"{first}.{below}" if below else first
 
 
 def _plain(value: Any) -> Any:
@@ -86,26 +86,25 @@ def _equal(name: str, value: Any) -> dict[str, Any]:
 
 def _among(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
-        raise BadFilter(f"{name} is looked for in {shown(value)}; expected a list")
-    kept = {name: {"$in": [_plain(one) for one in value if one is not None]}}
-    return {"$or": [kept, _equal(name, None)]} if None in value else kept
+        raise BadFilter(f"{name} is compared with {shown(value)}; 'in' and 'not in' take a list")
+    where = {name: {"$in": [_plain(member) for member in value if member is not None]}}
+    return {"$or": [where, _equal(name, None)]} if None in value else where
 
 
 def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
     if value is None:
-        return {"$or": []}  # nothing is more or less than nothing
+        return {"$or": []}  # matches nothing: None has no order
     if isinstance(value, str) and not _ISO_DATE.fullmatch(value):
         raise BadFilter(f"{name} {operator} {shown(value)}: of texts only dates in ISO form have an order")
     return {name: {_ORDER[operator]: _plain(value)}}
 
 
-def _example(ours: dict[Any, Any]) -> str:
-    """Translate a filter from softdb's dialect, which is MongoDB's and others', into Haystack's."""
-    parts = []
-    for name, condition in ours.items():
-        asked = condition if isinstance(condition, dict) else {"$eq": condition}
-        for operator, value in asked.items():
-            theirs = _OURS.get(str(operator), "==")
-            parts.append({"field": f"meta.{name}", "operator": theirs, "value": value})
-    whole = parts[0] if len(parts) == 1 else {"operator": "AND", "conditions": parts}
-    return json.dumps(whole, ensure_ascii=False, default=str)
+def _example(where: dict[Any, Any]) -> str:
+    """Translate a filter of softdb's dialect (MongoDB's) to Haystack's, for messages."""
+    conditions = []
+    for name, condition in where.items():
+        comparisons = condition if isinstance(condition, dict) else {"$eq": condition}
+        for operator, value in comparisons.items():
+            conditions.append({"field": f"meta.{name}", "operator": _HAYSTACK.get(str(operator), "=="), "value": value})
+    filters = conditions[0] if len(conditions) == 1 else {"operator": "AND", "conditions": conditions}
+    return json.dumps(filters, ensure_ascii=False, default=str)

@@ -1,6 +1,6 @@
 """LangChain's vector store and retriever on a database (`softdb[langchain]`).
 
-A `Document` is a record: its `page_content` is the text, its `metadata` the payload, its `id` the id.
+A `Document` is stored as a record: its `page_content` is the text, its `metadata` the payload, its `id` the id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from softdb.check import shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, MissingDependency
-from softdb.integrations.documents import found, opened, own_ids, relevance, stored
+from softdb.integrations.documents import open_store, own_ids, relevance, search_one, stored
 from softdb.integrations.haystack_filters import where_of
 
 try:
@@ -30,30 +30,31 @@ try:
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.langchain: {error}; pip install 'softdb[langchain]'") from None
 
-_SEARCH = ("diversity", "exact", "exclude_ids", "fetch_k", "fusion", "group_by", "group_size", "offset", "radius")
+_PARAMS = ("diversity", "exact", "exclude_ids", "fetch_k", "fusion", "group_by", "group_size", "offset", "radius")
 
 
 class SoftDBVectorStore(VectorStore):
     """A database as a LangChain vector store.
 
-        store = SoftDBVectorStore(embedding, "films")  # made where nothing is there
+        store = SoftDBVectorStore(embedding, "films")  # creates the directory if it is missing
         store.add_texts(["In space no one can hear you scream"], [{"year": 1979}])
         store.similarity_search("alone in space", k=1, filter={"year": {"$lt": 2000}})
         store.as_retriever(k=5, mode="hybrid")
 
     Args:
-        embedding: makes the vectors of texts and queries. None: the database's own encoder does (a new one's:
-            `encoder=`); without one either (a new one takes `dim=`), documents have no vector and are found by words.
-        db: an open database, an open cluster over a table (by vector alone), or the path of a database; None keeps a
-            new one in memory.
-        relevance_score_fn: from a score to a relevance from 0 to 1, in place of `softdb.integrations.documents`'s.
-        settings: as of `softdb.open`, where `db` is no open database. A new one is compared by cosine unless `metric`
-            says otherwise, as wide as `embedding` makes a vector of it, and has an index of its texts.
+        embedding: computes the vectors of texts and queries. If None, the database's encoder does (for a new database
+            give `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only
+            their words can be searched.
+        db: an open database, an open cluster over a table (searched by vector alone), or the path of a database; None
+            creates a database in memory.
+        relevance_score_fn: maps a score to a relevance from 0 to 1; `softdb.integrations.documents.relevance` if None.
+        settings: arguments of `softdb.open`, unless `db` is open. A new database has the metric cosine (unless `metric`
+            is given), the width of `embedding`'s vectors, and a text index.
 
-    The database is the attribute `db`, with every call of its own. Asynchronous methods run in LangChain's threads.
+    The attribute `db` is the database, for all other calls. Asynchronous methods run in LangChain's threads.
 
-    Raises what `softdb.open` does: DatabaseLocked where another store or process writes to the path; give both stores
-    one open database, or open one with mode="r", which sees what is committed at each search.
+    Raises the errors of `softdb.open`; DatabaseLocked if another store or process writes to the path: pass one open
+    database to both stores, or open the second with mode="r", which sees at each search what has been committed.
     """
 
     def __init__(
@@ -65,24 +66,24 @@ class SoftDBVectorStore(VectorStore):
         **settings: Any,
     ) -> None:
         if embedding is not None and not isinstance(embedding, Embeddings):
-            expected = "expected LangChain's Embeddings; or None, and encoder= of softdb's"
+            expected = "expected LangChain's Embeddings, or None with encoder= for an encoder of softdb"
             raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
         self.db: SoftDB | TableCluster
         if not isinstance(db, SoftDB | TableCluster):
-            self.db = opened(db, lambda: self._new(settings), **settings)
+            self.db = open_store(db, lambda: self._defaults(settings), **settings)
         elif settings:
-            raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them away")
+            raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them out")
         else:
             self.db = db
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """Embeddings that make the vectors."""
+        """Embeddings that compute the vectors."""
         return self.embedding
 
-    def _new(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a new database, where none are given."""
+    def _defaults(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return default arguments of `softdb.open` for a new database."""
         if self.embedding is None and not {"dim", "encoder"} & set(settings):
             raise BadInput("there is no embedding; give one, or encoder=, or, for search by words alone, dim=1")
         if self.embedding is None or "dim" in settings:
@@ -90,9 +91,9 @@ class SoftDBVectorStore(VectorStore):
         return {"metric": "cosine", "dim": len(self.embedding.embed_query("softdb"))}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Another process opens the database for reading; one in memory cannot travel (BadInput)."""
-        make = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
-        return make, (self.embedding, self.db)
+        """Pickle the store: another process opens its database for reading. Raises BadInput for one in memory."""
+        create = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
+        return create, (self.embedding, self.db)
 
     def add_texts(
         self,
@@ -102,20 +103,20 @@ class SoftDBVectorStore(VectorStore):
         ids: Sequence[str | None] | None = None,
         batch_size: int | None = None,
     ) -> list[str]:
-        """Add documents, or replace those of the same ids; their ids. On disk when this returns, all or none.
+        """Add documents, or replace those of the same ids, and return the ids. All are on disk at the return, or none.
 
         Args:
-            texts: n of them; metadatas: n dicts of JSON values; ids: n, None where one is to be made.
-            batch_size: commit so many at a time instead; what fails leaves those before.
+            texts: n texts; metadatas: n dicts of JSON values; ids: n ids, None where one is to be generated.
+            batch_size: number of documents in a commit; after an error the earlier batches are stored.
 
-        Raises BadInput, where nothing of the batch was written: DuplicateId for an id that comes twice.
+        Raises BadInput, before anything of the batch is written; DuplicateId for an id that is repeated.
         """
         texts = texts if isinstance(texts, str) else list(texts)
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise BadInput(f"texts are {shown(texts)}; expected a list of str")
         if isinstance(ids, str):
-            raise BadInput(f"ids are {shown(ids)}; expected a list of str, None where one is to be made")
-        names = [one or str(uuid4()) for one in (ids if ids is not None else [None] * len(texts))]
+            raise BadInput(f"ids are {shown(ids)}; expected a list of str, None where one is to be generated")
+        names = [name or str(uuid4()) for name in (ids if ids is not None else [None] * len(texts))]
         payloads = metadatas if metadatas is not None else [{} for _ in texts]
         if not len(texts) == len(names) == len(payloads):
             raise BadInput(f"{len(texts)} texts, {len(payloads)} metadatas and {len(names)} ids; give one of each")
@@ -123,22 +124,21 @@ class SoftDBVectorStore(VectorStore):
             raise BadInput(f"batch_size is {shown(batch_size)}; expected a whole number of at least 1")
         size = batch_size or max(len(texts), 1)
         for start in range(0, len(texts), size):
-            mine = slice(start, start + size)
-            keys = None if self.embedding is None else self.embedding.embed_documents(texts[mine])
-            self.db.upsert(own_ids(self.db, names[mine]), keys, payloads=payloads[mine], texts=texts[mine])
+            batch = slice(start, start + size)
+            keys = None if self.embedding is None else self.embedding.embed_documents(texts[batch])
+            self.db.upsert(own_ids(self.db, names[batch]), keys, payloads=payloads[batch], texts=texts[batch])
         return names
 
-    def add_documents(self, documents: list[Document], **added: Any) -> list[str]:
-        """As `add_texts`, of documents; an id of theirs stands where `ids` are not given."""
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add documents as `add_texts` does, with their own ids unless `ids=` is given."""
         if not isinstance(documents, list | tuple) or not all(isinstance(document, Document) for document in documents):
             raise BadInput(f"documents are {shown(documents)}; expected a list of LangChain's Document")
-        ids = {"ids": [document.id for document in documents], **added}
-        return self.add_texts(
-            [document.page_content for document in documents], [document.metadata for document in documents], **ids
-        )
+        kwargs = {"ids": [document.id for document in documents], **kwargs}
+        texts, metadatas = [each.page_content for each in documents], [each.metadata for each in documents]
+        return self.add_texts(texts, metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, *, filter: dict[str, Any] | None = None) -> bool:
-        """Delete documents by id (missing ones are fine), by filter, or, where neither is given, all of them."""
+        """Delete documents by id (missing ids are ignored), by filter, or, without arguments, all of them."""
         if ids is None:
             self.db.delete(where={} if filter is None else _where(filter))
         else:
@@ -156,66 +156,67 @@ class SoftDBVectorStore(VectorStore):
         db: SoftDB | TableCluster | str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> SoftDBVectorStore:
-        """A store, opened as `SoftDBVectorStore(embedding, db, **settings)`, with these texts added."""
+        """Return `SoftDBVectorStore(embedding, db, **settings)` with these texts added."""
         store = cls(embedding, db, **settings)
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents of those ids that are stored, in that order."""
+        """Return the stored documents of those ids, in the order of the ids."""
         if self.db.mode == "r":
             self.db.refresh()
-        return [_document(one) for one in stored(self.db, own_ids(self.db, ids))]
+        return [_document(record) for record in stored(self.db, own_ids(self.db, ids))]
 
     def similarity_search(self, query: str, k: int = 4, **search: Any) -> list[Document]:
-        """The k nearest documents; `search` as of `similarity_search_with_score`."""
-        return [one for one, _ in self.similarity_search_with_score(query, k, **search)]
+        """Return the k nearest documents; for `search` see `similarity_search_with_score`."""
+        return [document for document, _ in self.similarity_search_with_score(query, k, **search)]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, mode: str | None = None, **search: Any
     ) -> list[tuple[Document, float]]:
-        """The k nearest documents and their scores, best first; a larger score is closer, whatever the metric.
+        """Return the k nearest documents and their scores, best first; for every metric a larger score is closer.
 
         Args:
             query: a text; k: at least 1.
-            mode: "vector" (the default); "text", by words; "hybrid", by both; see `SoftDB.search`.
-            search: `filter`, a dict as in docs/filters.md or a `langchain_core.structured_query` filter, and what else
-                `SoftDB.search` takes: `fusion`, `exact`, `radius` in place of k, `offset`, `exclude_ids`, `group_by`.
+            mode: "vector" (the default), "text" (by words) or "hybrid" (by both); see `SoftDB.search`.
+            search: `filter`, a dict as in docs/filters.md or a `langchain_core.structured_query` filter, and other
+                arguments of `SoftDB.search`: `fusion`, `exact`, `radius` in place of k, `offset`, `exclude_ids`,
+                `group_by`.
         """
         if not isinstance(query, str):
-            raise BadInput(f"query is {shown(query)}; expected a str; by vector ask similarity_search_by_vector")
+            raise BadInput(f"query is {shown(query)}; expected a str; for a vector call similarity_search_by_vector")
         if mode in ("text", "hybrid"):
             search |= {"mode": mode, "texts": [query]}
         elif mode not in (None, "vector"):
             raise BadInput(f"mode is {shown(mode)}; expected 'vector', 'text' or 'hybrid'")
         if mode != "text" and self.embedding is not None:
-            return self._found(self.embedding.embed_query(query), k, **search)
-        return self._found(query if mode in (None, "vector") else None, k, **search)
+            return self._scored(self.embedding.embed_query(query), k, **search)
+        return self._scored(query if mode in (None, "vector") else None, k, **search)
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **search: Any) -> list[Document]:
-        """The k documents nearest to a vector (d,)."""
-        return [one for one, _ in self.similarity_search_with_score_by_vector(embedding, k, **search)]
+        """Return the k documents nearest to a vector (d,)."""
+        return [document for document, _ in self.similarity_search_with_score_by_vector(embedding, k, **search)]
 
     def similarity_search_with_score_by_vector(
         self, embedding: list[float], k: int = 4, **search: Any
     ) -> list[tuple[Document, float]]:
-        """The k documents nearest to a vector (d,), and their scores."""
-        return self._found(embedding, k, **search)
+        """Return the k documents nearest to a vector (d,), and their scores."""
+        return self._scored(embedding, k, **search)
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
-        """k of the `fetch_k` nearest, unlike each other: MMR, with lambda_mult 1 for the nearest, 0 for diversity."""
+        """Return k of the `fetch_k` nearest documents by MMR; lambda_mult: 1 for the nearest, 0 for most diversity."""
         return self.similarity_search(query, k, **_diverse(k, fetch_k, lambda_mult), **search)
 
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
-        """As `max_marginal_relevance_search`, of a vector (d,)."""
+        """Return k of the `fetch_k` documents nearest to a vector (d,), by MMR."""
         return self.similarity_search_by_vector(embedding, k, **_diverse(k, fetch_k, lambda_mult), **search)
 
     def as_retriever(self, **settings: Any) -> SoftDBRetriever:
-        """A retriever of this store: LangChain's arguments, and those of a search given directly."""
+        """Return a retriever of this store; it takes LangChain's arguments and, directly, those of a search."""
         tags = settings.pop("tags", None) or self._get_retriever_tags()
         return SoftDBRetriever(vectorstore=self, tags=tags, **settings)
 
@@ -226,48 +227,48 @@ class SoftDBVectorStore(VectorStore):
         self, query: str, k: int = 4, **search: Any
     ) -> list[tuple[Document, float]]:
         scale = self._select_relevance_score_fn(search.get("mode"))
-        return [(one, scale(score)) for one, score in self.similarity_search_with_score(query, k, **search)]
+        return [(document, scale(score)) for document, score in self.similarity_search_with_score(query, k, **search)]
 
-    async def _asimilarity_search_with_relevance_scores(self, *asked: Any, **search: Any) -> Any:
-        return await run_in_executor(None, self._similarity_search_with_relevance_scores, *asked, **search)
+    async def _asimilarity_search_with_relevance_scores(self, *args: Any, **search: Any) -> Any:
+        return await run_in_executor(None, self._similarity_search_with_relevance_scores, *args, **search)
 
-    def _found(self, query: Any, k: int | None, *, filter: Any = None, **search: Any) -> list[tuple[Document, float]]:
-        if odd := sorted(set(search) - {"mode", "texts", *_SEARCH}):
-            raise BadInput(f"a search takes no {', '.join(odd)}; it takes k, filter, mode, {', '.join(_SEARCH)}")
+    def _scored(self, query: Any, k: int | None, *, filter: Any = None, **search: Any) -> list[tuple[Document, float]]:
+        if unknown := sorted(set(search) - {"mode", "texts", *_PARAMS}):
+            raise BadInput(f"a search takes no {', '.join(unknown)}; it takes k, filter, mode, {', '.join(_PARAMS)}")
         if query is not None:
             search["queries"] = [query]
         if "radius" in search:
             k = None
         where = None if filter is None else _where(filter)
-        return [(_document(hit), float(hit.score)) for hit in found(self.db, k=k, where=where, **search)]
+        return [(_document(hit), float(hit.score)) for hit in search_one(self.db, k=k, where=where, **search)]
 
 
 class SoftDBRetriever(VectorStoreRetriever):
-    """The retriever of a `SoftDBVectorStore`; arguments of a search may be given beside LangChain's.
+    """The retriever of a `SoftDBVectorStore`. It takes arguments of a search beside LangChain's.
 
     SoftDBRetriever(vectorstore=store, k=5, mode="hybrid", filter={"lang": "de"})
     """
 
     @model_validator(mode="before")
     @classmethod
-    def _gathered(cls, values: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in values.items() if name not in cls.model_fields}
-        rest = {name: value for name, value in values.items() if name in cls.model_fields}
-        return {**rest, "search_kwargs": {**(values.get("search_kwargs") or {}), **asked}}
+    def _move_search_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        search = {name: value for name, value in values.items() if name not in cls.model_fields}
+        fields = {name: value for name, value in values.items() if name in cls.model_fields}
+        return {**fields, "search_kwargs": {**(values.get("search_kwargs") or {}), **search}}
 
 
 class SoftDBTranslator(Visitor):
-    """LangChain's structured queries as filters of softdb, for `SelfQueryRetriever(structured_query_translator=…)`."""
+    """Translates LangChain's structured queries, for `SelfQueryRetriever(structured_query_translator=…)`."""
 
     def visit_operation(self, operation: Any) -> dict[str, Any]:
-        """AND, OR and NOT."""
-        parts = [argument.accept(self) for argument in operation.arguments]
+        """Translate AND, OR and NOT."""
+        filters = [argument.accept(self) for argument in operation.arguments]
         if operation.operator is Operator.NOT:
-            return {"$not": {"$and": parts}}
-        return {f"${operation.operator.value}": parts}
+            return {"$not": {"$and": filters}}
+        return {f"${operation.operator.value}": filters}
 
     def visit_comparison(self, comparison: Any) -> dict[str, Any]:
-        """A comparison. Raises BadFilter for LIKE, which softdb has not."""
+        """Translate a comparison. Raises BadFilter for LIKE, which softdb does not support."""
         if comparison.comparator is Comparator.LIKE:
             raise BadFilter(f"field {shown(comparison.attribute)} is compared by LIKE; use CONTAIN, or $startswith")
         name = "$contains" if comparison.comparator is Comparator.CONTAIN else f"${comparison.comparator.value}"
@@ -275,9 +276,9 @@ class SoftDBTranslator(Visitor):
         return {comparison.attribute: {name: value["date"] if isinstance(value, dict) and "date" in value else value}}
 
     def visit_structured_query(self, structured_query: Any) -> tuple[str, dict[str, Any]]:
-        """The text, and the arguments of the search."""
-        asked = structured_query.filter
-        return structured_query.query, {} if asked is None else {"filter": asked.accept(self)}
+        """Return the text and the arguments of the search."""
+        condition = structured_query.filter
+        return structured_query.query, {} if condition is None else {"filter": condition.accept(self)}
 
 
 def _diverse(k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:
@@ -287,7 +288,7 @@ def _diverse(k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:
 
 
 def _where(filter: Any) -> dict[str, Any]:
-    """LangChain's filter as softdb's. Raises BadFilter for other libraries' dialects."""
+    """Translate LangChain's filter to softdb's. Raises BadFilter for other libraries' dialects."""
     if isinstance(filter, FilterDirective):
         filter = filter.accept(SoftDBTranslator())
     if callable(filter):
@@ -298,7 +299,7 @@ def _where(filter: Any) -> dict[str, Any]:
 
 
 def _document(record: Hit | Record) -> Document:
-    """The document that a record is; a payload that is no object becomes the field "payload"."""
+    """Return a record as a document. A payload that is not a JSON object becomes the metadata field "payload"."""
     payload = record.payload
     metadata = {} if payload is None else payload if isinstance(payload, dict) else {"payload": payload}
     return Document(id=str(record.id), page_content=record.text or "", metadata=metadata)

@@ -1,4 +1,4 @@
-"""mteb's retrieval and reranking tasks, searched by a database."""
+"""A database as the index of mteb's retrieval and reranking tasks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ METRICS: dict[Any, Any] = {
 
 
 class SoftDBSearchIndex:
-    """An index backend for `mteb.SearchEncoderWrapper`, in memory; scores are those of mteb's FaissSearchIndex.
-
-    Documents are compared as the model's similarity says: by cosine, dot product, or minus the Euclidean distance.
+    """An index backend for `mteb.SearchEncoderWrapper`, in memory, with the scores of mteb's FaissSearchIndex.
 
     Args:
-        model: the model that is evaluated; it says how documents are compared.
-        recall: None compares with every document; a share such as 0.95 builds an index of that recall.
+        model: the evaluated model; its similarity is the score: cosine, dot product, or minus the Euclidean distance.
+        recall: None compares every document; a share such as 0.95 builds an index of that recall.
 
-    Raises BadInput for what is no model of mteb, and a similarity that compares no single vectors, such as MaxSim.
+    Raises BadInput for an object that is no model of mteb, and a similarity of several vectors, such as MaxSim.
 
         mteb.evaluate(SearchEncoderWrapper(model, index_backend=SoftDBSearchIndex(model)), tasks)
     """
@@ -35,21 +33,21 @@ class SoftDBSearchIndex:
     def __init__(self, model: Any, *, recall: float | None = None) -> None:
         meta = getattr(model, "mteb_model_meta", None)
         if meta is None:
-            raise BadInput(f"model is {shown(model)}; expected a model of mteb, such as mteb.get_model gives")
-        asked = meta.similarity_fn_name
-        if asked not in METRICS:
+            raise BadInput(f"model is {shown(model)}; expected a model of mteb, such as mteb.get_model returns")
+        similarity = meta.similarity_fn_name
+        if similarity not in METRICS:
             raise BadInput(
-                f"the model compares by {shown(asked)}; a database compares single vectors by "
-                f"{', '.join(str(one.value) for one in METRICS)}"
+                f"the model compares by {shown(similarity)}; a database compares single vectors by "
+                f"{', '.join(str(each.value) for each in METRICS)}"
             )
-        self.metric = METRICS[asked]
+        self.metric = METRICS[similarity]
         self.recall = None if recall is None else share(recall, "recall")
         self.db: SoftDB | None = None
         self._ids: list[str] = []
-        self._indexed = 0  # documents that the index was built of
+        self._indexed = 0  # number of documents when the index was built
 
     def add_documents(self, embeddings: Any, idxs: Sequence[str]) -> None:
-        """Add documents (n, d) after those that are there. Raises BadInput for another width, NaN, or another count."""
+        """Append documents (n, d) with n ids. Raises BadInput for another width, NaN, or another number of ids."""
         vectors, names = _tensor(embeddings), list(idxs)
         if self.db is None:
             self.db = open_database(None, dim=vectors.shape[-1], metric=self.metric)
@@ -64,11 +62,11 @@ class SoftDBSearchIndex:
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         query_idx_to_id: Mapping[int, str] | None = None,
     ) -> tuple[list[list[float]], list[list[int]]]:
-        """Scores and places of the best documents of each query, best first.
+        """Return scores and places of the best documents of each query, best first.
 
-        Places are those in which documents were added; with `top_ranked`, those in the query's own list of documents.
-        The model's similarity is told by the metric, not by `similarity_fn`. Raises BadInput where nothing was added,
-        for a list that names a document which is not there, and a list without `query_idx_to_id`.
+        A place is the document's number in the order of adding; with `top_ranked`, its number in the query's own list.
+        `similarity_fn` is ignored: the metric is the model's similarity. Raises BadInput if no document was added, for
+        a list that names an unknown document, and for `top_ranked` without `query_idx_to_id`.
         """
         if self.db is None:
             raise BadInput("search: there are no documents; call add_documents first")
@@ -82,10 +80,10 @@ class SoftDBSearchIndex:
             self.db.build_index(recall=self.recall, k=min(top_k, len(self._ids)))
             self._indexed = len(self._ids)
         hits = self.db.search(queries, min(top_k, len(self._ids)))
-        return self._told(hits.scores), hits.rows.tolist()  # a database that is only added to counts rows from 0
+        return self._mteb_scores(hits.scores), hits.rows.tolist()  # without deletions rows are places
 
     def clear(self) -> None:
-        """Forget every document."""
+        """Remove every document."""
         if self.db is not None:
             self.db.close()
         self.db, self._ids, self._indexed = None, [], 0
@@ -97,21 +95,22 @@ class SoftDBSearchIndex:
         rows = {name: row for row, name in enumerate(self._ids)}
         scores, places = list[list[float]](), list[list[int]]()
         for query, names in zip(queries, lists, strict=True):
-            if strange := [name for name in names if name not in rows]:
-                raise BadInput(f"search: {shown(strange[0])} of top_ranked is no document that was added")
-            wanted = {rows[name]: place for place, name in enumerate(names)}
+            if unknown := [name for name in names if name not in rows]:
+                raise BadInput(f"search: {shown(unknown[0])} of top_ranked is no document that was added")
+            place_of = {rows[name]: place for place, name in enumerate(names)}
             scores.append([])
             places.append([])
-            if wanted:
-                among = {"$id": {"$in": list(wanted)}}
-                hits = self.db.search(query[None], min(top_k, len(wanted)), where=among, exact=True)
-                scores[-1], places[-1] = self._told(hits.scores)[0], [wanted[row] for row in hits.rows[0].tolist()]
+            if place_of:
+                where = {"$id": {"$in": list(place_of)}}
+                hits = self.db.search(query[None], min(top_k, len(place_of)), where=where, exact=True)
+                scores[-1] = self._mteb_scores(hits.scores)[0]
+                places[-1] = [place_of[row] for row in hits.rows[0].tolist()]
         return scores, places
 
-    def _told(self, scores: torch.Tensor) -> list[list[float]]:
-        """As mteb has them: for l2 minus the distance, where softdb has minus its square."""
-        told: list[list[float]] = (-scores.neg().clamp(min=0).sqrt() if self.metric == "l2" else scores).tolist()
-        return told
+    def _mteb_scores(self, scores: torch.Tensor) -> list[list[float]]:
+        """Convert scores to mteb's: for l2 minus the distance, where softdb has minus its square."""
+        numbers: list[list[float]] = (-scores.neg().clamp(min=0).sqrt() if self.metric == "l2" else scores).tolist()
+        return numbers
 
 
 def _tensor(embeddings: Any) -> torch.Tensor:  # (n, d) float32

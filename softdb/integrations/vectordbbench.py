@@ -1,4 +1,4 @@
-"""VectorDBBench: a database as one of its clients. docs/integrations/benchmarks.md says where it is entered."""
+"""A database as a client of VectorDBBench. docs/integrations/benchmarks.md says how to register it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LABEL = "label"  # the payload's field for VectorDBBench's labels
 
 
 class SoftDBConfig(DBConfig):
-    """Folder of the databases: each collection is a directory below `path`."""
+    """The folder of the databases: each collection is a directory in `path`."""
 
     path: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As the client is given it."""
+        """Return the client's `db_config`."""
         return {"path": self.path}
 
 
 class SoftDBCaseConfig(BaseModel, DBCaseConfig):
-    """The index: its kind, and the recall that its effort is tuned to, measured on stored keys held aside."""
+    """The index: its kind, and the recall of the `k` nearest that its effort is tuned to, on held-out keys."""
 
     metric_type: MetricType = MetricType.COSINE
     kind: str = "auto"
@@ -41,18 +41,19 @@ class SoftDBCaseConfig(BaseModel, DBCaseConfig):
     k: int = 100
 
     def index_param(self) -> dict[str, Any]:
-        """Arguments of `SoftDB.build_index`."""
+        """Return the arguments of `SoftDB.build_index`."""
         return {"kind": self.kind, "recall": self.recall, "k": self.k}
 
     def search_param(self) -> dict[str, Any]:
-        """Nothing: the effort is part of the index."""
+        """Return no arguments: the search effort is part of the index."""
         return {}
 
 
 class SoftDBClient(VectorDB):
-    """A database directory. Inserting and optimising open it for writing, one process at a time; searches only read.
+    """A client on a database directory. `insert_embeddings` and `optimize` open it for writing, searches for reading.
 
-    A search sees what other processes have committed before it. Raises BadInput for a metric that softdb lacks.
+    One process can write at a time. A search sees all records that other processes committed before it. Raises BadInput
+    for a metric that softdb lacks.
     """
 
     name = "softdb"
@@ -81,7 +82,7 @@ class SoftDBClient(VectorDB):
 
     @contextmanager
     def init(self) -> Iterator[None]:
-        """Within it the database is opened by the first call, and closed at the end."""
+        """Close the database at the end of the context; the first call in it opens the database."""
         try:
             yield
         finally:
@@ -97,7 +98,7 @@ class SoftDBClient(VectorDB):
         tenant_labels_data: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[int, Exception | None]:
-        """Insert a batch: all of it, durably, or nothing and the error. `metadata` are the ids."""
+        """Insert a batch durably and return its size; on an error insert nothing and return it. `metadata`: the ids."""
         payloads = None if labels_data is None else [{LABEL: label} for label in labels_data]
         try:
             self._open("rw").insert(metadata, embeddings, payloads=payloads)
@@ -106,11 +107,11 @@ class SoftDBClient(VectorDB):
         return len(metadata), None
 
     def optimize(self, data_size: int | None = None) -> None:
-        """Build the index; returns when it serves."""
+        """Build the index, and return when searches use it."""
         self._open("rw").build_index(**self.case.index_param())
 
     def prepare_filter(self, filters: Filter) -> None:
-        """Set the filter of the next searches: ids from a number on, or one label."""
+        """Set the filter of the next searches: ids of at least a number, or a label."""
         if filters.type == FilterOp.NonFilter:
             self.where = None
         elif filters.type == FilterOp.NumGE:
@@ -118,10 +119,10 @@ class SoftDBClient(VectorDB):
         elif filters.type == FilterOp.StrEqual:
             self.where = {LABEL: filters.label_value}
         else:
-            raise BadInput(f"filter {filters!r} is of no kind that softdb's client has; see supported_filter_types")
+            raise BadInput(f"filter {filters!r} is not supported; expected one of supported_filter_types")
 
     def search_embedding(self, query: list[float], k: int = 100, *_: Any, **kwargs: Any) -> list[int]:
-        """The ids of the k nearest, nearest first."""
+        """Return the ids of the k nearest records, nearest first."""
         db = self._open("r")
         if db.mode == "r":
             db.refresh()
@@ -129,7 +130,7 @@ class SoftDBClient(VectorDB):
         return ids
 
     def _open(self, mode: Any) -> SoftDB:
-        """The handle of this process; a reader is closed where a writer is wanted, a writer reads, too."""
+        """Return this process's handle; a reader is opened again for writing, a writer serves reads, too."""
         if self._db is not None and mode == "rw" and self._db.mode == "r":
             self._db.close()
             self._db = None
@@ -138,5 +139,5 @@ class SoftDBClient(VectorDB):
         return self._db
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copied into other processes without the handle, which they open themselves."""
+        """Copy the client into another process without the handle, which that process opens itself."""
         return {**self.__dict__, "_db": None}

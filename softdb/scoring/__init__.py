@@ -1,6 +1,6 @@
-"""Scores of keys, weights of scores: larger is closer; weights are nonnegative and sum to 1.
+"""Scores of keys (larger is closer), and weightings of scores (weights are nonnegative and sum to 1).
 
-Touches tensors alone. Begin with `score.py` and `weighting.py`, the two contracts.
+Touches only tensors. Begin with the two protocols, `score.py` and `weighting.py`.
 """
 
 from softdb.scoring.additive import Additive, LinearAdditive
@@ -15,44 +15,9 @@ from softdb.scoring.sparse import Argmax, Entmax15, Sparse, Sparsemax
 from softdb.scoring.weighting import Weighed, Weighting, divisor
 
 __all__ = [
-    "Additive",
-    "Argmax",
-    "Boxcar",
-    "Constant",
-    "Cosine",
-    "DistanceScore",
-    "Dot",
-    "Entmax15",
-    "Epanechnikov",
-    "Fold",
-    "Gaussian",
-    "General",
-    "Kernel",
-    "Laplacian",
-    "LinearAdditive",
-    "NegativeL2",
-    "Normalised",
-    "ScaledDot",
-    "Score",
-    "ScoreFunction",
-    "Softmax",
-    "Sparse",
-    "Sparsemax",
-    "Triangular",
-    "Uniform",
-    "Weighed",
-    "Weighting",
-    "divisor",
-    "fold",
-    "leave_one_out",
-    "metric_of",
-    "normalised_log",
-    "query_width",
-    "score_of",
-    "scott",
-    "silverman",
-    "softmax",
-    "unit",
-    "valid_mask",
-    "weighting",
-]
+    "Additive", "Argmax", "Boxcar", "Constant", "Cosine", "DistanceScore", "Dot", "Entmax15", "Epanechnikov", "Fold",
+    "Gaussian", "General", "Kernel", "Laplacian", "LinearAdditive", "NegativeL2", "Normalised", "ScaledDot", "Score",
+    "ScoreFunction", "Softmax", "Sparse", "Sparsemax", "Triangular", "Uniform", "Weighed", "Weighting", "divisor",
+    "fold", "leave_one_out", "metric_of", "normalised_log", "query_width", "score_of", "scott", "silverman", "softmax",
+    "unit", "valid_mask", "weighting",
+]  # fmt: skip

@@ -10,20 +10,20 @@ from torch.utils.checkpoint import checkpoint
 
 from softdb.check import Metric, integer
 from softdb.errors import BadInput
-from softdb.scoring.score import Fold, alike, meet, wide
+from softdb.scoring.score import Fold, alike, require_shapes, require_width
 
-BLOCK = 1 << 22  # numbers of the hidden layer held at once: 16 MB in float32
+BLOCK = 1 << 22  # numbers of the hidden layer in memory at once: 16 MB in float32
 
 
 class Additive(torch.nn.Module):
     """The additive score s = wᵀ tanh(W_q q + W_k k) (Bahdanau et al. 2015, appendix A.1.2). Cost q n hidden.
 
-    Queries and keys may differ in width. The hidden layer is made a block of keys at a time, again in backward
-    (Chen et al. 2016), so memory beyond the answer does not grow with n. No index can find for it: the nearest records
-    are found by asking every one.
+    Queries and keys may differ in width. The hidden layer is computed for a block of keys at a time, and again in
+    backward (Chen et al. 2016), so memory beyond the answer does not grow with n. No index can find the nearest
+    records by this score: softdb compares every record.
 
-    `weights` are W_q (hidden, query_dim), W_k (hidden, key_dim) and w (hidden,) to start from, in place of the widths;
-    they are copied. Raises BadInput where neither is given or the shapes do not fit.
+    `weights` are initial W_q (hidden, query_dim), W_k (hidden, key_dim) and w (hidden,), given in place of the widths
+    and copied. Raises BadInput if neither is given or the shapes do not fit.
 
     >>> score = Additive(query_dim=2, key_dim=3, hidden=8)
     >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
@@ -66,44 +66,44 @@ class Additive(torch.nn.Module):
         return self.query_weight.shape[1]
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = wᵀ tanh(W_q q + W_k k)."""
-        meet(queries, keys)
-        wide(queries, self.query_weight.shape[1], "queries")
-        wide(keys, self.key_weight.shape[1], "keys")
+        """Return s = wᵀ tanh(W_q q + W_k k)."""
+        require_shapes(queries, keys)
+        require_width(queries, self.query_weight.shape[1], "queries")
+        require_width(keys, self.key_weight.shape[1], "keys")
         own = keys.ndim > queries.ndim
-        moved = (queries @ self.query_weight.to(queries).mT).unsqueeze(-2)  # (…, q, 1, hidden)
+        projected = (queries @ self.query_weight.to(queries).mT).unsqueeze(-2)  # (…, q, 1, hidden)
         inner, outer = self.key_weight.to(queries), self.weight.to(queries)
         batch = max(queries.shape[:-2].numel(), keys.shape[: -3 if own else -2].numel())
         rows = max(1, BLOCK // max(1, batch * queries.shape[-2] * len(outer)))
-        parts = torch.split(keys, rows, dim=-2)
-        if len(parts) > 1 and torch.is_grad_enabled():
-            # the hidden layer of every block would wait for backward
-            found = [
-                checkpoint(_compared, moved, part, inner, outer, own, use_reentrant=False, preserve_rng_state=False)
-                for part in parts
+        blocks = torch.split(keys, rows, dim=-2)
+        if len(blocks) > 1 and torch.is_grad_enabled():
+            # without checkpoints autograd would keep the hidden layer of every block
+            scores = [
+                checkpoint(_scores, projected, block, inner, outer, own, use_reentrant=False, preserve_rng_state=False)
+                for block in blocks
             ]
         else:
-            found = [_compared(moved, part, inner, outer, own) for part in parts]
-        return torch.cat(found, dim=-1)
+            scores = [_scores(projected, block, inner, outer, own) for block in blocks]
+        return torch.cat(scores, dim=-1)
 
     def fold(self, queries: Tensor) -> None:
-        """None: it ranks as no metric does."""
+        """Return None: no metric ranks records as this score does."""
         return None
 
     def extra_repr(self) -> str:
-        """The widths."""
+        """Return the widths, for `repr`."""
         (hidden, query_dim), key_dim = self.query_weight.shape, self.key_weight.shape[1]
         return f"{query_dim}, {key_dim}, hidden={hidden}"
 
 
 class LinearAdditive(torch.nn.Module):
-    """The linear additive score s = w_q·q + w_k·k. Cost (q + n) d, and q n to write it out.
+    """The linear additive score s = w_q·q + w_k·k. Cost (q + n) d, and q n to write the scores.
 
-    The term of the query is one number for all records, so it cancels in the softmax: the weights do not depend on the
-    query, which only shifts the log-normaliser. Kernel-style normalisation (Σ s = 1) does depend on it.
+    The query's term w_q·q is the same for all records, so it cancels in the softmax: the weights do not depend on the
+    query, which only shifts the log-normaliser. Weights that are normalised as s / Σ s do depend on the query.
 
-    An index finds for it: s is the dot product of w_k and k, and w_q·q. `weights` are w_q (query_dim,) and
-    w_k (key_dim,) to start from, in place of the widths; they are copied. Raises BadInput where neither is given.
+    An index can find the nearest records: they have the largest dot product w_k·k. `weights` are initial
+    w_q (query_dim,) and w_k (key_dim,), given in place of the widths and copied. Raises BadInput if neither is given.
 
     >>> score = LinearAdditive(query_dim=2, key_dim=3)
     >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
@@ -137,46 +137,46 @@ class LinearAdditive(torch.nn.Module):
         return len(self.query_weight)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = w_q·q + w_k·k."""
-        meet(queries, keys)
-        wide(keys, len(self.key_weight), "keys")
-        theirs = alike(keys, queries) @ self.key_weight.to(queries)  # (…, n) or (…, q, k)
+        """Return s = w_q·q + w_k·k."""
+        require_shapes(queries, keys)
+        require_width(keys, len(self.key_weight), "keys")
+        key_terms = alike(keys, queries) @ self.key_weight.to(queries)  # (…, n) or (…, q, k)
         if keys.ndim == queries.ndim:
-            theirs = theirs.unsqueeze(-2)
-        return self._own(queries).unsqueeze(-1) + theirs
+            key_terms = key_terms.unsqueeze(-2)
+        return self._query_terms(queries).unsqueeze(-1) + key_terms
 
     def fold(self, queries: Tensor) -> Fold:
-        """The dot product with w_k, the same for every query, and w_q·q."""
-        moved = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
-        return Fold(Metric.DOT, moved, 1.0, self._own(queries))
+        """Return the fold: the dot product of w_k, for every query, and k, with the bias w_q·q."""
+        folded = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
+        return Fold(Metric.DOT, folded, 1.0, self._query_terms(queries))
 
     def extra_repr(self) -> str:
-        """The widths."""
+        """Return the widths, for `repr`."""
         return f"{len(self.query_weight)}, {len(self.key_weight)}"
 
-    def _own(self, queries: Tensor) -> Tensor:
-        wide(queries, len(self.query_weight), "queries")
+    def _query_terms(self, queries: Tensor) -> Tensor:  # (…, q, query_dim) -> (…, q)
+        require_width(queries, len(self.query_weight), "queries")
         return queries @ self.query_weight.to(queries)
 
 
-def _compared(
-    moved: Tensor,  # (…, q, 1, hidden)
+def _scores(
+    projected: Tensor,  # (…, q, 1, hidden): W_q q
     keys: Tensor,  # (…, m, key_dim) or (…, q, m, key_dim)
     inner: Tensor,  # (hidden, key_dim)
     outer: Tensor,  # (hidden,)
-    own: bool,
+    own: bool,  # each query has its own keys
 ) -> Tensor:  # (…, q, m)
-    theirs = alike(keys, moved) @ inner.mT  # (…, m, hidden) or (…, q, m, hidden)
-    return (moved + (theirs if own else theirs.unsqueeze(-3))).tanh() @ outer
+    projected_keys = alike(keys, projected) @ inner.mT  # (…, m, hidden) or (…, q, m, hidden)
+    return (projected + (projected_keys if own else projected_keys.unsqueeze(-3))).tanh() @ outer
 
 
 def _refuse_widths(*widths: int | None) -> None:
     if any(width is not None for width in widths):
-        raise BadInput("an additive score got both widths and weights=; the weights have their widths, give one")
+        raise BadInput("an additive score got both widths and weights=; give only weights=, which have the widths")
 
 
 def _copies(weights: Sequence[Tensor], ndims: Sequence[int], names: str) -> list[torch.nn.Parameter]:
-    """The weights as parameters. Raises BadInput where their number or dimensions are wrong."""
+    """Return copies of the weights as parameters. Raises BadInput if their number or dimensions are wrong."""
     shapes = [tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__ for weight in weights]
     if [len(shape) if isinstance(shape, tuple) else -1 for shape in shapes] != list(ndims):
         raise BadInput(f"the additive score's weights are {shapes}; expected {len(ndims)} tensors: {names}")

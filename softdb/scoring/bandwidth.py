@@ -1,4 +1,4 @@
-"""Bandwidths from data: rules of thumb, and leave-one-out."""
+"""Bandwidths from data: rules of thumb, and leave-one-out cross-validation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import NegativeL2
 from softdb.scoring.kernels import Constant, Gaussian, Kernel
 
-BLOCK = 1 << 17  # distances at once: 1 MB in float64, which stays in cache
-KEPT = 1 << 23  # distances that are kept from one bandwidth to the next: 64 MB
-REACH = 1000.0  # how far from the rule of thumb a bandwidth is looked for, either way
-GRID = 31  # bandwidths tried at first; their ratio, about 1.6, is finer than the objective's usual dips
+BLOCK = 1 << 17  # distances computed at once: 1 MB in float64, which stays in cache
+MAX_STORED = 1 << 23  # distances stored for all bandwidths, 64 MB; more are computed again for each bandwidth
+REACH = 1000.0  # the search goes from Silverman's bandwidth over REACH to Silverman's bandwidth times REACH
+GRID = 31  # bandwidths tried first; their ratio, about 1.6, is finer than the objective's usual dips
 GOLDEN = (math.sqrt(5) - 1) / 2
-STEPS = 24  # golden sections of two grid steps, down to 1e-5 of log h
+STEPS = 24  # golden-section steps: they narrow two grid steps to 1e-5 of log h
 
 
 def silverman(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
     """Silverman's rule of thumb, h_i = σ_i (4 / ((d + 2) n))^(1 / (d + 4)) (Silverman 1986, section 4.3.2).
 
-    Right for the density of a normal distribution under the Gaussian kernel, too wide where there are several groups.
-    σ_i is the standard deviation of coordinate i (over n - 1); one bandwidth takes the mean of them. No gradient.
-    Cost n d. Raises BadInput for fewer than two keys, NaN or infinity, and where the keys (or, per coordinate, a
-    coordinate of them) are all equal.
+    The rule is optimal for the density of a normal distribution under the Gaussian kernel, and too wide for data with
+    several groups. σ_i is the standard deviation of coordinate i (over n - 1); a single bandwidth uses their mean. No
+    gradient. Cost n d. Raises BadInput for fewer than two keys, for NaN or infinity, and if all keys are equal (with
+    `per_coordinate`: equal in some coordinate).
 
     >>> silverman(torch.tensor([[0.0], [1.0], [2.0], [3.0]])).round(decimals=4)
     tensor(1.0363, dtype=torch.float64)
@@ -38,7 +38,7 @@ def silverman(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -
 
 
 def scott(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
-    """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). As `silverman` in all else."""
+    """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). Otherwise like `silverman`."""
     keys = _table(keys, "keys", "scott")
     n, d = keys.shape
     return _deviations(keys, per_coordinate, "scott") * math.pow(n, -1 / (d + 4))
@@ -48,23 +48,24 @@ def leave_one_out(
     keys: Tensor,  # (n, d)
     values: Tensor | None = None,  # (n,) or (n, v); class labels as one-hot
     kernel: type[Kernel] = Gaussian,
-    bounds: tuple[float, float] | None = None,  # of h; None: a thousandth to a thousand times Silverman's
+    bounds: tuple[float, float] | None = None,  # of h; None: from Silverman's h / 1000 to 1000 times Silverman's h
 ) -> float:
-    """The bandwidth under which each record is best told by all others.
+    """Return the bandwidth under which the other records best predict each record.
 
     With values, h minimises Σ_i ‖v_i - Σ_j≠i K_ij v_j / Σ_j≠i K_ij‖², the leave-one-out error of the Nadaraya–Watson
-    mean (Li and Racine 2007, section 2.2.2, with weights of 1). Without, h maximises Σ_i log(Σ_j≠i K_ij / ((n - 1) V)),
-    the leave-one-out likelihood of the density (Silverman 1986, section 3.4.4), V the kernel's volume.
+    mean (Li and Racine 2007, section 2.2.2, with weights of 1). Without values, h maximises
+    Σ_i log(Σ_j≠i K_ij / ((n - 1) V)), the leave-one-out likelihood of the density (Silverman 1986, section 3.4.4),
+    where V is the kernel's volume.
 
-    A grid over log h, then golden sections around its best: a dip narrower than a grid step may be missed, and where
-    the best lies at a bound (values that do not depend on the keys want h → ∞) something near that bound comes back.
-    A compact kernel must reach some other record from each one, so one far record makes h large. One h serves all
-    coordinates: scale them alike first. No gradient. Cost 56 n² + n² d, and from 2,897 records on, whose distances are
-    not kept, 26 n² d: ask for a sample of some thousand records of a large database.
+    The search tries a grid over log h, then golden sections around the best grid point, so it may miss a dip narrower
+    than a grid step. If the optimum lies at a bound (h → ∞ for values that do not depend on the keys), the result is
+    near that bound. A compact kernel must reach another record from every record, so a single far record makes h
+    large. All coordinates share h: scale them alike first. No gradient. Cost 56 n² + n² d; from 2,897 records on
+    26 n² d, as their distances are not stored: pass a sample of some thousand records of a large database.
 
     Raises BadInput for fewer than two keys, NaN or infinity, keys that are all equal, values that are not one for each
     key, a kernel without a bandwidth, bounds out of order, bounds under which no h reaches from each record to
-    another, and for a density where every key has a duplicate: its likelihood grows without end as h → 0.
+    another, and for a density where every key has a duplicate: its likelihood is unbounded as h → 0.
     """
     keys = _table(keys, "keys", "leave_one_out")
     if not (isinstance(kernel, type) and issubclass(kernel, Kernel)) or issubclass(kernel, Constant):
@@ -83,12 +84,12 @@ def leave_one_out(
             "bandwidth shrinks; remove duplicates, or give values"
         )
     keys = keys - keys.mean(dim=0)  # squared distances by expansion are most precise around 0
-    kept = list(_apart(keys)) if len(keys) ** 2 <= KEPT else None
-    return _best(lambda hs: _losses(_apart(keys) if kept is None else kept, keys, values, kernel, hs), low, high)
+    stored = list(_distances(keys)) if len(keys) ** 2 <= MAX_STORED else None
+    return _minimum(lambda hs: _losses(stored or _distances(keys), keys, values, kernel, hs), low, high)
 
 
 def _table(value: Tensor, name: str, door: str) -> Tensor:
-    """Finite numbers (n, d) in float64, without gradient. Values (n,) become (n, 1)."""
+    """Return `value` as finite numbers (n, d) in float64, without gradient. Values (n,) become (n, 1)."""
     try:
         table = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -99,7 +100,7 @@ def _table(value: Tensor, name: str, door: str) -> Tensor:
         expected = "(n,) or (n, v)" if name == "values" else "(n, d); one number a record is keys.unsqueeze(1)"
         raise BadInput(f"{door}: {name} have shape {tuple(table.shape)}; expected {expected}")
     if name == "keys" and len(table) < 2:
-        raise BadInput(f"{door}: {len(table)} keys tell no bandwidth; give at least 2")
+        raise BadInput(f"{door}: {len(table)} keys determine no bandwidth; give at least 2")
     table = table.double()
     if not bool(table.isfinite().all()):
         row = int((~table.isfinite().all(dim=1)).nonzero()[0])
@@ -108,16 +109,16 @@ def _table(value: Tensor, name: str, door: str) -> Tensor:
 
 
 def _deviations(keys: Tensor, per_coordinate: bool, door: str) -> Tensor:  # (n, d) -> (d,) or ()
-    """Standard deviations, none of them 0."""
-    found = keys.std(dim=0)  # exactly 0 where all are equal: torch adds up differences from the mean so far
-    if per_coordinate and bool((found == 0).any()):
+    """Return the standard deviations of the coordinates, or their mean. Raises BadInput if they are 0."""
+    deviations = keys.std(dim=0)  # exactly 0 for equal numbers: torch sums differences from the running mean
+    if per_coordinate and bool((deviations == 0).any()):
         raise BadInput(
-            f"{door}: coordinate {int((found == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has no "
-            "bandwidth; leave it out, or ask for one bandwidth for all"
+            f"{door}: coordinate {int((deviations == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has "
+            "no bandwidth; leave it out, or ask for one bandwidth for all"
         )
-    if not bool((found > 0).any()):
+    if not bool((deviations > 0).any()):
         raise BadInput(f"{door}: all {len(keys)} keys are equal, so there is no spread to take a bandwidth from")
-    return found if per_coordinate else found.mean()
+    return deviations if per_coordinate else deviations.mean()
 
 
 def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, float]:
@@ -133,34 +134,34 @@ def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, fl
     return low, high
 
 
-def _apart(keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (n, d) -> (m,), (m, n)
-    """Some records at a time, and the squared distances of all others; infinite to themselves."""
+def _distances(keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (n, d) -> (m,), (m, n)
+    """Yield blocks of positions and their squared distances to all records; infinite to themselves."""
     score = NegativeL2()
-    for part in torch.split(torch.arange(len(keys)), max(1, BLOCK // len(keys))):
-        squares = score(keys[part], keys).neg_()
-        squares[torch.arange(len(part)), part] = torch.inf  # no record tells itself
-        yield part, squares
+    for positions in torch.split(torch.arange(len(keys)), max(1, BLOCK // len(keys))):
+        squares = score(keys[positions], keys).neg_()
+        squares[torch.arange(len(positions)), positions] = torch.inf  # no record predicts itself
+        yield positions, squares
 
 
 def _losses(
-    apart: Iterable[tuple[Tensor, Tensor]],  # of `_apart`
+    blocks: Iterable[tuple[Tensor, Tensor]],  # of `_distances`
     keys: Tensor,  # (n, d)
     values: Tensor | None,  # (n, v)
     kernel: type[Kernel],
     hs: list[float],
 ) -> list[float]:
-    """Loss of each bandwidth, infinite where some record reaches no other."""
+    """Return the loss of each bandwidth, infinite where some record reaches no other."""
     kernels, losses = [kernel(h) for h in hs], [0.0] * len(hs)
-    for part, squares in apart:
+    for positions, squares in blocks:
         measured = torch.empty_like(squares)
-        for i, (h, one) in enumerate(zip(hs, kernels, strict=True)):
+        for i, (h, scaled) in enumerate(zip(hs, kernels, strict=True)):
             if math.isinf(losses[i]):
                 continue
-            if one.rooted:
+            if scaled.rooted:
                 torch.sqrt(squares, out=measured).div_(h)
             else:
                 torch.div(squares, -(h * h), out=measured)
-            logs = one.log_value(measured)  # (m, n)
+            logs = scaled.log_value(measured)  # (m, n)
             top = logs.amax(dim=1, keepdim=True)
             if not bool(top.isfinite().all()):
                 losses[i] = math.inf
@@ -170,19 +171,20 @@ def _losses(
             if values is None:
                 losses[i] -= float((total.log() + top).sum())
             else:
-                losses[i] += float((weights @ values / total - values[part]).square().sum())
+                losses[i] += float((weights @ values / total - values[positions]).square().sum())
     if values is not None:
         return losses
-    return [loss + len(keys) * float(one.log_volume(keys.shape[1])) for loss, one in zip(losses, kernels, strict=True)]
+    volumes = [float(scaled.log_volume(keys.shape[1])) for scaled in kernels]
+    return [loss + len(keys) * volume for loss, volume in zip(losses, volumes, strict=True)]
 
 
-def _best(losses: Callable[[list[float]], list[float]], low: float, high: float) -> float:
-    """The bandwidth of least loss between two: a grid over log h, then golden sections around its best."""
+def _minimum(losses: Callable[[list[float]], list[float]], low: float, high: float) -> float:
+    """Return the h of least loss from `low` to `high`: a grid over log h, then golden sections around its minimum."""
     grid: list[float] = torch.linspace(math.log(low), math.log(high), GRID, dtype=torch.float64).tolist()
     tried = dict(zip(grid, losses([math.exp(x) for x in grid]), strict=True))
     if all(math.isinf(loss) for loss in tried.values()):
         raise BadInput(
-            f"leave_one_out: with no bandwidth from {low:g} to {high:g} does every record reach another; raise the "
+            f"leave_one_out: no bandwidth from {low:g} to {high:g} reaches from every record to another; raise the "
             "upper bound, or use a kernel that is not compact"
         )
 
@@ -191,10 +193,10 @@ def _best(losses: Callable[[list[float]], list[float]], low: float, high: float)
             tried[x] = losses([math.exp(x)])[0]
         return tried[x]
 
-    place = grid.index(min(tried, key=lambda x: tried[x]))
-    left, right = grid[max(place - 1, 0)], grid[min(place + 1, GRID - 1)]
+    best = grid.index(min(tried, key=lambda x: tried[x]))
+    lower, upper = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
     for _ in range(STEPS):
-        one, other = right - GOLDEN * (right - left), left + GOLDEN * (right - left)
-        # two infinite ones lie left of where every record reaches another
-        left, right = (left, other) if loss(one) < loss(other) else (one, right)
+        first, second = upper - GOLDEN * (upper - lower), lower + GOLDEN * (upper - lower)
+        # the losses are infinite below the least h that reaches from every record to another: then go up
+        lower, upper = (lower, second) if loss(first) < loss(second) else (first, upper)
     return math.exp(min(tried, key=lambda x: (tried[x], -x)))

@@ -14,63 +14,63 @@ from softdb.scoring.weighting import Weighed, divisor, largest, masked
 
 
 def softmax(
-    scores: Tensor,  # (…, k); what stands at dead entries is ignored
+    scores: Tensor,  # (…, k); scores of dead entries are ignored
     temperature: float,  # above 0
     live: Tensor,  # (…, k) bool
 ) -> tuple[Tensor, Tensor]:  # (…, k), (…)
     """Softmax over the live entries, and its log-normaliser.
 
-    With s the scores and T the temperature, over live entries: lse = log Σ exp(s / T) and w = exp(s / T - lse).
-    A dead entry weighs exactly 0. Without a live entry above -inf the weights are zeros and lse is -inf, and all
-    gradients are zeros. Scores of any size neither overflow nor lose digits: they are compared before they are
-    divided. Cost q k.
+    With scores s and temperature T, over live entries: lse = log Σ exp(s / T) and w = exp(s / T - lse). A dead entry
+    weighs exactly 0. Without a live entry above -inf the weights and all gradients are zeros and lse is -inf. Scores
+    of any size neither overflow nor lose digits: the largest is subtracted before the division by T. Cost q k.
     """
     temperature = divisor(temperature, scores.dtype)
     scores, top = masked(scores, live)
     empty = top == -torch.inf  # (…)
-    top = top.masked_fill(empty, 0)  # -inf minus it is still -inf, not NaN
-    parts = ((scores - top.unsqueeze(-1)) / temperature).exp()
-    total = parts.sum(dim=-1).masked_fill(empty, 1)
+    top = top.masked_fill(empty, 0)  # -inf - 0 is -inf, but -inf - -inf would be NaN
+    exponentials = ((scores - top.unsqueeze(-1)) / temperature).exp()
+    total = exponentials.sum(dim=-1).masked_fill(empty, 1)
     lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
-    return parts / total.unsqueeze(-1), lse
+    return exponentials / total.unsqueeze(-1), lse
 
 
 def normalised_log(
     log_scores: Tensor,  # (…, k): log K, -inf outside the kernel's support
     live: Tensor,  # (…, k) bool
 ) -> tuple[Tensor, Tensor]:  # (…, k), (…)
-    """The weights and lse of `Normalised`, from the logs of the kernel values: w = K / Σ K, lse = log Σ K.
+    """Weights w = K / Σ K and lse = log Σ K of kernel values K, computed from log K.
 
-    Right where every K underflows, far from all records. No record in the support: zeros, -inf and zero gradients.
-    Cost q k. Source: Nadaraya 1964, Watson 1964.
+    `Normalised` computes the same from K itself; the logs are right also far from all records, where every K
+    underflows. Without a record in the support: zeros, -inf and zero gradients. Cost q k. Source: Nadaraya 1964,
+    Watson 1964.
     """
     return softmax(log_scores, 1.0, live)
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """w = exp(z) / Σ exp(z), H(p) = -Σ p log p, lse = log Σ exp(z).
+    """Softmax weights w = exp(z) / Σ exp(z), with H(p) = -Σ p log p and lse = log Σ exp(z).
 
-    T → 0: the nearest, ties shared; T → ∞: all live alike. No score proves that a record weighs nothing, so the
-    threshold is -inf. Cost q k.
+    T → 0: all weight on the nearest records, shared among ties. T → ∞: equal weights. Every live record weighs
+    something, so the threshold is -inf. Cost q k.
     """
 
     name: ClassVar[str] = "softmax"
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """As `softmax`."""
+        """Return w = exp(z - lse), z = s / T."""
         weights, lse = softmax(scores, temperature, live)
         return Weighed(weights, lse, torch.full_like(lse, -torch.inf))
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """w = s / Σ s, lse = log Σ s, for scores that are kernel values (Nadaraya 1964, Watson 1964).
+    """Normalised weights w = s / Σ s, lse = log Σ s, of kernel values s (Nadaraya 1964, Watson 1964).
 
-    There is no temperature: a kernel's bandwidth does its work, and any but 1 raises BadInput. The gradient of lse in
-    log s is the weights. All live scores zero (no record in the kernel's support): weights 0, lse -inf, gradients 0;
-    far from all records use `normalised_log`. Threshold 0. Cost q k.
+    The kernel's bandwidth replaces the temperature, so a temperature other than 1 raises BadInput. The gradient of lse
+    in log s is the weights. If all live scores are 0 (no record in the kernel's support), weights and gradients are 0
+    and lse is -inf; far from all records use `normalised_log`. Threshold 0. Cost q k.
     Raises BadInput for a live score that is negative, NaN or infinite.
     """
 
@@ -78,7 +78,7 @@ class Normalised:
     sparse: ClassVar[bool] = True
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = s / Σ s."""
+        """Return w = s / Σ s."""
         if temperature != 1:
             raise BadInput(
                 f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
@@ -93,25 +93,25 @@ class Normalised:
             )
         top = largest(scores, 0)
         empty = top == 0
-        parts = scores.masked_fill(empty.unsqueeze(-1), 0) / top.masked_fill(empty, 1).unsqueeze(-1)
-        total = parts.sum(dim=-1).masked_fill(empty, 1)
+        scaled = scores.masked_fill(empty.unsqueeze(-1), 0) / top.masked_fill(empty, 1).unsqueeze(-1)
+        total = scaled.sum(dim=-1).masked_fill(empty, 1)
         lse = (total.log() + top.log()).masked_fill(empty, -torch.inf)
-        return Weighed(parts / total.unsqueeze(-1), lse, torch.zeros_like(top))
+        return Weighed(scaled / total.unsqueeze(-1), lse, torch.zeros_like(top))
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """w = 1 / m for m live entries, average pooling; lse = log m. At every temperature.
+    """Equal weights w = 1 / m for m live entries (average pooling), lse = log m, at every temperature.
 
-    Reads no scores: the gradients of the weights and of lse are zeros. Threshold -inf. Cost q k.
+    The scores are ignored, so the gradients of the weights and of lse are zeros. Threshold -inf. Cost q k.
     """
 
     name: ClassVar[str] = "uniform"
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """w = 1 / m."""
-        zeros = scores.masked_fill(torch.ones_like(live), 0)  # with a graph, so that a caller's backward finds zeros
+        """Return w = 1 / m."""
+        zeros = scores.masked_fill(torch.ones_like(live), 0)  # part of the graph: backward gives gradients of 0
         count = live.sum(dim=-1).to(scores.dtype)
         lse = zeros.sum(dim=-1) + count.log()
         weights = zeros + live / count.clamp(min=1).unsqueeze(-1)

@@ -17,15 +17,15 @@ from softdb.scoring.score import Fold, Score, comparable
 Bandwidth: TypeAlias = float | Sequence[float] | Tensor
 """One number, or one for each coordinate."""
 
-WIDENED = 4096  # keys held in float64 at once: a few MB, which stay in cache
+BLOCK = 4096  # keys widened to float64 at once: a few MB, which stay in cache
 
 
 class DistanceScore(torch.nn.Module):
-    """Base of scores of u = ‖(q - k) / h‖: the bandwidth h, one number or one for each coordinate.
+    """Base of scores of the scaled distance u = ‖(q - k) / h‖, where the bandwidth h is a number or has shape (d,).
 
-    h is kept as its logarithm, `log_bandwidth`, so that a trained one stays above 0: a parameter where `learnable`, in
-    the dtype of the tensor given or else torch's default; else a float64 buffer. Without a bandwidth h is 1.
-    Raises BadInput for a bandwidth that is not above 0 and finite, has more than one dimension or wants a gradient.
+    `log_bandwidth` holds log h, so that h stays above 0 in training. If `learnable`, it is a parameter in the dtype of
+    the given tensor, or else in torch's default dtype; otherwise it is a float64 buffer. Without a bandwidth h is 1.
+    Raises BadInput for a bandwidth that is not finite and above 0, has more than one dimension or requires a gradient.
     """
 
     log_bandwidth: Tensor | None  # () or (d,)
@@ -43,28 +43,28 @@ class DistanceScore(torch.nn.Module):
 
     @property
     def bandwidth(self) -> Tensor:
-        """h, () or (d,), with gradient to `log_bandwidth` where that is a parameter."""
+        """The bandwidth h, () or (d,); differentiable if `learnable`."""
         return torch.ones(()) if self.log_bandwidth is None else self.log_bandwidth.exp()
 
     @property
     def metric(self) -> Metric | None:
-        """L2, or None with a bandwidth for each coordinate: then the order is not that of the plain distance."""
+        """L2, or None with a bandwidth for each coordinate, which changes the order of the records."""
         return Metric.L2 if self.log_bandwidth is None or self.log_bandwidth.numel() == 1 else None
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """The order of L2, or None with a bandwidth for each coordinate."""
+        """Return the fold that ranks by L2, or None with a bandwidth for each coordinate."""
         return None if self.metric is None else Fold(self.metric, queries, None)
 
     def extra_repr(self) -> str:
-        """The bandwidth as it is now."""
+        """Return the current bandwidth, for `repr`."""
         if self.log_bandwidth is None:
             return ""
         rounded = [float(f"{h:.6g}") for h in self.bandwidth.detach().reshape(-1).tolist()]
-        shape = rounded[0] if self.log_bandwidth.ndim == 0 else rounded
-        return f"bandwidth={shape}" + (", learnable=True" if self.learnable else "")
+        bandwidth = rounded[0] if self.log_bandwidth.ndim == 0 else rounded
+        return f"bandwidth={bandwidth}" + (", learnable=True" if self.learnable else "")
 
     def _scale(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:  # (…, q, d) -> () or (d,); None: 1
-        """h where the queries are."""
+        """Return h in `dtype` on the queries' device."""
         if self.log_bandwidth is None:
             return None
         if self.log_bandwidth.ndim and len(self.log_bandwidth) != queries.shape[-1]:
@@ -73,22 +73,23 @@ class DistanceScore(torch.nn.Module):
                 f"{len(self.log_bandwidth)}: it has a bandwidth for each coordinate; give one bandwidth, or one for "
                 "each coordinate of the queries"
             )
-        # the exponential of a rounded logarithm is not the bandwidth: take it before narrowing
+        # a logarithm that is rounded to a narrow dtype changes the bandwidth: take the exponential in float64
         return self.log_bandwidth.double().exp().to(queries.device).to(dtype)
 
     def negative_squares(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """-u². Cost q n d.
+        """Return -u². Cost q n d.
 
-        Each query's own keys are compared by differences, shared keys by ‖q‖² + ‖k‖² - 2 q·k in float64: in float32
-        that form loses near duplicates, and so does centring it as soon as the records are spread wide (a column in
-        metres, two far groups).
+        Each query's own keys are compared by differences, shared keys by ‖q‖² + ‖k‖² - 2 q·k in float64. In float32
+        that sum cannot tell near duplicates apart; subtracting the mean first does not help when the records are
+        spread widely (a column in metres, two distant groups).
         """
-        return self._compared(queries, keys, lambda apart: -apart.square().sum(-1), _expanded)
+        return self._compared(queries, keys, lambda differences: -differences.square().sum(-1), _expanded)
 
     def distances(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """u, by differences, with a gradient of 0 at 0. Cost q n d, a few times that of `negative_squares` where d is
-        large: the root of an expanded square that is rounded at 1e-16 is wrong at 1e-8. With shared keys it has no
-        second derivative; each query's own keys (…, q, k, d) have one.
+        """Return u, computed from differences, with a gradient of 0 at u = 0. Cost q n d.
+
+        For large d it takes a few times as long as `negative_squares`, whose expanded squares are rounded at 1e-16:
+        their roots would be wrong at 1e-8. It has no second derivative for shared keys, but for each query's own keys.
         """
         shared = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
         return self._compared(queries, keys, functools.partial(torch.linalg.vector_norm, dim=-1), shared)
@@ -97,34 +98,35 @@ class DistanceScore(torch.nn.Module):
         self,
         queries: Tensor,  # (…, q, d)
         keys: Tensor,  # (…, n, d) or (…, q, k, d)
-        own: Callable[[Tensor], Tensor],  # of the differences from each query's own keys, over the bandwidth
-        shared: Callable[[Tensor, Tensor], Tensor],  # of queries and keys in float64, over the bandwidth
+        own: Callable[[Tensor], Tensor],  # takes (q - k) / h for each query's own keys
+        shared: Callable[[Tensor, Tensor], Tensor],  # takes q / h and k / h in float64, for shared keys
     ) -> Tensor:  # (…, q, n) or (…, q, k)
         keys = comparable(queries, keys)
         if keys.ndim > queries.ndim:
-            return own(_over(queries.unsqueeze(-2) - keys, self._scale(queries, queries.dtype)))
+            return own(_scaled(queries.unsqueeze(-2) - keys, self._scale(queries, queries.dtype)))
         scale, batch = self._scale(queries, torch.float64), keys.shape[:-2].numel()
-        widened = _over(queries.double(), scale)
-        parts = torch.split(keys, max(1, WIDENED // 64, WIDENED // max(1, batch)), dim=-2)
-        return torch.cat([shared(widened, _over(part.double(), scale)).to(queries.dtype) for part in parts], dim=-1)
+        widened = _scaled(queries.double(), scale)
+        blocks = torch.split(keys, max(1, BLOCK // 64, BLOCK // max(1, batch)), dim=-2)
+        scores = [shared(widened, _scaled(block.double(), scale)).to(queries.dtype) for block in blocks]
+        return torch.cat(scores, dim=-1)
 
 
 class NegativeL2(DistanceScore):
     """Minus the squared Euclidean distance, s = -Σ_i ((q_i - k_i) / h_i)², h = 1 where no bandwidth is given.
 
-    No square root, whose gradient is not finite at 0. Softmax at temperature 2 of it is the Gaussian kernel's
-    Nadaraya–Watson weighting. An index finds for it where h is one number. Cost q n d.
+    It avoids the square root, whose gradient at 0 is infinite. Its softmax at temperature 2 is the Nadaraya–Watson
+    weighting of the Gaussian kernel. An index can find the nearest records if h is one number. Cost q n d.
 
     >>> NegativeL2(bandwidth=2.0)(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]])).round(decimals=4)
     tensor([[-6.2500]])
     """
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = -Σ_i ((q_i - k_i) / h_i)²."""
+        """Return s = -Σ_i ((q_i - k_i) / h_i)²."""
         return self.negative_squares(queries, keys)
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """L2 over h²; None with a bandwidth for each coordinate."""
+        """Return the fold: -‖q - k‖² scaled by 1 / h²; None with a bandwidth for each coordinate."""
         if self.metric is None:
             return None
         if self.log_bandwidth is None:
@@ -137,20 +139,20 @@ _STANDARD: dict[Metric, Score] = {Metric.DOT: Dot(), Metric.COSINE: Cosine(), Me
 
 
 def score_of(metric: Metric) -> Score:
-    """The score of a database's metric: Dot, Cosine or NegativeL2; always the same object."""
+    """Return the score of a database's metric: Dot, Cosine or NegativeL2; always the same object."""
     return _STANDARD[metric]
 
 
 def _checked(bandwidth: Bandwidth) -> Tensor:
-    """A bandwidth as a float64 tensor, () or (d,)."""
+    """Return a bandwidth as a float64 tensor, () or (d,). Raises BadInput."""
     if isinstance(bandwidth, Tensor) and bandwidth.requires_grad:
         raise BadInput(
-            "bandwidth is a tensor that wants a gradient, but a score keeps a copy of its own; give learnable=True "
-            "and train the score's log_bandwidth"
+            "bandwidth is a tensor that requires a gradient, but a score copies its bandwidth; give learnable=True and "
+            "train the score's log_bandwidth"
         )
     try:
-        given = dense(bandwidth, "bandwidth") if isinstance(bandwidth, Tensor) else bandwidth
-        h = torch.as_tensor(given, dtype=torch.float64).clone()
+        numbers = dense(bandwidth, "bandwidth") if isinstance(bandwidth, Tensor) else bandwidth
+        h = torch.as_tensor(numbers, dtype=torch.float64).clone()
     except (TypeError, ValueError, RuntimeError, ArithmeticError):
         raise BadInput(
             f"bandwidth is {shown(bandwidth)}; expected a number above 0, or one for each coordinate"
@@ -165,11 +167,12 @@ def _checked(bandwidth: Bandwidth) -> Tensor:
     return h
 
 
-def _over(vectors: Tensor, scale: Tensor | None) -> Tensor:  # (…, d)
-    """Vectors in units of the bandwidth, () or (d,)."""
+def _scaled(vectors: Tensor, scale: Tensor | None) -> Tensor:  # (…, d), () or (d,)
+    """Return the vectors over the bandwidth."""
     return vectors if scale is None else vectors / scale
 
 
 def _expanded(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) -> (…, q, n)
-    lengths = queries.square().sum(-1, keepdim=True) + keys.square().sum(-1).unsqueeze(-2)
-    return (2 * dot(queries, keys) - lengths).clamp(max=0)
+    """Return -‖q - k‖² as 2 q·k - ‖q‖² - ‖k‖², at most 0."""
+    squares = queries.square().sum(-1, keepdim=True) + keys.square().sum(-1).unsqueeze(-2)
+    return (2 * dot(queries, keys) - squares).clamp(max=0)

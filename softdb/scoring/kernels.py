@@ -1,8 +1,8 @@
 """Kernels: scores that are nonnegative and fall with the distance, for Nadaraya–Watson means and densities.
 
-With u = ‖(q - k) / h‖ and h the bandwidth, one number or one for each coordinate. Normalised over the records they are
-the weights of the Nadaraya–Watson mean (Nadaraya 1964, Watson 1964); their mean over the records, over their volume, is
-the kernel density (Silverman 1986, section 4.2.1).
+A kernel K is a function of u = ‖(q - k) / h‖, where the bandwidth h is a number or has shape (d,). K / Σ K are the
+weights of the Nadaraya–Watson mean (Nadaraya 1964, Watson 1964). The mean of K over the records, divided by the
+kernel's volume, is the kernel density (Silverman 1986, section 4.2.1).
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import Bandwidth, DistanceScore
 from softdb.scoring.score import Fold, comparable
 
-ROUNDING = 16  # a record at distance h counts as inside though its distance was rounded so many times up
+ROUNDING = 16  # machine epsilons that rounding may add to u² = 1: up to there a record counts as inside
 
 
 class Kernel(DistanceScore, ABC):
     """A kernel K(u) ≥ 0 of the distance u = ‖(q - k) / h‖. Cost q n d.
 
-    Call it for K; `log` gives log K, which does not vanish far out. The bandwidth is as `DistanceScore` says.
+    Calling it returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore` for the
+    bandwidth.
     """
 
     compact: ClassVar[bool]
-    """Whether K is exactly 0 beyond u = 1."""
+    """True if K is exactly 0 beyond u = 1."""
 
     rooted: ClassVar[bool]
-    """Whether K is made of u (`distances`), else of -u² (`negative_squares`), which costs less."""
+    """True if K is computed from u (`distances`); False if from -u² (`negative_squares`), which costs less."""
 
     def __init__(self, bandwidth: Bandwidth = 1.0, learnable: bool = False) -> None:  # h, or (d,)
         super().__init__(bandwidth, learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """K(u)."""
+        """Return K(u)."""
         return self.value(self._measured(queries, keys))
 
     def log(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """log K(u): -inf outside a compact kernel, with a gradient of 0 there."""
+        """Return log K(u): -inf outside the support of a compact kernel, with a gradient of 0."""
         return self.log_value(self._measured(queries, keys))
 
     def log_volume(self, d: int) -> Tensor:  # ()
-        """log ∫ K(‖x / h‖) dx over d coordinates, in float64, with gradient to a trained bandwidth.
+        """Return log ∫ K(‖x / h‖) dx over d coordinates, in float64, with gradient to a trained bandwidth.
 
-        The density at q is the mean of K over the records, over this volume.
+        The density at q is the mean of K over the records, divided by this volume.
         """
         d = integer(d, "d")
         h = torch.zeros(1) if self.log_bandwidth is None else self.log_bandwidth.reshape(-1)
@@ -57,24 +58,24 @@ class Kernel(DistanceScore, ABC):
         return h.double().expand(d).sum() + self._log_unit_volume(d)
 
     def value(self, measured: Tensor) -> Tensor:  # (…)
-        """K of a distance: of u where rooted, else of -u²."""
+        """Return K of u if `rooted`, else of -u²."""
         return self.log_value(measured).exp()
 
     @abstractmethod
     def log_value(self, measured: Tensor) -> Tensor:  # (…)
-        """log K, likewise."""
+        """Return log K of u if `rooted`, else of -u²."""
 
     @staticmethod
     @abstractmethod
     def _log_unit_volume(d: int) -> float:
-        """log ∫ K(‖x‖) dx over d coordinates."""
+        """Return log ∫ K(‖x‖) dx over d coordinates."""
 
     def _measured(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self.distances(queries, keys) if self.rooted else self.negative_squares(queries, keys)
 
 
 class Gaussian(Kernel):
-    """K = exp(-u² / 2). scikit-learn's "gaussian".
+    """The Gaussian kernel K = exp(-u² / 2), scikit-learn's "gaussian".
 
     >>> Gaussian()(torch.zeros(1, 2), torch.zeros(1, 2))
     tensor([[1.]])
@@ -83,7 +84,7 @@ class Gaussian(Kernel):
     compact, rooted = False, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """-u² / 2."""
+        """Return -u² / 2."""
         return measured / 2
 
     @staticmethod
@@ -92,12 +93,12 @@ class Gaussian(Kernel):
 
 
 class Laplacian(Kernel):
-    """K = exp(-u), with a gradient of 0 at u = 0, where it has a corner. scikit-learn's "exponential"."""
+    """The Laplacian kernel K = exp(-u), scikit-learn's "exponential"; its gradient at the corner u = 0 is 0."""
 
     compact, rooted = False, True
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """-u."""
+        """Return -u."""
         return -measured
 
     @staticmethod
@@ -106,16 +107,16 @@ class Laplacian(Kernel):
 
 
 class Boxcar(Kernel):
-    """K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
+    """The boxcar kernel K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
 
-    A record at distance h counts as inside, whatever way its distance was rounded. The gradient is 0 wherever there is
-    one, so it trains neither queries nor bandwidth: use Epanechnikov for that.
+    A record at distance h counts as inside, however its distance was rounded. Wherever K has a gradient, it is 0, so
+    it trains neither queries nor bandwidth: use Epanechnikov for that.
     """
 
     compact, rooted = True, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """0 where u ≤ 1, else -inf."""
+        """Return 0 where u ≤ 1, else -inf."""
         inside = measured >= -1 - ROUNDING * torch.finfo(measured.dtype).eps
         return measured.masked_fill(inside, 0).masked_fill(~inside, -torch.inf)
 
@@ -125,16 +126,16 @@ class Boxcar(Kernel):
 
 
 class Epanechnikov(Kernel):
-    """K = max(0, 1 - u²) (Epanechnikov 1969). scikit-learn's "epanechnikov"."""
+    """The Epanechnikov kernel K = max(0, 1 - u²) (Epanechnikov 1969), scikit-learn's "epanechnikov"."""
 
     compact, rooted = True, False
 
     def value(self, measured: Tensor) -> Tensor:
-        """max(0, 1 - u²)."""
+        """Return max(0, 1 - u²)."""
         return (1 + measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """log(1 - u²), -inf from u = 1 on."""
+        """Return log(1 - u²), -inf where u ≥ 1."""
         return _log_one_plus(measured)
 
     @staticmethod
@@ -143,16 +144,16 @@ class Epanechnikov(Kernel):
 
 
 class Triangular(Kernel):
-    """K = max(0, 1 - u), with a gradient of 0 at u = 0, where it has a corner. scikit-learn's "linear"."""
+    """The triangular kernel K = max(0, 1 - u), scikit-learn's "linear"; its gradient at the corner u = 0 is 0."""
 
     compact, rooted = True, True
 
     def value(self, measured: Tensor) -> Tensor:
-        """max(0, 1 - u)."""
+        """Return max(0, 1 - u)."""
         return (1 - measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """log(1 - u), -inf from u = 1 on."""
+        """Return log(1 - u), -inf where u ≥ 1."""
         return _log_one_plus(-measured)
 
     @staticmethod
@@ -161,45 +162,45 @@ class Triangular(Kernel):
 
 
 class Constant(Kernel):
-    """K = 1 for every record: the mean of all, whatever the query. It has no bandwidth. Cost q n.
+    """The constant kernel K = 1: every query gets the mean of all records. It has no bandwidth. Cost q n.
 
-    All gradients are 0. Any k records are its nearest; as elsewhere, ties go to the lower rows.
+    All gradients are 0. All records tie, so the k nearest are the k lowest rows.
     """
 
     compact, rooted = False, False
-    metric = Metric.DOT  # any order is right
+    metric = Metric.DOT  # every order is right, as all records tie
 
     def __init__(self) -> None:
         DistanceScore.__init__(self)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """0."""
-        return _erased(measured)
+        """Return log 1 = 0."""
+        return _zeros(measured)
 
     def fold(self, queries: Tensor) -> Fold:
-        """1 and the dot product with 0: all records tie."""
-        return Fold(Metric.DOT, _erased(queries), 1.0, 1.0)
+        """Return the fold: the dot product with 0 and the bias 1, so all records tie."""
+        return Fold(Metric.DOT, _zeros(queries), 1.0, 1.0)
 
     @staticmethod
     def _log_unit_volume(d: int) -> float:
         raise BadInput("the constant kernel has no density: its integral is infinite; use another kernel")
 
     def _measured(self, queries: Tensor, keys: Tensor) -> Tensor:
-        keys = comparable(queries, keys)[..., 0]  # (…, n) or (…, q, k); which numbers stand there does not matter
+        keys = comparable(queries, keys)[..., 0]  # (…, n) or (…, q, k); only the shape matters
         return queries[..., :1] + (keys if keys.ndim == queries.ndim else keys.unsqueeze(-2))
 
 
-def _erased(tensor: Tensor) -> Tensor:
-    """Zeros with a gradient of 0."""
+def _zeros(tensor: Tensor) -> Tensor:
+    """Return zeros that stay in the graph, with a gradient of 0."""
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)
 
 
-def _log_one_plus(minus: Tensor) -> Tensor:  # (…)
-    """log(1 + x) of x at most 0; -inf with a gradient of 0 where 1 + x is not above 0."""
-    outside = 1 + minus <= 0
-    return minus.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
+def _log_one_plus(x: Tensor) -> Tensor:  # (…)
+    """Return log(1 + x) of x ≤ 0; -inf with a gradient of 0 where 1 + x ≤ 0."""
+    outside = 1 + x <= 0
+    return x.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
 
 
 def _log_ball(d: int) -> float:
-    """The log volume of the unit ball in d coordinates, π^(d/2) / Γ(d/2 + 1)."""
+    """Return the log of the volume of the unit ball in d coordinates, π^(d/2) / Γ(d/2 + 1)."""
     return d / 2 * math.log(math.pi) - math.lgamma(d / 2 + 1)

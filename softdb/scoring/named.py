@@ -1,4 +1,4 @@
-"""Canonical forms of arguments: a weighting by its name, a mask by the lengths of a padded batch."""
+"""Canonical forms of arguments: a weighting from its name, a mask from the lengths of a padded batch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from softdb.scoring.sparse import Argmax, Entmax15, Sparsemax
 from softdb.scoring.weighting import Weighting
 
 _WEIGHTINGS: tuple[Weighting, ...] = (Softmax(), Sparsemax(), Entmax15(), Normalised(), Uniform(), Argmax())
-_KINDS = tuple(type(one) for one in _WEIGHTINGS)
-_NAMED = {one.name: one for one in _WEIGHTINGS} | {"normalized": Normalised()}
+_CLASSES = tuple(type(each) for each in _WEIGHTINGS)
+_BY_NAME = {each.name: each for each in _WEIGHTINGS} | {"normalized": Normalised()}
 
 
 def weighting(name: object) -> Weighting:
-    """The weighting of that name ("normalized" serves too), or the Weighting itself; BadInput lists the names.
+    """Return the weighting of a name, or the Weighting itself. Raises BadInput, which lists the names.
+
+    "normalized" is another spelling of "normalised".
 
     >>> weighting("sparsemax")
     Sparsemax()
     """
-    if isinstance(name, str) and name in _NAMED:  # first: to look for a protocol's members takes 50 µs
-        return _NAMED[name]
-    if isinstance(name, _KINDS) or (isinstance(name, Weighting) and not isinstance(name, type)):
+    if isinstance(name, str) and name in _BY_NAME:  # names come first: isinstance of a protocol takes 50 µs
+        return _BY_NAME[name]
+    if isinstance(name, _CLASSES) or (isinstance(name, Weighting) and not isinstance(name, type)):
         return name
-    names = ", ".join(repr(one.name) for one in _WEIGHTINGS)
+    names = ", ".join(repr(each.name) for each in _WEIGHTINGS)
     raise BadInput(f"weights is {shown(name)}; choose one of {names}, or give a softdb.weights.Weighting")
 
 
@@ -35,11 +37,11 @@ def valid_mask(
     q: int,
     n: int,
 ) -> Tensor:  # (b, q, n) bool
-    """True = takes part: the first `valid_len` of the n keys, for each batch entry or each of its queries.
+    """Return a mask of the first `valid_len` of the n keys, for each batch entry or each of its queries.
 
-    The lengths of a padded batch, as in a masked softmax (Zhang et al. 2023, "Dive into Deep Learning", section 11.3).
-    0 is allowed: then nothing is live. Cost b q n.
-    Raises BadInput for a length that is negative, above n or no whole number, and for another shape.
+    `valid_len` are the lengths of a padded batch, as in a masked softmax (Zhang et al. 2023, "Dive into Deep Learning",
+    section 11.3). True = takes part; a length of 0 masks all keys. Cost b q n.
+    Raises BadInput for a length that is negative, above n or not a whole number, and for another shape.
 
     >>> valid_mask([1, 2], 1, 3).tolist()
     [[[True, False, False]], [[True, True, False]]]

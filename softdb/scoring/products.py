@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric, integer
-from softdb.scoring.score import Fold, alike, comparable, meet, wide
+from softdb.scoring.score import Fold, alike, comparable, require_shapes, require_width
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Dot:
     metric: ClassVar[Metric] = Metric.DOT
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k."""
+        """Return s = q·k."""
         return dot(queries, comparable(queries, keys))
 
     def fold(self, queries: Tensor) -> Fold:
-        """The dot product itself."""
+        """Return the fold: the dot product itself."""
         return Fold(Metric.DOT, queries, 1.0)
 
 
@@ -36,12 +36,12 @@ class ScaledDot:
     metric: ClassVar[Metric] = Metric.DOT
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k / √d."""
+        """Return s = q·k / √d."""
         keys = comparable(queries, keys)
         return dot(queries * queries.shape[-1] ** -0.5, keys)
 
     def fold(self, queries: Tensor) -> Fold:
-        """The dot product over √d."""
+        """Return the fold: the dot product over √d."""
         return Fold(Metric.DOT, queries, queries.shape[-1] ** -0.5)
 
 
@@ -52,24 +52,24 @@ class Cosine:
     metric: ClassVar[Metric] = Metric.COSINE
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = q·k / (‖q‖ ‖k‖)."""
+        """Return s = q·k / (‖q‖ ‖k‖)."""
         keys = comparable(queries, keys)
-        lengths = length(keys)  # (…, n) or (…, q, k)
+        norms = length(keys)  # (…, n) or (…, q, k)
         if keys.ndim == queries.ndim:
-            lengths = lengths.unsqueeze(-2)
-        return dot(queries / length(queries).unsqueeze(-1), keys) / lengths
+            norms = norms.unsqueeze(-2)
+        return dot(queries / length(queries).unsqueeze(-1), keys) / norms
 
     def fold(self, queries: Tensor) -> Fold:
-        """The cosine itself."""
+        """Return the fold: the cosine itself."""
         return Fold(Metric.COSINE, queries, 1.0)
 
 
 class General(torch.nn.Module):
     """The bilinear score s = qᵀ W k with a trained W (Luong et al. 2015, section 3.1, "general").
 
-    Queries and keys may differ in width. W starts as the identity where it is square, so that the score starts as the
-    dot product, else as a random matrix with orthonormal rows or columns, which keeps lengths as far as a change of
-    width can. An index finds for it: s is the dot product of Wᵀq and k. Cost q d_q d_k + q n d_k.
+    Queries and keys may differ in width. A square W starts as the identity, so the score starts as the dot product; any
+    other W starts as a random matrix with orthonormal rows or columns, which keeps lengths as far as a change of width
+    allows. An index can find the nearest records: s is the dot product of Wᵀq and k. Cost q d_q d_k + q n d_k.
 
     >>> score = General(2, 3)
     >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
@@ -83,48 +83,48 @@ class General(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W as it starts: the identity, or orthonormal where it is not square."""
+        """Set W to the identity, or to random orthonormal rows or columns if it is not square."""
         if self.query_dim == self.key_dim:
             torch.nn.init.eye_(self.weight)
         else:
             torch.nn.init.orthogonal_(self.weight)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """s = qᵀ W k."""
-        meet(queries, keys)
-        wide(keys, self.key_dim, "keys")
-        return dot(self._moved(queries), alike(keys, queries))
+        """Return s = qᵀ W k."""
+        require_shapes(queries, keys)
+        require_width(keys, self.key_dim, "keys")
+        return dot(self._projected(queries), alike(keys, queries))
 
     def fold(self, queries: Tensor) -> Fold:
-        """The dot product with Wᵀq."""
-        return Fold(Metric.DOT, self._moved(queries), 1.0)
+        """Return the fold: the dot product with Wᵀq."""
+        return Fold(Metric.DOT, self._projected(queries), 1.0)
 
     def extra_repr(self) -> str:
-        """The widths."""
+        """Return the widths, for `repr`."""
         return f"{self.query_dim}, {self.key_dim}"
 
-    def _moved(self, queries: Tensor) -> Tensor:
-        wide(queries, self.query_dim, "queries")
+    def _projected(self, queries: Tensor) -> Tensor:
+        require_width(queries, self.query_dim, "queries")
         return queries @ self.weight.to(queries)
 
 
 def dot(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> (…, q, n) or (…, q, k)
-    """q·k of shared or own keys, alike in dtype and device."""
+    """Return q·k for shared keys or each query's own keys; queries and keys have one dtype and device."""
     if keys.ndim > queries.ndim:
-        if keys.device.type != "cpu":  # no faster as a product of matrices, which TF32 would round
+        if keys.device.type != "cpu":  # a matrix product is no faster there, and TF32 would round it
             return (keys * queries.unsqueeze(-2)).sum(-1)
         return (keys @ queries.unsqueeze(-1)).squeeze(-1)
     return queries @ keys.mT
 
 
 def length(vectors: Tensor) -> Tensor:  # (…, d) -> (…)
-    """‖x‖, or infinity for a zero vector, so that dividing by it gives 0 and a gradient of 0."""
-    # float64 holds the squares of every float32: neither 1e-30 nor 1e30 is lost
-    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
-    return found.masked_fill(found < torch.finfo(found.dtype).tiny, torch.inf)
+    """Return ‖x‖, or infinity for a zero vector: a division by it then gives 0 and a gradient of 0."""
+    # float64 holds the square of every float32, of 1e-30 as of 1e30
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
+    return norms.masked_fill(norms < torch.finfo(norms.dtype).tiny, torch.inf)
 
 
 def unit(vectors: NDArray[Any]) -> NDArray[np.float32]:  # (…, d) -> (…, d)
-    """Vectors scaled to length 1; a zero vector stays zero."""
-    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.where(lengths == 0, 1, lengths), np.float32)
+    """Return the vectors scaled to length 1; a zero vector stays zero."""
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.where(norms == 0, 1, norms), np.float32)

@@ -1,4 +1,4 @@
-"""Protocol of scores, their folding into a form that an index can find, and their checks."""
+"""Protocol of scores, their folds (queries that an index can answer), and checks of shapes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from softdb.check import Metric, attribute
 from softdb.errors import BadInput
 
 ScoreFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Anything that compares queries (q, d) with shared keys (n, d) and returns (q, n); enough for an exact soft query."""
+"""A callable that compares queries (q, d) with shared keys (n, d) and returns (q, n); enough for exact soft queries."""
 
 
 class Fold(NamedTuple):
-    """A score as an index must see it.
+    """A query that an index can answer in place of a score.
 
-    The records nearest to `queries` by `metric` are the score's nearest records to the queries it was made of. Where
-    `scale` is not None, more is true: s(q, k) = scale · m(folded q, k) + bias with scale > 0, and m the metric's own
+    The records nearest to the folded `queries` by `metric` are the nearest records by the score to the original
+    queries. If `scale` is not None, then also s(q, k) = scale · m(folded q, k) + bias, where m is the metric's own
     score (q·k, the cosine, or -‖q - k‖²).
     """
 
     metric: Metric
     queries: Tensor  # (…, q, d) as wide as the keys, with gradient to the score's queries and parameters
-    scale: Tensor | float | None  # above 0; None: the order is the same and nothing more is promised
+    scale: Tensor | float | None  # above 0; None: only the order is the same
     bias: Tensor | float = 0.0  # (…, q)
 
 
 class Score(Protocol):
-    """A score: how close keys are to queries.
+    """A score: a number for each query and key, larger for closer keys.
 
-    Keys come in any floating dtype, on any device, and are compared in the queries' dtype, on the queries' device.
-    They are shared by all queries, or each query has its own (one dimension more); leading dimensions are a batch.
-    Differentiable in queries, keys and parameters, with finite gradients everywhere. Raises BadInput for widths that
-    do not fit.
+    Keys of any floating dtype and device are compared in the queries' dtype, on the queries' device. All queries share
+    the keys, or each query has its own (one more dimension); leading dimensions are a batch. A score is differentiable
+    in queries, keys and parameters, with finite gradients everywhere, and raises BadInput for widths that do not fit.
     """
 
     def __call__(
@@ -42,17 +41,17 @@ class Score(Protocol):
         queries: Tensor,  # (…, q, d)
         keys: Tensor,  # (…, n, d) shared by all queries, or (…, q, k, d) each query's own
     ) -> Tensor:  # (…, q, n) or (…, q, k)
-        """Scores of keys; larger is closer."""
+        """Return the scores of the keys."""
 
     def fold(self, queries: Tensor) -> Fold | None:  # (…, q, d)
-        """Return the form in which an index must see this score; None where no index can find its nearest records."""
+        """Return queries that an index can answer in place of this score; None if no index can."""
 
 
 def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…, q, d)
-    """Return the form in which an index must see a score; None where no index can find its nearest records.
+    """Return queries that an index can answer in place of a score; None if no index can.
 
-    A plain callable has no fold, unless it carries an attribute `metric`, a softdb.check.Metric: that says that it
-    ranks records as the metric does, for the queries as they are.
+    A plain callable has no fold, unless its attribute `metric` is a softdb.check.Metric: the callable must then rank
+    records as that metric does, for unchanged queries.
     """
     own = attribute(score, "fold")
     if callable(own):
@@ -65,10 +64,10 @@ def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…,
 
 
 def metric_of(score: Score | ScoreFunction) -> Metric:
-    """The metric that ranks records as a score does, for the queries as they are.
+    """Return the metric that ranks records as a score does, for unchanged queries.
 
-    Raises BadInput for a score that names none: a plain callable, one that moves the queries first (`fold` tells
-    where to), or one with a bandwidth for each coordinate.
+    Raises BadInput for a score without one: a plain callable, a score that transforms the queries (see `fold`), or one
+    with a bandwidth for each coordinate.
     """
     metric = attribute(score, "metric")
     if not isinstance(metric, Metric):
@@ -80,19 +79,19 @@ def metric_of(score: Score | ScoreFunction) -> Metric:
 
 
 def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
-    """Width that queries must have: a score's own `query_dim`, where it has one, else as wide as the keys."""
+    """Return the width that queries must have: the score's `query_dim` if it has one, else the keys' width."""
     return int(attribute(score, "query_dim", key_dim))
 
 
 def alike(keys: Tensor, queries: Tensor) -> Tensor:  # (…, n, d) or (…, q, k, d), (…, q, d) -> as keys
-    """Keys in the queries' dtype, on their device."""
-    # two steps: the narrow column is what travels between devices
+    """Return the keys in the queries' dtype, on their device."""
+    # the device first: the stored dtype may be narrower, so fewer bytes are copied
     return keys.to(queries.device).to(queries.dtype)
 
 
 def comparable(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> as keys
-    """Keys as `alike` makes them. Raises BadInput where they are not as wide as the queries or do not meet them."""
-    meet(queries, keys)
+    """Return keys of the queries' width in their dtype, on their device. Raises BadInput for shapes that do not fit."""
+    require_shapes(queries, keys)
     if queries.shape[-1] != keys.shape[-1]:
         raise BadInput(
             f"queries are {queries.shape[-1]} wide but the keys are {keys.shape[-1]} wide (shapes "
@@ -101,11 +100,11 @@ def comparable(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n
     return alike(keys, queries)
 
 
-def meet(queries: Tensor, keys: Tensor) -> None:  # (…, q, d_q), (…, n, d_k) or (…, q, k, d_k)
-    """Raises BadInput where keys are neither shared by all queries nor each query's own."""
-    more = keys.ndim - queries.ndim
-    fits = queries.ndim > 1 and more in (0, 1) and (not more or keys.shape[-3] in (1, queries.shape[-2]))
-    leading = zip(queries.shape[:-2], keys.shape[: -2 - more], strict=True)
+def require_shapes(queries: Tensor, keys: Tensor) -> None:  # (…, q, d_q), (…, n, d_k) or (…, q, k, d_k)
+    """Raise BadInput unless all queries share the keys or each query has its own."""
+    own = keys.ndim - queries.ndim  # 1 for each query's own keys, 0 for shared keys
+    fits = queries.ndim > 1 and own in (0, 1) and (not own or keys.shape[-3] in (1, queries.shape[-2]))
+    leading = zip(queries.shape[:-2], keys.shape[: -2 - own], strict=True)
     if not (fits and all(a == b or 1 in (a, b) for a, b in leading)):
         raise BadInput(
             f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; expected queries (…, q, d) with "
@@ -113,8 +112,8 @@ def meet(queries: Tensor, keys: Tensor) -> None:  # (…, q, d_q), (…, n, d_k)
         )
 
 
-def wide(tensor: Tensor, width: int, name: str) -> None:  # (…, d)
-    """Raises BadInput where a tensor is not as wide as the score was made for."""
+def require_width(tensor: Tensor, width: int, name: str) -> None:  # (…, d)
+    """Raise BadInput unless a tensor has the width that the score was made for."""
     if tensor.shape[-1] != width:
         raise BadInput(
             f"{name} are {tensor.shape[-1]} wide (shape {tuple(tensor.shape)}) but this score was made for {width}; "

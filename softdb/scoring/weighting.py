@@ -1,4 +1,4 @@
-"""Protocol of weightings, and functions that their files share."""
+"""Protocol of weightings, and functions that all weightings use."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 
 class Weighed(NamedTuple):
-    """Weights that a weighting makes of scores (…, k)."""
+    """Weights of scores (…, k), with z = score / temperature."""
 
     weights: Tensor  # (…, k)
     lse: Tensor  # (…): the smoothed largest z; -inf where nothing is live
-    threshold: Tensor  # (…), in units of scores: an unseen live entry that scores no more weighs 0, and changes nothing
+    threshold: Tensor  # (…) a score: any further live entry that scores at most this would weigh 0 and change nothing
 
 
 @runtime_checkable
 class Weighting(Protocol):
-    """Makes weights of scores.
+    """A function from scores to weights.
 
-    Common to all: a dead entry weighs exactly 0 and gets no gradient, whatever stands there. Nothing live: weights 0,
-    lse -inf, gradients 0. One live: it weighs 1. A live score of -inf weighs 0, as if dead (but `Uniform` reads no
-    scores); a live NaN makes its row NaN. The threshold has no gradient, is rounded down, and is -inf where nothing is
-    proven.
+    Rules for all weightings: a dead entry weighs exactly 0 and gets no gradient, whatever its score. Without a live
+    entry weights and gradients are 0 and lse is -inf. A single live entry weighs 1. A live score of -inf weighs 0, as
+    if dead (but `Uniform` ignores scores); a live NaN makes its row NaN. The threshold has no gradient, is rounded
+    down, and is -inf if the weighting has none.
     """
 
     @property
     def name(self) -> str:
-        """Name by which `weighting` knows it."""
+        """Name that `softdb.weights.weighting` accepts."""
 
     @property
     def sparse(self) -> bool:
@@ -40,23 +40,23 @@ class Weighting(Protocol):
         temperature: float,  # above 0
         live: Tensor,  # (…, k) bool
     ) -> Weighed:  # (…, k), (…), (…)
-        """Weights of the live entries, the smoothed largest z, and the score below which nothing counts."""
+        """Return the weights, lse and the threshold."""
 
 
 def divisor(temperature: float, dtype: torch.dtype) -> float:
-    """The temperature as something scores of that dtype can be divided by: never rounded to 0 or to infinity."""
+    """Return the temperature clamped to the range of a dtype: never rounded to 0 or infinity."""
     bounds = torch.finfo(dtype)
     return min(max(temperature, bounds.tiny), bounds.max)
 
 
 def masked(scores: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:  # (…, k), (…, k) bool -> (…, k), (…)
-    """Scores, -inf where dead, and the largest of each row, without gradient."""
+    """Return the scores, -inf where dead, and the largest of each row, without gradient."""
     scores = scores.masked_fill(~live, -torch.inf)
     return scores, largest(scores, -torch.inf)
 
 
-def largest(numbers: Tensor, none: float) -> Tensor:  # (…, k) -> (…)
-    """The largest number of each row, without gradient; `none` where there are no numbers."""
+def largest(numbers: Tensor, empty: float) -> Tensor:  # (…, k) -> (…)
+    """Return the largest number of each row, without gradient; `empty` for rows of no numbers."""
     if not numbers.shape[-1]:
-        return numbers.new_full(numbers.shape[:-1], none)
+        return numbers.new_full(numbers.shape[:-1], empty)
     return numbers.detach().amax(dim=-1)

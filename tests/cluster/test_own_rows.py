@@ -139,7 +139,7 @@ def made_of(url: str, dim: int, shards: int) -> Any:
     ("wrong", "match"),
     [
         ([np.nan, 1.0], "keys hold NaN or infinity"),
-        ([None, 1.0], "column 'vector' holds null; expected numbers alone"),
+        ([None, 1.0], "column 'vector' holds null; expected only numbers"),
         ([1e300, 1.0], "keys, cast to float32, hold NaN or infinity"),
     ],
 )

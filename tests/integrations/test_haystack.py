@@ -134,12 +134,12 @@ BAD_FILTERS: dict[str, tuple[Any, str]] = {
     "equalities": ({"a": 1, "b": "x"}, r'"AND", "conditions": \[\{"field": "meta.a", "operator": "==", "value": 1\}'),
     "a list": ([{"term": {"a": 1}}], "expected a dict"),
     "a function": (lambda one: True, "expected a dict"),
-    "lower case": ({"operator": "and", "conditions": []}, "around conditions stand AND, OR, NOT"),
+    "lower case": ({"operator": "and", "conditions": []}, "with conditions it is one of AND, OR, NOT"),
     "operator": (
         {"field": "meta.a", "operator": "contains", "value": 1},
-        r"there are ==, !=, >, >=, <, <=, in, not in",
+        r"with a field it is one of ==, !=, >, >=, <, <=, in, not in",
     ),
-    "an operator in a list": ({"field": "meta.a", "operator": [">"], "value": 1}, "there are =="),
+    "an operator in a list": ({"field": "meta.a", "operator": [">"], "value": 1}, "it is one of =="),
     "conditions": ({"operator": "AND", "conditions": {}}, "expected a list of filters"),
     "no field": ({"field": None, "operator": "==", "value": 1}, 'such as "meta.year"'),
     "embedding": ({"field": "embedding", "operator": "==", "value": None}, "holds no value to compare"),
@@ -537,7 +537,7 @@ def test_a_store_on_a_table_travels_by_its_address(table: str) -> None:
         assert (travelled.mode, travelled.count_documents()) == ("r", 4)
         for one in (*stores, travelled):
             one.close()
-        assert stores[0]._held is None
+        assert stores[0]._shared is None
 
 
 def test_threads_of_one_handle_read_while_others_write(table: str) -> None:

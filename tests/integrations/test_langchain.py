@@ -280,7 +280,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "LIKE": (lambda s: s.similarity_search("q", filter=Comparison(Comparator.LIKE, "n", "x")), "use CONTAIN"),
     "mode": (lambda s: s.similarity_search("q", mode="bm25"), "expected 'vector', 'text' or 'hybrid'"),
-    "query": (lambda s: s.similarity_search([1.0]), "by vector ask similarity_search_by_vector"),
+    "query": (lambda s: s.similarity_search([1.0]), "for a vector call similarity_search_by_vector"),
     "lambda": (lambda s: s.max_marginal_relevance_search("q", lambda_mult=2), "from 0 .diverse. to 1"),
     "k": (lambda s: s.similarity_search("q", k=0), "k is 0"),
     "width": (lambda s: s.similarity_search_by_vector([1.0, 2.0]), "queries are 2 wide but"),
@@ -301,7 +301,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "batch": (lambda s: s.add_texts(["x"], batch_size=0), "batch_size is 0"),
     "the wrong way round": (lambda s: SoftDBVectorStore("films", s.embedding), "expected LangChain's Embeddings"),
     "no embedding": (lambda s: SoftDBVectorStore(None), "there is no embedding; give one, or encoder="),
-    "an encoder": (lambda s: SoftDBVectorStore(HashedNGrams()), "or None, and encoder= of softdb's"),
+    "an encoder": (lambda s: SoftDBVectorStore(HashedNGrams()), "or None with encoder= for an encoder of softdb"),
     "settings": (lambda s: SoftDBVectorStore(s.embedding, s.db, metric="l2"), "metric given with an open database"),
     "both": (lambda s: s.delete(["a"], filter={}), "one of them"),
 }

@@ -342,8 +342,8 @@ def test_models_without_a_head_are_refused() -> None:
     small = {"vocab_size": V, "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
     sizes = {"vocab_size": V, "d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
     for model, message in (
-        (GPT2Model(gpt2().config), "GPT2Model has no output head that tells the next token"),
-        (BertForMaskedLM(BertConfig(**small)), "BertForMaskedLM has no output head that tells the next token"),
+        (GPT2Model(gpt2().config), "GPT2Model has no output head that predicts the next token"),
+        (BertForMaskedLM(BertConfig(**small)), "BertForMaskedLM has no output head that predicts the next token"),
         (T5ForConditionalGeneration(T5Config(**sizes)), "has an encoder and a decoder; give a causal model"),
         (torch.nn.Linear(2, 2), "Linear has no output head"),
     ):
@@ -354,7 +354,7 @@ def test_models_without_a_head_are_refused() -> None:
 def test_databases_that_do_not_fit_are_refused() -> None:
     settings: list[tuple[dict[str, Any], str]] = [
         ({"dim": D + 1, "num_classes": V}, f"hidden states are {D} wide but the keys {D + 1}"),
-        ({"dim": D, "num_classes": V - 1}, f"tells {V} tokens apart but num_classes of the database is {V - 1}"),
+        ({"dim": D, "num_classes": V - 1}, f"the model has {V} tokens but num_classes of the database is {V - 1}"),
         ({"dim": D}, "num_classes of the database is None"),
         ({"dim": D, "num_classes": V}, "holds no records"),
     ]

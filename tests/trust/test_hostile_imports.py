@@ -132,7 +132,7 @@ def test_points_of_qdrant_that_are_no_plain_table(qdrant: tuple[Path, sqlite3.Co
     for statement in schema:
         qdrant[1].execute(statement)
     qdrant[1].close()
-    refused(qdrant[0], r"storage\.sqlite: points is no plain table; only a folder as Qdrant writes it is read")
+    refused(qdrant[0], r"storage\.sqlite: points is no plain table; give a folder that Qdrant has written")
 
 
 @pytest.mark.parametrize("memory", ["memo", "doubled"])
@@ -172,7 +172,7 @@ def test_what_stands_for_a_file_in_a_folder(tmp_path: Path, folder: str, put: Ca
     deep.mkdir(parents=True)
     (tmp_path / folder / marks[folder]).write_text("{}")
     put(deep / "data.bin")
-    refused(tmp_path / folder, rf"{folder} holds 'data.bin', a link or no file; put a copy there")
+    refused(tmp_path / folder, rf"{folder} holds 'data.bin', a link or no file; replace it by a copy")
 
 
 def test_files_of_hugging_face_outside_of_the_folder(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_lance_table_with_files_elsewhere(tmp_path: Path) -> None:
     lance.write_dataset(table, str(tmp_path / "a.lance")).shallow_clone(str(tmp_path / "b.lance"), reference=1)
     refused(
         tmp_path / "b.lance",
-        r"b\.lance keeps files outside of its folder, which are not read; import a deep copy",
+        r"b\.lance has files outside of its folder, which are not read; import a deep copy",
     )
 
 

@@ -55,7 +55,7 @@ def endless(file: Any, outside: Path) -> None:
         (external_link, r"x\.h5: 'train' is a link, which is not followed; copy the array into the file"),
         (soft_link, r"x\.h5: 'train' is a link, which is not followed"),
         (virtual, r"x\.h5: 'train' lies in other files, which are not read"),
-        (endless, r"x\.h5 says .* vectors and holds 0 bytes of them"),
+        (endless, r"x\.h5 says .* vectors but stores 0 bytes"),
     ],
 )
 def test_arrays_of_hdf5_in_other_files(tmp_path: Path, make: Callable[[Any, Path], None], match: str) -> None:

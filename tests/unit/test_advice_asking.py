@@ -218,7 +218,7 @@ def test_keys_of_another_encoder_are_made_anew(folder: Path) -> Steps:
         np.testing.assert_array_equal(db.get(["a"]).keys, new(["a fox"]))
 
 
-@advice("import it into one that is opened with metric=")
+@advice("import into a database with metric=")
 def test_another_metric_needs_another_database(folder: Path) -> Steps:
     with three(metric="l2") as db:
         export_records(db, folder / "r.jsonl")

@@ -215,7 +215,7 @@ def test_a_linear_additive_score_has_weights(folder: Path) -> Steps:
         assert score(QUERIES, torch.from_numpy(KEYS)).shape == (3, 50)
 
 
-@advice("got both widths and weights=; the weights have their widths, give one")
+@advice("got both widths and weights=; give only weights=, which have the widths")
 def test_an_additive_score_takes_one_of_both(folder: Path) -> Steps:
     yield lambda: scores.LinearAdditive(query_dim=4, key_dim=4, weights=torch.ones(2, 4).unbind())
     assert scores.LinearAdditive(weights=torch.ones(2, 4).unbind())(QUERIES, torch.from_numpy(KEYS)).shape == (3, 50)

@@ -210,7 +210,7 @@ def test_keys_of_another_encoder_are_not_imported(tmp_path: Path) -> None:
         export_records(db, tmp_path / "out.jsonl")
     with softdb.open(None, dim=64, metric="cosine") as db:
         db.core.store.note_encoder("other")
-        with pytest.raises(softdb.BadInput, match="keys were made by the encoder 'ngrams', this one's by 'other'"):
+        with pytest.raises(softdb.BadInput, match="keys were made by the encoder 'ngrams', this database's by 'other'"):
             import_records(db, read_records(tmp_path / "out.jsonl"))
         assert not len(db)
 

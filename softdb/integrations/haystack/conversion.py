@@ -1,7 +1,7 @@
-"""Haystack's documents as records, and back.
+"""Conversion of Haystack's documents to records and back.
 
-`content` is the text, `embedding` the key (a document without one is a record without a key), `meta` the payload. What
-else a document has (blob, sparse embedding, score) lies in the payload's field "_haystack".
+`content` is the text, `embedding` the key (a document without an embedding is a record without a key) and `meta` the
+payload. The payload's field "_haystack" holds a document's blob, sparse embedding and score.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from softdb.check import shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.integrations.haystack_filters import PARTS
+from softdb.integrations.haystack_filters import EXTRAS
 
 try:
     from haystack.dataclasses import ByteStream, Document, SparseEmbedding
@@ -22,51 +22,51 @@ except ImportError as error:
 
 
 def require_documents(documents: object, dim: int) -> list[Any]:
-    """Documents with embeddings of that width, or none. Raises BadInput."""
-    if not isinstance(documents, list) or not all(isinstance(one, Document) for one in documents):
+    """Return the documents. Raises BadInput unless each is a Document without embedding or with one of that width."""
+    if not isinstance(documents, list) or not all(isinstance(doc, Document) for doc in documents):
         raise BadInput(f"documents are {shown(documents)}; expected a list of Haystack's Document")
-    for one in documents:
-        if one.embedding is not None and len(one.embedding) != dim:
+    for doc in documents:
+        if doc.embedding is not None and len(doc.embedding) != dim:
             raise BadInput(
-                f"document {shown(one.id)} has an embedding of {len(one.embedding)} numbers, the store's have {dim}; "
-                f"embed it with the model of the others, or make a store with embedding_dim={len(one.embedding)}"
+                f"document {shown(doc.id)} has an embedding of {len(doc.embedding)} numbers, the store's have {dim}; "
+                f"embed it with the model of the others, or make a store with embedding_dim={len(doc.embedding)}"
             )
     return documents
 
 
-def payload_of(one: Any) -> dict[str, Any]:
-    """The payload of a document."""
-    parts: dict[str, Any] = {}
-    if one.blob is not None:
-        data = base64.b64encode(one.blob.data).decode()
-        parts["blob"] = {"data": data, "mime_type": one.blob.mime_type, "meta": one.blob.meta}
-    if one.sparse_embedding is not None:
-        parts["sparse_embedding"] = one.sparse_embedding.to_dict()
-    if one.score is not None:
-        parts["score"] = one.score
-    return {**plain_meta(one.meta), **({PARTS: parts} if parts else {})}
+def payload_of(doc: Any) -> dict[str, Any]:
+    """Return the payload of a document."""
+    extras: dict[str, Any] = {}
+    if doc.blob is not None:
+        data = base64.b64encode(doc.blob.data).decode()
+        extras["blob"] = {"data": data, "mime_type": doc.blob.mime_type, "meta": doc.blob.meta}
+    if doc.sparse_embedding is not None:
+        extras["sparse_embedding"] = doc.sparse_embedding.to_dict()
+    if doc.score is not None:
+        extras["score"] = doc.score
+    return {**plain_meta(doc.meta), **({EXTRAS: extras} if extras else {})}
 
 
 def plain_meta(meta: object) -> dict[str, Any]:
-    """A document's meta. Raises BadInput where it is no dict, or names the field that is softdb's own."""
-    if not isinstance(meta, dict) or PARTS in meta:
-        raise BadInput(f"meta is {shown(meta)}; expected a dict without the field {PARTS!r}, which softdb uses itself")
+    """Return a document's meta. Raises BadInput unless it is a dict without softdb's own field."""
+    if not isinstance(meta, dict) or EXTRAS in meta:
+        raise BadInput(f"meta is {shown(meta)}; expected a dict without the field {EXTRAS!r}, which softdb uses itself")
     return meta
 
 
 def document(
     name: object, text: str | None, payload: Any, score: float | None = None, key: Tensor | None = None
 ) -> Any:
-    """The document that a record is; a payload that is no object becomes the field "payload" of its meta."""
+    """Return a record as a Document. A payload that is not a JSON object becomes the field "payload" of its meta."""
     meta = dict(payload) if isinstance(payload, dict) else {} if payload is None else {"payload": payload}
-    parts = meta.pop(PARTS, {})
-    blob, sparse = parts.get("blob"), parts.get("sparse_embedding")
+    extras = meta.pop(EXTRAS, {})
+    blob, sparse = extras.get("blob"), extras.get("sparse_embedding")
     return Document(
         id=str(name),
         content=text,
         meta=meta,
         blob=blob and ByteStream(base64.b64decode(blob["data"]), blob["meta"], blob["mime_type"]),
         sparse_embedding=sparse and SparseEmbedding.from_dict(sparse),
-        score=parts.get("score") if score is None else score,
+        score=extras.get("score") if score is None else score,
         embedding=None if key is None else key.tolist(),
     )

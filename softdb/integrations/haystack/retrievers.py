@@ -14,7 +14,7 @@ from softdb.integrations.haystack.store import SoftDBDocumentStore
 
 
 class _Retriever:
-    """Base of the three: their settings, and the arguments of a run that replace them."""
+    """Base of the three retrievers: their settings, which the arguments of a run replace."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class _Retriever:
         try:
             self.filter_policy = FilterPolicy(filter_policy)
         except ValueError:
-            policies = ", ".join(one.value for one in FilterPolicy)
+            policies = ", ".join(policy.value for policy in FilterPolicy)
             raise BadInput(f"filter_policy is {shown(filter_policy)}; expected one of {policies}") from None
         self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
 
@@ -42,16 +42,16 @@ class _Retriever:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """A retriever made so."""
+        """Return a retriever with the arguments of `to_dict`."""
         return default_from_dict(cls, data)
 
     def close(self) -> None:
-        """Close the document store, as a pipeline's `close()` asks."""
+        """Close the document store; a pipeline's `close()` calls this."""
         self.document_store.close()
 
     close_async = awaited(close)
 
-    def _asked(self, filters: Any, top_k: int | None, scale_score: bool | None) -> dict[str, Any]:
+    def _settings(self, filters: Any, top_k: int | None, scale_score: bool | None) -> dict[str, Any]:
         return {
             "filters": apply_filter_policy(self.filter_policy, self.filters, filters),
             "top_k": self.top_k if top_k is None else top_k,
@@ -72,17 +72,16 @@ class SoftDBEmbeddingRetriever(_Retriever):
         scale_score: bool | None = None,
         return_embedding: bool = False,
     ) -> dict[str, list[Document]]:
-        """The documents; what is given here stands for what the retriever was made with."""
-        asked = self._asked(filters, top_k, scale_score)
-        found = self.document_store.embedding_retrieval(query_embedding, **asked, return_embedding=return_embedding)
-        return {"documents": found}
+        """Return the documents; an argument that is given replaces the retriever's setting."""
+        settings = {**self._settings(filters, top_k, scale_score), "return_embedding": return_embedding}
+        return {"documents": self.document_store.embedding_retrieval(query_embedding, **settings)}
 
     run_async = awaited(run)
 
 
 @component
 class SoftDBKeywordRetriever(_Retriever):
-    """Documents that match the words of a query best, by BM25."""
+    """Documents whose words match a query best, by BM25."""
 
     @component.output_types(documents=list[Document])
     def run(
@@ -92,15 +91,15 @@ class SoftDBKeywordRetriever(_Retriever):
         top_k: int | None = None,
         scale_score: bool | None = None,
     ) -> dict[str, list[Document]]:
-        """The documents; what is given here stands for what the retriever was made with."""
-        return {"documents": self.document_store.bm25_retrieval(query, **self._asked(filters, top_k, scale_score))}
+        """Return the documents; an argument that is given replaces the retriever's setting."""
+        return {"documents": self.document_store.bm25_retrieval(query, **self._settings(filters, top_k, scale_score))}
 
     run_async = awaited(run)
 
 
 @component
 class SoftDBHybridRetriever(_Retriever):
-    """Documents best by words and vectors together; `fusion` as of `SoftDB.search`."""
+    """Documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
 
     def __init__(
         self,
@@ -123,9 +122,8 @@ class SoftDBHybridRetriever(_Retriever):
         top_k: int | None = None,
         scale_score: bool | None = None,
     ) -> dict[str, list[Document]]:
-        """The documents; what is given here stands for what the retriever was made with."""
-        asked = self._asked(filters, top_k, scale_score)
-        found = self.document_store.hybrid_retrieval(query, query_embedding, **asked, fusion=self.fusion)
-        return {"documents": found}
+        """Return the documents; an argument that is given replaces the retriever's setting."""
+        settings = {**self._settings(filters, top_k, scale_score), "fusion": self.fusion}
+        return {"documents": self.document_store.hybrid_retrieval(query, query_embedding, **settings)}
 
     run_async = awaited(run)

@@ -17,9 +17,9 @@ from softdb.cluster import open as open_table
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, MissingDependency, UnknownId
 from softdb.filters import parse
-from softdb.integrations.documents import awaited, found, of_one_state, opened, own_ids, relevance, settled, stored
+from softdb.integrations.documents import awaited, open_store, own_ids, relevance, retried, retry, search_one, stored
 from softdb.integrations.haystack.conversion import document, payload_of, plain_meta, require_documents
-from softdb.integrations.haystack_filters import PARTS, where_of
+from softdb.integrations.haystack_filters import EXTRAS, where_of
 from softdb.opening import table_at
 from softdb.store.paths import field_names
 
@@ -33,45 +33,46 @@ except ImportError as error:
 
 
 class DuplicateDocument(DuplicateId, DuplicateDocumentError):
-    """A document of that id is stored already, or comes twice; nothing was written."""
+    """A document's id is stored already, or repeated; nothing was written."""
 
 
 class RefusedFilter(BadFilter, FilterError):
-    """A filter is not in Haystack's dialect, or asks what softdb cannot answer; nothing was read."""
+    """A filter is not in Haystack's dialect, or softdb does not support it; nothing was read."""
 
 
 class _Shared:
-    """One database, or cluster, that writes, and the stores of this process that use it."""
+    """A database or cluster, and the stores of this process that use it."""
 
     def __init__(self, db: SoftDB | TableCluster, own: bool = True) -> None:
-        self.db, self.own = db, own  # `own`: it is closed with the last of them
+        self.db, self.own = db, own  # `own`: closing the last store closes it
         self.users: weakref.WeakSet[SoftDBDocumentStore] = weakref.WeakSet()
 
 
-_shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()  # by path
-_sharing = threading.Lock()
+_shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()  # writers, by path
+_lock = threading.Lock()  # of `_shared` and of the users
 
 
 class SoftDBDocumentStore:
     """A database as a Haystack document store.
 
-        store = SoftDBDocumentStore("films", embedding_dim=384)  # made where nothing is there
+        store = SoftDBDocumentStore("films", embedding_dim=384)  # creates the directory if it is missing
         store.write_documents([Document(content="In space no one can hear you scream", embedding=vector)])
         store.filter_documents({"field": "meta.year", "operator": ">=", "value": 1979})
 
     Args:
-        path: the directory; None keeps documents in memory. Stores of one process that write to one path share it. Or a
-            cluster's table: its address, or an open handle, which `close` leaves open. It is searched by vector alone.
-        embedding_dim: the width of embeddings, 768 for a new database; an existing one says it itself.
-        metric: "cosine" (a new one's), "dot" or "l2".
-        fields: of `meta`, to be indexed for filters.
-        text_index: of a new database, "words" or "trigram"; what keyword and hybrid retrieval search.
+        path: the directory; None keeps documents in memory. Stores of one process that write to the same path share its
+            database. Or a cluster's table, searched by vector alone: its address, or an open handle, which `close`
+            leaves open.
+        embedding_dim: the width of embeddings, by default 768 for a new database.
+        metric: "cosine" (the default of a new database), "dot" or "l2".
+        fields: fields of `meta` to index for filters.
+        text_index: the text index of a new database, "words" or "trigram", for keyword and hybrid retrieval.
         mode: "r" reads beside a writer in another process, and sees at each call what has been committed.
 
-    Documents are written all or none; one without an embedding is found by filters and words alone. The database is
-    the attribute `db`, with every call of its own. Every method has its twin `…_async`, which runs in a thread.
+    A call writes all of its documents or none. Only filters and words find a document without an embedding. The
+    attribute `db` is the database, for all other calls. Every method has a form `…_async`, which runs in a thread.
 
-    Raises what `softdb.open` does, and BadInput where a path is open with other settings.
+    Raises the errors of `softdb.open`, and BadInput if the path is open with other settings.
     """
 
     def __init__(
@@ -84,146 +85,146 @@ class SoftDBDocumentStore:
         text_index: Literal["words", "trigram"] = "words",
         mode: Literal["rw", "r"] = "rw",
     ) -> None:
-        given = path if isinstance(path, TableCluster) else None
-        self.path = _place(path) if given is None else given.url
+        cluster = path if isinstance(path, TableCluster) else None
+        self.path = _checked_path(path) if cluster is None else cluster.url
         declared = field_names(() if fields is None else fields)
         self.embedding_dim, self.metric, self.fields = embedding_dim, metric, fields
-        self.text_index, self.mode = text_index, mode if given is None else given.mode
-        with _sharing:
-            place = self.path if given is None and mode != "r" else None
-            if place is not None and "://" not in place:
-                place = os.path.realpath(place)
-            held = None if place is None else _shared.get(place)
-            if given is not None:
-                given.core.require_open()
-                held = _Shared(given, own=False)
-            if held is None or held.db.closed:
-                held = _Shared(self._opened())
-                if place is not None:
-                    _shared[place] = held
-            check.schema(embedding_dim, None, None, None, metric, held.db.core.schema)
-            if missing := set(declared) - set(held.db.fields):
-                if isinstance(held.db, TableCluster):
-                    raise BadInput(f"fields are {shown(fields)}, but a cluster declares none; leave them away")
-                held.db.index_field(*sorted(missing))
-            held.users.add(self)
-            self._held: _Shared | None = held
+        self.text_index, self.mode = text_index, mode if cluster is None else cluster.mode
+        with _lock:
+            key = self.path if cluster is None and mode != "r" else None
+            if key is not None and "://" not in key:
+                key = os.path.realpath(key)
+            shared = None if key is None else _shared.get(key)
+            if cluster is not None:
+                cluster.core.require_open()
+                shared = _Shared(cluster, own=False)
+            if shared is None or shared.db.closed:
+                shared = _Shared(self._open())
+                if key is not None:
+                    _shared[key] = shared
+            check.schema(embedding_dim, None, None, None, metric, shared.db.core.schema)
+            if missing := set(declared) - set(shared.db.fields):
+                if isinstance(shared.db, TableCluster):
+                    raise BadInput(f"fields are {shown(fields)}, but a cluster declares none; leave them out")
+                shared.db.index_field(*sorted(missing))
+            shared.users.add(self)
+            self._shared: _Shared | None = shared
 
-    def _opened(self) -> SoftDB | TableCluster:
+    def _open(self) -> SoftDB | TableCluster:
         if self.path is not None and table_at(self.path) is not None:
             mode: Any = self.mode
             return open_table(self.path, mode)
-        given = {"dim": self.embedding_dim, "metric": self.metric, "fields": self.fields, "mode": self.mode}
-        settings = {name: value for name, value in given.items() if value is not None}
-        return opened(self.path, lambda: {"dim": 768, "metric": "cosine"}, self.text_index, **settings)
+        settings = {"dim": self.embedding_dim, "metric": self.metric, "fields": self.fields, "mode": self.mode}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        return open_store(self.path, lambda: {"dim": 768, "metric": "cosine"}, self.text_index, **settings)
 
     @property
     def db(self) -> SoftDB | TableCluster:
         """The database, or the cluster. Raises Closed."""
-        if self._held is None:
+        if self._shared is None:
             raise Closed("this document store is closed; make another")
-        if self._held.db.mode == "r":
-            self._held.db.refresh()
-        return self._held.db
+        if self._shared.db.mode == "r":
+            self._shared.db.refresh()
+        return self._shared.db
 
     def close(self) -> None:
-        """End the use of the database; with the last store of this process that shares it, it is closed.
+        """Close the store, and its database unless another store of this process uses it.
 
-        A cluster's handle that was given stays open.
+        A cluster's handle that was passed to the store stays open.
         """
-        with _sharing:
-            held, self._held = self._held, None
-            if held is not None:
-                held.users.discard(self)
-                if held.own and not held.users:
-                    held.db.close()
+        with _lock:
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                shared.users.discard(self)
+                if shared.own and not shared.users:
+                    shared.db.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the store's arguments; one in memory comes back empty."""
+        """Return the store's arguments; they do not hold the documents of a store in memory."""
         settings = {name: getattr(self, name) for name in ("path", "embedding_dim", "metric", "text_index", "mode")}
         fields = None if self.fields is None else list(self.fields)
         return default_to_dict(self, **settings, fields=fields)  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SoftDBDocumentStore:
-        """A store made so."""
+        """Return a store with the arguments of `to_dict`."""
         return default_from_dict(cls, data)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Another process opens the database for reading; one in memory cannot travel (BadInput)."""
+        """Pickle the store: another process opens its database for reading. Raises BadInput for one in memory."""
         if self.path is None:
             raise BadInput("a document store in memory cannot be pickled; give it a path")
         return functools.partial(type(self), mode="r"), (self.path,)
 
-    @of_one_state
+    @retried
     def count_documents(self) -> int:
         """Return the number of documents."""
         return len(self.db)
 
-    @of_one_state
+    @retried
     def filter_documents(self, filters: dict[str, Any] | None = None) -> list[Document]:
-        """The documents that match, with their embeddings (float32), in the order of writing; a cluster's by shards."""
-        return [
-            document(one.id, one.text, one.payload, key=one.key)
-            for batch in self.db.scan(where=_where(filters))
-            for one in batch
-        ]
+        """Return the documents that match, with their embeddings (float32).
+
+        They come in the order of writing; those of a cluster shard by shard.
+        """
+        batches = self.db.scan(where=_where(filters))
+        return [document(each.id, each.text, each.payload, key=each.key) for batch in batches for each in batch]
 
     def write_documents(self, documents: list[Document], policy: DuplicatePolicy = DuplicatePolicy.NONE) -> int:
-        """Write all of the documents or none; how many were written.
+        """Write all of the documents or none, and return how many were written.
 
         Args:
-            policy: for ids that are stored already, or come twice. FAIL (and NONE) raise DuplicateDocument, OVERWRITE
-                keeps the last, SKIP the first.
+            policy: for ids that are stored already or repeated. FAIL (and NONE) raise DuplicateDocument, OVERWRITE
+                keeps the last document, SKIP the first.
 
-        Raises BadInput for what is no Document, an embedding of another width, or meta that is no JSON.
+        Raises BadInput for an object that is no Document, an embedding of another width, or meta that is not JSON.
         """
         db = self.db
         documents = require_documents(documents, db.dim)
         if not isinstance(policy, DuplicatePolicy):
             raise BadInput(f"policy is {shown(policy)}; expected a DuplicatePolicy")
         if policy is DuplicatePolicy.OVERWRITE:
-            documents = list({one.id: one for one in documents}.values())
+            documents = list({doc.id: doc for doc in documents}.values())
         elif policy is DuplicatePolicy.SKIP:
-            documents = list({one.id: one for one in reversed(documents)}.values())[::-1]
+            documents = list({doc.id: doc for doc in reversed(documents)}.values())[::-1]
         while True:
-            ids = own_ids(db, [one.id for one in documents])
+            ids = own_ids(db, [doc.id for doc in documents])
             if policy is DuplicatePolicy.SKIP:
-                there = settled(db, lambda: db.core.stored(ids))  # noqa: B023
-                new = [i for i, one in enumerate(there) if not one]
+                is_stored = retry(db, lambda: db.core.stored(ids))  # noqa: B023
+                new = [i for i, present in enumerate(is_stored) if not present]
                 documents, ids = [documents[i] for i in new], [ids[i] for i in new]
             if not documents:
                 return 0
-            keys, texts = [one.embedding for one in documents], [one.content for one in documents]
+            keys, texts = [doc.embedding for doc in documents], [doc.content for doc in documents]
             put = db.upsert if policy is DuplicatePolicy.OVERWRITE else db.insert
             try:
-                put(ids, keys, payloads=[payload_of(one) for one in documents], texts=texts)
+                put(ids, keys, payloads=[payload_of(doc) for doc in documents], texts=texts)
             except DuplicateId as error:
-                if policy is DuplicatePolicy.SKIP:  # written by another thread, or handle, since
+                if policy is DuplicatePolicy.SKIP:  # another thread or handle has inserted one since
                     db.refresh()
                     continue
                 raise DuplicateDocument(f"{error}; or choose a policy: SKIP, OVERWRITE") from None
             return len(documents)
 
     def delete_documents(self, document_ids: list[str]) -> None:
-        """Delete documents; ids that are not stored are fine."""
+        """Delete documents; ids that are not stored are ignored."""
         self.db.delete(own_ids(self.db, document_ids))
 
-    @of_one_state
+    @retried
     def delete_all_documents(self, recreate_index: bool = False) -> None:
-        """Delete all documents; with `recreate_index` their room on disk is given back, too."""
+        """Delete all documents; with `recreate_index` also release their space on disk."""
         self.db.delete(where={})
         if recreate_index:
             self.db.compact()
 
-    @of_one_state
+    @retried
     def delete_by_filter(self, filters: dict[str, Any]) -> int:
-        """Delete the documents that match; how many there were."""
+        """Delete the documents that match, and return their number."""
         return self.db.delete(where=_where(filters) or {})
 
-    @of_one_state
+    @retried
     def update_by_filter(self, filters: dict[str, Any], meta: dict[str, Any]) -> int:
-        """Set these fields in the meta of the documents that match, in one commit; how many there were."""
+        """Set fields in the meta of the documents that match, in one commit, and return the number of documents."""
         meta = plain_meta(meta)
         while True:
             ids: list[Id] = []
@@ -235,41 +236,41 @@ class SoftDBDocumentStore:
                 if ids:
                     self.db.update(ids, payloads=payloads)
                 return len(ids)
-            except UnknownId:  # deleted since it was read
+            except UnknownId:  # deleted since the scan
                 self.db.refresh()
 
-    @of_one_state
+    @retried
     def count_documents_by_filter(self, filters: dict[str, Any]) -> int:
         """Return the number of documents that match."""
         return self.db.count(_where(filters))
 
-    @of_one_state
+    @retried
     def count_unique_metadata_by_filter(self, filters: dict[str, Any], metadata_fields: list[str]) -> dict[str, int]:
-        """Return the number of different values of each field in the documents that match."""
-        kinds: dict[str, set[str]] = {name.removeprefix("meta."): set() for name in metadata_fields}
+        """Return the number of distinct values of each field in the documents that match."""
+        values: dict[str, set[str]] = {name.removeprefix("meta."): set() for name in metadata_fields}
         for meta in self._metas(filters):
-            for name, values in kinds.items():
+            for name, distinct in values.items():
                 if meta.get(name) is not None:
-                    values.add(json.dumps(meta[name], sort_keys=True))
-        return {name: len(values) for name, values in kinds.items()}
+                    distinct.add(json.dumps(meta[name], sort_keys=True))
+        return {name: len(distinct) for name, distinct in values.items()}
 
-    @of_one_state
+    @retried
     def get_metadata_fields_info(self) -> dict[str, dict[str, str]]:
-        """Each field of the documents' meta and its type: "boolean", "int", "float" or "keyword"."""
+        """Return the type of each field of the documents' meta: "boolean", "int", "float" or "keyword"."""
         types = {bool: "boolean", int: "int", float: "float"}
         fields = {name: value for meta in self._metas() for name, value in meta.items() if value is not None}
         return {name: {"type": types.get(type(value), "keyword")} for name, value in fields.items()}
 
-    @of_one_state
+    @retried
     def get_metadata_field_min_max(self, metadata_field: str) -> dict[str, Any]:
-        """The least and largest number, or text, of a field; None where there are none, or both."""
+        """Return the least and largest number or text of a field; None for neither or for both kinds."""
         values: list[Any] = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas()]
         values = [value for value in values if isinstance(value, int | float | str)]
         if not values or len({isinstance(value, str) for value in values}) > 1:
             return {"min": None, "max": None}
         return {"min": min(values), "max": max(values)}
 
-    @of_one_state
+    @retried
     def get_metadata_field_unique_values(
         self,
         metadata_field: str,
@@ -278,13 +279,13 @@ class SoftDBDocumentStore:
         size: int = 10,
         filters: dict[str, Any] | None = None,
     ) -> tuple[list[Any], int]:
-        """A page of the different values of a field, in the order of their text, and how many there are in all."""
+        """Return a page of the distinct values of a field, in the order of their text, and their total number."""
         values = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas(filters)]
-        kinds = {json.dumps(value, sort_keys=True): value for value in values if value is not None}
-        kept = [kind for kind in kinds.values() if (search_term or "").lower() in str(kind).lower()]
-        kept.sort(key=lambda one: (str(one), type(one).__name__))
+        distinct = {json.dumps(value, sort_keys=True): value for value in values if value is not None}
+        matches = [value for value in distinct.values() if (search_term or "").lower() in str(value).lower()]
+        matches.sort(key=lambda value: (str(value), type(value).__name__))
         first = check.integer(from_, "from_", 0)
-        return kept[first : first + check.integer(size, "size", 0)], len(kept)
+        return matches[first : first + check.integer(size, "size", 0)], len(matches)
 
     def embedding_retrieval(
         self,
@@ -294,17 +295,17 @@ class SoftDBDocumentStore:
         scale_score: bool = False,
         return_embedding: bool = False,
     ) -> list[Document]:
-        """The documents nearest to an embedding (d,), with their scores, best first; those without one are not found.
+        """Return the documents nearest to an embedding (d,), with their scores, best first.
 
-        scale_score: scores from 0 to 1, by `softdb.integrations.documents.relevance`.
+        scale_score: scale scores to 0 … 1 by `softdb.integrations.documents.relevance`.
         """
-        return self._retrieved(None, filters, top_k, scale_score, return_embedding, queries=[query_embedding])
+        return self._retrieve(None, filters, top_k, scale_score, return_embedding, queries=[query_embedding])
 
     def bm25_retrieval(
         self, query: str, filters: dict[str, Any] | None = None, top_k: int = 10, scale_score: bool = False
     ) -> list[Document]:
-        """The documents that match the words of a text best (BM25), with their scores."""
-        return self._retrieved("text", filters, top_k, scale_score, False, texts=[query])
+        """Return the documents whose words match a text best (BM25), with their scores."""
+        return self._retrieve("text", filters, top_k, scale_score, False, texts=[query])
 
     def hybrid_retrieval(
         self,
@@ -315,25 +316,26 @@ class SoftDBDocumentStore:
         scale_score: bool = False,
         fusion: Literal["scores", "ranks"] | float = "scores",
     ) -> list[Document]:
-        """The documents best by words and vectors together; `fusion` as of `SoftDB.search`."""
-        asked = {"queries": [query_embedding], "texts": [query], "fusion": fusion}
-        return self._retrieved("hybrid", filters, top_k, scale_score, False, **asked)
+        """Return the documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
+        params = {"queries": [query_embedding], "texts": [query], "fusion": fusion}
+        return self._retrieve("hybrid", filters, top_k, scale_score, False, **params)
 
-    def _retrieved(
-        self, mode: str | None, filters: Any, top_k: int, scale_score: bool, return_embedding: bool, **asked: Any
+    def _retrieve(
+        self, mode: str | None, filters: Any, top_k: int, scale_score: bool, return_embedding: bool, **params: Any
     ) -> list[Document]:
         db, where = self.db, _where(filters)
         if top_k == 0:
             return []
-        hits = found(db, k=top_k, where=where, mode=mode, **asked)
-        keys = {one.id: one.key for one in stored(db, [hit.id for hit in hits])} if return_embedding else {}
+        hits = search_one(db, k=top_k, where=where, mode=mode, **params)
+        records = stored(db, [hit.id for hit in hits]) if return_embedding else []
+        keys = {record.id: record.key for record in records}
         scale = relevance(db.metric, mode) if scale_score else float
         return [document(hit.id, hit.text, hit.payload, scale(hit.score), keys.get(hit.id)) for hit in hits]
 
     def _metas(self, filters: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         for batch in self.db.scan(where=_where(filters)):
             for payload in batch.payloads:
-                yield {k: v for k, v in payload.items() if k != PARTS} if isinstance(payload, dict) else {}
+                yield {k: v for k, v in payload.items() if k != EXTRAS} if isinstance(payload, dict) else {}
 
     close_async = awaited(close)
     count_documents_async = awaited(count_documents)
@@ -353,7 +355,7 @@ class SoftDBDocumentStore:
     hybrid_retrieval_async = awaited(hybrid_retrieval)
 
 
-def _place(path: object) -> str | None:
+def _checked_path(path: object) -> str | None:
     """Return the path of the documents, None for memory. Raises BadInput."""
     if path is None:
         return None
@@ -362,7 +364,7 @@ def _place(path: object) -> str | None:
 
 
 def _where(filters: Any) -> dict[str, Any] | None:
-    """The filter of softdb. Raises RefusedFilter."""
+    """Translate a filter to softdb's. Raises RefusedFilter."""
     if filters is None or filters == {}:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Embedding models of sentence-transformers, trained and judged against every record of a database."""
+"""Training and evaluation of sentence-transformers models against every record of a database."""
 
 from softdb.errors import MissingDependency
 
 try:
-    import sentence_transformers as _  # noqa: F401 - said once, here
+    import sentence_transformers as _  # noqa: F401 - one check for all modules below
 except ImportError as error:
     raise MissingDependency(
         "softdb.integrations.sentence_transformers needs that library; pip install 'softdb[sentence-transformers]'"

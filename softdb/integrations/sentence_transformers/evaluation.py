@@ -1,4 +1,4 @@
-"""While a model is trained through a database: how well its queries find, and an index that follows the model."""
+"""Evaluation of a model during training through a database, and a callback that keeps a view's index up to date."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ METRICS = ("recall_1", "recall_10", "mrr_100")
 
 
 class DatabaseEvaluator(BaseEvaluator):
-    """Evaluate how soon a model's queries find a right record: recall@1, recall@10 and MRR@100, by exact search.
+    """Recall@1, recall@10 and MRR@100 of a model's queries, by exact search of a database.
 
-    Give it to `SentenceTransformerTrainer(evaluator=…)`, or call it with a model. The queries are encoded anew each
-    time, the records never: over a database by its stored keys, over a `View` (`loss.view` with encode_keys, which is
-    reindexed first where it is stale) by their texts' vectors. recall@k counts queries with a right record among the k
-    nearest. The metrics' names are "recall_1", "recall_10", "mrr_100", after `name` and "_".
+    Give it to `SentenceTransformerTrainer(evaluator=…)`, or call it with a model. Each call encodes the queries again.
+    Records of a database are compared by their stored keys; those of a `View` (`loss.view` with encode_keys) by its
+    vectors, after a reindex if the view is stale. recall@k is the share of queries with a right record among the k
+    nearest. The metrics are named "recall_1", "recall_10" and "mrr_100", with the prefix `name` and "_".
 
     Args:
         db: the database, or a View of it.
         queries: m texts.
-        ids: m ids, or lists of ids: the right records of each.
-        name: before the metrics' names, where there are several evaluators.
-        batch_size: queries encoded together.
-        primary_metric: by which the trainer chooses the best checkpoint.
+        ids: m ids, or lists of ids: the right records of each query.
+        name: a prefix of the metrics' names, to tell several evaluators apart.
+        batch_size: number of queries encoded together.
+        primary_metric: the metric by which the trainer chooses the best checkpoint.
 
     Raises BadInput for no queries, another number of ids, ids that are not stored, a model of another width; Closed.
     """
@@ -59,25 +59,25 @@ class DatabaseEvaluator(BaseEvaluator):
         self.db, self.queries, self.ids = db, list(queries), listed(ids, len(queries))
         require_known(handle(db), self.ids)
         self.name, self.batch_size = name, check.integer(batch_size, "batch_size")
-        self._indexed: list[tuple[int, int]] | None = None  # the parameters of the view's vectors
+        self._indexed: list[tuple[int, int]] | None = None  # ids and versions of the parameters at the last reindex
         self.primary_metric = check.one_of(primary_metric, "primary_metric", METRICS)
 
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
     ) -> dict[str, float]:
-        """The metrics; a line more in `output_path`/database_evaluation_NAME.csv where a path is given."""
+        """Return the metrics. If a path is given, append a line to `output_path`/database_evaluation_NAME.csv."""
         require_model(model, handle(self.db), "dim" if isinstance(self.db, SoftDB) else None)
         if isinstance(self.db, View):
-            now = [(id(parameter), parameter._version) for parameter in self.db.parameters()]
-            if now != self._indexed:
+            versions = [(id(parameter), parameter._version) for parameter in self.db.parameters()]
+            if versions != self._indexed:
                 self.db.reindex()
-                self._indexed = now
+                self._indexed = versions
         with torch.no_grad():
             queries = model.encode_query(
                 self.queries, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True
             )
-        found = ranking(self.db, torch.from_numpy(queries).float(), self.ids)
-        metrics = {name: float(getattr(found, name)) for name in METRICS}
+        report = ranking(self.db, torch.from_numpy(queries).float(), self.ids)
+        metrics = {name: float(getattr(report, name)) for name in METRICS}
         if output_path is not None:
             self._write(Path(output_path), {"epoch": epoch, "steps": steps, **metrics})
         named: dict[str, float] = self.prefix_name_to_metrics(metrics, self.name)
@@ -99,37 +99,37 @@ class DatabaseEvaluator(BaseEvaluator):
 
 
 class RefreshCallback(TrainerCallback):
-    """Re-encodes and re-indexes the records of a `DatabaseLoss(encode_keys=True)` when its index has grown stale.
+    """Reindexes the records of a `DatabaseLoss(encode_keys=True)` when its index is stale.
 
-    After every `every`-th step of the optimizer it measures which share of the records that are nearest by the model as
-    it is are still candidates, on `sample` records, and makes the index anew where that is below `recall`. The last
-    measurement stands in the trainer's logs as "index_recall", how often it was made anew as "reindexes". Without
-    arguments the policy that the loss was given, `reindex=`, decides.
+    After every `every` steps of the optimizer it encodes `sample` records by the current model and measures the share
+    of the nearest records that are still candidates. If the share is below `recall`, it reindexes. The trainer's logs
+    show the last measurement as "index_recall" and the number of reindexes as "reindexes". Without `recall` the loss's
+    own policy, `reindex=`, decides.
 
     Args:
-        loss: the loss, or several in a list.
-        recall: the share of the nearest that shall be candidates.
-        every: steps between measurements.
-        sample: records that are encoded for a measurement.
+        loss: the loss.
+        recall: least share of the nearest records that must be candidates.
+        every: number of steps between measurements.
+        sample: number of records that a measurement encodes.
     """
 
     def __init__(self, loss: DatabaseLoss, *, recall: float | None = None, every: int = 100, sample: int = 512) -> None:
         if not isinstance(loss, DatabaseLoss) or loss.view is None:
             raise BadInput(
-                f"loss is {shown(loss)}; expected a DatabaseLoss with encode_keys=True: without it the stored keys "
-                "stay as they are, and nothing grows stale"
+                f"loss is {shown(loss)}; expected a DatabaseLoss with encode_keys=True: without it the stored keys do "
+                "not change, so no index becomes stale"
             )
         self.view = loss.view
         if recall is not None:
             self.view.policy = OnRecall(recall, every, sample)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """A step was made: what is due is done."""
+        """Count a step of the optimizer: measure and reindex if due."""
         self.view.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
-        """Tell how stale the index is."""
+        """Add "reindexes" and "index_recall" to the trainer's logs."""
         report = self.view.report()
-        told = {"reindexes": report.reindexes, "index_recall": report.recall}
+        metrics = {"reindexes": report.reindexes, "index_recall": report.recall}
         for line in ({} if logs is None else logs, *state.log_history[-1:]):
-            line.update({name: value for name, value in told.items() if value is not None})
+            line.update({name: value for name, value in metrics.items() if value is not None})

@@ -1,4 +1,4 @@
-"""A loss for SentenceTransformerTrainer: the queries of a batch against every record of a database."""
+"""A loss for SentenceTransformerTrainer that compares a batch's queries with every record of a database."""
 
 from __future__ import annotations
 
@@ -24,48 +24,46 @@ from softdb.train.pairs import require_known
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SHARP = 0.05  # the library's own: its losses multiply cosines by 20
-MARK = -(1 << 62)  # stands first among labels that are rows
-AT_ONCE = 32  # texts that go through the model together
-BLOCK = 512  # records of a view that are encoded at once
+TEMPERATURE = 0.05  # the library's default: its losses multiply cosines by 20
+MARK = -(1 << 62)  # the first number of a label that holds rows in place of ids
+MODEL_BATCH = 32  # texts that go through the model together
+BLOCK = 512  # records that a view encodes at once
 
 
 class DatabaseLoss(torch.nn.Module):
-    """The negative log-likelihood of the right records among all records of a database, of queries alone encoded.
+    """The negative log-likelihood of the right records among all records of a database; it encodes only the queries.
 
         loss = log Σ_i exp(s(f(x), k_i) / T) - log Σ_{i right} exp(s(f(x), k_i) / T)
 
-    `softdb.nn.retrieval_loss` of what the model f makes of a batch of texts x: the denominator is the whole database,
-    not the batch, so it does not change with the batch's size, and no text of a record is encoded or tokenised. Give it
-    to `SentenceTransformerTrainer(loss=…)` with a dataset of one column of texts and one named "label", or call it in a
-    loop of your own. The stored keys stay as they are, and so does their index. Cost of a step: q texts through
-    the model and back, and 3 q n d of the database; memory does not grow with n.
+    `softdb.nn.retrieval_loss` of the vectors f(x) that the model f computes of a batch of texts x. The first sum is
+    over the database, not over the batch, so the loss does not depend on the batch's size, and no text of a record is
+    encoded or tokenised. Give it to `SentenceTransformerTrainer(loss=…)` with a dataset of a column of texts and a
+    column "label", or call it in your own loop. The stored keys and their index do not change. Cost of a step: q texts
+    forward and backward through the model, and 3 q n d for the database; memory does not grow with n.
 
-    Scores are of the database's metric; the library's own losses compare by cosine. Labels are ids: a tensor (q,) of
-    int ids; what `labelled` makes of ids that are str, or several for a query; or, in a loop of your own, a list of ids
-    or of lists of ids.
+    Scores use the database's metric; the library's own losses use the cosine. Labels are ids: a tensor (q,) of int ids;
+    labels from `labelled` for str ids or several ids for a query; or, in your own loop, a list of ids or lists of ids.
 
-    With `encode_keys` the model is trained on the records' side, too: their texts go through it again, in a
-    `softdb.nn.View` (`loss.view`), and the stored keys are not looked at. With k that is InfoNCE against the k nearest
-    of each query and the right records of the others in the batch; without k every record is encoded at every step,
-    for databases of some hundred records. A `RefreshCallback` steps the view; afterwards
-    `db.reembed(ModelEncoder(model))` writes the keys.
+    `encode_keys` also trains the model on the records' texts: they go through it in a `softdb.nn.View` (`loss.view`),
+    and the stored keys are not read. With k the loss is InfoNCE against the k nearest of each query and the right
+    records of the other queries in the batch. Without k each step encodes every record, for databases of some hundred
+    records. A `RefreshCallback` steps the view; after training `db.reembed(ModelEncoder(model))` writes the keys.
 
     Args:
-        model: the SentenceTransformer that is trained.
-        db: the database; without encode_keys as wide as the model's vectors.
+        model: the SentenceTransformer to train.
+        db: the database; without encode_keys its keys must have the width of the model's vectors.
         temperature: divides the scores.
-        k: truncate the denominator to the k nearest and the right ones; see above for encode_keys.
-        rtol: estimate the denominator to that relative error; not with encode_keys.
+        k: truncate the first sum to the k nearest and the right records; see above for encode_keys.
+        rtol: estimate the first sum to this relative error; not with encode_keys.
         max_draws: as in `db.log_partition`, with rtol.
         where: a filter on the payload, which every right record must match.
-        encode_keys: train the records' side.
-        field: where their texts are, as `db.reembed` takes it.
-        reindex: when the view is encoded and indexed anew, a policy of `softdb.nn`, or a number of steps.
-        overfetch: how many times k candidates the view encodes to choose the k nearest.
+        encode_keys: train the model on the records' texts, too.
+        field: field of the records' texts, as in `db.reembed`.
+        reindex: policy of `softdb.nn` for reindexing the view, or a number of steps.
+        overfetch: the view encodes `overfetch` times k candidates to choose the k nearest.
 
-    Raises BadInput for a model of another width, labels that are no ids, texts that are missing; UnknownId for an id
-    that is not stored; StaleRead where a right record, or all keys, were replaced since; Closed.
+    Raises BadInput for a model of another width, labels that are not ids, and missing texts; UnknownId for an id that
+    is not stored; StaleRead if a right record, or all keys, were replaced since; Closed.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class DatabaseLoss(torch.nn.Module):
         model: SentenceTransformer,
         db: SoftDB,
         *,
-        temperature: float = SHARP,
+        temperature: float = TEMPERATURE,
         k: int | None = None,
         rtol: float | None = None,
         max_draws: int | None = None,
@@ -89,9 +87,9 @@ class DatabaseLoss(torch.nn.Module):
         self.k = None if k is None else check.integer(k, "k")
         check.tolerance(rtol, 0.0, 0.95, max_draws, k)
         if not encode_keys and (field is not None or reindex is not None or overfetch != 1):
-            raise BadInput("field, reindex and overfetch are of encode_keys=True, which is not given; leave them out")
+            raise BadInput("field, reindex and overfetch need encode_keys=True; give it, or leave them out")
         if encode_keys and rtol is not None:
-            raise BadInput("rtol estimates over stored keys, which encode_keys trains; give one of them")
+            raise BadInput("rtol estimates over stored keys, which encode_keys does not use; give only one of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where
         self.model, self._handle, self._reembedded = model, SharedHandle(db), db.core.reembedded
         self.view: View | None = None
@@ -106,7 +104,7 @@ class DatabaseLoss(torch.nn.Module):
         return self._handle.db
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Any = None) -> Tensor:  # ()
-        """The mean over a batch of texts, tokenised, whose labels are ids."""
+        """Return the mean loss of a batch of tokenised texts, whose labels are ids."""
         self.db.core.require_open()
         features = list(sentence_features)
         if len(features) != 1:
@@ -115,7 +113,7 @@ class DatabaseLoss(torch.nn.Module):
                 "records as the column 'label': texts of records are in the database"
             )
         if self.view is None and self.db.core.reembedded != self._reembedded:
-            raise StaleRead("all keys of the database were made anew since this loss was made; make another")
+            raise StaleRead("the database was re-embedded since this loss was made; make another")
         positives = self._ids(labels)
         queries = self.model(features[0])["sentence_embedding"]
         temperature, where = self.temperature, self.where
@@ -127,7 +125,7 @@ class DatabaseLoss(torch.nn.Module):
         )  # fmt: skip
 
     def _ids(self, labels: Any) -> Any:
-        """The ids that labels stand for, one or several for each query."""
+        """Return the ids of labels, one or several for each query."""
         if labels is None:
             raise BadInput("there are no labels; give the ids of the right records as the dataset's column 'label'")
         if not isinstance(labels, Tensor):
@@ -148,7 +146,7 @@ class DatabaseLoss(torch.nn.Module):
                 f"{len(gone)} right records of the batch were deleted or replaced since labelled() was called; call it "
                 "again"
             )
-        return [[known[row].id for row in mine if row >= 0] for mine in rows.tolist()]
+        return [[known[row].id for row in query_rows if row >= 0] for query_rows in rows.tolist()]
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the entries of a model card."""
@@ -157,58 +155,58 @@ class DatabaseLoss(torch.nn.Module):
 
 
 class ModelEncoder:
-    """A SentenceTransformer as it is, as an encoder of a database: n texts -> (n, d), without gradient.
+    """A SentenceTransformer as a database's encoder: n texts -> (n, d), without gradient.
 
     Give it to `db.reembed` after training, or to `softdb.open(encoder=…)`. Texts get the model's prompt for documents.
 
     Args:
         model: the SentenceTransformer.
-        name: what a database remembers of it; None: nothing, so that a broken `reembed` begins anew.
-        batch_size: texts that go through the model together.
+        name: the encoder's name in the database; without one an interrupted `reembed` starts again.
+        batch_size: number of texts that go through the model together.
     """
 
-    def __init__(self, model: SentenceTransformer, name: str | None = None, batch_size: int = AT_ONCE) -> None:
+    def __init__(self, model: SentenceTransformer, name: str | None = None, batch_size: int = MODEL_BATCH) -> None:
         if not isinstance(model, SentenceTransformer):
             raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")
         self.model, self.name, self.batch_size = model, name, check.integer(batch_size, "batch_size")
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray[Any, Any]:  # n texts -> (n, d)
-        """The vectors of texts."""
-        found = self.model.encode_document(list(texts), batch_size=self.batch_size, show_progress_bar=False)
-        return np.asarray(found, np.float32)
+        """Return the vectors of texts."""
+        vectors = self.model.encode_document(list(texts), batch_size=self.batch_size, show_progress_bar=False)
+        return np.asarray(vectors, np.float32)
 
 
 class _TrainedModel(torch.nn.Module):
-    """The model as the encoder of a View: m texts -> (m, d), with gradient, in the mode that the model is in."""
+    """The model as a View's encoder: m texts -> (m, d), with gradient, in the model's own mode (training or not)."""
 
     def __init__(self, model: SentenceTransformer) -> None:
         super().__init__()
-        self.model = model  # the trainer puts its wrapped model in the place of a child of this name
+        self.model = model  # the trainer replaces a child of this name by its wrapped model
         prompts = model.prompts or {}
         self.prompt = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), None)
 
     def forward(self, texts: Sequence[str]) -> Tensor:  # m texts -> (m, d)
-        """In the order of their length, some at a time: less is padded."""
+        """Encode batches of texts of similar length, which need less padding."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        parts = [order[low : low + AT_ONCE] for low in range(0, len(order), AT_ONCE)]
-        found = torch.cat([self._some([texts[i] for i in part]) for part in parts])
-        return found[np.argsort(order, kind="stable")]
+        batches = [order[start : start + MODEL_BATCH] for start in range(0, len(order), MODEL_BATCH)]
+        vectors = torch.cat([self._encode([texts[i] for i in batch]) for batch in batches])
+        return vectors[np.argsort(order, kind="stable")]
 
-    def _some(self, texts: list[str]) -> Tensor:
+    def _encode(self, texts: list[str]) -> Tensor:
         device = next(self.model.parameters()).device
-        given = self.model.preprocess(texts, prompt=self.prompt, task="document")
-        there = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
-        found: Tensor = self.model(there, task="document")["sentence_embedding"]
-        return found
+        features = self.model.preprocess(texts, prompt=self.prompt, task="document")
+        features = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in features.items()}
+        vectors: Tensor = self.model(features, task="document")["sentence_embedding"]
+        return vectors
 
 
 def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
-    """A dataset whose column of ids has become the labels that `DatabaseLoss` takes.
+    """Return the dataset with its column of ids replaced by labels for `DatabaseLoss`.
 
-    The ids may be str or int, one or a list for each query; they are looked up once, here. A tensor holds no str, so
-    what travels through the trainer are the records' permanent row numbers, marked as such.
+    The ids may be str or int, one or a list for each query; this call looks them up. As a tensor cannot hold str, the
+    labels are the records' permanent row numbers after a mark.
 
-    Raises BadInput for an empty dataset, a column that is missing, a query without an id, ids that are not stored.
+    Raises BadInput for an empty dataset, a missing column, a query without an id, and ids that are not stored.
     """
     _require(db)
     names = list(getattr(dataset, "column_names", None) or [])
@@ -218,22 +216,22 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
         raise BadInput("the dataset is empty; give queries with the ids of their right records")
     ids: list[list[Id]] = listed(list(dataset[column]), len(dataset))
     require_known(db, ids)
-    rows = db.core.locate([one for mine in ids for one in mine])[1]
-    padded = check.padded(rows, [len(mine) for mine in ids])
+    rows = db.core.locate([name for query_ids in ids for name in query_ids])[1]
+    padded = check.padded(rows, [len(query_ids) for query_ids in ids])
     labels = np.concatenate([np.full((len(ids), 1), MARK), padded], 1)
     return dataset.remove_columns({column, "label"} & set(names)).add_column("label", list(labels))
 
 
 def require_model(model: object, db: object, width: str | None = None) -> None:
-    """BadInput for what is no SentenceTransformer, no open database, or one whose keys have another width."""
+    """Raise BadInput unless these are a SentenceTransformer and an open database, with `width` of the same width."""
     handle = _require(db)
     if not isinstance(model, SentenceTransformer):
         raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")
-    found = (getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)()
-    if width and found != handle.dim:
+    dim = (getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension)()
+    if width and dim != handle.dim:
         raise BadInput(
-            f"the model's vectors are {found} wide but the keys of this database {handle.dim}; add a module to the "
-            f"model that makes {handle.dim} of them (sentence_transformers.models.Dense), or make the keys anew with "
+            f"the model's vectors are {dim} wide but the keys of this database {handle.dim}; append "
+            f"sentence_transformers.models.Dense with {handle.dim} outputs to the model, or replace the keys by "
             "db.reembed(ModelEncoder(model))"
         )
 

@@ -1,6 +1,6 @@
-"""scikit-learn's estimators on a database: soft neighbours, kernel regression and densities, neighbour graphs.
+"""scikit-learn estimators on a database: soft neighbours, kernel regression and densities, neighbour graphs.
 
-Every estimator keeps its samples in `db_`, a `SoftDB`, which can be searched, attended to and explained as any other.
+Every estimator stores its samples in `db_`, an ordinary `SoftDB`.
 """
 
 from softdb.integrations.sklearn.kernels import KernelDensity, NadarayaWatsonRegressor

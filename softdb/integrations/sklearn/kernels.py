@@ -1,4 +1,4 @@
-"""Kernel regression and kernel densities, their bandwidth learnt from the samples."""
+"""Kernel regression and kernel density estimation, with bandwidths learnt from the samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from softdb.check import integer, number, one_of, positive, shown
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, rounded, whole
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, joined, rounded
 from softdb.nn import KernelRegressor
 from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
 from softdb.scoring.distance import Bandwidth
@@ -24,7 +24,7 @@ KERNELS: dict[str, type[Kernel]] = {  # by scikit-learn's names
     "gaussian": Gaussian, "tophat": Boxcar, "epanechnikov": Epanechnikov, "exponential": Laplacian,
     "linear": Triangular,
 }  # fmt: skip
-SEARCHED = 2048  # samples among whose distances one bandwidth is searched
+MAX_SEARCHED = 2048  # samples in the leave-one-out search for a bandwidth
 
 
 class NadarayaWatsonRegressor(TargetEstimator):
@@ -32,19 +32,20 @@ class NadarayaWatsonRegressor(TargetEstimator):
 
         ŷ(x) = Σ_i K(‖(x - x_i) / h‖) y_i / Σ_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964)
 
-    One h is searched (`softdb.scores.leave_one_out`). One for each coordinate is trained through the database from
-    there (`softdb.nn.KernelRegressor`): coordinates that tell nothing get a wide one. So is one h of more than 2,048
-    samples, from an evenly spaced sample of them. Where a compact kernel reaches no sample the answer is NaN.
+    `fit` searches one h by `softdb.scores.leave_one_out`, among more than 2,048 samples on an evenly spaced subset of
+    them. Then training through the database (`softdb.nn.KernelRegressor`) refines the h of more than 2,048 samples, or
+    with `per_coordinate` an h for each coordinate: uninformative coordinates get a wide one. The prediction is NaN
+    where a compact kernel reaches no sample.
 
     Args:
         kernel: "gaussian", "exponential", "epanechnikov", "linear" or "tophat".
         bandwidth: h, or one for each coordinate; None: learnt by `fit`.
-        per_coordinate: learn one for each coordinate.
+        per_coordinate: learn an h for each coordinate.
         steps, learning_rate, batch_size, random_state: of that training, by Adam.
-        path: a new directory for the database, which then is on disk; None: memory.
+        path: a new directory for the database; None: in memory.
 
-    Attributes: `bandwidth_` (a number or (d,)), `db_`, `n_samples_fit_`, `n_features_in_`. Precision and float32 as of
-    `SoftKNeighborsClassifier`.
+    Attributes: `bandwidth_` (a number or (d,)), `db_`, `n_samples_fit_`, `n_features_in_`. See
+    `SoftKNeighborsClassifier` for precision and float32.
 
     >>> import numpy as np
     >>> x = np.linspace(0, 3, 31)[:, None]
@@ -69,16 +70,16 @@ class NadarayaWatsonRegressor(TargetEstimator):
         self.random_state, self.path = random_state, path
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
-        """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
+        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
 
-        Raises BadInput for settings that make no sense, and where no bandwidth can be learnt: all samples equal, a
-        compact kernel that does not reach from each sample to another, "tophat" for each coordinate.
+        Raises BadInput for invalid settings, and if no bandwidth can be learnt: all samples are equal, a compact
+        kernel does not reach from each sample to another, or "tophat" with `per_coordinate`.
         """
         kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
         h = None if self.bandwidth is None else kind(self.bandwidth).bandwidth
         if self.per_coordinate and kind is Boxcar:
             raise BadInput(
-                "kernel 'tophat' has no gradient to train a bandwidth for each coordinate by; choose another"
+                "kernel 'tophat' has no gradient to train a bandwidth for each coordinate; choose another kernel"
             )
         samples, targets = self._pairs(X, y, reset=True, ensure_min_samples=1 if h is not None else 2)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
@@ -87,18 +88,18 @@ class NadarayaWatsonRegressor(TargetEstimator):
         if h is None:
             h = _searched(rounded(samples), targets, kind)
         self._open(samples, values, metric="l2")
-        if self.bandwidth is None and (self.per_coordinate or (len(samples) > SEARCHED and kind is not Boxcar)):
+        if self.bandwidth is None and (self.per_coordinate or (len(samples) > MAX_SEARCHED and kind is not Boxcar)):
             h = self._trained(kind, h)
         self.bandwidth_ = h.numpy() if h.ndim else float(h)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
-        """The weighted means; NaN where no sample is in reach."""
+        """Return the weighted means of the targets; NaN where the kernel reaches no sample."""
         check_is_fitted(self)
-        found = self.db_.attend(self._queries(X), score=KERNELS[self.kernel](torch.as_tensor(self.bandwidth_)))
-        told = whole(found.output.numpy())
-        told[np.isneginf(found.lse.numpy())] = np.nan
-        return self._as_given(told)
+        answer = self.db_.attend(self._queries(X), score=KERNELS[self.kernel](torch.as_tensor(self.bandwidth_)))
+        means = joined(answer.output.numpy())
+        means[np.isneginf(answer.lse.numpy())] = np.nan
+        return self._shaped(means)
 
     def _trained(self, kind: type[Kernel], start: torch.Tensor) -> torch.Tensor:  # () -> () or (d,)
         model = KernelRegressor(self.db_, kind, start, per_coordinate=self.per_coordinate)
@@ -108,17 +109,17 @@ class NadarayaWatsonRegressor(TargetEstimator):
 
 
 class KernelDensity(DensityMixin, SampleEstimator):
-    """Kernel density estimate over a database, as scikit-learn's KernelDensity tells it.
+    """Kernel density estimate over a database, with the results of scikit-learn's KernelDensity.
 
         p(x) = Σ_i w_i K(‖x - x_i‖ / h) / (Σ_i w_i ∫K)     (Rosenblatt 1956, Parzen 1962)
 
     Args:
         bandwidth: h; "scott" and "silverman" are scikit-learn's rules, for samples of standard deviation 1;
-            "leave_one_out" maximises the likelihood of samples that are told from all others.
+            "leave_one_out" maximises the likelihood of each sample under the density of all others.
         kernel: "gaussian", "tophat", "epanechnikov", "exponential" or "linear".
-        rtol: 0 is exact; else densities are estimated to this relative error, 19 times of 20, from a few hundred
-            samples drawn through an index, where that costs less (`SoftDB.log_density`). For the Gaussian kernel.
-        path: a new directory for the database, which then is on disk; None: memory.
+        rtol: 0 is exact; otherwise, if that costs less, densities are estimated from a few hundred samples drawn
+            through an index, to this relative error in 19 of 20 cases (`SoftDB.log_density`). Gaussian kernel only.
+        path: a new directory for the database; None: in memory.
 
     Attributes: `bandwidth_`, `db_`, `n_samples_fit_`, `n_features_in_`.
 
@@ -138,12 +139,12 @@ class KernelDensity(DensityMixin, SampleEstimator):
         self.bandwidth, self.kernel, self.rtol, self.path = bandwidth, kernel, rtol, path
 
     def fit(self, X: ArrayLike, y: object = None, sample_weight: ArrayLike | None = None) -> KernelDensity:
-        """Put the samples (n, d) into a new database; those of weight 0 are left out.
+        """Insert the samples (n, d) into a new database, without those of weight 0.
 
-        Raises BadInput for settings that make no sense; ValueError for weights that are negative or all 0.
+        Raises BadInput for invalid settings or if all weights are 0; ValueError for negative weights.
         """
         kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
-        rtol = number(self.rtol, "rtol", "a number of at least 0", lambda found: found >= 0)
+        rtol = number(self.rtol, "rtol", "a number of at least 0", lambda rtol: rtol >= 0)
         if rtol and (sample_weight is not None or kind is not Gaussian):
             raise BadInput("rtol is for the gaussian kernel without sample_weight; leave it at 0")
         samples = self._validated(X, reset=True)
@@ -157,25 +158,26 @@ class KernelDensity(DensityMixin, SampleEstimator):
         return self
 
     def score_samples(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,)
-        """The log density at each query; -inf where a compact kernel reaches no sample."""
+        """Return the log density at each query; -inf where a compact kernel reaches no sample."""
         check_is_fitted(self)
         queries, kernel = self._queries(X), KERNELS[self.kernel](self.bandwidth_)
+        logs: NDArray[np.float64]
         if self.db_.value_dim is None:
-            found: NDArray[np.float64] = self.db_.log_density(queries, kernel, rtol=self.rtol or 0.05).value.numpy()
-            return found.astype(np.float64)
+            logs = self.db_.log_density(queries, kernel, rtol=self.rtol or 0.05).value.numpy()
+            return logs.astype(np.float64)
         answer = self.db_.attend(queries, score=kernel)
         with np.errstate(divide="ignore"):
-            weight = np.log(whole(answer.output.numpy())[:, 0])
+            weight = np.log(joined(answer.output.numpy())[:, 0])
         volume = float(kernel.log_volume(queries.shape[1]))
-        logs: NDArray[np.float64] = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
+        logs = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
         return logs
 
     def score(self, X: ArrayLike, y: object = None) -> float:
-        """The total log likelihood of the queries."""
+        """Return the total log-likelihood of the queries."""
         return float(self.score_samples(X).sum())
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> NDArray[np.float64]:  # (n_samples, d)
-        """New samples from the density, the same as scikit-learn's of a seed, up to float32's rounding.
+        """Draw samples from the density; for a seed they equal scikit-learn's, up to the rounding to float32.
 
         Raises BadInput for kernels other than "gaussian" and "tophat".
         """
@@ -185,24 +187,26 @@ class KernelDensity(DensityMixin, SampleEstimator):
             raise BadInput(f"sample: there is no sampling for the kernel {self.kernel!r}; use 'gaussian' or 'tophat'")
         snapshot, _ = self.db_.core.view()
         rng = check_random_state(random_state)
-        drawn = rng.uniform(0, 1, size=count)
+        quantiles = rng.uniform(0, 1, size=count)
         if self.db_.value_dim is None:
-            chosen = (drawn * snapshot.size).astype(np.int64)
+            positions = (quantiles * snapshot.size).astype(np.int64)
         else:
-            weights = whole(snapshot.values_at(np.arange(snapshot.size)).numpy())[:, 0].cumsum()
-            chosen = np.searchsorted(weights, drawn * weights[-1])
-        centres: NDArray[np.float64] = snapshot.keys_at(chosen).double().numpy()
+            weights = joined(snapshot.values_at(np.arange(snapshot.size)).numpy())[:, 0].cumsum()
+            positions = np.searchsorted(weights, quantiles * weights[-1])
+        centres: NDArray[np.float64] = snapshot.keys_at(positions).double().numpy()
+        samples: NDArray[np.float64]
         if self.kernel == "gaussian":
-            around: NDArray[np.float64] = rng.normal(centres, self.bandwidth_)
-            return around
+            samples = rng.normal(centres, self.bandwidth_)
+            return samples
         normal, d = rng.normal(size=centres.shape), centres.shape[1]
-        squares = np.square(normal).sum(axis=1)  # a normal vector's length, made that of a point in the unit ball
-        lengths: NDArray[np.float64] = gammainc(d / 2, squares / 2) ** (1 / d) * self.bandwidth_ / np.sqrt(squares)
-        inside: NDArray[np.float64] = centres + normal * lengths[:, None]
-        return inside
+        squares = np.square(normal).sum(axis=1)
+        # normal · scale is uniform in the ball of radius h
+        scale: NDArray[np.float64] = gammainc(d / 2, squares / 2) ** (1 / d) * self.bandwidth_ / np.sqrt(squares)
+        samples = centres + normal * scale[:, None]
+        return samples
 
     def _index(self) -> None:
-        """Build the index that `rtol` draws through."""
+        """Build the index for the draws of `rtol`."""
         if self.rtol:
             self.db_.build_index("ivf")
 
@@ -218,21 +222,22 @@ class KernelDensity(DensityMixin, SampleEstimator):
             expected = "a number above 0, 'scott', 'silverman' or 'leave_one_out'"
             raise BadInput(f"bandwidth is {shown(self.bandwidth)}; expected {expected}")
         if weighted:
-            raise BadInput("bandwidth='leave_one_out' knows no sample_weight; give a number")
+            raise BadInput("bandwidth='leave_one_out' does not support sample_weight; give a number")
         return leave_one_out(torch.from_numpy(X), None, kind)
 
 
 def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> torch.Tensor:  # ()
-    """The bandwidth of least leave-one-out error, on evenly spaced samples where there are many."""
+    """Return the bandwidth of least leave-one-out error, on an evenly spaced subset of many samples."""
     n, d = X.shape
-    chosen = np.unique(np.linspace(0, n - 1, min(n, SEARCHED), dtype=np.int64))
-    h = leave_one_out(torch.from_numpy(X[chosen]), torch.from_numpy(y[chosen]), kind)
-    return torch.tensor(h * (len(chosen) / n) ** (1 / (d + 4)), dtype=torch.float64)  # more samples want less
+    subset = np.unique(np.linspace(0, n - 1, min(n, MAX_SEARCHED), dtype=np.int64))
+    h = leave_one_out(torch.from_numpy(X[subset]), torch.from_numpy(y[subset]), kind)
+    # the best bandwidth falls with the number of samples as n^(-1 / (d + 4))
+    return torch.tensor(h * (len(subset) / n) ** (1 / (d + 4)), dtype=torch.float64)
 
 
-def _weights(given: ArrayLike, count: int) -> NDArray[np.float64]:  # (n,)
+def _weights(sample_weight: ArrayLike, count: int) -> NDArray[np.float64]:  # (n,)
     weights: NDArray[np.float64] = check_array(
-        given, ensure_2d=False, dtype=np.float64, ensure_non_negative=True, input_name="sample_weight"
+        sample_weight, ensure_2d=False, dtype=np.float64, ensure_non_negative=True, input_name="sample_weight"
     )
     if weights.shape != (count,):
         raise BadInput(f"sample_weight has shape {weights.shape}; expected ({count},), one for each sample")

@@ -1,4 +1,4 @@
-"""Nearest samples, their sparse graph, and classification and regression by softmax-weighted neighbours."""
+"""Nearest samples and their sparse graph; classification and regression by softmax-weighted neighbours."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from softdb.check import integer, one_of, positive
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, rounded, whole
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, joined, rounded
 from softdb.scoring import weighting
 
-LEFT_OUT = 1024  # samples that are told from all others to learn the temperature by
+MAX_LEFT_OUT = 1024  # samples whose leave-one-out predictions give the temperature
+MAX_MASK = 1 << 26  # bools in the mask of those predictions
 WEIGHTS = ("softmax", "uniform", "sparsemax", "entmax15", "argmax")
-MASKED = 1 << 26  # bools that say which those are
 METRICS = {"euclidean": "l2", "cosine": "cosine"}
-SPAN, STEPS = (-20.0, 4.0), 13  # of log T about the mean squared distance, and how many are tried at first
+SPAN, STEPS = (-20.0, 4.0), 13  # grid of log T less the log of the mean squared distance: its range and its size
 
 
 class _Neighbors(SampleEstimator):
-    """An estimator that can be asked for the nearest samples."""
+    """An estimator with a search for the nearest samples."""
 
     n_neighbors: Any  # int, or None where every sample takes part
     metric: Any
@@ -38,15 +38,15 @@ class _Neighbors(SampleEstimator):
     def kneighbors(
         self, X: ArrayLike | None = None, n_neighbors: int | None = None, return_distance: bool = True
     ) -> Any:
-        """The nearest samples of each query, nearest first: distances (q, k) and sample numbers (q, k).
+        """Return the nearest samples of each query, nearest first: distances (q, k) and sample numbers (q, k).
 
         Args:
-            X: (q, d); None: the samples, none of which is its own neighbour.
-            n_neighbors: k; None: as the estimator was made.
-            return_distance: else the sample numbers alone.
+            X: queries (q, d); None: the samples, each without itself as a neighbour.
+            n_neighbors: k; None: the estimator's n_neighbors.
+            return_distance: False returns only the sample numbers.
 
         Distances are float64, from samples rounded to float32. Cost q n d without an index. Raises BadInput for a k
-        that is no whole number above 0, or beyond the number of samples.
+        that is not a whole number above 0, or exceeds the number of samples.
         """
         check_is_fitted(self)
         count = self._count(n_neighbors if n_neighbors is not None else self.n_neighbors, among=int(X is None))
@@ -56,7 +56,7 @@ class _Neighbors(SampleEstimator):
             hits = self.db_.search(queries, count, exclude_ids=[[i] for i in range(len(queries))])
         else:
             hits = self.db_.search(self._queries(X), count)
-        rows: NDArray[np.int64] = hits.rows.numpy()  # a database that nothing was deleted from numbers them so
+        rows: NDArray[np.int64] = hits.rows.numpy()  # nothing is deleted, so rows are sample numbers
         if not return_distance:
             return rows
         scores = hits.scores.double().numpy()
@@ -65,7 +65,7 @@ class _Neighbors(SampleEstimator):
     def kneighbors_graph(
         self, X: ArrayLike | None = None, n_neighbors: int | None = None, mode: str = "connectivity"
     ) -> csr_matrix:  # (q, n)
-        """`kneighbors` as a sparse matrix: 1 (mode "connectivity") or the distance ("distance") at each neighbour."""
+        """Return `kneighbors` as a sparse matrix of ones (mode "connectivity") or of distances (mode "distance")."""
         one_of(mode, "mode", ("connectivity", "distance"))
         distances, rows = self.kneighbors(X, n_neighbors)
         data = distances.ravel() if mode == "distance" else np.ones(rows.size)
@@ -73,7 +73,7 @@ class _Neighbors(SampleEstimator):
         return csr_matrix((data, rows.ravel(), starts), shape=(len(rows), self.n_samples_fit_))
 
     def _count(self, n_neighbors: object, among: int = 0) -> int:
-        """k, which the database has after `among` samples are left out."""
+        """Return k. Raises BadInput if it exceeds the number of samples less `among`."""
         count = integer(n_neighbors, "n_neighbors")
         if count > self.n_samples_fit_ - among:
             others = f"n_samples = {self.n_samples_fit_} to choose from{', each without itself' if among else ''}"
@@ -81,22 +81,22 @@ class _Neighbors(SampleEstimator):
         return count
 
     def _metric(self) -> str:
-        """The database's metric by scikit-learn's name."""
+        """Return the database's metric for scikit-learn's name."""
         return METRICS[one_of(self.metric, "metric", METRICS)]
 
 
 class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Neighbors):
-    """X as the sparse graph of its nearest samples, as scikit-learn's KNeighborsTransformer tells it.
+    """Transformer of X to the sparse graph of its nearest samples, equal to scikit-learn's KNeighborsTransformer.
 
-    For estimators that take a precomputed graph: KNeighborsClassifier, DBSCAN, TSNE, Isomap with metric="precomputed".
-    With mode "distance" a sample counts as its own neighbour, so each row has n_neighbors + 1 entries.
+    The graph is for estimators with metric="precomputed": KNeighborsClassifier, DBSCAN, TSNE, Isomap. In mode
+    "distance" a sample counts as its own neighbour, so each row has n_neighbors + 1 entries.
 
     Args:
         mode: "distance" or "connectivity".
         n_neighbors: k.
         metric: "euclidean" or "cosine" (1 - cosine).
-        recall: None compares with every sample; a share such as 0.95 builds an index that finds so many of the true k.
-        path: a new directory for the database; None: memory.
+        recall: None compares every sample; a share such as 0.95 builds an index that finds this share of the true k.
+        path: a new directory for the database; None: in memory.
 
     >>> import numpy as np
     >>> graph = KNeighborsTransformer(n_neighbors=1).fit_transform(np.array([[0.0], [1.0], [3.0]]))
@@ -116,14 +116,14 @@ class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _
         self.mode, self.n_neighbors, self.metric, self.recall, self.path = mode, n_neighbors, metric, recall, path
 
     def fit(self, X: ArrayLike, y: object = None) -> KNeighborsTransformer:
-        """Put the samples (n, d) into the database. Raises BadInput for settings that make no sense."""
+        """Insert the samples (n, d) into a new database. Raises BadInput for invalid settings."""
         one_of(self.mode, "mode", ("connectivity", "distance"))
         integer(self.n_neighbors, "n_neighbors")
         self._open(self._validated(X, reset=True), metric=self._metric())
         return self
 
     def transform(self, X: ArrayLike) -> csr_matrix:  # (q, d) -> (q, n)
-        """The graph of each query's neighbours. Raises BadInput where there are fewer samples than neighbours."""
+        """Return the graph of each query's neighbours. Raises BadInput for fewer samples than neighbours."""
         check_is_fitted(self)
         return self.kneighbors_graph(X, self.n_neighbors + (self.mode == "distance"), self.mode)
 
@@ -133,10 +133,10 @@ class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _
 
 
 class _SoftNeighbors(_Neighbors):
-    """The mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
+    """An estimator by the mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
 
     temperature_: float
-    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # of the values told and the true ones
+    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # of predictions and true values
 
     def __init__(
         self,
@@ -152,75 +152,77 @@ class _SoftNeighbors(_Neighbors):
         self.metric, self.recall, self.path = metric, recall, path
 
     def _start(self, X: NDArray[Any], values: NDArray[Any], **schema: Any) -> None:
-        """A database of the first samples, and the temperature."""
+        """Create the database from the first samples, and set the temperature."""
         k = None if self.n_neighbors is None else integer(self.n_neighbors, "n_neighbors")
         one_of(self.weights, "weights", WEIGHTS)
-        given = None if self.temperature is None else positive(self.temperature, "temperature")
+        temperature = None if self.temperature is None else positive(self.temperature, "temperature")
         if k is not None and k > len(X):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
         self._open(X, values, metric=self._metric(), **schema)
-        self.temperature_ = self._learnt() if given is None else given
+        self.temperature_ = self._learnt() if temperature is None else temperature
 
     def _add(self, X: NDArray[Any], values: NDArray[Any]) -> None:
         count = self.n_samples_fit_
         self.db_.insert(range(count, count + len(X)), rounded(X), values)
 
-    def _told(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
-        """The weighted means of the values."""
+    def _means(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
+        """Return the weighted means of the values."""
         check_is_fitted(self)
         queries = self._queries(X)
         k = None if self.n_neighbors is None else self._count(self.n_neighbors)
-        found = self.db_.attend(queries, temperature=self.temperature_, weights=self.weights, k=k)
-        return found.output.double().numpy()
+        answer = self.db_.attend(queries, temperature=self.temperature_, weights=self.weights, k=k)
+        return answer.output.double().numpy()
 
     def _learnt(self) -> float:
-        """Return the temperature under which all others tell some samples best; 1 where that says nothing."""
+        """Return the temperature of the least leave-one-out loss, or 1 if the loss does not depend on it."""
         n = self.n_samples_fit_
         if n < 2 or self.weights in ("uniform", "argmax"):
             return 1.0
         snapshot, _ = self.db_.core.view()
-        chosen = np.unique(np.linspace(0, n - 1, min(n, LEFT_OUT, max(1, MASKED // n)), dtype=np.int64))
-        keys, true = snapshot.keys_at(chosen), snapshot.values_at(chosen).numpy()
-        told = self._told_by_others(keys, chosen)
+        subset = np.unique(np.linspace(0, n - 1, min(n, MAX_LEFT_OUT, max(1, MAX_MASK // n)), dtype=np.int64))
+        keys, true = snapshot.keys_at(subset), snapshot.values_at(subset).numpy()
+        predict = self._leave_one_out(keys, subset)
         spread = 1.0 if self.db_.metric == "cosine" else 2 * float(keys.double().var(dim=0, correction=0).sum())
         if not spread:
             return 1.0
-        return math.exp(_least(lambda log: self._loss(told(math.exp(log)).double().numpy(), true), math.log(spread)))
+        return math.exp(_least(lambda log: self._loss(predict(math.exp(log)).double().numpy(), true), math.log(spread)))
 
-    def _told_by_others(self, keys: Tensor, places: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
-        """Predictions for some samples by all others, or by the k nearest of them, at a temperature."""
-        n, by = self.n_samples_fit_, weighting(self.weights)
+    def _leave_one_out(self, keys: Tensor, positions: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
+        """Return a function from T to predictions for samples by all other samples, or by the k nearest of them."""
+        n, weigher = self.n_samples_fit_, weighting(self.weights)
         if self.n_neighbors is None:
             others = torch.ones(len(keys), n, dtype=torch.bool)
-            others[torch.arange(len(keys)), torch.from_numpy(places)] = False
-            return lambda T: self.db_.attend(keys, temperature=T, weights=by, mask=others).output
-        hits = self.db_.search(keys.double(), min(self.n_neighbors, n - 1), exclude_ids=[[i] for i in places.tolist()])
+            others[torch.arange(len(keys)), torch.from_numpy(positions)] = False
+            return lambda T: self.db_.attend(keys, temperature=T, weights=weigher, mask=others).output
+        itself = [[i] for i in positions.tolist()]
+        hits = self.db_.search(keys.double(), min(self.n_neighbors, n - 1), exclude_ids=itself)
         values = self.db_.core.view()[0].values_at(hits.rows.flatten().numpy())
         if values.ndim == 1:
             values = torch.nn.functional.one_hot(values.long(), self.db_.num_classes or -1)
         near, live = values.reshape(*hits.rows.shape, -1).double(), torch.ones_like(hits.rows, dtype=torch.bool)
-        return lambda T: torch.einsum("bk,bkv->bv", by.weigh(hits.scores, T, live).weights, near)
+        return lambda T: torch.einsum("bk,bkv->bv", weigher.weigh(hits.scores, T, live).weights, near)
 
 
 class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
-    """The classes' shares of a softmax over the samples: calibrated distributions from a database.
+    """Classifier whose probabilities are the classes' shares of a softmax over the samples.
 
         p(c | x) = Σ_i w_i [y_i = c],    w = softmax(-‖x - x_i‖² / T)
 
-    over every sample, or over the `n_neighbors` nearest. T is learnt where it is not given: by the log loss of samples
-    that are told from all others. Equal to scikit-learn's KNeighborsClassifier with
-    weights=lambda d: np.exp(-d**2 / T), and with weights="uniform"; but nothing underflows.
+    The sum is over every sample, or over the `n_neighbors` nearest. Unless T is given, `fit` learns it by the log loss
+    of leave-one-out predictions. The results equal those of scikit-learn's KNeighborsClassifier with
+    weights=lambda d: np.exp(-d**2 / T), or with weights="uniform", but nothing underflows.
 
     Args:
         n_neighbors: k; None: every sample takes part, so that no class has probability 0.
         temperature: T, a number above 0; None: learnt by `fit`.
-        weights: "softmax", "uniform", or another of `SoftDB.attend`: "sparsemax", "entmax15", "argmax".
+        weights: "softmax", "uniform", or another weighting of `SoftDB.attend`: "sparsemax", "entmax15", "argmax".
         metric: "euclidean" (squared, as above) or "cosine" (w = softmax(cos / T)).
-        recall: None compares with every sample; a share such as 0.95 builds an index for the k nearest.
-        path: a new directory for the database, which then is on disk; None: memory.
+        recall: None compares every sample; a share such as 0.95 builds an index for the k nearest.
+        path: a new directory for the database; None: in memory.
 
-    X of float32 is answered in float32 by the kernels, several times as fast; else float64. Samples are stored as
-    float32: scale what needs more. Attributes: `classes_`, `temperature_`, `db_`, `n_samples_fit_`, `n_features_in_`.
+    Kernels answer X of float32 in float32, several times as fast as any other X, which is answered in float64. Samples
+    are stored in float32: scale data that need more digits.
+    Attributes: `classes_`, `temperature_`, `db_`, `n_samples_fit_`, `n_features_in_`.
 
     >>> import numpy as np
     >>> model = SoftKNeighborsClassifier(temperature=0.5).fit(np.array([[0.0], [1.0], [2.0]]), ["a", "b", "b"])
@@ -231,24 +233,24 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     classes_: NDArray[Any]
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsClassifier:
-        """Put the samples (n, d) and their classes (n,) into a new database, and learn T. Raises BadInput."""
+        """Insert the samples (n, d) and their classes (n,) into a new database, and learn T. Raises BadInput."""
         samples, labels = self._samples(X, y, reset=True)
         self.classes_, codes = np.unique(labels, return_inverse=True)
         self._start(samples, codes.astype(np.int64), num_classes=len(self.classes_))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> SoftKNeighborsClassifier:
-        """Add samples; T stays as the first call learnt it. That call names all `classes`, unless `fit` has seen them.
+        """Add samples. Only the first call learns T; without a preceding `fit` it must name all `classes`.
 
-        Raises BadInput for a class that was not named, before anything is added.
+        Raises BadInput for a class that the first call did not name, before it adds anything.
         """
         first = not hasattr(self, "db_")
         samples, labels = self._samples(X, y, reset=first)
         if first and classes is None:
             raise BadInput("partial_fit: the first call has to name all classes; give classes=")
         known = np.unique(np.asarray(classes)) if first else self.classes_
-        if strange := sorted(set(labels.tolist()) - set(known.tolist()), key=str):
-            raise BadInput(f"partial_fit: y has {strange[:5]}, not among the classes of the first call")
+        if unknown := sorted(set(labels.tolist()) - set(known.tolist()), key=str):
+            raise BadInput(f"partial_fit: y has {unknown[:5]}, not among the classes of the first call")
         codes = np.searchsorted(known, labels).astype(np.int64)
         if first:
             self.classes_ = known
@@ -258,13 +260,13 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, classes)
-        """The probability of each of `classes_`; rows sum to 1."""
-        told = self._told(X)
-        return told / told.sum(axis=1, keepdims=True)  # type: ignore[no-any-return]
+        """Return the probability of each of `classes_`; rows sum to 1."""
+        means = self._means(X)
+        return means / means.sum(axis=1, keepdims=True)  # type: ignore[no-any-return]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (q, d) -> (q,)
-        """The most probable class, the first of several."""
-        best = self._told(X).argmax(axis=1)  # which says first that nothing was fitted
+        """Return the most probable class, the first of ties."""
+        best = self._means(X).argmax(axis=1)  # before `classes_`: raises NotFittedError without a `fit`
         return self.classes_[best]  # type: ignore[no-any-return]
 
     def _samples(self, X: ArrayLike, y: ArrayLike, reset: bool) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -272,18 +274,18 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         check_classification_targets(labels)
         return samples, column_or_1d(labels, warn=True)
 
-    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
-        """The log loss, of no probability below float64's precision."""
-        return -float(np.log(told[np.arange(len(true)), true].clip(np.finfo(np.float64).eps)).mean())
+    def _loss(self, means: NDArray[np.float64], true: NDArray[Any]) -> float:
+        """Return the log loss, with probabilities of at least float64's epsilon."""
+        return -float(np.log(means[np.arange(len(true)), true].clip(np.finfo(np.float64).eps)).mean())
 
 
 class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
-    """The softmax-weighted mean of the samples' targets; arguments and attributes as `SoftKNeighborsClassifier`.
+    """Regressor by the softmax-weighted mean of the samples' targets.
 
         ŷ(x) = Σ_i w_i y_i,    w = softmax(-‖x - x_i‖² / T)
 
-    T is learnt, where it is not given, by the squared error of samples that are told from all others. Targets of one
-    or several outputs are pooled to float64's precision.
+    Unless T is given, `fit` learns it by the squared error of leave-one-out predictions. Targets of one or several
+    outputs are pooled in float64. See `SoftKNeighborsClassifier` for arguments and attributes.
 
     >>> import numpy as np
     >>> SoftKNeighborsRegressor(2, weights="uniform").fit([[0.0], [1.0], [4.0]], [1.0, 2.0, 7.0]).predict([[0.2]])
@@ -291,13 +293,13 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Put the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
+        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
         samples, targets = self._pairs(X, y, reset=True)
         self._start(samples, halves(targets))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Add samples; T stays as the first call learnt it. Raises BadInput for targets of another width."""
+        """Add samples. Only the first call learns T. Raises BadInput for targets of another width."""
         if not hasattr(self, "db_"):
             return self.fit(X, y)
         samples, targets = self._pairs(X, y, reset=False)
@@ -305,18 +307,18 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
-        """The weighted means."""
-        return self._as_given(whole(self._told(X)))
+        """Return the weighted means of the targets."""
+        return self._shaped(joined(self._means(X)))
 
-    def _loss(self, told: NDArray[np.float64], true: NDArray[Any]) -> float:
-        return float(np.square(whole(told - true)).mean())
+    def _loss(self, means: NDArray[np.float64], true: NDArray[Any]) -> float:
+        return float(np.square(joined(means - true)).mean())
 
 
 def _least(loss: Callable[[float], float], middle: float) -> float:
-    """Return the log T of the least loss: a grid, then a bounded search between the neighbours of its best."""
+    """Return the log T of the least loss: a grid, then a bounded search between the neighbours of its minimum."""
     grid = middle + np.linspace(*SPAN, STEPS)
     losses = [loss(log) for log in grid]
     best = int(np.argmin(losses))
     bounds = grid[max(best - 1, 0)], grid[min(best + 1, STEPS - 1)]
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 0.02})
-    return float(found.x if found.fun < losses[best] else grid[best])
+    result = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 0.02})
+    return float(result.x if result.fun < losses[best] else grid[best])

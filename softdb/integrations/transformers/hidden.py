@@ -1,4 +1,4 @@
-"""Tokens of texts, windows of them, what enters a model's output head there, and the database of these."""
+"""Tokens of texts, windows of tokens, the hidden states that enter a model's output head, and the database of them."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from softdb.nn.encoded import evaluating
 
 Text: TypeAlias = "str | Sequence[int]"
 
-LONGEST = 1024  # tokens in one window, of models that see more
-COMMIT = 1 << 14  # tokens of whole texts that are stored together
-SAMPLE = 256  # stored keys from whose distances the first temperature is taken
-NEAR = 8  # the neighbour whose distance that is
+MAX_CONTEXT = 1024  # tokens in a window, also for models with a longer context
+COMMIT = 1 << 14  # tokens of complete texts in a commit
+SAMPLE = 256  # number of stored keys whose distances give the first temperature
+NEAR = 8  # rank of the neighbour whose distance is used
 
 
 class Window(NamedTuple):
-    """Tokens that pass through the model together; of them those from `first` on are predicted here."""
+    """Tokens that pass through the model together. The window predicts its tokens from number `first` on."""
 
     tokens: list[int]
     first: int
 
 
 class HiddenStates:
-    """Texts as the database's keys: the hidden state after the last token. Its name tells one model from another."""
+    """An encoder whose vector of a text is the hidden state after its last token. Its name identifies the model."""
 
     def __init__(self, model: Any, tokenizer: Any, head: torch.nn.Module) -> None:
         self.model, self.tokenizer, self.head = model, tokenizer, head
         digest = hashlib.blake2b(digest_size=8)
         for name, parameter in model.named_parameters():
-            some = parameter.detach().reshape(-1)[:64].cpu().half()  # the same of a model in half precision
-            digest.update(name.encode() + some.numpy().tobytes())
+            numbers = parameter.detach().reshape(-1)[:64].cpu().half()  # equal also for the model in half precision
+            digest.update(name.encode() + numbers.numpy().tobytes())
         self.name = f"hidden states of {type(model).__name__} {digest.hexdigest()}"
 
     def __call__(self, texts: Sequence[str]) -> Tensor:  # (q, d)
-        """The hidden states after q texts. Raises BadInput for one without a token."""
+        """Return the hidden states after q texts. Raises BadInput for a text without a token."""
         if self.tokenizer is None:
-            raise BadInput("texts are asked of a memory without a tokenizer; give tokenizer=, or hidden states")
-        tokens = [one[-context_of(self.model) :] for one in tokens_of(texts, self.tokenizer, self.head)]
+            raise BadInput("texts are given to a memory without a tokenizer; give tokenizer=, or hidden states")
+        tokens = [ids[-context_of(self.model) :] for ids in tokens_of(texts, self.tokenizer, self.head)]
         if not all(tokens):
-            raise BadInput("a text has no token, so no hidden state follows it; give texts with one at least")
+            raise BadInput("a text has no token, so no hidden state follows it; give texts with at least one token")
         hidden, _ = forward(self.model, self.head, tokens, False)
-        return torch.stack([states[len(one) - 1] for states, one in zip(hidden, tokens, strict=True)]).float()
+        return torch.stack([states[len(ids) - 1] for states, ids in zip(hidden, tokens, strict=True)]).float()
 
 
 class _Reached(Exception):
-    """The hidden states are there: the head need not be computed."""
+    """Raised by the hook to skip the head once it has the hidden states."""
 
 
 @torch.no_grad()
-def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], whole: bool) -> tuple[Tensor, Tensor]:
-    """Hidden states (b, t, d) that enter the head, and, of the `whole` model, its logits (b, t, v); padded right."""
+def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], logits_too: bool) -> tuple[Tensor, Tensor]:
+    """Return the hidden states (b, t, d) that enter the head and, if `logits_too`, the logits (b, t, v)."""
     caught: list[Tensor] = []
 
     def catch(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         caught.append(arguments[0].detach())
-        if not whole:
+        if not logits_too:
             raise _Reached
 
     hook, logits = head.register_forward_pre_hook(catch), torch.empty(0)
@@ -76,14 +76,14 @@ def forward(model: Any, head: torch.nn.Module, tokens: list[list[int]], whole: b
 
 
 def head_of(model: Any, tokenizer: Any) -> Any:
-    """The module that makes logits of hidden states, with a weight (v, d). Raises BadInput where there is none."""
+    """Return the model's output head, with a weight (v, d). Raises BadInput if it has none."""
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise BadInput(f"{name} has an encoder and a decoder; give a causal model, such as AutoModelForCausalLM loads")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
     if weight is None or weight.ndim != 2 or not model.can_generate():
-        raise BadInput(f"{name} has no output head that tells the next token; load it with AutoModelForCausalLM")
+        raise BadInput(f"{name} has no output head that predicts the next token; load it with AutoModelForCausalLM")
     if tokenizer is not None and len(tokenizer) > len(weight):
         raise BadInput(
             f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own, or "
@@ -93,12 +93,12 @@ def head_of(model: Any, tokenizer: Any) -> Any:
 
 
 def context_of(model: Any) -> int:
-    """Number of tokens that pass through the model together."""
-    return min(LONGEST, int(getattr(model.config, "max_position_embeddings", None) or LONGEST))
+    """Return the number of tokens in a window of a model."""
+    return min(MAX_CONTEXT, int(getattr(model.config, "max_position_embeddings", None) or MAX_CONTEXT))
 
 
 def tokens_of(texts: Any, tokenizer: Any, head: Any) -> list[list[int]]:
-    """Token ids of texts, or those given, checked."""
+    """Return the token ids of texts, which may be token ids already. Raises BadInput."""
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise BadInput(f"texts are {check.shown(texts)}; expected a list of texts, or of lists of token ids")
     if any(isinstance(text, str) for text in texts):
@@ -106,64 +106,64 @@ def tokens_of(texts: Any, tokenizer: Any, head: Any) -> list[list[int]]:
             missing = "no tokenizer is given" if tokenizer is None else "some are lists of token ids"
             raise BadInput(f"texts are given but {missing}; give tokenizer=, or token ids alone")
         texts = tokenizer(list(texts))["input_ids"] if texts else []
-    found = [torch.as_tensor(text).reshape(-1).tolist() if len(text) else [] for text in texts]
-    for number, ids in enumerate(found):
-        wrong = [one for one in ids if not (isinstance(one, int) and 0 <= one < len(head.weight))]
+    tokens = [torch.as_tensor(text).reshape(-1).tolist() if len(text) else [] for text in texts]
+    for number, ids in enumerate(tokens):
+        wrong = [token for token in ids if not (isinstance(token, int) and 0 <= token < len(head.weight))]
         if wrong:
             raise BadInput(
                 f"text {number} has the token {wrong[0]!r}; expected whole numbers from 0 to {len(head.weight) - 1}, "
-                "which the model's head knows"
+                "the tokens of the model's head"
             )
-    return found
+    return tokens
 
 
 def windows_of(tokens: list[list[int]], context: int) -> list[Window]:
-    """Windows of texts; each token but a text's first is predicted in one of them, after half a context or more."""
-    found = []
+    """Split texts into windows; each token but a text's first is predicted once, after half a context or more."""
+    windows = []
     for ids in tokens:
         start, first = 0, 1
         while first < len(ids):
-            found.append(Window(ids[start : start + context], first - start))
+            windows.append(Window(ids[start : start + context], first - start))
             first = start + context
             start = first - context // 2
-    return found
+    return windows
 
 
 def predicting(states: Tensor, window: Window) -> Tensor:  # (t, d) -> (m, d)
-    """Context before the tokens that a window predicts."""
+    """Return the hidden states before the m tokens that a window predicts."""
     return states[window.first - 1 : len(window.tokens) - 1]
 
 
 def prompts_of(texts: Sequence[str], tokenizer: Any, head: Any) -> list[list[int]]:
-    """Token ids of prompts: without the end that a tokenizer may put after texts."""
+    """Return the token ids of prompts, without the end-of-text token that a tokenizer may append."""
     end = tokenizer.eos_token_id
-    return [one[:-1] if len(one) > 1 and one[-1] == end else one for one in tokens_of(texts, tokenizer, head)]
+    return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in tokens_of(texts, tokenizer, head)]
 
 
 def padded(tokens: list[list[int]], device: Any, left: bool = False) -> dict[str, Tensor]:  # b lists -> (b, t)
-    """Arguments of a model, padded right, or left as generation needs them."""
-    ids, mask = torch.zeros(2, len(tokens), max(map(len, tokens)), dtype=torch.int64)
-    for one, places, there in zip(tokens, ids, mask, strict=True):
-        part = slice(len(places) - len(one), None) if left else slice(len(one))
-        places[part], there[part] = torch.tensor(one), 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    """Return the arguments of a model, padded right, or left for generation."""
+    input_ids, mask = torch.zeros(2, len(tokens), max(map(len, tokens)), dtype=torch.int64)
+    for ids, id_row, mask_row in zip(tokens, input_ids, mask, strict=True):
+        used = slice(len(id_row) - len(ids), None) if left else slice(len(ids))
+        id_row[used], mask_row[used] = torch.tensor(ids), 1
+    return {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}
 
 
 def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tuple[Tensor, list[int]]:
-    """Keys (m, d) and labels (m,) of some texts, in their order."""
+    """Return keys (m, d) and labels (m,) of texts, in their order."""
     windows = windows_of(tokens, context_of(model))
     order = sorted(range(len(windows)), key=lambda i: len(windows[i].tokens))
     keys: list[Tensor] = [torch.empty(0)] * len(windows)
     for low in range(0, len(order), size):
-        some = order[low : low + size]
-        hidden, _ = forward(model, head, [windows[i].tokens for i in some], False)
-        for i, states in zip(some, hidden, strict=True):
+        batch = order[low : low + size]
+        hidden, _ = forward(model, head, [windows[i].tokens for i in batch], False)
+        for i, states in zip(batch, hidden, strict=True):
             keys[i] = predicting(states, windows[i]).float().cpu()
     return torch.cat(keys), [token for window in windows for token in window.tokens[window.first :]]
 
 
 def unstored(db: SoftDB, tokens: list[list[int]], lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of texts that are stored together, without those that are in the database already."""
+    """Yield ranges of texts to store in a commit each, without those that are in the database already."""
     low, start, stored = 0, 0, len(db)
     if stored > sum(lengths):
         raise BadInput(f"the database holds {stored} records but these texts make {sum(lengths)}; give another path")
@@ -177,14 +177,14 @@ def unstored(db: SoftDB, tokens: list[list[int]], lengths: list[int]) -> Iterato
             yield low, high
             stored = len(db)
         elif end > start:
-            labels = torch.tensor([token for one in tokens[low:high] for token in one[1:]])
+            labels = torch.tensor([token for ids in tokens[low:high] for token in ids[1:]])
             if not torch.equal(torch.as_tensor(db.get(range(start, end)).values), labels):
                 raise BadInput(f"the database was begun with other texts: records {start} to {end}; give another path")
         low, start = high, end
 
 
-def require_made_by(db: SoftDB, made: HiddenStates, head: Any) -> None:
-    """BadInput where a database is not of this model's hidden states and vocabulary."""
+def require_made_by(db: SoftDB, encoder: HiddenStates, head: Any) -> None:
+    """Raise BadInput unless a database holds this model's hidden states and vocabulary."""
     if not isinstance(db, SoftDB):
         raise BadInput(f"db is {check.shown(db)}; expected an open softdb database, or call from_corpus")
     classes, dim = head.weight.shape
@@ -193,21 +193,21 @@ def require_made_by(db: SoftDB, made: HiddenStates, head: Any) -> None:
             f"the model's hidden states are {dim} wide but the keys {db.dim}; give the database of this model"
         )
     if db.num_classes != classes:
-        differ = f"the model tells {classes} tokens apart but num_classes of the database is {db.num_classes}"
+        differ = f"the model has {classes} tokens but num_classes of the database is {db.num_classes}"
         raise BadInput(f"{differ}; make it with from_corpus")
     if not len(db):
-        raise BadInput("the database holds no records, so it remembers nothing; make it with from_corpus")
-    if db.encoder_name not in (None, made.name):
+        raise BadInput("the database holds no records; make it with from_corpus")
+    if db.encoder_name not in (None, encoder.name):
         raise BadInput(
-            f"the keys are by {check.shown(db.encoder_name)}, the model is {check.shown(made.name)}, whose hidden "
-            "states are others; give the model that made them, or build the database anew with from_corpus"
+            f"the keys are {check.shown(db.encoder_name)} but the model's are {check.shown(encoder.name)}; give the "
+            "model that made them, or build another database with from_corpus"
         )
 
 
 def first_temperature(db: SoftDB) -> float:
-    """The median squared distance of some records to the 8th nearest other one."""
+    """Return the median squared distance of a sample of records to their 8th nearest other record."""
     snapshot, _ = db.core.view()
     live = snapshot.live.nonzero()[0]
-    some = live[torch.linspace(0, len(live) - 1, min(SAMPLE, len(live))).long().numpy()]
-    found = -db.search(snapshot.keys_at(some).float(), NEAR + 1).scores[:, -1]
-    return float(found.median()) or float(found.max()) or 1.0
+    sample = live[torch.linspace(0, len(live) - 1, min(SAMPLE, len(live))).long().numpy()]
+    squares = -db.search(snapshot.keys_at(sample).float(), NEAR + 1).scores[:, -1]
+    return float(squares.median()) or float(squares.max()) or 1.0

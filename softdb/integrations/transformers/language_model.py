@@ -1,4 +1,4 @@
-"""The kNN-LM: a causal model, a database of its hidden states, and the mixture of what both say."""
+"""The kNN-LM: a causal model, a database of its hidden states, and the mixture of their predictions."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from softdb.scoring import NegativeL2
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-QUERIES = 512  # places asked at once
-MAX_LR = 10.0  # Adam moves log T and the logit of λ by about lr a step
+QUERIES = 512  # hidden states in a soft query
+MAX_LR = 10.0  # Adam changes log T and the logit of λ by about lr in a step
 
 
 class Mixture(torch.nn.Module):
@@ -53,8 +53,8 @@ class Mixture(torch.nn.Module):
 
         λ = σ(b),   or with a gate   λ(h) = σ(b + w·x),  x = (h, log Σ_i exp(-‖h - k_i‖² / T)) standardised
 
-    The second part of x tells how near the memory is at all (as in He et al. 2021, section 3.1). T is the square of the
-    bandwidth of `score`. A gate begins with w = 0. `state_dict()` holds all of it.
+    The second component of x measures how near the memory's records are (as in He et al. 2021, section 3.1). T is the
+    square of the bandwidth of `score`. A gate starts at w = 0. `state_dict()` holds all parameters.
     """
 
     def __init__(self, dim: int, temperature: float, interpolation: float, gated: bool) -> None:
@@ -69,50 +69,51 @@ class Mixture(torch.nn.Module):
 
     @property
     def temperature(self) -> float:
-        """T."""
+        """The temperature T."""
         return float(self.score.bandwidth.detach()) ** 2
 
     def logits(self, hidden: Tensor, lse: Tensor) -> Tensor:  # (q, d), (q,) -> (q, 1)
-        """log λ / (1 - λ) at each place."""
+        """Return log(λ / (1 - λ)) for each hidden state."""
         if self.gate is None:
             return self.bias.expand(len(hidden), 1)
-        known = torch.cat([hidden, lse.unsqueeze(1)], 1).nan_to_num(neginf=0.0)
-        found: Tensor = self.bias + self.gate((known - self.mean) / self.deviation)
-        return found
+        inputs = torch.cat([hidden, lse.unsqueeze(1)], 1).nan_to_num(neginf=0.0)
+        logits: Tensor = self.bias + self.gate((inputs - self.mean) / self.deviation)
+        return logits
 
     @torch.no_grad()
     def standardise(self, hidden: Tensor, lse: Tensor) -> None:  # (m, d), (m,)
-        """Take mean and deviation of the gate's inputs from these."""
-        known = torch.cat([hidden, lse.unsqueeze(1)], 1)
-        self.mean, self.deviation = known.mean(0), known.std(0).clamp(min=1e-6)
+        """Set the mean and deviation that standardise the gate's inputs."""
+        inputs = torch.cat([hidden, lse.unsqueeze(1)], 1)
+        self.mean, self.deviation = inputs.mean(0), inputs.std(0).clamp(min=1e-6)
 
     def mixed(self, memory: Tensor, model: Tensor, logits: Tensor) -> Tensor:  # (q, v), (q, v), (q, 1) -> (q, v)
-        """log p of log p_memory and log p_model."""
+        """Return log p from log p_memory, log p_model and the logits of λ."""
         log = torch.nn.functional.logsigmoid
         return torch.logaddexp(log(logits) + memory, log(-logits) + model)
 
 
 class KNNLanguageModel(LogitsProcessor):
-    """A causal language model and a database of its hidden states with the tokens that followed them.
+    """A causal language model, and a database of its hidden states with the tokens that followed them.
 
-    It is a `LogitsProcessor`: after a forward pass of the model it turns the logits of the last token of each row into
-    log p, so that `generate` works, with batches, left padding, a cache and beams. The hidden states are caught on
-    their way into the output head, until `close()`. Tokens that an earlier processor forbade stay forbidden.
+    It is a `LogitsProcessor`: after a forward pass of the model it replaces the logits of each row's last token by
+    log p. So `generate` works with batches, left padding, a cache and beams. Until `close()` a hook on the output head
+    records its inputs, the hidden states. Tokens that an earlier processor forbade stay forbidden.
 
-    Cost a token: that of the model and of the soft query, n d over every record, a search with `k=`.
+    Cost per token: the model's and the soft query's, which is n d over every record, or a search with `k=`.
 
     Args:
-        model: a causal model with an output head, such as AutoModelForCausalLM gives; not trained here, nor changed.
-        db: as `from_corpus` makes it: keys as wide as the head's input, num_classes the size of the vocabulary.
-        tokenizer: of the model; None: texts are given as lists of token ids.
-        k: sum over the k nearest records alone, as the paper does; rtol: over all of them, to a tolerance, which an
-            index makes cheaper; neither: over all of them exactly.
-        interpolation: λ at first, between 0 and 1.
-        temperature: T at first; None: the median squared distance of some records to the 8th nearest other one.
-        gate: learn λ(h) in place of one λ.
+        model: a causal model with an output head, such as AutoModelForCausalLM loads; it is not trained.
+        db: a database as from `from_corpus`: keys of the width of the head's input, num_classes the vocabulary's size.
+        tokenizer: the model's tokenizer; without it texts are lists of token ids.
+        k: sum over the k nearest records, as the paper does; rtol: estimate the sum over all records to a tolerance,
+            which is cheaper with an index; neither: sum over all records exactly.
+        interpolation: initial λ, between 0 and 1.
+        temperature: initial T; None: the median squared distance of a sample of records to their 8th nearest other
+            record.
+        gate: learn λ(h) in place of a constant λ.
 
-    Raises BadInput for a model without a head or with an encoder, another width or vocabulary than the database's, a
-    database without records, or of another model's hidden states.
+    Raises BadInput for a model without a head or with an encoder, for another width or vocabulary than the database's,
+    and for a database without records or of another model's hidden states.
 
         lm = KNNLanguageModel.from_corpus(model, texts, "memory", tokenizer=tokenizer)
         lm.fit(other_texts)
@@ -159,29 +160,29 @@ class KNNLanguageModel(LogitsProcessor):
     ) -> KNNLanguageModel:
         """Build the database of a corpus, and the language model on it.
 
-        One record a token but each text's first: key the hidden state before it, value the token. A text longer than
-        the model's context, or 1,024 tokens, is taken in windows that overlap by half. Texts of some 16,384 tokens are
-        one commit: a call that was broken off goes on where it stopped when it is called again with the same texts.
+        Each token but a text's first is a record: its key is the hidden state before the token, its value the token.
+        A text longer than the model's context, or than 1,024 tokens, is split into windows that overlap by half. A
+        commit holds texts of some 16,384 tokens, so an interrupted call resumes if it is repeated with the same texts.
 
         Args:
             texts: m texts, or, without a tokenizer, m lists of token ids.
-            path: where the database goes; None: in memory.
-            dtype: of the stored keys.
-            batch_size: windows that pass through the model together.
-            progress: called with what is being done, how many texts are done, and the whole.
+            path: the database's directory; None: in memory.
+            dtype: dtype of the stored keys.
+            batch_size: number of windows that pass through the model together.
+            progress: called with the name of the step, the number of texts done, and the number of all texts.
             settings: further arguments of the class.
 
         Cost: a pass of the corpus through the model, without its head. Raises BadInput for a corpus without a token to
-        predict, and a database at `path` that was not begun with these texts.
+        predict, and for a database at `path` that was begun with other texts.
         """
         head = head_of(model, tokenizer)
-        made = HiddenStates(model, tokenizer, head)
+        encoder = HiddenStates(model, tokenizer, head)
         tokens = tokens_of(texts, tokenizer, head)
         lengths = [max(0, len(token) - 1) for token in tokens]
         if not sum(lengths):
             raise BadInput(f"the corpus of {len(tokens)} texts has no token that follows another; give longer texts")
         size, (classes, dim) = check.integer(batch_size, "batch_size"), head.weight.shape
-        db = softdb.open(path, dim=dim, num_classes=classes, metric="l2", dtype=dtype, encoder=made)
+        db = softdb.open(path, dim=dim, num_classes=classes, metric="l2", dtype=dtype, encoder=encoder)
         with contextlib.ExitStack() as opened:
             opened.callback(db.close)
             for low, high in unstored(db, tokens, lengths):
@@ -190,34 +191,34 @@ class KNNLanguageModel(LogitsProcessor):
                 db.insert(range(start, start + len(keys)), keys, labels)
                 if progress is not None:
                     progress("embed", high, len(tokens))
-            found = cls(model, db, tokenizer=tokenizer, **settings)
+            language_model = cls(model, db, tokenizer=tokenizer, **settings)
             opened.pop_all()
-        return found
+        return language_model
 
     @torch.no_grad()
     def log_probs(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:  # (q, d), (q, v) -> (q, v)
-        """log p of every token after some hidden states and the model's own logits; None: of the memory alone."""
-        parts = []
+        """Return log p of every token, given hidden states and the model's logits; without logits log p_memory."""
+        blocks = []
         for low in range(0, len(hidden), QUERIES):
-            some = hidden[low : low + QUERIES].float()
-            answer = self._asked(some, self.mixture, None)
-            memory = answer.output.log()
+            states = hidden[low : low + QUERIES].float()
+            answer = self._attend(states, self.mixture, None)
+            logs = answer.output.log()
             if logits is not None:
-                own = logits[low : low + QUERIES].float().log_softmax(1).to(memory.device)
-                memory = self.mixture.mixed(memory, own, self.mixture.logits(some, answer.lse).to(memory.device))
-            parts.append(memory)
-        return torch.cat(parts)
+                own = logits[low : low + QUERIES].float().log_softmax(1).to(logs.device)
+                logs = self.mixture.mixed(logs, own, self.mixture.logits(states, answer.lse).to(logs.device))
+            blocks.append(logs)
+        return torch.cat(blocks)
 
     def perplexity(self, texts: Sequence[Text], *, memory: bool = True, batch_size: int = 8) -> float:
-        """exp of the mean of -log p over every token of the texts but each one's first; without `memory` the model's.
+        """Return exp of the mean -log p over every token but each text's first; with `memory=False` the model's.
 
         Raises BadInput for texts without a token to predict.
         """
         total, count = 0.0, 0
-        for hidden, logits, wanted in self._places(texts, batch_size):
+        for hidden, logits, labels in self._batches(texts, batch_size):
             logs = self.log_probs(hidden, logits) if memory else logits.float().log_softmax(1)
-            total -= float(logs.gather(1, wanted.to(logs.device).unsqueeze(1)).double().sum())
-            count += len(wanted)
+            total -= float(logs.gather(1, labels.to(logs.device).unsqueeze(1)).double().sum())
+            count += len(labels)
         return math.exp(total / count)
 
     def fit(
@@ -230,22 +231,22 @@ class KNNLanguageModel(LogitsProcessor):
         seed: int = 0,
         progress: Progress | None = None,
     ) -> list[float]:
-        """Learn λ, or its gate, and T from texts that are not in the memory; the perplexity as each epoch went.
+        """Learn λ, or its gate, and T from texts that are not in the database; return the perplexity of each epoch.
 
             loss = mean over tokens of -log(λ p_memory(y | h) + (1 - λ) p_model(y | h)),  by Adam
 
-        The gradient to T goes through the soft query, exactly, over the k nearest or drawn, as the class was told.
-        Texts of the memory would find themselves at distance 0 and teach λ = 1. The model itself stays as it is.
+        The gradient to T goes through the soft query: exact, over the k nearest, or drawn, as the class was set up.
+        Texts of the database itself would have distance 0 to it and teach λ = 1. The model does not change.
 
         Args:
-            texts: some thousand tokens are enough: they are held in memory as hidden states, d numbers each.
+            texts: some thousand tokens are enough; memory holds their hidden states, d numbers each.
             epochs, lr: of Adam; a gate is trained at a tenth of the rate.
-            batch_size: tokens a step.
-            seed: of the order, and of what `rtol` draws.
-            progress: called with what is being done, how many steps are done, and the whole.
+            batch_size: number of tokens in a step.
+            seed: seed of the order of the tokens and of the draws of `rtol`.
+            progress: called with the name of the epoch, the number of steps done, and the number of all steps.
 
-        Cost a step: a soft query of the batch, forth and back. Raises BadInput for settings that make no sense, and
-        where the loss becomes NaN or infinite: then what was learned before stays.
+        Cost per step: a soft query of the batch, forward and backward. Raises BadInput for invalid settings, and if the
+        loss becomes NaN or infinite: the mixture is then unchanged.
         """
         epochs, size = check.integer(epochs, "epochs"), check.integer(batch_size, "batch_size")
         rate = check.positive(lr, "lr")
@@ -253,27 +254,27 @@ class KNNLanguageModel(LogitsProcessor):
             raise BadInput(f"lr is {rate:g}; expected at most {MAX_LR:g}, such as 0.1")
         draws = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1))
         with torch.inference_mode(False):
-            known = [
-                (hidden.float(), logits.float().log_softmax(1).gather(1, wanted.unsqueeze(1)), wanted)
-                for hidden, logits, wanted in self._places(texts, 8)
+            batches = [
+                (hidden.float(), logits.float().log_softmax(1).gather(1, targets.unsqueeze(1)), targets)
+                for hidden, logits, targets in self._batches(texts, 8)
             ]
-            states, own, labels = (torch.cat(part) for part in zip(*known, strict=True))
+            states, own, labels = (torch.cat(column) for column in zip(*batches, strict=True))
             mixture = copy.deepcopy(self.mixture).requires_grad_(True)
             if mixture.gate is not None:
-                first = states[torch.randperm(len(states), generator=draws)[: 2 * QUERIES]]
-                mixture.standardise(first, self._asked(first, mixture, None).lse)
+                sample = states[torch.randperm(len(states), generator=draws)[: 2 * QUERIES]]
+                mixture.standardise(sample, self._attend(sample, mixture, None).lse)
             gate = [] if mixture.gate is None else list(mixture.gate.parameters())
-            others = [parameter for parameter in mixture.parameters() if not any(parameter is mine for mine in gate)]
+            others = [parameter for parameter in mixture.parameters() if not any(parameter is each for each in gate)]
             adam = torch.optim.Adam([{"params": others, "lr": rate}, {"params": gate, "lr": rate / 10}])
-            found, steps = [], -(-len(states) // size)
+            perplexities, steps = [], -(-len(states) // size)
             for epoch in range(epochs):
                 total = 0.0
-                for step, part in enumerate(torch.randperm(len(states), generator=draws).split(size), 1):  # type: ignore[no-untyped-call]
-                    loss = self._loss(mixture, states[part], own[part], labels[part], draws)
+                for step, batch in enumerate(torch.randperm(len(states), generator=draws).split(size), 1):  # type: ignore[no-untyped-call]
+                    loss = self._loss(mixture, states[batch], own[batch], labels[batch], draws)
                     adam.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     adam.step()
-                    total += float(loss.detach()) * len(part)
+                    total += float(loss.detach()) * len(batch)
                     if not (
                         math.isfinite(total)
                         and all(bool(parameter.isfinite().all()) for parameter in mixture.parameters())
@@ -281,62 +282,63 @@ class KNNLanguageModel(LogitsProcessor):
                         raise BadInput(f"the loss became {total:g} in epoch {epoch + 1}; lower lr, which is {rate:g}")
                     if progress is not None:
                         progress(f"epoch {epoch + 1}", epoch * steps + step, epochs * steps)
-                found.append(math.exp(total / len(states)))
+                perplexities.append(math.exp(total / len(states)))
             self.mixture = mixture.requires_grad_(False)
-        return found
+        return perplexities
 
     @torch.enable_grad()
     def _loss(self, mixture: Mixture, hidden: Tensor, own: Tensor, labels: Tensor, draws: torch.Generator) -> Tensor:
-        """-log p of the labels, by log p_model of them."""
-        answer = self._asked(hidden, mixture, draws)
-        found = answer.output.gather(1, labels.unsqueeze(1))
-        memory = found.clamp(min=torch.finfo(found.dtype).tiny).log()  # whose gradient is 0 where a label has no weight
+        """Return the mean -log p of the labels, given their log p_model `own` (q, 1)."""
+        answer = self._attend(hidden, mixture, draws)
+        weights = answer.output.gather(1, labels.unsqueeze(1))
+        memory = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()  # gradient 0 for a label without weight
         return -mixture.mixed(memory, own, mixture.logits(hidden, answer.lse)).mean()
 
-    def _asked(self, hidden: Tensor, mixture: Mixture, draws: torch.Generator | None) -> Pooled:
+    def _attend(self, hidden: Tensor, mixture: Mixture, draws: torch.Generator | None) -> Pooled:
         draws = draws if self.rtol is not None else None
         return self.db.attend(hidden, score=mixture.score, k=self.k, rtol=self.rtol, generator=draws)
 
-    def generate(self, inputs: Any = None, **words: Any) -> Any:
-        """`model.generate` with the memory: texts give texts, where there is a tokenizer; token ids give token ids.
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        """Run `model.generate` with the memory. Texts return texts (with a tokenizer), token ids return token ids.
 
         Args:
-            inputs: a text, or several; token ids, a tensor (q, t) or q lists, which are padded left; or as keywords
-                what `model.generate` takes.
-            words: of `model.generate`. A `logits_processor` of yours goes before the memory.
+            inputs: a text, or several; token ids, a tensor (q, t) or q lists, which are padded left; or None, with the
+                inputs in `kwargs`.
+            kwargs: arguments of `model.generate`. A `logits_processor` of yours runs before the memory.
 
-        Raises BadInput for assisted generation, which asks for several tokens at once, and for other inputs.
+        Raises BadInput for assisted generation, which predicts several tokens at once, and for other inputs.
         """
-        assisted = [name for name in ("assistant_model", "prompt_lookup_num_tokens") if words.get(name) is not None]
+        assisted = [name for name in ("assistant_model", "prompt_lookup_num_tokens") if kwargs.get(name) is not None]
         if assisted:
             raise BadInput(f"{assisted[0]} is given, but a memory answers for one token at a time; leave it out")
-        words["logits_processor"] = [*(words.get("logits_processor") or ()), self]
+        kwargs["logits_processor"] = [*(kwargs.get("logits_processor") or ()), self]
         if inputs is None or isinstance(inputs, Tensor):
-            return self.model.generate(inputs, **words)
+            return self.model.generate(inputs, **kwargs)
         texts = [inputs] if isinstance(inputs, str) else inputs
         if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str | list) for text in texts):
             raise BadInput(f"inputs are {check.shown(inputs)}; expected a text, texts, or token ids (q, t)")
-        told = isinstance(texts[0], str)
-        if told and self.tokenizer is None:
+        as_text = isinstance(texts[0], str)
+        if as_text and self.tokenizer is None:
             raise BadInput("texts are given without a tokenizer; give token ids, or tokenizer= to the class")
-        prompts = prompts_of(texts, self.tokenizer, self.head) if told else tokens_of(texts, None, self.head)
-        made = self.model.generate(**words, **padded(prompts, self.model.device, left=True))
-        found = self.tokenizer.batch_decode(made, skip_special_tokens=True) if told else made
-        return found[0] if isinstance(inputs, str) else found
+        prompts = prompts_of(texts, self.tokenizer, self.head) if as_text else tokens_of(texts, None, self.head)
+        outputs = self.model.generate(**kwargs, **padded(prompts, self.model.device, left=True))
+        if as_text:
+            outputs = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return outputs[0] if isinstance(inputs, str) else outputs
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # (q, t), (q, v) -> (q, v)
-        """As transformers calls it: log p in place of the logits of the token to come."""
+        """Replace the logits of the next token by log p; transformers calls this in `generate`."""
         if self._hidden is None or self._hidden.ndim != 3 or len(self._hidden) != len(scores):
-            seen = "none" if self._hidden is None else f"of shape {tuple(self._hidden.shape)}"
+            states = "none" if self._hidden is None else f"of shape {tuple(self._hidden.shape)}"
             raise BadInput(
-                f"scores are of {len(scores)} rows but the hidden states before them are {seen}; expected one row each "
-                "from a forward pass of this model just before, not closed"
+                f"scores are of {len(scores)} rows but the hidden states before them are {states}; expected one row "
+                "each from a forward pass of this model just before, not closed"
             )
         logs = self.log_probs(self._hidden[:, -1], scores).to(scores)
         return logs.masked_fill(scores == -torch.inf, -torch.inf)
 
     def close(self) -> None:
-        """Leave the model as it was, and close the database."""
+        """Remove the hook from the model, and close the database."""
         self._hook.remove()
         self._hidden = None
         self.db.close()
@@ -345,18 +347,18 @@ class KNNLanguageModel(LogitsProcessor):
         self._hidden = arguments[0].detach()[:, -1:]
 
     @torch.no_grad()
-    def _places(self, texts: Sequence[Text], size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Hidden states (m, d), the model's logits (m, v) and what followed (m,), some windows at a time."""
+    def _batches(self, texts: Sequence[Text], size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield hidden states (m, d), the model's logits (m, v) and the next tokens (m,), `size` windows at a time."""
         windows = windows_of(tokens_of(texts, self.tokenizer, self.head), context_of(self.model))
         if not windows:
             raise BadInput("the texts have no token that follows another; give longer ones")
-        windows.sort(key=lambda one: len(one.tokens))
+        windows.sort(key=lambda window: len(window.tokens))
         for low in range(0, len(windows), check.integer(size, "batch_size")):
-            some = windows[low : low + size]
-            hidden, logits = forward(self.model, self.head, [one.tokens for one in some], True)
-            states, own = (torch.cat(list(map(predicting, found, some))) for found in (hidden, logits))
-            labels = [token for one in some for token in one.tokens[one.first :]]
-            yield states, own, torch.tensor(labels, device=hidden.device)
+            batch = windows[low : low + size]
+            outputs = forward(self.model, self.head, [window.tokens for window in batch], True)
+            states, logits = (torch.cat(list(map(predicting, output, batch))) for output in outputs)
+            labels = [token for window in batch for token in window.tokens[window.first :]]
+            yield states, logits, torch.tensor(labels, device=states.device)
 
     def __enter__(self) -> KNNLanguageModel:
         return self

@@ -149,7 +149,7 @@ def test_a_model_encoder_gives_what_the_model_gives(model: SentenceTransformer) 
         ({"k": 0}, "k is 0"),
         ({"k": 2, "rtol": 0.1}, "k"),
         ({"rtol": 0.1, "encode_keys": True}, "rtol estimates over stored keys"),
-        ({"field": "gloss"}, "are of encode_keys=True"),
+        ({"field": "gloss"}, "need encode_keys=True"),
         ({"field": 3, "encode_keys": True}, "field is 3"),
     ],
     ids=str,
@@ -227,7 +227,7 @@ def test_records_without_text_cannot_be_encoded(model: SentenceTransformer) -> N
         with pytest.raises(BadInput, match="record 'a' has no text"):
             DatabaseLoss(model, db, encode_keys=True)(asked, ["a"])
         assert DatabaseLoss(model, db, encode_keys=True, field="gloss")(asked, ["a"]).isfinite()
-        with pytest.raises(BadInput, match="nothing grows stale"):
+        with pytest.raises(BadInput, match="no index becomes stale"):
             RefreshCallback(DatabaseLoss(model, db))
         with pytest.raises(BadInput, match="queries are"):
             DatabaseEvaluator(db, [], [])

@@ -82,7 +82,7 @@ def test_bad_input(model: SentenceTransformer, db: softdb.SoftDB) -> None:
     data, other = pairs(db), new_model(dim=8)
     for words, told in (
         ({"range_mini": 3}, "range_mini: the library's mine_hard_negatives takes no such argument"),
-        ({"cache_folder": "there"}, "are about embedding the corpus"),
+        ({"cache_folder": "there"}, "embed the corpus, which is stored already"),
         ({"output_format": "pairs"}, "Invalid output_format"),
         ({"num_negatives": 0}, "num_negatives must be at least 1"),
         ({"corpus": ["w1 w2 nowhere"]}, "1 texts, such as 'w1 w2 nowhere', are of no record"),

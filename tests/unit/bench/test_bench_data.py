@@ -165,12 +165,12 @@ def test_files_cut_short_or_of_another_format(tmp_path: Path, rng: np.random.Gen
     other = bytearray(whole)
     other[20:24] = np.array([7], "<i4").tobytes()
     bad = {
-        "short.fvecs": (whole[:-1], r"begins with the width 4, but its 179 bytes are no whole number"),
-        "other.fvecs": (bytes(other), "begins with the width 4, but holds 7"),
+        "short.fvecs": (whole[:-1], r"begins with the width 4, but its 179 bytes are not a multiple of the 20 bytes"),
+        "other.fvecs": (bytes(other), "begins with the width 4 but has a vector of the width 7"),
         "zero.fvecs": (b"\0" * 40, "begins with the width 0"),
         "empty.fvecs": (b"", "has 0 bytes, less than one vector"),
-        "short.fbin": (flat[:-4], "holds 9 vectors of 4 float32, which are 152 bytes .* but it has 148"),
-        "long.u8bin": (flat, "holds 9 vectors of 4 uint8, which are 44 bytes .* but it has 152"),
+        "short.fbin": (flat[:-4], "has 148 bytes, but 9 vectors of 4 float32, as its header says, take 152"),
+        "long.u8bin": (flat, "has 152 bytes, but 9 vectors of 4 uint8, as its header says, take 44"),
         "tiny.fbin": (flat[:6], "has 6 bytes"),
         "numbers.csv": (b"1,2", r"ends in '\.csv'; expected .*one of \.hdf5"),
         "none": (b"1,2", "ends in ''; expected .*one of"),
@@ -184,7 +184,7 @@ def test_files_cut_short_or_of_another_format(tmp_path: Path, rng: np.random.Gen
 
 
 def test_folders(tmp_path: Path, rng: np.random.Generator) -> None:
-    with pytest.raises(softdb.BadInput, match=r"keys.npy is not there; the folder of a dataset holds keys.npy and"):
+    with pytest.raises(softdb.BadInput, match=r"keys.npy; the folder of a dataset holds keys.npy and"):
         load(str(tmp_path))
     np.save(tmp_path / "keys.npy", rng.standard_normal((30, 4)).astype(np.float16))
     np.save(tmp_path / "queries.npy", rng.standard_normal((9, 4)))

@@ -145,7 +145,7 @@ def test_an_export_takes_metric_schema_fields_and_encoder_along(tmp_path: Path) 
         assert one.search([[1.0, 0.0]], k=9).ids == other.search([[1.0, 0.0]], k=9).ids
     run("import", tmp_path / "dot", tmp_path / "rows.jsonl", "--value", "value", "--num-classes", 3)
     message = fails("import", tmp_path / "dot", tmp_path / "out.jsonl", "--upsert")
-    assert "made for databases that compare by cosine, this one does by dot" in message
+    assert "exported from a database with the metric cosine, but this one has dot" in message
 
 
 def test_an_export_of_texts_notes_their_encoder_and_loads_no_model(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_was_stopped_goes_on_and_ends_as_if_unbroken(tmp_path: Path, kind: 
         assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in told
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
-    assert "resume goes on with an import that was cut short" in shown
+    assert "and resume continues an interrupted import" in shown
     shown = run("import", tmp_path / "db", *words, "--batch-size", 100, "--resume").stdout
     assert shown == f"{N} records imported, {N} in {tmp_path / 'db'}\n"
     assert stored(tmp_path / "db") == stored(tmp_path / "whole")
@@ -120,7 +120,7 @@ def test_a_record_that_differs_is_refused_or_replaced(tmp_path: Path, part: str)
         db.update(["r7"], **{f"{part}s": [changed[part]]})  # type: ignore[arg-type]
         before = len(list(db.scan()))
     error = fails("import", tmp_path / "db", *words, "--resume")
-    assert "rows.jsonl line 8: id 'r7' is stored already, and not as it stands there" in error
+    assert "rows.jsonl line 8: id 'r7' is stored already with other contents" in error
     run("import", tmp_path / "db", *words, "--resume", "--upsert")
     run("import", tmp_path / "db", *words, "--resume")
     assert answer("info", tmp_path / "db")["records"] == N

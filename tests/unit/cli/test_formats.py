@@ -119,7 +119,7 @@ def test_keys_alone_are_numbered(tmp_path: Path) -> None:
 
 BAD = [
     ("{", r"r.jsonl line 3: not JSON \(Expecting property name"),
-    ('{"id": "x", "key": [NaN]}', "r.jsonl line 3: not JSON .NaN is no JSON number"),
+    ('{"id": "x", "key": [NaN]}', "r.jsonl line 3: not JSON .NaN is not a JSON number"),
     ("[" * 100_000, "r.jsonl line 3: not JSON"),
     ("[1, 2]", r"r.jsonl line 3: \[1, 2\]; expected an object"),
     ('{"key": [1]}', r"r.jsonl line 3: no field 'id' for the id; its fields are \['key'\]"),
@@ -317,7 +317,7 @@ def test_an_export_of_another_metric_is_refused(tmp_path: Path) -> None:
         db.insert(["a"], [[1, 2]])
         export_records(db, tmp_path / "r.jsonl")
     with softdb.open(None, dim=2, metric="l2") as other:
-        with pytest.raises(softdb.BadInput, match="made for databases that compare by cosine, this one does by l2"):
+        with pytest.raises(softdb.BadInput, match="a database with the metric cosine, but this one has l2"):
             import_records(other, read_records(tmp_path / "r.jsonl"))
         assert len(other) == 0
 

@@ -226,7 +226,7 @@ def test_vectors_go_out_and_come_back(tmp_path: Path, suffix: str) -> None:
         db.insert(range(100, 140), keys, np.arange(40) % 9)
         assert export_records(db, file, batch_size=7, note=notes.append) == 40
         db.insert(["x"], texts=["no key"])
-        with pytest.raises(softdb.BadInput, match=f"record 'x' has no key, which {suffix} cannot say"):
+        with pytest.raises(softdb.BadInput, match=f"record 'x' has no key, which {suffix} cannot hold"):
             export_records(db, tmp_path / f"no{suffix}", note=notes.append)
     assert notes[0].startswith(f"{suffix} carries no payloads, texts")
     parts = list(read_records(file, batch_size=9))

@@ -188,7 +188,7 @@ def test_copies_tell_the_same(on_disk: bool, path: Path) -> None:
     if on_disk:
         with pytest.raises(ReadOnly, match="insert"):
             pickle.loads(pickle.dumps(models[0])).partial_fit(X[:1], ["s"])
-        with pytest.raises(BadInput, match="not empty, and fit makes its database anew"):
+        with pytest.raises(BadInput, match="not empty, but fit creates a new database"):
             clone(models[0]).fit(X, LABELS)
         with pytest.raises(NotADatabase, match=r"catalog\.sqlite is a file"):
             clone(models[0]).set_params(path=path / "a" / "catalog.sqlite").fit(X, LABELS)

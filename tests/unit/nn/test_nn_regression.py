@@ -118,7 +118,7 @@ def test_an_empty_database_tells_zeros() -> None:
     assert [tuple(one.shape) for one in model.leave_one_out()] == [(0, V), (0, V)]
     with pytest.raises(BadInput, match=r"fit: 0 records cannot be told from each other; insert at least 2"):
         model.fit()
-    with pytest.raises(BadInput, match=r"silverman: 0 keys tell no bandwidth; give at least 2"):
+    with pytest.raises(BadInput, match=r"silverman: 0 keys determine no bandwidth; give at least 2"):
         KernelRegressor(db)
 
 

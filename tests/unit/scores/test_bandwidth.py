@@ -89,7 +89,7 @@ def test_silverman_in_one_dimension_is_the_famous_factor() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (torch.ones(1, 2), "1 keys tell no bandwidth; give at least 2"),
+        (torch.ones(1, 2), "1 keys determine no bandwidth; give at least 2"),
         (torch.ones(5), r"keys have shape \(5,\); expected \(n, d\); one number a record is keys.unsqueeze\(1\)"),
         (torch.ones(5, 0), r"keys have shape \(5, 0\)"),
         (torch.tensor([[1.0], [math.nan]]), "NaN or infinity, first in row 1"),
@@ -148,7 +148,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = leave_one_out(keys, values), leave_one_out(keys)
     monkeypatch.setattr(bandwidth, "BLOCK", 7 * 50)
     for kept in (50 * 50, 50 * 50 - 1):
-        monkeypatch.setattr(bandwidth, "KEPT", kept)
+        monkeypatch.setattr(bandwidth, "MAX_STORED", kept)
         assert (leave_one_out(keys, values), leave_one_out(keys)) == pytest.approx(whole, rel=1e-4)
 
 
@@ -167,7 +167,7 @@ def test_a_compact_kernel_reaches_the_farthest_record() -> None:
     keys = torch.tensor([[0.0], [0.1], [0.2], [5.2]])
     found = leave_one_out(keys, kernel=Epanechnikov)
     assert 5 < found < 8
-    with pytest.raises(BadInput, match=r"no bandwidth from 0.1 to 4 does every record reach another"):
+    with pytest.raises(BadInput, match=r"no bandwidth from 0.1 to 4 reaches from every record to another"):
         leave_one_out(keys, kernel=Epanechnikov, bounds=(0.1, 4.0))
 
 

@@ -136,7 +136,7 @@ def test_keys_of_any_dtype_are_compared_in_the_queries(kind: type[Kernel]) -> No
 def test_many_keys_are_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = world()
     whole = Laplacian()(queries, keys)
-    monkeypatch.setattr(distance, "WIDENED", 2)
+    monkeypatch.setattr(distance, "BLOCK", 2)
     torch.testing.assert_close(Laplacian()(queries, keys), whole)
 
 

@@ -130,7 +130,7 @@ def test_a_distance_is_never_negative() -> None:
 def test_many_keys_are_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.from_numpy(WORLDS["awkward"])
     whole = NegativeL2()(keys[:5], keys)
-    monkeypatch.setattr(distance, "WIDENED", 7)
+    monkeypatch.setattr(distance, "BLOCK", 7)
     torch.testing.assert_close(NegativeL2()(keys[:5], keys), whole)
 
 
@@ -350,20 +350,20 @@ def test_additive_blocks_change_nothing(shape: tuple[int, ...], monkeypatch: pyt
     whole = score(queries, keys)
     wanted = torch.autograd.grad(whole.square().sum(), sources)
     calls: list[int] = []
-    inner = additive._compared
+    inner = additive._scores
     monkeypatch.setattr(additive, "BLOCK", 6 * HIDDEN * 7)
 
     def counted(*arguments: Any) -> torch.Tensor:
         calls.append(arguments[1].shape[-2])
         return inner(*arguments)
 
-    monkeypatch.setattr(additive, "_compared", counted)
+    monkeypatch.setattr(additive, "_scores", counted)
     parts = score(queries, keys)
     assert calls == [7] * 5 + [5]
     torch.testing.assert_close(parts, whole)
     for found, expected in zip(torch.autograd.grad(parts.square().sum(), sources), wanted, strict=True):
         torch.testing.assert_close(found, expected)
-    assert len(calls) == 12  # made again in backward, not kept
+    assert len(calls) == 12  # computed again in backward, not stored
 
 
 def test_weights_of_the_linear_additive_score_do_not_depend_on_the_query() -> None:
