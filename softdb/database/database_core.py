@@ -374,7 +374,7 @@ class DatabaseCore(Core[Stored]):
         try:
             self.finder.compact()
         except OSError as error:  # the index is a cache: this handle uses it, and writes it again when it closes
-            _log.warning("the index of what is left could not be kept: %s", error)
+            _log.warning("compact: the index could not be written: %s", error)
         return dataclasses.replace(report, bytes=self.store.occupied())
 
     def close(self) -> None:
@@ -383,6 +383,6 @@ class DatabaseCore(Core[Stored]):
             if not self.store.closed:
                 self.finder.close()
         except (OSError, SoftDBError) as error:  # the index is a cache: no record is lost
-            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
+            _log.warning("close: the index could not be written; build_index() makes it anew: %s", error)
         finally:
             self.store.close()

@@ -41,7 +41,7 @@ def reembed(
     batch_size: int,
     progress: Progress | bool | None,
 ) -> ReembedReport:
-    """Make every key anew with another encoder; see `SoftDB.reembed`."""
+    """Replace every key by another encoder's embedding; see `SoftDB.reembed`."""
     core.store.require_writable()
     if not callable(encoder):
         raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
@@ -192,7 +192,7 @@ class _Run:
             except (BadInput, WriteFailed) as error:
                 error.args = (
                     f"{error.args[0]}; {self.present:,} of {self.total:,} records have their new keys, the database is "
-                    "as it was: mend that, then reembed goes on",
+                    "as it was; repair that, then call reembed again",
                     *error.args[1:],
                 )
                 raise

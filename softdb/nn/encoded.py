@@ -265,7 +265,7 @@ class Encoded(OfGeneration):
         return recent, None if all_live else version.alive(self.snapshot, request.allowed)
 
     def estimate(self, request: Request) -> Pooled:
-        """Estimate the softmax over all records from records that the version's codes draw, encoded anew.
+        """Estimate the softmax over all records by drawing some by the version's codes and encoding them.
 
         A record drawn with probability p counts 1 / p times, so sums are unbiased however the encoder has changed. All
         records newer than the version are encoded. `bar` is NaN, as codes of stale vectors bound no error. Exact if

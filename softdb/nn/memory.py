@@ -332,7 +332,7 @@ class Memory(Reindexed):
     def _forget(self) -> None:
         """Drop the stale index, and a build of it that is running."""
         old, self._build = self._stale, None
-        self._stale = old.anew()
+        self._stale = old.emptied()
         old.close()  # last, so that queries of other threads find an open one
 
     def _watch(self) -> None:

@@ -205,14 +205,14 @@ class StaleIndex:
         if self._closed:
             raise Closed("this stale index was closed; make another")
 
-    def anew(self) -> StaleIndex:
+    def emptied(self) -> StaleIndex:
         """Return a stale index with these settings, without vectors."""
         return StaleIndex(self._metric, self._target, self._kind, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleIndex:
-        twin = self.anew()
-        twin._now, twin._closed = self._now, self._closed
-        return twin
+        copy = self.emptied()
+        copy._now, copy._closed = self._now, self._closed
+        return copy
 
     def __reduce__(self) -> tuple[type[StaleIndex], tuple[Any, ...]]:
         return StaleIndex, (self._metric, self._target, self._kind, self.dtype)

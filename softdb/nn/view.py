@@ -379,4 +379,4 @@ class View(Reindexed):
 def _outdated(view: View, keys: Any) -> None:
     """Drop the stale index: the parameters were loaded or moved, so its vectors are of others or elsewhere."""
     view._stop("other parameters were loaded")
-    view._stale = view._stale.anew()
+    view._stale = view._stale.emptied()
