@@ -141,7 +141,7 @@ class MovingBaseline(torch.nn.Module):
         super().__init__()
         self.momentum = check.share(momentum, "momentum")
         if self.momentum == 1:
-            raise BadInput("momentum is 1, which ignores every reward; expected a share below 1")
+            raise BadInput("momentum is 1; expected a share below 1, as 1 would ignore every reward")
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
