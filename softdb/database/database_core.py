@@ -251,7 +251,7 @@ class DatabaseCore(Core[Stored]):
         return snapshot, np.where(keyless, -1, rows)
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Rows (n,) of ids; -1 for one not stored, without a key (an error if required), or not matched by `where`."""
+        """Rows (n,) of ids; -1 if not stored or without a key (an error if required), or not matched by `where`."""
         snapshot, rows = self.locate(ids, required)
         if where is None:
             return rows

@@ -173,7 +173,7 @@ class Memory(Reindexed):
         return request, source
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise BadInput for an optimiser of other parameters, without sparse gradients, or that moves all records."""
+        """Raise BadInput for an optimiser that lacks these parameters, takes no sparse gradients, or moves all rows."""
         own = {id(parameter) for parameter in self.parameters()}
         groups = [group for group in optimizer.param_groups if any(id(item) in own for item in group["params"])]
         name = type(optimizer).__name__

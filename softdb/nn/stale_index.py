@@ -61,7 +61,7 @@ class Version:
         return None if self.index is None else Searcher(self.index)
 
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
-        """Mask of the vectors whose records are live and allowed. The last masks are cached: indexes cache by mask."""
+        """Mask of the vectors whose records are live and allowed. Cached, as indexes recognise a mask by identity."""
         mask = snapshot.live if allowed is None else allowed
 
         def computed() -> Live:
