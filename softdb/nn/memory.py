@@ -244,8 +244,8 @@ class Memory(Reindexed):
                 f"commit: {lost} of {np.count_nonzero(touched)} trained records were deleted or replaced since; "
                 "call reload(), which drops only these, then commit again"
             )
-        which = np.flatnonzero(origin.present & (touched | everything))
-        changed = origin.changed(which, self.keys, self.values)
+        compared = np.flatnonzero(origin.present & (touched | everything))
+        changed = origin.changed(compared, self.keys, self.values)
         if len(changed):
             self._followed.origin = origin.written(changed, self.keys, self.values)
             self._moved += len(changed)

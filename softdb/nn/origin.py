@@ -55,14 +55,14 @@ class Origin:
 
     def written(
         self,
-        which: Rows,  # (m,) parameters
+        numbers: Rows,  # (m,) of the parameters
         keys: Tensor | None,  # (n, d), None: unchanged
         values: Tensor | None,  # (n, v), None: unchanged
     ) -> Origin:
         """Write trained keys and values in one transaction, and return the origin with the records' new rows."""
         rows = self.rows.copy()
-        columns = (None if column is None else column.detach()[which] for column in (keys, values))
-        snapshot, rows[which] = self.db.core.rewrite(rows[which], *columns)
+        columns = (None if column is None else column.detach()[numbers] for column in (keys, values))
+        snapshot, rows[numbers] = self.db.core.rewrite(rows[numbers], *columns)
         return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
@@ -132,35 +132,35 @@ class Origin:
         candidates = self.db.core.finder.find(self.snapshot, query)
         return self._parameters[candidates.positions], candidates.finder
 
-    def keys(self, which: Rows) -> Tensor:  # (…) parameters -> (…, d) in the column's dtype
+    def keys(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, d) in the column's dtype
         """Copy stored keys; zeros for a record that is gone from the files."""
         if not self.snapshot.size:
-            return torch.zeros(*which.shape, self.db.core.schema.dim)
-        return self.snapshot.keys_at(self.positions[which])
+            return torch.zeros(*numbers.shape, self.db.core.schema.dim)
+        return self.snapshot.keys_at(self.positions[numbers])
 
-    def values(self, which: Rows) -> Tensor:  # (…) parameters -> (…, v) in the column's dtype, or int64 labels (…)
+    def values(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, v) in the column's dtype, or int64 labels (…)
         """Copy stored values; zeros for a record that is gone from the files."""
         if not self.snapshot.size:
             schema = self.db.core.schema
-            empty = torch.zeros(*which.shape, schema.pooled_dim)
+            empty = torch.zeros(*numbers.shape, schema.pooled_dim)
             return empty if schema.num_classes is None else empty[..., 0].long()
-        return self.snapshot.values_at(self.positions[which])
+        return self.snapshot.values_at(self.positions[numbers])
 
     def changed(
         self,
-        which: Rows,  # (m,) parameters
+        numbers: Rows,  # (m,) of the parameters
         keys: Tensor | None,  # (n, d), None: not trained
         values: Tensor | None,  # (n, v)
     ) -> Rows:
         """Return the parameters that differ from the stored numbers in any bit of the stored dtype. Cost m (d + v)."""
-        differ = np.zeros(len(which), np.bool_)
-        for low in range(0, len(which), BLOCK):
-            block = which[low : low + BLOCK]
+        differ = np.zeros(len(numbers), np.bool_)
+        for low in range(0, len(numbers), BLOCK):
+            block = numbers[low : low + BLOCK]
             for trained, read in ((keys, self.keys), (values, self.values)):
                 if trained is not None:
                     stored = read(block)
                     differ[low : low + BLOCK] |= (trained.detach()[block].to(stored) != stored).any(1).numpy()
-        return which[differ]
+        return numbers[differ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self

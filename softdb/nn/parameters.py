@@ -32,8 +32,8 @@ def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
     if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
         raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
     if values and schema.value_dim is None:
-        what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
-        raise BadInput(f"values=True, but this database's values are {what}; leave values out")
+        stored = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
+        raise BadInput(f"values=True, but this database's values are {stored}; leave values out")
     trained = keys, schema.value_dim is not None if values is None else values
     if not any(trained):
         raise BadInput("neither keys nor values would be trained; train one of them, or use db.attend")
@@ -89,7 +89,7 @@ class Parameters(Source):
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """Yield blocks of the live and allowed parameters without a graph; see `Snapshot.blocks`."""
         keep = self.live if allowed is None else self.live & allowed
-        for positions in np.split(which := np.flatnonzero(keep[start:]) + start, range(size, len(which), size)):
+        for positions in np.split(selected := np.flatnonzero(keep[start:]) + start, range(size, len(selected), size)):
             if len(positions):
                 keys = self._of(self.keys, self.origin.keys, positions)
                 values = keys if not self.origin.db.core.schema.has_values else None
@@ -175,8 +175,8 @@ class Parameters(Source):
             return pool(weights, stored, schema.num_classes)
         # a gather would hold a (q, k, v) copy of the values
         factors = weights.to(self.values.dtype)
-        which = torch.from_numpy(found.positions).to(weights.device)
-        output = F.embedding_bag(which, self.values, mode="sum", per_sample_weights=factors, sparse=True)
+        indices = torch.from_numpy(found.positions).to(weights.device)
+        output = F.embedding_bag(indices, self.values, mode="sum", per_sample_weights=factors, sparse=True)
         return output.to(weights.dtype)
 
     def rows(self, positions: Positions) -> Positions:

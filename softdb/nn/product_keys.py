@@ -110,8 +110,8 @@ class ProductKeys(torch.nn.Module):
         count = min(self.k, self.num_keys)
         (first_scores, first_entries), (second_scores, second_entries) = first.topk(count), second.topk(count)
         i, j = _pairs(count, self.k, first_scores.device)
-        best, which = (first_scores[..., i] + second_scores[..., j]).topk(self.k)  # (q, heads, k)
-        slots = first_entries.gather(-1, i[which]) * self.num_keys + second_entries.gather(-1, j[which])
+        best, pairs = (first_scores[..., i] + second_scores[..., j]).topk(self.k)  # (q, heads, k)
+        slots = first_entries.gather(-1, i[pairs]) * self.num_keys + second_entries.gather(-1, j[pairs])
         shape = (*inputs.shape[:-1], self.num_heads, self.k)
         return slots.view(shape), best.view(shape)
 

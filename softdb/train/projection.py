@@ -144,15 +144,15 @@ def packed(content: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def unpacked(path: Path, what: str) -> dict[str, Any]:
+def unpacked(path: Path, kind: str) -> dict[str, Any]:
     """Read a file with torch.load, weights and plain numbers only. Raises BadInput for another file."""
     if not path.is_file():
-        raise BadInput(f"{path} is not there; give the file of a {what}")
+        raise BadInput(f"{path} is not there; give the file of a {kind}")
     try:
         content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
     except (*BROKEN, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise BadInput(f"{path} cannot be read as a {what} ({check.shown(reason)})") from None
+        raise BadInput(f"{path} cannot be read as a {kind} ({check.shown(reason)})") from None
     if not isinstance(content, dict):
-        raise BadInput(f"{path} is not the file of a {what}; it holds a {type(content).__name__}")
+        raise BadInput(f"{path} is not the file of a {kind}; it holds a {type(content).__name__}")
     return content
