@@ -1,7 +1,7 @@
-"""`SoftDB`, the one stateful class: it checks, then asks store, index and answers. No mathematics.
+"""`SoftDB`, the only stateful class: it checks arguments, then calls store, index and answers. No mathematics.
 
-May touch the store, the index and the answers, each through its face. Begin with `handle.py`: `SoftDB` has the verbs of
-a database, `Verbs` and `Questions` those that a cluster has, too; `Core` is what other rooms are given.
+May touch the public parts of store, index and answers. Begin with `handle.py`: `SoftDB` has the verbs of a database,
+`Verbs` and `Questions` those that a cluster has, too. Other folders work with `Core`.
 """
 
 from softdb.database.core import Core

@@ -19,15 +19,14 @@ COLUMNS = ("id", "key", "value", "text", "payload")
 def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | None) -> Any:
     """Return records as a `pyarrow.Table`; see `Verbs.to_arrow`."""
     names = None if columns is None else _names(columns)
-    taken = [name for name in names or () if name not in COLUMNS]
-    parts, fields = [], {name: list[Any]() for name in taken}
-    made = _Made(core, None if names is None else [name for name in names if name in COLUMNS])
+    blocks, fields = [], {name: list[Any]() for name in names or () if name not in COLUMNS}
+    converter = _Converter(core, None if names is None else [name for name in names if name in COLUMNS])
     for records in batches:
-        parts.append(made.batch(records))
+        blocks.append(converter.batch(records))
         for name, column in fields.items():
             column.extend(payload.get(name) if isinstance(payload, dict) else None for payload in records.payloads)
     pyarrow = _pyarrow()
-    table = pyarrow.Table.from_batches(parts, made.schema)
+    table = pyarrow.Table.from_batches(blocks, converter.schema)
     for name, column in fields.items():
         try:
             table = table.append_column(name, pyarrow.array(column))
@@ -35,50 +34,50 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
             raise BadInput(f"field {name!r} is no column ({error}); take the whole payload instead") from None
     if names is None:
         return table
-    also = ["id_is_int"] if made.mixed and "id" in names else []
-    return table.select([name for name in [*names, *also] if name in table.column_names])
+    id_types = ["id_is_int"] if converter.mixed and "id" in names else []
+    return table.select([name for name in [*names, *id_types] if name in table.column_names])
 
 
 def reader(core: Core[Any], batches: Iterable[Records]) -> Any:
     """Return records as a `pyarrow.RecordBatchReader`."""
-    made = _Made(core, None)
-    return _pyarrow().RecordBatchReader.from_batches(made.schema, map(made.batch, batches))
+    converter = _Converter(core, None)
+    return _pyarrow().RecordBatchReader.from_batches(converter.schema, map(converter.batch, batches))
 
 
-class _Made:
-    """Makes record batches of one schema."""
+class _Converter:
+    """Converts records to record batches of one schema."""
 
     def __init__(self, core: Core[Any], names: list[str] | None) -> None:
         pa = _pyarrow()
-        kinds, made = core.id_types, core.schema
+        kinds, schema = core.id_types, core.schema
         self.mixed, self.integers = len(kinds) == 2, kinds == {"integer"}
-        number = pa.from_numpy_dtype(made.dtype)
-        vector = None if made.value_dim is None else pa.list_(number, made.value_dim)
-        whole = {
+        number = pa.from_numpy_dtype(schema.dtype)
+        vector = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
+        types = {
             "id": pa.int64() if self.integers else pa.string(),
             **({"id_is_int": pa.bool_()} if self.mixed else {}),
-            "key": pa.list_(number, made.dim),
-            **({"value": vector or pa.int64()} if made.has_values else {}),
+            "key": pa.list_(number, schema.dim),
+            **({"value": vector or pa.int64()} if schema.has_values else {}),
             "text": pa.string(),
             "payload": pa.string(),
         }
-        kept = [name for name in whole if names is None or name in names or (name == "id_is_int" and "id" in names)]
-        said = {"softdb": json.dumps(core.header, ensure_ascii=False)}
-        self.schema = pa.schema([pa.field(name, whole[name]) for name in kept], said)
+        columns = [name for name in types if names is None or name in names or (name == "id_is_int" and "id" in names)]
+        metadata = {"softdb": json.dumps(core.header, ensure_ascii=False)}
+        self.schema = pa.schema([pa.field(name, types[name]) for name in columns], metadata)
 
     def batch(self, records: Records) -> Any:
-        """Some records."""
+        """Return records as a `pyarrow.RecordBatch`."""
         pa = _pyarrow()
         return pa.record_batch([self._column(name, records) for name in self.schema.names], schema=self.schema)
 
     def _column(self, name: str, records: Records) -> Any:
         pa, kind = _pyarrow(), self.schema.field(name).type
         if name == "id":
-            if not self.mixed and any((type(one) is int) is not self.integers for one in records.ids):
-                raise BadInput("ids of another kind came in meanwhile; read the table again")
-            return pa.array([str(one) for one in records.ids] if self.mixed else records.ids, kind)
+            if not self.mixed and any((type(name) is int) is not self.integers for name in records.ids):
+                raise BadInput("ids of another type were inserted meanwhile; read the table again")
+            return pa.array([str(name) for name in records.ids] if self.mixed else records.ids, kind)
         if name == "id_is_int":
-            return pa.array([type(one) is int for one in records.ids], kind)
+            return pa.array([type(name) is int for name in records.ids], kind)
         if name in ("text", "payload"):
             return pa.array(records.texts if name == "text" else records.payload_texts, kind)
         column, without = records.keys if name == "key" else records.values, ~records.keyed.numpy()

@@ -1,6 +1,6 @@
-"""`Core`: the inner face of whatever holds records, which `softdb.nn`, `train`, `formats`, `cluster` and `tools` use.
+"""`Core`: the internal interface of a database or a cluster, for `nn`, `train`, `formats`, `cluster` and `tools`.
 
-`db.core` is a `DatabaseCore`, that of a cluster a `ClusterCore`; `Verbs` is written once over both.
+`core` of a database is a `DatabaseCore`, of a cluster a `ClusterCore`; `Verbs` works with both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Source, covariant=True)
 
 
 class SearchArguments(NamedTuple):
-    """The arguments of `search`, as they came."""
+    """The arguments of `search`, unchecked."""
 
     queries: Vectors | None
     k: int | None
@@ -52,9 +52,9 @@ class SearchArguments(NamedTuple):
 
 
 class Core(Protocol[S]):
-    """Records that can be asked: of one database, or of a cluster's shards."""
+    """Records of one database, or of a cluster's shards."""
 
-    device: torch.device | None = None  # of queries that are no tensors; None: the CPU
+    device: torch.device | None = None  # of queries that are not tensors; None: the CPU
 
     @property
     def schema(self) -> Schema:
@@ -62,11 +62,11 @@ class Core(Protocol[S]):
 
     @property
     def encoder_name(self) -> str | None:
-        """The name of the encoder that made the keys; None if none is remembered."""
+        """Stored name of the encoder that made the keys; None if no name is stored."""
 
     @property
     def path(self) -> Path | None:
-        """Directory; None in memory, and for several."""
+        """Directory; None for a database in memory or several directories."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class Core(Protocol[S]):
         """True after `close`."""
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed after `close`."""
 
     def encoder(self) -> check.Encoder | None:
         """Return the encoder of the keys, or None."""
@@ -94,13 +94,13 @@ class Core(Protocol[S]):
         """Return True for each id that is stored, with a key or without."""
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:  # n -> (n,)
-        """Rows of ids; -1, or an error if required, for those not stored, without a key, or not matched."""
+        """Rows of ids; -1 for an id not stored, without a key (an error if required), or not matched by `where`."""
 
     def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
         """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
 
     def sample_keys(self, count: int) -> Tensor:
-        """At most `count` of the keys, by which one database is told from another."""
+        """At most `count` of the keys, to compare two databases by."""
 
     def get(self, ids: list[Id]) -> Records:
         """Records of ids, in that order. Raises UnknownId."""
@@ -112,16 +112,16 @@ class Core(Protocol[S]):
         """Records that match a filter, in batches of at most `size`."""
 
     def search(self, search: SearchArguments) -> Hits:
-        """Records near to queries. Raises BadInput."""
+        """Search with the arguments of `Questions.search`. Raises BadInput."""
 
     def stats(self) -> Stats:
         """Size and state of the database."""
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them, all or none. Raises as the verb of the change."""
+        """Check records and write them, all or none. Raises as `insert`, `upsert` or `update`."""
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Delete records by id, or those that a filter matches, and return how many there were."""
+        """Delete records by id, or those that a filter matches, and return the number of deleted records."""
 
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
@@ -129,7 +129,7 @@ class Core(Protocol[S]):
         """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
 
     def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
-        """Return the error of a device as one of softdb's."""
+        """Convert the error of a device to DeviceFailed."""
         return DeviceFailed(f"{verb}: a device failed ({str(error).splitlines()[0]}); ask fewer queries at once")
 
     @property
@@ -138,7 +138,7 @@ class Core(Protocol[S]):
         return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Return queries (q, width), checked, texts encoded. Raises BadInput."""
+        """Check queries, encode texts, and return (q, width). Raises BadInput."""
         vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder()))
         dim = self.schema.dim
         if width in (None, dim):
@@ -159,7 +159,7 @@ class Core(Protocol[S]):
         generator: torch.Generator | None = None,
         need_weights: bool = False,
     ) -> tuple[Request, S]:
-        """Return a soft question, checked, and its source; arguments as `attend`. Raises BadInput."""
+        """Return a checked soft query and its source; arguments as `attend`. Raises BadInput."""
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         by = score_of(self.schema.metric) if score is None else score
@@ -167,18 +167,18 @@ class Core(Protocol[S]):
         tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
-        wanted = Request.of(
+        request = Request.of(
             tensor, by, weights, temperature, k=k or 0, allowed=allowed, mask=mask, tolerance=tolerance, seed=seed,
             need_weights=need_weights,
         )  # fmt: skip
-        return wanted, source
+        return request, source
 
 
-def as_made(store: FilteredStore, ask: Callable[[], T]) -> T:
-    """Return what `ask` makes of queries and a generation, again if all keys were made anew between the two."""
+def with_one_encoder(store: FilteredStore, prepare: Callable[[], T]) -> T:
+    """Call `prepare`, again if the database was re-embedded meanwhile: queries and keys must have the same encoder."""
     loader = store.loader
     while True:
-        made = loader.loaded.keyed
-        answer = ask()
-        if loader.loaded.keyed is made:
-            return answer
+        keyed = loader.loaded.keyed
+        prepared = prepare()
+        if loader.loaded.keyed is keyed:
+            return prepared

@@ -1,4 +1,4 @@
-"""`DatabaseCore`: store, finder and encoders of one database, and the records that they give to other rooms."""
+"""`DatabaseCore`: store, finder and encoders of one database, with internal access to its records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from softdb import check
 from softdb.answers import Hits, Records
 from softdb.attend import Stored
 from softdb.check import Id, Schema
-from softdb.database.core import Core, SearchArguments, as_made
+from softdb.database.core import Core, SearchArguments, with_one_encoder
 from softdb.database.embedding import telling
 from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
 from softdb.database.texts import search_by_text
@@ -43,7 +43,7 @@ Rows = NDArray[np.int64]
 
 
 class DatabaseCore(Core[Stored]):
-    """Store, finder and encoders of one database. Callers check arguments, except those of `search` and `request`."""
+    """Store, finder and encoders of one database. `search` and `request` check arguments; elsewhere the caller does."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class DatabaseCore(Core[Stored]):
         dtype: torch.dtype | None = None,  # of the columns on a device
     ) -> None:
         self.store, self.finder = store, Finder(store, Board.of(devices, dtype))
-        self.encoders = {store.keyed.since: encoder}  # by the generation that they made the keys of
+        self.encoders = {store.keyed.since: encoder}  # by the generation since which their keys are in use
         self.devices = devices
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
-        """First of the devices where the columns lie; None: the CPU."""
+        """First device of the columns; None: the CPU."""
         return None if self.devices is None else self.devices[0]
 
     @property
@@ -68,12 +68,12 @@ class DatabaseCore(Core[Stored]):
 
     @property
     def encoder_name(self) -> str | None:
-        """The name of the encoder that made the keys; None if none is remembered."""
+        """Stored name of the encoder that made the keys; None if no name is stored."""
         return self.store.keyed.encoder
 
     @property
     def path(self) -> Path | None:
-        """Directory; None in memory."""
+        """Directory; None for a database in memory."""
         return self.store.path
 
     @property
@@ -94,7 +94,7 @@ class DatabaseCore(Core[Stored]):
 
     @property
     def reembedded(self) -> int:
-        """The generation that made all keys anew, 0 if none did."""
+        """Generation of the last re-embedding; 0 if there was none."""
         return self.store.keyed.since
 
     @property
@@ -103,36 +103,36 @@ class DatabaseCore(Core[Stored]):
         return self.store.closed
 
     def require_open(self) -> None:
-        """Raises Closed."""
+        """Raise Closed after `close`."""
         self.store.require_open()
 
     def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
-        """Return the error of a device as one of softdb's, with the way round."""
+        """Return a DeviceFailed for the error of a device, with advice."""
         reason = str(error).split("\n")[0]
         if isinstance(error, torch.cuda.OutOfMemoryError):
-            way = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
+            advice = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
         else:
-            way = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
-        return DeviceFailed(f"{verb.strip('_')}: {self.finder.place} failed ({reason}); nothing is lost: {way}")
+            advice = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
+        return DeviceFailed(f"{verb.strip('_')}: {self.finder.place} failed ({reason}); nothing is lost: {advice}")
 
     def encoder(self) -> check.Encoder | None:
         """Return the encoder of the keys of the generation that this handle sees, or None."""
-        made = self.store.keyed
-        encoder = self.encoders.get(made.since)
-        if encoder is None and made.encoder is not None:
-            encoder = self.encoders[made.since] = of_name(made.encoder, made.schema.dim)
+        keyed = self.store.keyed
+        encoder = self.encoders.get(keyed.since)
+        if encoder is None and keyed.encoder is not None:
+            encoder = self.encoders[keyed.since] = of_name(keyed.encoder, keyed.schema.dim)
         return encoder
 
     # -- questions -------------------------------------------------------------------------------------------------
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Return queries (q, width), checked, texts encoded. Raises BadInput."""
+        """Check queries, encode texts, and return (q, width). Raises BadInput."""
         if self.finder.devices is not None:
             self.finder.devices.require_process()
         return super().as_queries(queries, width)
 
     def search(self, search: SearchArguments) -> Hits:
-        """Records near to queries. Raises BadInput."""
+        """Search with the arguments of `Questions.search`. Raises BadInput."""
         (
             queries, k, texts, mode, fusion, where, exact, radius, exclude_ids, diversity, fetch_k, offset, group_by,
             group_size,
@@ -146,20 +146,22 @@ class DatabaseCore(Core[Stored]):
         if (radius is None and exclude_ids is None and diversity is None and fetch_k is None) and (
             group_by is None and group_size is None and type(offset) is int and offset == 0
         ):
-            plain = None if exact else self._found_plainly(queries, k, where)
-            if plain is not None:
-                return plain
+            fast = None if exact else self._search_fast(queries, k, where)
+            if fast is not None:
+                return fast
         extent = check.extent(
             self.schema.metric, k, radius, offset, diversity=diversity, fetch_k=fetch_k, group_by=group_by,
             group_size=group_size,
         )  # fmt: skip
-        query, source = as_made(self.store, lambda: self.query(queries, extent, where, exclude_ids, group_by, exact))
+        query, source = with_one_encoder(
+            self.store, lambda: self.query(queries, extent, where, exclude_ids, group_by, exact)
+        )
         return source.hits(query)
 
-    def _found_plainly(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
-        """A search for k records, in the few steps that one query needs; None: it has to take them all.
+    def _search_fast(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
+        """Search for k records on a short path for single queries.
 
-        What is wrong with an argument is for those to say.
+        Returns None where only the full path can answer, or should raise BadInput.
         """
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
@@ -169,10 +171,10 @@ class DatabaseCore(Core[Stored]):
         allowed = None if where is None else self.store.known_matching(where, snapshot)
         if where is not None and allowed is None:
             return None
-        found = self.finder.find_plainly(snapshot, vectors, count, allowed)
-        if found is None or found.scores is None:
+        hits = self.finder.find_plainly(snapshot, vectors, count, allowed)
+        if hits is None or hits.scores is None:
             return None
-        return Hits(torch.from_numpy(snapshot.rows(found.positions)), torch.from_numpy(found.scores), self.store.read)
+        return Hits(torch.from_numpy(snapshot.rows(hits.positions)), torch.from_numpy(hits.scores), self.store.read)
 
     def query(
         self,
@@ -183,7 +185,7 @@ class DatabaseCore(Core[Stored]):
         group_by: str | None = None,
         exact: bool = False,
     ) -> tuple[Query, Stored]:
-        """Return a checked query and the records that it asks, all of one generation; arguments as `search`."""
+        """Return a checked query and its source, of one generation; arguments as `search`."""
         tensor, metric = self.as_queries(queries), self.store.loader.loaded.keyed.schema.metric
         ids = check.excluded(exclude_ids, len(tensor))
         if not ids and group_by is None:
@@ -191,7 +193,7 @@ class DatabaseCore(Core[Stored]):
             query = Query(tensor, metric=metric, allowed=allowed, exact=exact, **extent)
             return query, self.source(snapshot, tensor.device)
 
-        def looked_up() -> tuple[Snapshot, Query]:
+        def look_up() -> tuple[Snapshot, Query]:
             with self.store.read_transaction():
                 groups = None if group_by is None else self.store.groups(group_by)[1]
                 snapshot, allowed = self.view(where)
@@ -200,7 +202,7 @@ class DatabaseCore(Core[Stored]):
             query = Query(tensor, metric=metric, allowed=allowed, exact=exact, **extent)
             return snapshot, replace(query, groups=groups, excluded=excluded)
 
-        snapshot, query = self.store.run(looked_up)
+        snapshot, query = self.store.run(look_up)
         return query, self.source(snapshot, tensor.device)
 
     def taking_part(
@@ -208,20 +210,20 @@ class DatabaseCore(Core[Stored]):
     ) -> tuple[Tensor, NDArray[np.bool_] | None, Tensor | None, Stored]:
         """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
 
-        def asked() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
+        def prepare() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
             tensor = self.as_queries(queries, width)
             snapshot, allowed = self.view(where)
             return tensor, allowed, self.source(snapshot, tensor.device)
 
-        tensor, allowed, source = as_made(self.store, asked)
+        tensor, allowed, source = with_one_encoder(self.store, prepare)
         if mask is not None:
             mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
         return tensor, allowed, mask, source
 
     def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:
         """Return the records of a generation as a source for queries on a device; None: the CPU."""
-        there = None if device is None else self.finder.columns(snapshot, device)
-        return Stored(snapshot, self.store.schema, self.finder, self.store.read, there)
+        placed = None if device is None else self.finder.columns(snapshot, device)
+        return Stored(snapshot, self.store.schema, self.finder, self.store.read, placed)
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -238,18 +240,18 @@ class DatabaseCore(Core[Stored]):
         return self.store.locate(ids).rows >= 0
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
-        """Return the newest generation and the rows (n,) of ids in it; -1 for those not stored, or without a key.
+        """Return the newest generation and the rows (n,) of ids in it; -1 for an id not stored, or without a key.
 
-        Raises, if required, UnknownId or BadInput for those.
+        If required, raises UnknownId for an id not stored, and BadInput for a record without a key.
         """
         snapshot, rows, *_ = (self.store.require if required else self.store.locate)(ids)
-        without = ~snapshot.keyed(rows)
-        if required and without.any():
-            raise BadInput(f"id {check.shown(ids[int(without.argmax())])} has no key; give it one with update()")
-        return snapshot, np.where(without, -1, rows)
+        keyless = ~snapshot.keyed(rows)
+        if required and keyless.any():
+            raise BadInput(f"id {check.shown(ids[int(keyless.argmax())])} has no key; give it one with update()")
+        return snapshot, np.where(keyless, -1, rows)
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Rows (n,) of ids; -1 for those not matched and, unless required, not stored or without a key."""
+        """Rows (n,) of ids; -1 if not stored or without a key (an error if required), or not matched by `where`."""
         snapshot, rows = self.locate(ids, required)
         if where is None:
             return rows
@@ -287,20 +289,20 @@ class DatabaseCore(Core[Stored]):
         return self.store.snapshot.records if where is None else len(self.store.matching_rows(where)[1])
 
     def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Records of the generation of the call, less those deleted or replaced before the scan reaches them."""
+        """Yield records of the generation of the call, less those deleted or replaced before the scan reaches them."""
         snapshot = self.store.snapshot
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self.store.matching_rows(where)
         return self._scan(size, snapshot, rows)
 
     def _scan(self, size: int, snapshot: Snapshot, rows: Rows) -> Iterator[Records]:
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            entries = self.store.read(part, texts=True)
+            batch = rows[start : start + size]
+            entries = self.store.read(batch, texts=True)
             if entries:
-                yield self.records(snapshot, [entries[row] for row in part.tolist() if row in entries])
+                yield self.records(snapshot, [entries[row] for row in batch.tolist() if row in entries])
 
     def records(self, snapshot: Snapshot, entries: list[RecordEntry]) -> Records:
-        """Records of a generation."""
+        """Join catalogue entries with the keys and values of a snapshot."""
         schema, rows = self.store.schema, np.array([entry.row for entry in entries], np.int64)
         keyed = snapshot.keyed(rows)
         positions = np.where(keyed, snapshot.positions(rows), -1)
@@ -309,43 +311,43 @@ class DatabaseCore(Core[Stored]):
         else:  # the snapshot may have no columns to gather from
             keys = torch.from_numpy(np.zeros((len(entries), schema.dim), schema.dtype))
             labels = torch.zeros(len(entries), dtype=torch.int64)
-            none = labels if schema.value_dim is None else keys.new_zeros(len(entries), schema.value_dim)
-            values = none if schema.has_values else None
+            zeros = labels if schema.value_dim is None else keys.new_zeros(len(entries), schema.value_dim)
+            values = zeros if schema.has_values else None
         payloads, texts = [entry.payload for entry in entries], [entry.text for entry in entries]
         return Records([entry.id for entry in entries], keys, values, payloads, texts, torch.from_numpy(keyed))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them, again if all keys were made anew meanwhile, maybe of another width."""
+        """Check records and write them, again if the database was re-embedded meanwhile, maybe with another width."""
         store, done = self.store, False
-        with telling(progress) as tell:
+        with telling(progress) as callback:
             while not done:
-                made = store.keyed
-                checker = RecordChecker(made.schema, self.encoder)
+                keyed = store.keyed
+                checker = RecordChecker(keyed.schema, self.encoder)
                 if change is WriteKind.UPDATE:
-                    done = store.run(self._update_if, made, checker.parts(*given, tell))
+                    done = store.run(self._update_if, keyed, checker.parts(*given, callback))
                 else:
                     write = store.insert if change is WriteKind.INSERT else store.upsert
-                    done = write(checker.batch(*given, tell), made)
+                    done = write(checker.batch(*given, callback), keyed)
 
-    def _update_if(self, made: Keyed, parts: RecordParts) -> bool:
-        """Update if the keys are still those of `made`. On the store's thread."""
-        if self.store.keyed is not made:
+    def _update_if(self, keyed: Keyed, parts: RecordParts) -> bool:
+        """Update unless the database was re-embedded since `keyed`. Runs on the store's thread."""
+        if self.store.keyed is not keyed:
             return False
         self.store.update(*parts)
         return True
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Delete records by id, or those that a filter matches, and return how many there were."""
+        """Delete records by id, or those that a filter matches, and return the number of deleted records."""
         if ids is not None:
             return self.store.delete(ids)
         return self.store.delete_matching({} if where is None else where)
 
     def rewrite(self, rows: Rows, keys: Tensor | None, values: Tensor | None) -> tuple[Snapshot, Rows]:
-        """Update the records at rows (m,) in one transaction; the generation after, and their new rows (m,).
+        """Update the records at rows (m,) in one transaction; return the new snapshot and the new rows (m,).
 
-        Raises StaleRead, and writes nothing, where one of them was deleted or replaced.
+        Raises StaleRead, and writes nothing, if a record was deleted or replaced.
         """
 
         def update() -> tuple[Snapshot, Rows]:
@@ -358,9 +360,9 @@ class DatabaseCore(Core[Stored]):
             self.put(WriteKind.UPDATE, Given(ids, keys, values, None, None), None)
             return self.locate(ids)
 
-        return self.store.run(update)  # what another thread writes comes before all of this or after it
+        return self.store.run(update)  # on the store's thread, so that no other write comes between
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- maintenance -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Size and state of the database."""
@@ -371,8 +373,8 @@ class DatabaseCore(Core[Stored]):
         report = compact(self.store)
         try:
             self.finder.compact()
-        except OSError as error:  # a cache: it serves this handle, and is written again at the end
-            _log.warning("the index of what is left could not be kept: %s", error)
+        except OSError as error:  # the index is a cache: this handle uses it, and writes it again when it closes
+            _log.warning("compact: the index could not be written: %s", error)
         return dataclasses.replace(report, bytes=self.store.occupied())
 
     def close(self) -> None:
@@ -380,7 +382,7 @@ class DatabaseCore(Core[Stored]):
         try:
             if not self.store.closed:
                 self.finder.close()
-        except (OSError, SoftDBError) as error:  # a cache: the records do not need it
-            _log.warning("the index could not be kept, build_index() makes it anew: %s", error)
+        except (OSError, SoftDBError) as error:  # the index is a cache: no record is lost
+            _log.warning("close: the index could not be written; build_index() makes it anew: %s", error)
         finally:
             self.store.close()

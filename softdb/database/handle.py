@@ -1,4 +1,4 @@
-"""`SoftDB`: the one stateful class, no mathematics. Its verbs check and hand on; `DatabaseCore` does the work."""
+"""`SoftDB`: the only stateful class, no mathematics. Its verbs check arguments and call `DatabaseCore`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from softdb import check
 from softdb.database.database_core import DatabaseCore
-from softdb.database.indexing import index_kept
+from softdb.database.indexing import index_write_errors
 from softdb.database.questions import verb
 from softdb.database.reembedding import TextOf, reembed
 from softdb.database.verbs import Verbs
@@ -36,7 +36,7 @@ class SoftDB(Verbs):
     Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
     """
 
-    core: DatabaseCore  # what other rooms of softdb need of a database, beside its verbs
+    core: DatabaseCore  # for other folders of softdb
 
     def __init__(self, core: DatabaseCore) -> None:
         self.core, self._store, self._finder = core, core.store, core.finder
@@ -50,52 +50,52 @@ class SoftDB(Verbs):
 
     @property
     def device(self) -> torch.device:
-        """Device of this handle: its columns and its index lie there, and queries that are no tensors go there.
+        """Device of the handle's columns, its index, and queries that are not tensors; the first of several.
 
-        Given to `softdb.open`, changed by `to` and `build_index(device=)`; the first of several. A tensor is answered
-        where it lies: beside the columns where they are there, else from the host's.
+        Set by `softdb.open`, `to` and `build_index(device=)`. A query tensor is answered on its own device: from the
+        columns of that device if there are any, else from the host's.
         """
         return self.core.device or torch.device("cpu")
 
     @property
     def generation(self) -> int:
-        """Grows with every change; a reader's is the one that it sees until `refresh()`."""
+        """Number that grows with every change; of a reader, the generation that it sees until `refresh()`."""
         self._store.require_open()
         return self._store.snapshot.generation
 
     @verb
     def refresh(self) -> int:
-        """See what other processes have committed since, and return the generation. A writer sees all at once."""
+        """See the commits of other processes, and return the generation. A writer's handle is always current."""
         self._finder.refresh()
         return self._store.refresh()
 
     @verb
     def compact(self) -> CompactReport:
-        """Remove from disk, and from the index, what was deleted or replaced; answers and rows stay what they are.
+        """Remove deleted and replaced records from disk and from the index; answers and rows do not change.
 
-        Reading and writing go on meanwhile, here and in other processes; readers see the new files after `refresh()`.
-        A crash at any moment loses nothing. Cost: see `softdb.store.compact.compact`.
+        Other threads and processes read and write meanwhile; readers see the new files after `refresh()`. A crash at
+        any moment loses nothing. Cost: see `softdb.store.compact.compact`.
 
         Raises:
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
-            CorruptionError: something to be copied does not give its checksum.
+            CorruptionError: a record to be copied differs from its checksum.
         """
         return self.core.compact()
 
     @verb
     def to(self: D, device: Device, dtype: str | torch.dtype | None = None) -> D:
-        """Compute on another device from now on, as `torch.nn.Module.to`: changes this handle, and returns it.
+        """Move the computation of this handle to another device, and return the handle, as `torch.nn.Module.to`.
 
-        Keys, values and what is live are copied there when a query first needs them, and follow every commit; records
-        lie on disk as ever. Where a column does not fit, it passes through in blocks; `stats().device` tells.
+        Keys, values and the mask of live records are copied there when a query first needs them, and follow every
+        commit; the files do not change. A column that does not fit is streamed in blocks; see `stats().device`.
 
         Args:
             device: "cpu", "cuda", "cuda:1", or a list of GPUs that each take a run of the records.
-            dtype: of the copies: "float32", "float16" or "bfloat16"; None: as they are stored. With a narrower one
-                answers are those of the rounded records: a component is off by 2⁻¹¹ of itself in float16, 2⁻⁸ in
-                bfloat16, a dot product by at most so much of ‖q‖‖k‖.
+            dtype: of the copies: "float32", "float16" or "bfloat16"; None: the stored dtype. A narrower dtype rounds
+                the records: relative errors are up to 2⁻¹¹ of a component in float16, 2⁻⁸ in bfloat16, and at most
+                the same share of ‖q‖‖k‖ in a dot product.
 
-        Raises BadInput for a device that is not there.
+        Raises BadInput for an unknown device.
         """
         devices, narrow = check.devices(device), check.resident_dtype(dtype)
         if devices is None:
@@ -106,24 +106,24 @@ class SoftDB(Verbs):
 
     @verb
     def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
-        """Copy the newest generation to another directory, consistent while writing goes on; it opens by itself.
+        """Copy the newest generation, consistent during writes, to another directory: a complete database.
 
         Args:
-            path: a directory that does not exist or is empty. A database in memory is saved there.
+            path: a directory that does not exist or is empty. A database in memory can be saved, too.
 
-        Raises BadInput for another path, and WriteFailed where the disk refuses: then nothing of the copy is left, and
-        this handle goes on.
+        Raises BadInput for another path, and WriteFailed if the disk refuses: then the copy is removed, and this handle
+        stays usable.
         """
         return backup(self._store, check.folder(path, "path", "the path of a new directory"))
 
     @verb
     def verify(self) -> int:
-        """Read everything back against its checksums and return the number of records. Raises CorruptionError."""
+        """Check all data against its checksums, and return the number of records. Raises CorruptionError."""
         return verify(self._store)
 
     @verb
     def flush(self) -> None:
-        """Bring all changes to disk; with `durability="full"` they are there already.
+        """Write all changes to disk; with `durability="full"` they are on disk already.
 
         Cost: one fsync for each column file that has changed, and one for the catalogue.
 
@@ -134,9 +134,9 @@ class SoftDB(Verbs):
         self._store.flush()
 
     def close(self) -> None:
-        """Let go of files and lock; the handle then refuses everything. Safe to call twice.
+        """Close files and release the lock; later calls raise Closed. Safe to call twice.
 
-        Raises WriteFailed where changes of a relaxed database could not be brought to disk.
+        Raises WriteFailed if changes of a relaxed database could not be written to disk.
         """
         self.core.close()
 
@@ -147,18 +147,18 @@ class SoftDB(Verbs):
         self.close()
 
     def __repr__(self) -> str:
-        where = "in memory" if self._store.path is None else repr(str(self._store.path))
+        path = "in memory" if self._store.path is None else repr(str(self._store.path))
         if self._store.closed:
-            return f"<SoftDB {where}, closed>"
+            return f"<SoftDB {path}, closed>"
         schema = self._store.schema
-        return f"<SoftDB {where}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
+        return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A handle travels to another process as its path, and opens there for reading."""
+        """Pickle the path; the other process opens it for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
-        made = self._store.keyed.since, self.core.encoder(), self.core.devices, self._finder.dtype
-        return _reopen, (self._store.path, *made)
+        since, encoder = self._store.keyed.since, self.core.encoder()
+        return _reopen, (self._store.path, since, encoder, self.core.devices, self._finder.dtype)
 
     # -- fields of the payload -------------------------------------------------------------------------------------
 
@@ -169,36 +169,36 @@ class SoftDB(Verbs):
             db.index_field("year", "lang")
             db.search(queries, where={"year": {"$gte": 2020}, "lang": "de"})
 
-        Kept with the database; an index that is there already stays. Any answer is the same without. Equality, order,
-        `$in`, `$exists` and their negations use it, `$contains` does not. Cost: one pass over the payloads now, and on
-        every insert 1 to 3 µs and 20 to 30 bytes a record and field.
+        Stored in the database; declaring a field twice changes nothing. Answers do not depend on it. Equality, order,
+        `$in`, `$exists` and their negations use the index, `$contains` does not. Cost: one pass over the payloads now,
+        and on every insert 1 to 3 µs and 20 to 30 bytes for each record and field.
         """
         self._store.index_fields(field_names(names))
 
     @verb
     def drop_field(self, name: str) -> None:
-        """Drop the index of a declared field. Raises BadInput where it has none."""
+        """Drop the index of a declared field. Raises BadInput for a field that is not declared."""
         self._store.drop_field(*field_names([name]))
 
     @verb
     def order_fields(self) -> None:
-        """Remember the order of declared fields now, of up to four; else a field's, once filters ask much of it.
+        """Cache the sort order of up to four declared fields now, rather than once many filters use a field.
 
-        What matches a range of values is then a slice of it. Cost: some 0.1 µs a record and field, and 4 bytes.
+        A filter on a range then takes a slice of that order. Cost: some 0.1 µs and 4 bytes for each record and field.
         """
         self._store.order_fields()
 
     @verb
     def index_text(self, tokenizer: Literal["words", "trigram"] = "words") -> None:
-        """Index the texts of all records for full-text search; kept with the database and with every write.
+        """Index the texts of all records for full-text search; stored in the database and updated by every write.
 
         Args:
             tokenizer: "words": runs of letters and digits of any script, without case and diacritics. "trigram": every
-                three characters, so that a word is found within longer ones, and languages that put no blanks between
-                words are searched; words of fewer than three characters find nothing.
+                three characters, which finds a word within longer ones, and searches languages that put no blanks
+                between words; words of fewer than three characters match nothing.
 
-        An index of that tokenizer stays, another one is made anew. Cost: 3 µs a record of ten words now and with every
-        insert (60 µs by trigrams), and about as many bytes as the texts have.
+        An index of that tokenizer stays, another one is rebuilt. Cost: 3 µs for a record of ten words now and with
+        every insert (60 µs by trigrams), and about as many bytes as the texts.
         """
         self._store.index_text(check.one_of(tokenizer, "tokenizer", ("words", "trigram")))
 
@@ -209,7 +209,7 @@ class SoftDB(Verbs):
 
     @property
     def text_index(self) -> str | None:
-        """The tokenizer of the index of the texts, "words" or "trigram"; None where there is none."""
+        """Tokenizer of the index of the texts, "words" or "trigram"; None without an index."""
         self._store.require_open()
         return self._store.text_index()
 
@@ -240,42 +240,41 @@ class SoftDB(Verbs):
         background: bool = False,
         device: Device | None = None,
     ) -> IndexReport | Build[IndexReport]:
-        """Build the approximate index anew, measure its recall, keep it as a cache, and return the report.
+        """Build the approximate index, measure its recall, store it as a cache, and return the report.
 
-        A build that is interrupted, or that fails, leaves the old index in use. Reading and writing may go on meanwhile
-        in other threads, and nothing that they change is lost; one build runs at a time.
+        If the build fails or is interrupted, the old index stays in use. Other threads may read and write meanwhile,
+        and searches find their changes. One build runs at a time.
 
         Args:
             kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "hnsw" (a graph over bytes), "flat"
-                (none: codes for estimates alone), or on a GPU "ivf-sq8" (lists with a byte a number).
-            recall: the share of the true k nearest that a search shall find; the effort is raised until it is measured.
-            k: for which k.
-            queries: (q, d) of the kind that will come; without them, stored keys held aside. Half of them are tuned
-                on, and the recall that the other half meets is reported.
-            memory: what codes and ids may occupy, in bytes or as text such as "200MB".
-            progress: called with what is being done, how much of it is done, and the whole.
-            background: return at once a `softdb.index.background.Build`: `.done`, `.progress`, `.cancel()`, and
+                (no index, only codes for estimates), or on a GPU "ivf-sq8" (lists with a byte for each number).
+            recall: share of the true k nearest that searches should find; sets the search effort by measurement.
+            k: number of nearest records that the recall is for.
+            queries: (q, d) typical queries; None: stored keys that are held out. Half of them tune the index, the other
+                half measure the reported recall.
+            memory: limit for codes and ids, in bytes or as text such as "200MB".
+            progress: called with the stage, the amount done and the total.
+            background: return a `softdb.index.background.Build` at once: `.done`, `.progress`, `.cancel()`, and
                 `.result(timeout)`, the report. Closing the database cancels it. `progress` is called in its thread.
-            device: where this handle computes from then on, "cpu", "cuda" or "cuda:1", as `db.device` says; None: as
-                before. On a GPU "ivf" has 8-bit codes, "hnsw" does not exist, and memory is the GPU's;
-                the cache is an index that a CPU reads, too.
+            device: move this handle to "cpu", "cuda" or "cuda:1", see `db.device`; None: the current device. On a GPU
+                "ivf" has 8-bit codes, "hnsw" does not exist, and memory is the GPU's; a CPU can read the cache, too.
 
         Raises:
-            BadInput: no index meets the memory, or none that does reaches the recall; the message says what would do.
-                Or another build is going on; or the device is not there, or has no such index.
+            BadInput: no index fits the memory, or none of these reaches the recall; the message names values that
+                would do. Or another build is running; or the device is unknown, or has no such index.
             MissingDependency: FAISS, or its GPU build, is not installed.
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; build the index from the one that writes")
-        asked = None if queries is None else self.core.as_queries(queries).detach()
+        vectors = None if queries is None else self.core.as_queries(queries).detach()
         if not isinstance(background, bool):
             raise BadInput(f"background is {check.shown(background)}; expected True or False")
-        if asked is not None and background:
-            asked = asked.clone()  # the caller may go on to change what was given
-        where = check.devices(device)
-        board = self._finder.devices if where is None else Board.of(where, self._finder.dtype)
-        work = self._finder.builder(kind, recall, check.integer(k, "k"), asked, memory, board)
-        build = self._finder.begin(functools.partial(self._build_index, work, where), progress)
+        if vectors is not None and background:
+            vectors = vectors.clone()  # the caller may change the tensor during the build
+        devices = check.devices(device)
+        board = self._finder.devices if devices is None else Board.of(devices, self._finder.dtype)
+        work = self._finder.builder(kind, recall, check.integer(k, "k"), vectors, memory, board)
+        build = self._finder.begin(functools.partial(self._build_index, work, devices), progress)
         if not background:
             return build.run()
         build.start()
@@ -283,41 +282,41 @@ class SoftDB(Verbs):
 
     @verb
     def _build_index(
-        self, work: Callable[[Progress], IndexReport], devices: tuple[torch.device, ...] | None, say: Progress
+        self, work: Callable[[Progress], IndexReport], devices: tuple[torch.device, ...] | None, progress: Progress
     ) -> IndexReport:
-        with index_kept():
-            report = work(say)
+        with index_write_errors():
+            report = work(progress)
         self.core.devices = self.core.devices if devices is None else devices
         return report
 
     @verb
     def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
-        """Measure the index's recall anew and change how hard it looks, not its codes; returns the report.
+        """Measure the index's recall, set its search effort to reach the target, and return the report.
 
-        After many changes, or for queries of another kind than it was tuned for. Costs the exact search of 512 queries.
+        Use it after many changes, or for queries of another kind. Its codes stay. Cost: exact search of 512 queries.
 
         Args:
-            recall: the share of the true k nearest to find; None: as before.
-            k: for which k; None: as before.
-            queries: (q, d) of the kind that will come; without them, stored keys held aside.
+            recall: share of the true k nearest to find; None: as before.
+            k: number of nearest records that the recall is for; None: as before.
+            queries: (q, d) typical queries; None: stored keys that are held out.
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; tune the index from the one that writes")
-        asked = None if queries is None else self.core.as_queries(queries).detach()
-        with index_kept():
-            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), asked)
+        vectors = None if queries is None else self.core.as_queries(queries).detach()
+        with index_write_errors():
+            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), vectors)
 
     @verb
     def watch(self, share: float = 0.01, window: int = 500) -> None:
-        """Set how closely this handle watches the recall of its searches by the index; it watches from the beginning.
+        """Configure the monitoring of recall, which is on from the beginning.
 
-        Now and then one query of a batch is also searched exactly, after the batch was answered. `stats().index`
-        shows the share of the true nearest that such queries were given (`live_recall`) and how many were checked; a
-        `RecallWarning` says, once until the index is built or tuned anew, that it is surely below the target.
+        Now and then a query of a batch is also searched exactly, after the batch was answered. `stats().index` shows
+        the measured recall (`live_recall`) and the number of checked queries. A `RecallWarning` says that the recall is
+        significantly below the target, once until the index is built or tuned again.
 
         Args:
-            share: of the time that searches take, how much the checks may take besides; 0: none.
-            window: how many checks count, the latest ones.
+            share: time for the checks, as a share of the time of searches; 0: no checks.
+            window: number of the latest checks that count.
         """
         self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
 
@@ -331,33 +330,33 @@ class SoftDB(Verbs):
         batch_size: int = 256,
         progress: Progress | bool | None = None,
     ) -> ReembedReport:
-        """Make every key anew with another encoder, also of another width; everything else of a record stays.
+        """Replace every key by the embedding of another encoder, also of another width; nothing else changes.
 
-        Until all of them are there, every answer is by the old keys; then one commit changes keys, width and encoder.
-        New keys are kept on disk batch by batch: where the process is killed, the encoder fails or the disk is full,
-        nothing has changed, and calling it again with an encoder of the same name goes on where it stopped. Others read
-        and write on meanwhile; what they write is embedded, too. Readers see the new keys after `refresh()`.
+        New keys are gathered on disk, batch by batch; until all are ready, every answer is by the old keys. Then one
+        commit changes keys, width and encoder. If the process is killed, the encoder fails or the disk is full, the
+        database is unchanged; call it again with an encoder of the same name to continue. Other threads and processes
+        read and write meanwhile, and their records are embedded, too. Readers see the new keys after `refresh()`.
 
             db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
 
         Args:
-            encoder: n texts -> (n, d). One without an attribute `name` may be any, so a run by it always begins anew.
-            field: None: the text of a record, or, where it has none, the field "text" of its payload. Or the name of a
-                field of the payload, or a callable that gives the text of a `Record`.
-            missing: what is embedded of a record that has no text; None: that is an error, before anything is embedded.
-                A record without a key gets one, if it has a text; in a database with values it stays without.
-            batch_size: texts that are given to the encoder at once, and kept with one sync.
-            progress: called with what is being done, how much of it is done, and the whole; True draws a bar.
+            encoder: n texts -> (n, d). Without an attribute `name` it cannot be recognised, so each run starts afresh.
+            field: None: the text of a record or, without a text, the field "text" of its payload. Else the name of a
+                field of the payload, or a callable that returns the text of a `Record`.
+            missing: text to embed for a record without a text; None: raise BadInput before any text is embedded.
+                A record without a key gets one if it has a text, except in a database with values.
+            batch_size: texts that the encoder gets at once, and that are stored with one sync.
+            progress: called with the stage, the amount done and the total; True draws a bar.
 
-        Cost: what the encoder takes; 2 syncs a batch; while it goes on, room for the new keys twice, for the values
-        once. The commit rewrites the catalogue's records; other operations wait for it. The index is dropped, it held
-        the old keys: `build_index()` makes another.
+        Cost: the time of the encoder; 2 syncs for each batch; disk space for the new keys twice and the values once
+        until the end. The commit rewrites the catalogue's records; other operations wait for it. The index held the old
+        keys and is dropped: `build_index()` makes another.
 
         Raises:
-            BadInput: a record has no text, or the encoder gives what is no vector.
-            DatabaseLocked: another run goes on.
+            BadInput: a record has no text, or the encoder returns anything but vectors of its width.
+            DatabaseLocked: another `reembed` is running.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
-            CorruptionError: a value, which would be carried over, differs from its checksum.
+            CorruptionError: a value to be copied differs from its checksum.
         """
         return reembed(self.core, encoder, field, missing, batch_size, progress)
 
@@ -370,5 +369,5 @@ def _reopen(
     dtype: torch.dtype | None,
 ) -> SoftDB:
     store = FilteredStore(path, "r", None)
-    # keys may be made anew
+    # the encoder is of the old keys if the database was re-embedded since
     return SoftDB(DatabaseCore(store, encoder if store.keyed.since == since else None, devices, dtype))

@@ -1,4 +1,4 @@
-"""The index's file, which the disk may refuse."""
+"""Errors of writing the index's file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from softdb.errors import WriteFailed
 
 
 @contextlib.contextmanager
-def index_kept() -> Iterator[None]:
-    """Raise WriteFailed where an index is in use, but its file could not be written."""
+def index_write_errors() -> Iterator[None]:
+    """Turn an OSError into WriteFailed: the index is in use, but its file could not be written."""
     try:
         yield
     except OSError as error:
         raise WriteFailed(
-            f"the index serves this handle, but the disk refused its file ({error}); the records are safe: make room, "
-            "then build it again"
+            f"this handle uses the new index, but its file could not be written ({error}); the records are safe: make "
+            "room, then build it again"
         ) from error

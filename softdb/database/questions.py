@@ -1,4 +1,4 @@
-"""Questions: `search`, and the soft queries over all records, of a database or a cluster."""
+"""Questions: `search` and the soft queries, of a database or a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softdb.index.placement import DEVICE_ERRORS
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.typing import IdsPerQuery, Vectors
 
-MOST_SAMPLED = 2**31  # records that one call of `sample` may draw
+MAX_SAMPLES = 2**31  # records that one call of `sample` may draw
 
 SearchMode: TypeAlias = Literal["hybrid", "text", "vector"]
 Fuse: TypeAlias = Literal["scores", "ranks"] | float | Tensor
@@ -29,11 +29,11 @@ V = TypeVar("V", bound="Questions")
 
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
-    """A public method: a closed handle is refused first, and every error names the method, once."""
+    """Return the method as a public verb: it raises Closed first, and every error begins with the name of the verb."""
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files: torch.compile runs the verb as it is
+        if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files, so torch.compile must not trace the verb
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self.core.require_open()
@@ -53,7 +53,7 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
 
 
 class Questions:
-    """The verbs that ask, written once for a database and a cluster: `core` says who answers."""
+    """The verbs of queries, which a database and a cluster share; `core` holds the records."""
 
     core: Core[Source]
 
@@ -76,40 +76,40 @@ class Questions:
         group_by: str | None = None,
         group_size: int | None = None,
     ) -> Hits:
-        """The k nearest records of each query, best first, as an answer min(k, n) wide, n the records with a key.
+        """Find the k nearest records of each query, best first: min(k, n) columns, n the number of records with a key.
 
-        Where fewer records take part, a line ends in row -1, score -inf.
+        If fewer records take part, the remaining columns have row -1 and score -inf.
 
         Args:
-            queries: (q, d) numbers, or q texts where the database has an encoder. A tensor keeps its graph:
-                `hits.scores` carry the gradient. Answers are in the queries' precision; a list is float32.
-            k: how many; 10 where nothing else is asked for.
+            queries: (q, d) numbers, or q texts if the database has an encoder. A tensor keeps its graph: `hits.scores`
+                have gradients. Answers are in the queries' precision; a list is float32.
+            k: number of records, default 10; not with `radius`.
             texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
-                Texts are q str. "text": those with the best BM25 score, as FTS5's `bm25()` gives it, float64; records
-                without a key, too. "hybrid": of the `fetch_k` (4 k) best of each kind. "vector": texts through the
-                encoder alone. None: by vector for queries alone; for texts hybrid, where there are queries or an
-                encoder, else text. With mode "text" or "hybrid" queries may be those texts.
+                Texts are q str. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
+                without a key. "hybrid": the best of `fetch_k` (default 4 k) records by text and as many by vector.
+                "vector": embed the texts with the encoder. None: "vector" for queries alone; for texts "hybrid" with
+                queries or an encoder, else "text". With mode "text" or "hybrid" the texts may be given as queries.
             fusion: of "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's, each
                 scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or a
                 weight w, a number or a tensor to learn: score + w BM25.
             where: a filter on the payload; see `softdb.filters.grammar`.
-            exact: pass the index by.
-            radius: in place of k, every record that is near enough, always exact: for "l2" a largest distance,
-                ‖q - k‖ ≤ radius, though scores are -‖q - k‖²; for "dot" and "cosine" a least score, s ≥ radius. The
+            exact: ignore the index and compare all records.
+            radius: in place of k, find every record that is near enough, always exactly: for "l2" a largest distance,
+                ‖q - k‖ ≤ radius (scores are still -‖q - k‖²); for "dot" and "cosine" a least score, s ≥ radius. The
                 answer is as wide as the query with the most hits.
-            exclude_ids: ids to leave out, one list for all queries or one for each of them; unknown ids are fine.
-            diversity: from 0 (the nearest) to 1 (the most unlike each other): the k are chosen one by one among the
-                nearest `fetch_k` (4 k where not given) by maximal marginal relevance, and come in the order of
-                choosing, with the scores of the query. See `softdb.index.diverse`.
-            offset: the best so many are passed over: the next page. An index looks farther for a later page, so it may
-                find there what it missed before; with `exact` pages are those of one long answer.
-            group_by: a field of the payload, whose value says which group a record is in: the best record of each of
-                the k best groups; `offset` counts groups. Records where it is missing, null, a list or an object are
-                in none and are not found. See `softdb.attend.grouped` for the cost.
-            group_size: the best so many of each group in place of one, group after group; the answer is as wide as the
-                query with the most hits.
+            exclude_ids: ids to leave out, one list for all queries or one for each query; unknown ids are ignored.
+            diversity: from 0 (nearest records) to 1 (records unlike each other): choose k of the nearest `fetch_k`
+                (default 4 k) by maximal marginal relevance. They come in the order of choosing, with the scores of the
+                query. See `softdb.index.diverse`.
+            offset: number of best records to skip, for the next page. An index searches farther for a later page, so it
+                may find records there that it missed before; with `exact` all pages together are one long answer.
+            group_by: a field of the payload whose value is a record's group: find the best record of each of the k best
+                groups; `offset` counts groups. Records whose field is missing, null, a list or an object have no group
+                and are not found. See `softdb.attend.grouped` for the cost.
+            group_size: number of best records of each group, default 1, group after group; the answer is as wide as
+                the query with the most hits.
 
-        Cost: q n d without an index (or few matches); with one, its probes and the exact scores of some 100 candidates.
+        Cost: q n d without an index (or few matches); with one, its probes and exact scores of some 100 candidates.
 
             db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
             db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
@@ -140,37 +140,36 @@ class Questions:
         mask: Any = None,
         need_weights: bool = False,
     ) -> Pooled:
-        """The soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
+        """Answer the soft query: the mean of the values, weighted by softmax(score / temperature) or another weighting.
 
             w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
 
         Over every record that takes part (exact; cost q n (d + v), memory O(block)); or with `k=` over the k nearest:
-        `exact` tells where that is proven to be the same, `missed_mass` estimates the weight of the others. Output and
-        lse are differentiable in the queries and in the score's parameters.
+        `exact` is True where that is proven to be equal, `missed_mass` estimates the weight of the other records.
+        Output and lse are differentiable in the queries and in the score's parameters.
 
         Args:
-            queries: (q, d) numbers or a tensor with its graph, or q texts where the database has an encoder. As wide as
+            queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
                 the keys, unless the score compares other widths.
-            temperature: towards 0 the nearest record's value, towards infinity the mean of all values.
-            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, by
-                which its index finds. `softdb.attention` has ScaledDot instead, as torch has: score=scores.ScaledDot()
-                gives that here.
+            temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values.
+            score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, which
+                its index uses. (The default of `softdb.attention` is torch's: score=scores.ScaledDot().)
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
                 (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
-            k: truncate to the k nearest. A score that no index can find for is compared with every record.
-            rtol, atol: estimate to a tolerance, from records that are drawn through the index: the error ‖ô - o‖ shall
-                be at most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` tells how large it is, `met` where that fits. Exact
-                where that costs less, and where nothing can be drawn: no index of kind "ivf" made on a CPU, one of
-                another metric than the score's, a mask. BadInput for weights other than softmax, and scores without an
-                index form.
-            confidence: the share of answers whose error shall be within their `bar`.
-            max_draws: draw about so many records for a query, once, whether the tolerance is met or not; `bar` is inf
-                where nothing can be said of what was not drawn. The few set apart come on top.
-            generator: draws anew with each call, as training wants; None: the same draw every time.
+            k: truncate to the k nearest. A score that no index supports is computed for every record.
+            rtol, atol: estimate from records that are drawn through the index, with an error ‖ô - o‖ of at most
+                atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` is the error that the answer may have, `met` is True where that
+                fits. Exact where that costs less, and where no records can be drawn: without an index of kind "ivf"
+                made on a CPU, for another metric than the score's, or with a mask. Raises BadInput for weights other
+                than softmax, and scores without an index form.
+            confidence: share of the answers whose error is within their `bar`.
+            max_draws: draw about this number of records for each query, once, even if the tolerance is not met; `bar`
+                is inf where the draws bound no error. The few records set apart come on top.
+            generator: random numbers of the draws, new with each call; pass one in training. None: the same every time.
             where: a filter on the payload.
-            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) serves every query.
-            need_weights: hold the weights of an exact answer: `weights` (q, n) of `hits`, every record that takes part,
-                in row order. Memory q n; without it they are never held. With `k` and tolerances they always are.
+            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) holds for every query.
+            need_weights: return the weights of an exact answer: `weights` (q, n) of `hits`, all records that take part,
+                in row order. Memory q n. With `k` and tolerances the answer always has weights.
 
         An empty set of records gives zeros and lse = -inf, with gradient zero.
         """
@@ -197,10 +196,10 @@ class Questions:
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
-        """log Z = log Σ exp(score / temperature) over every record, estimated so that |Ẑ / Z - 1| ≤ rtol.
+        """Estimate log Z = log Σ exp(score / temperature) over every record, so that |Ẑ / Z - 1| ≤ rtol.
 
-        What normalises a softmax; `log_density` is the same for a kernel. Z itself is estimated without bias, and so is
-        its gradient. `bar` is of Ẑ / Z. Arguments as `attend`.
+        Z is the normaliser of a softmax; for a kernel see `log_density`. The estimates of Z and its gradient are
+        unbiased. `bar` is the error of Ẑ / Z. Arguments as `attend`.
         """
         tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
         request, source = self.core.request(
@@ -222,8 +221,8 @@ class Questions:
     ) -> Estimate:
         """Kernel density estimate log p(q) = log Σ_i K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962).
 
-        Differentiable in the queries and the bandwidth. -inf where no record takes part, or none within a compact
-        kernel. Drawn through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
+        Differentiable in the queries and the bandwidth. -inf if no record takes part, or a compact kernel reaches none.
+        Estimated through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
 
             db.log_density(queries, scores.Gaussian(0.3)).value
         """
@@ -233,10 +232,10 @@ class Questions:
         request, source = self.core.request(
             queries, score=kernel, where=where, tolerance=tolerance, generator=generator
         )
-        found = source.log_partition(request)
+        estimate = source.log_partition(request)
         volume = kernel.log_volume(request.queries.shape[1])
-        shift = request.taking_part(source).clamp(min=1).to(found.value).log() + volume
-        return dataclasses.replace(found, value=found.value - shift.to(found.value))
+        shift = request.taking_part(source).clamp(min=1).to(estimate.value).log() + volume
+        return dataclasses.replace(estimate, value=estimate.value - shift.to(estimate.value))
 
     @verb
     def count_within(
@@ -253,11 +252,11 @@ class Questions:
     ) -> Estimate:
         """Estimate the number of records that are near enough: `value` (q,) float64, its `bar`, `met`, `exact`.
 
-        A count has no gradient. Exact where that costs less, such as for few records or few that are near.
+        A count has no gradient. Exact where that costs less, such as with few records or few near ones.
 
         Args:
-            radius: the largest distance for "l2" (not its score, which is -distance²), else the least score.
-            rtol, atol: the error shall be at most atol + rtol max(count, 1).
+            radius: the largest distance for "l2" (not the score -distance²), else the least score.
+            rtol, atol: tolerance: an error of at most atol + rtol max(count, 1).
             confidence, max_draws, generator: as in `attend`.
             queries, where: as in `search`.
         """
@@ -278,22 +277,22 @@ class Questions:
         mask: Any = None,
         generator: torch.Generator | None = None,
     ) -> Samples:
-        """n records for each query, drawn with replacement from softmax(score / temperature) over all: exactly.
+        """Draw n records for each query, with replacement, exactly from softmax(score / temperature) over all records.
 
-        `log_prob` carries the gradient, as REINFORCE wants it: -(reward * samples.log_prob).mean(). Cost: with an index
-        one scan of its coarser codes, and exact scores of some of the records; one pass over all where codes tell too
-        little (`scanned`), and another when `log_prob` is first read. docs/error-bars.md has the equations. Other
-        arguments as `attend`; without a generator torch's own random numbers.
+        `log_prob` carries the gradient for REINFORCE: -(reward * samples.log_prob).mean(). Cost: with an index one scan
+        of its coarser codes, and exact scores of some of the records; one pass over all records if the codes are too
+        coarse (`scanned`), and another when `log_prob` is first read. docs/error-bars.md has the equations. Other
+        arguments as `attend`; without a generator torch's default one.
         """
         request, source = self.core.request(queries, temperature, score, where=where, mask=mask)
-        count = check.integer(n, "n", 1, MOST_SAMPLED // max(1, len(request.queries)))
+        count = check.integer(n, "n", 1, MAX_SAMPLES // max(1, len(request.queries)))
         generator = check.generator(generator) or torch.default_generator
         return source.sample(request, count, generator)
 
 
 def _tolerance(rtol: object, atol: object, confidence: object, max_draws: object) -> check.Tolerance:
-    """The tolerance of a verb that always estimates."""
-    found = check.tolerance(rtol, atol, confidence, max_draws, None)
-    if found is None:
+    """Return the tolerance of a verb that always estimates. Raises BadInput for rtol None."""
+    tolerance = check.tolerance(rtol, atol, confidence, max_draws, None)
+    if tolerance is None:
         raise BadInput("rtol is None; expected a number above 0, such as 0.05")
-    return found
+    return tolerance

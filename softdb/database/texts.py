@@ -1,4 +1,4 @@
-"""Searches by text, and by vector and text together."""
+"""Search by text, and by text and vector together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softdb import check
 from softdb.answers import Hits
 from softdb.attend import Stored, TextQuery, fused_hits, text_hits
 from softdb.check import Id
-from softdb.database.core import SearchArguments, as_made
+from softdb.database.core import SearchArguments, with_one_encoder
 from softdb.errors import BadInput
 from softdb.filters import ByText, FilteredStore
 from softdb.index.query import Query
@@ -30,7 +30,7 @@ def search_by_text(
     words: check.Words,
     search: SearchArguments,
 ) -> Hits:
-    """Records by their texts, or by texts and vectors."""
+    """Search by text, or by text and vector (hybrid), as `words.mode` says. Raises BadInput."""
     k, where, exclude_ids, fetch_k, offset = search.k, search.where, search.exclude_ids, search.fetch_k, search.offset
     start = check.integer(offset, "offset", 0)
     count = start + check.integer(check.DEFAULT_K if k is None else k, "k")
@@ -38,26 +38,26 @@ def search_by_text(
     find = functools.partial(store.by_text, words.texts, where, [name for names in left_out for name in names])
     if words.mode is check.Mode.TEXT:
         words.require_none(fetch_k=fetch_k)
-        found = find()
-        width = min(count, found.snapshot.records)
-        own, scores = text_hits(TextQuery(found.scores, width, found.keep, _rows(found, left_out)))
-        return Hits(own[:, start:], scores[:, start:], store.read)
+        matches = find()
+        width = min(count, matches.snapshot.records)
+        rows, scores = text_hits(TextQuery(matches.scores, width, matches.keep, _excluded(matches, left_out)))
+        return Hits(rows[:, start:], scores[:, start:], store.read)
     depth = 4 * count if fetch_k is None else check.integer(fetch_k, "fetch_k", count)
-    queries, found = as_made(store, lambda: (as_queries(words.queries), find()))
+    queries, matches = with_one_encoder(store, lambda: (as_queries(words.queries), find()))
     if len(queries) != len(words.texts):
         raise BadInput(f"{len(queries)} queries for {len(words.texts)} texts; give one text for each query")
-    snapshot, metric, rows = found.snapshot, store.schema.metric, _rows(found, left_out)
+    snapshot, metric, excluded_rows = matches.snapshot, store.schema.metric, _excluded(matches, left_out)
     depth = min(depth, snapshot.records)
-    excluded = None if rows is None else snapshot.positions(rows)
-    query = Query(queries, depth, metric, found.allowed, excluded=excluded, exact=search.exact)
+    excluded = None if excluded_rows is None else snapshot.positions(excluded_rows)
+    query = Query(queries, depth, metric, matches.allowed, excluded=excluded, exact=search.exact)
     source = source_of(snapshot, queries.device)
     nearest = source.hits(replace(query, queries=queries.detach())).rows.cpu().numpy()
     nearest = np.pad(nearest, ((0, 0), (0, depth - nearest.shape[1])), constant_values=-1)
-    by_text = TextQuery(found.scores, min(count, depth), found.keep, rows)
-    own, scores = fused_hits(words.fusion, by_text, query, nearest, source.columns)
-    return Hits(own[:, start:], scores[:, start:], store.read)
+    by_text = TextQuery(matches.scores, min(count, depth), matches.keep, excluded_rows)
+    rows, scores = fused_hits(words.fusion, by_text, query, nearest, source.columns)
+    return Hits(rows[:, start:], scores[:, start:], store.read)
 
 
-def _rows(found: ByText, left_out: list[list[Id]]) -> NDArray[np.int64] | None:
-    """The rows that each query leaves out, (q, e) or (1, e)."""
-    return check.padded(found.left_out, [len(names) for names in left_out]) if left_out else None
+def _excluded(matches: ByText, left_out: list[list[Id]]) -> NDArray[np.int64] | None:
+    """Rows that each query leaves out, (q, e) or (1, e); None: no rows."""
+    return check.padded(matches.left_out, [len(names) for names in left_out]) if left_out else None

@@ -1,4 +1,4 @@
-"""`Verbs`: the verbs of records and tables, written once for a database and a cluster."""
+"""`Verbs`: the verbs of records and tables that a database and a cluster share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verbs(Questions):
 
     @property
     def path(self) -> Path | None:
-        """Its directory; None in memory."""
+        """Directory; None for a database in memory."""
         return self.core.path
 
     @property
@@ -45,12 +45,12 @@ class Verbs(Questions):
 
     @property
     def value_dim(self) -> int | None:
-        """v, the width of a value; None where values are labels, or the keys themselves."""
+        """v, the width of a value; None if values are labels, or the keys serve as values."""
         return self.core.schema.value_dim
 
     @property
     def num_classes(self) -> int | None:
-        """Values are integer labels below this; None where they are not labels."""
+        """Number of classes, if values are integer labels from 0 to num_classes - 1; else None."""
         return self.core.schema.num_classes
 
     @property
@@ -65,7 +65,7 @@ class Verbs(Questions):
 
     @property
     def encoder_name(self) -> str | None:
-        """The name of the encoder that made the keys; None where none is remembered."""
+        """Stored name of the encoder that made the keys; None if no name is stored."""
         return self.core.encoder_name
 
     @verb
@@ -86,29 +86,27 @@ class Verbs(Questions):
         texts: Texts | None = None,
         progress: Progress | bool | None = None,
     ) -> None:
-        """Add records; on disk when this returns, all of them or none.
+        """Add records, all or none; they are on disk when this returns.
 
             db.insert(ids, keys)                              # vectors
-            db.insert(ids, texts=texts)                       # with an encoder: texts, and the keys it makes of them
-            db.insert(ids, texts=texts, payloads=payloads)    # without one: records without a key
+            db.insert(ids, texts=texts)                       # with an encoder: stores texts and embeds them as keys
+            db.insert(ids, texts=texts, payloads=payloads)    # without an encoder: records without a key
 
         A record without a key is found by its id, by filters and by its text, never by vector or soft query.
 
         Args:
             ids: n of `str` or `int`.
-            keys: (n, d) numbers; or n texts where the database has an encoder, which are embedded and not kept. A list
-                may hold None: that record has no key. None: the texts are embedded; without an encoder no record of
-                the batch has a key.
-            values: (n, v) numbers, (n,) integer labels, or None: as the database was made. None in a list, or in place
-                of it, where there is no key.
+            keys: (n, d) numbers; or, with an encoder, n texts that are embedded but not stored. A list may hold None:
+                that record has no key. keys=None embeds `texts`; without an encoder no record of the batch gets a key.
+            values: (n, v) numbers or (n,) integer labels, if the database was created with values. A record without a
+                key has the value None.
             payloads: n JSON values, or None.
-            texts: n texts of at most 16 MiB of UTF-8 each, or None, kept with the records.
-            progress: of the embedding: called with what is being done, how much of it is done, and the whole; True
-                draws a bar.
+            texts: n texts of at most 16 MiB of UTF-8 each, or None, stored with the records.
+            progress: of the embedding: called with the stage, the amount done and the total; True draws a bar.
 
         Raises:
             DuplicateId: an id is stored already or comes twice.
-            BadInput: something does not fit; nothing was written.
+            BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
         self.core.put(WriteKind.INSERT, Given(ids, keys, values, payloads, texts), progress)
@@ -124,7 +122,7 @@ class Verbs(Questions):
         texts: Texts | None = None,
         progress: Progress | bool | None = None,
     ) -> None:
-        """As `insert`, but a record whose id is stored already is replaced whole, its payload and text, too."""
+        """Insert records, and replace stored ones of the same ids, with payload and text. Arguments as `insert`."""
         self.core.put(WriteKind.UPSERT, Given(ids, keys, values, payloads, texts), progress)
 
     @verb
@@ -140,14 +138,14 @@ class Verbs(Questions):
     ) -> None:
         """Replace the given parts of stored records, all or none. Raises UnknownId for an id that is not stored.
 
-        With an encoder, texts alone are embedded, too, so that key and text agree; give the keys to keep them. A record
-        without a key gets one so, in a database with values together with its value. None among the texts removes one.
+        With an encoder, texts without keys are embedded, so that key and text agree; pass the keys, too, to keep them.
+        To give a record its first key in a database with values, pass its value, too. None among texts removes a text.
         """
         self.core.put(WriteKind.UPDATE, Given(ids, keys, values, payloads, texts), progress)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
-        """Delete records by id (missing ones are fine) or by filter, and return how many there were."""
+        """Delete records by id (unknown ids are ignored) or by filter, and return the number of deleted records."""
         if (ids is None) == (where is None):
             raise BadInput("give ids or where, one of them; where={} deletes every record")
         return self.core.delete(None if ids is None else check.identifiers(ids, unique=False), where)
@@ -156,7 +154,7 @@ class Verbs(Questions):
 
     @verb
     def get(self, ids: Ids) -> Records:
-        """The records of those ids, in that order. Raises UnknownId (a KeyError) naming one that is not stored."""
+        """Return the records of ids, in that order. Raises UnknownId (a KeyError) naming an id that is not stored."""
         return self.core.get(check.identifiers(ids, unique=False))
 
     @verb
@@ -178,9 +176,9 @@ class Verbs(Questions):
 
     @verb
     def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
-        """All records, or those that a filter matches, in the order of their last insertion, in batches.
+        """Yield all records, or those that a filter matches, in batches, in the order of their last insertion.
 
-        The scan is of the generation it began with, less the records deleted or replaced before it reached them.
+        The scan sees the generation of its start, less the records deleted or replaced before it reached them.
         """
         return self.core.scan(check.integer(batch_size, "batch_size"), where)
 
@@ -188,35 +186,35 @@ class Verbs(Questions):
 
     @verb
     def __iter__(self) -> Iterator[Id]:
-        """The ids of the generation it begins with, in the order of `scan`, less those deleted or replaced since."""
+        """Yield the ids in the order of `scan`."""
         return (name for records in self.scan() for name in records.ids)
 
-    __reversed__ = None  # else Python would count the ids down from len(self)
+    __reversed__ = None  # else Python would call __getitem__ with len(self) - 1 … 0
 
     @verb
     def to_arrow(self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None) -> Any:
-        """All records, or those that a filter matches, as a `pyarrow.Table` in memory, in the order of `scan`.
+        """Return all records, or those that a filter matches, as a `pyarrow.Table`, in the order of `scan`.
 
             db.to_arrow().to_pandas()
             db.to_arrow(["id", "year"])      # fields of the payload, each a column
 
         Args:
-            columns: some of id, key, value, text, payload and names of fields of the payload; None: the first five, so
-                many as there are.
+            columns: some of id, key, value, text, payload, and names of fields of the payload; None: the first five, as
+                far as the database has them.
             where: a filter.
 
-        `id` is int64 or string; where ids are of both kinds a string, with a column `id_is_int`. `key` is a fixed-size
-        list of the database's dtype, null where a record has none; `value` such a list, or an int64; `payload` is JSON.
-        The table's metadata says what the database is: `softdb.formats.import_records` gives the same one back.
+        `id` is int64 or string; with ids of both types string, with a further column `id_is_int`. `key` is a fixed-size
+        list of the database's dtype, null for a record without a key; `value` such a list, or an int64; `payload` is
+        JSON. The table's metadata describes the database, so that `softdb.formats.import_records` can restore it.
 
-        Raises MissingDependency without pyarrow, and BadInput for a field whose values have no one type.
+        Raises MissingDependency without pyarrow, and BadInput for a field whose values differ in type.
         """
         return arrow.table(self.core, self.scan(10_000, where), columns)
 
     @verb
     def scan_arrow(self, batch_size: int = 10_000, where: dict[str, Any] | None = None) -> Any:
-        """The table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
+        """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
-        The scan is of the generation it began with, as of `scan`.
+        Sees the generation of its start, as `scan`.
         """
         return arrow.reader(self.core, self.scan(batch_size, where))

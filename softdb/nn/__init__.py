@@ -1,7 +1,7 @@
 """Torch modules and losses on a database, a view, a memory or a cluster.
 
-May touch public calls and `Core`, no private names.
-Begin in `losses.py` and `attention.py`; `view.py` and `memory.py` are sources that learn.
+May touch public calls and `Core`, no private names. Begin reading in `losses.py` and `attention.py`; `view.py` and
+`memory.py` train encoders and stored records.
 """
 
 from softdb.nn.attention import Attention

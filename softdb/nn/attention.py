@@ -29,25 +29,25 @@ class Attention(torch.nn.MultiheadAttention):
         q = W_q x + b_q,  s_i = q·(W_k k_i + b_k) / √d,  head = Σ_i softmax(s / T)_i (W_v v_i + b_v)
 
     and the output is W_o [head_1 … head_h] + b_o (Vaswani et al. 2017, section 3.2.2). The projections fold: s_i is
-    (W_kᵀ q / √d)·k_i and a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So the database is asked
-    once, for all heads, with its keys as stored: no record is projected, and an index stays right however long the
-    projections are trained. Outputs and gradients are those of torch.nn.MultiheadAttention with the records as keys and
-    values. Cost: q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
+    (W_kᵀ q / √d)·k_i and a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So one request over the
+    stored keys serves all heads: no record is projected, and training the projections never invalidates an index.
+    Outputs and gradients are those of torch.nn.MultiheadAttention with the records as keys and values. Cost:
+    q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
 
     The records get no gradient. The handle is not in the state_dict, and copies of the module share it.
 
     Args:
         db: the database; None: keys and values come with each call, as with torch's module.
         embed_dim: E, width of queries and output.
-        num_heads: how many heads; divides embed_dim.
+        num_heads: number of heads; divides embed_dim.
         dropout: share of the weights dropped in training; with a database it needs `k=`.
-        bias: whether the four projections have one.
-        add_bias_kv: one more, learnt, key and value in each head.
-        add_zero_attn: one more key and value of zeros in each head.
-        kdim: width of keys. With a database, its `dim`, which is also the default.
-        vdim: width of values. With a database, its `value_dim`, or `num_classes` (labels count as one-hot vectors), or
-            `dim` where the key serves; which is also the default.
-        batch_first: whether batches are (N, L, E) rather than (L, N, E).
+        bias: True: the four projections have biases.
+        add_bias_kv: add a learnt key and value to each head.
+        add_zero_attn: add a key and value of zeros to each head.
+        kdim: width of keys; default: the database's `dim`, which it must equal.
+        vdim: width of values; default: the database's `value_dim`, or `num_classes` (labels count as one-hot vectors),
+            or `dim` where the key serves as value; it must equal that width.
+        batch_first: True: batches are (N, L, E); False: (L, N, E).
         device, dtype: of the parameters.
 
     Raises BadInput for widths that do not fit the database or each other.
@@ -93,14 +93,14 @@ class Attention(torch.nn.MultiheadAttention):
         return None if self._handle is None else self._handle.db
 
     def extra_repr(self) -> str:
-        """The database and the widths."""
+        """Return the database and the widths."""
         return f"{self.db!r}, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def fold(self, query: Tensor) -> Fold:  # query (L, N, E), or (N, L, E) if batch_first, or (L, E)
-        """The queries as the database is asked them: (N·L·num_heads, kdim), head by head, of the dot product.
+        """Return the queries that `forward` sends to the database: (N·L·num_heads, kdim), for the dot product.
 
-        `db.attend(attention.fold(query).queries, score=Dot())` is what `forward` asks; ask it for `explain()` or hits.
-        The bias (N·L·num_heads,) is what b_k adds to each score. Differentiable. Cost q E (E + h kdim).
+        `db.attend(attention.fold(query).queries, score=Dot())` repeats that request, to call `explain()` or read hits.
+        `bias` (N·L·num_heads,) holds the amounts that b_k adds to the scores. Differentiable. Cost q E (E + h kdim).
         """
         return self._fold(self._heads(self._batch(query, self.embed_dim, "query")))
 
@@ -123,37 +123,37 @@ class Attention(torch.nn.MultiheadAttention):
         generator: torch.Generator | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
-        """Attend, and return the output and the weights, None unless asked for.
+        """Attend, and return the output and, with need_weights, the weights.
 
-        Arguments in torch's order. Masks have torch's polarity: True = may NOT attend (`db.attend` has the opposite
-        one); or they are floats, added to the scores: with a database only 0 and -inf. A head in which nothing may
-        attend is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
+        Arguments in torch's order. Masks have torch's polarity: True = may NOT attend (the opposite of `db.attend`).
+        Float masks are added to the scores; with a database they may hold only 0 and -inf. If a mask blocks every
+        record, the head is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
 
         With a database, every batch entry attends to the same n records, all that have a key, in row order. Without
         one, memory is that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
 
         Args:
-            query: what asks.
+            query: queries of all heads.
             key, value: only without a database.
-            key_padding_mask: which records nobody may attend to.
+            key_padding_mask: records that no query may attend to.
             need_weights: with a database it needs `k=`, and gives ([N,] L, num_heads, candidates): each head's own
                 nearest records, best first, then the learnt key and the zero key, if any.
-            attn_mask: which records each query may not attend to, for all heads or by head.
-            average_attn_weights: the mean over heads (N, L, S) rather than (N, num_heads, L, S); None is True. With a
-                database each head has candidates of its own, and there is no mean.
-            is_causal: a hint that attn_mask is causal, as in torch; nothing is gained by it here.
+            attn_mask: records that each query may not attend to, for all heads or by head.
+            average_attn_weights: return the mean over heads (N, L, S), not (N, num_heads, L, S); None is True. Not with
+                a database, where each head has its own candidates.
+            is_causal: torch's hint that attn_mask is causal; accepted without a database, and ignored.
             where: a filter on the payload.
-            k: attend to the k nearest of each head only.
-            rtol: estimate what each head attends to, to that relative error of its Σ w v; see `db.attend`.
-            generator: draws anew with each call, with rtol; training wants one.
+            k: attend only to the k records nearest to each head.
+            rtol: estimate each head's Σ w v to that relative error; see `db.attend`.
+            generator: random numbers for rtol, new with each call; pass one in training.
             temperature: divides the scores, after √d.
 
-        Raises BadInput for shapes that do not fit, or what only the other use has; Closed for a closed database.
+        Raises BadInput for shapes that do not fit, or arguments of the other use; Closed for a closed database.
         """
         if self.db is None:
             if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
                 raise BadInput(
-                    "where, k, rtol, generator or temperature are given without a database; pass them with one only"
+                    "where, k, rtol, generator or temperature are given without a database; leave them out or give one"
                 )
             if key is None or value is None:
                 raise BadInput("key or value is missing; without a database give both, or make the module with one")
@@ -178,9 +178,9 @@ class Attention(torch.nn.MultiheadAttention):
             temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
             blocked = records_blocked(x, self.db.core.keyed, key_padding_mask, attn_mask, self.num_heads)
-            words: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
-            words["mask"] = None if blocked is None else ~blocked
-            heads, weights = self._over_records(self.db, x, temperature, need_weights, words)
+            options: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
+            options["mask"] = None if blocked is None else ~blocked
+            heads, weights = self._over_records(self.db, x, temperature, need_weights, options)
         output = self.out_proj(heads.to(query.dtype))  # (N, L, E)
         if query.ndim == 2:
             return output[0], None if weights is None else weights[0]
@@ -194,13 +194,13 @@ class Attention(torch.nn.MultiheadAttention):
         query: Tensor,  # (N, L, E)
         temperature: float,
         need_weights: bool,
-        words: dict[str, Any],  # what else `attend` is asked
+        options: dict[str, Any],  # further arguments of `db.attend`
     ) -> tuple[Tensor, Tensor | None]:  # (N, L, E), (N, L, heads, candidates)
         q = self._heads(query)
         folded = self._fold(q)
-        pooled = db.attend(folded.queries, score=Dot(), temperature=temperature, **words)
+        pooled = db.attend(folded.queries, score=Dot(), temperature=temperature, **options)
         lse = pooled.lse + folded.bias / temperature
-        # a part in which nothing takes part gets no share: `merge` leaves its bias out
+        # `merge` gives a state without records (lse -inf) no weight, so the bias of its output does not count
         states = [State(self._projected(pooled.output, torch.ones_like(lse)), lse), *self._learnt(q, temperature)]
         if pooled.weights is None or not (need_weights or self._drops):
             output, weights = merge(states).output, None
@@ -214,15 +214,15 @@ class Attention(torch.nn.MultiheadAttention):
         self,
         db: Verbs,
         pooled: Pooled,
-        weights: Tensor,  # (q·h, k + states - 1), which need not sum to 1
+        weights: Tensor,  # (q·h, k + states - 1), whose sums may differ from 1
         states: Sequence[State],
     ) -> Tensor:  # (q·h, head_dim)
-        """Heads of candidates by other weights: W_v Σ w v + (Σ w) b_v, and the learnt parts."""
-        assert pooled.hits is not None  # asked with k=
+        """Pool the candidates and the learnt states by other weights: W_v Σ w v + (Σ w) b_v of each head."""
+        assert pooled.hits is not None  # dropout requires k=
         count = pooled.hits.rows.shape[1]
-        mine = weights[:, :count]
+        record_weights = weights[:, :count]
         values = db.core.values_at(pooled.hits.rows.cpu().numpy())
-        output = self._projected(pool(mine, values, db.core.schema.num_classes), mine.sum(1))
+        output = self._projected(pool(record_weights, values, db.core.schema.num_classes), record_weights.sum(1))
         for share, state in zip(weights[:, count:].unbind(1), states[1:], strict=True):
             output = output + share.unsqueeze(1) * state.output
         return output
@@ -236,7 +236,7 @@ class Attention(torch.nn.MultiheadAttention):
         return Fold(Metric.DOT, folded, 1.0, (q * bias.to(q.dtype).view(q.shape[1:])).sum(-1).flatten())
 
     def _projected(self, output: Tensor, mass: Tensor) -> Tensor:  # (q·h, vdim), (q·h,) -> (q·h, head_dim)
-        """W_v Σ w v + (Σ w) b_v of each head, of the output Σ w v and the mass Σ w."""
+        """Return W_v Σ w v + (Σ w) b_v of each head, from the output Σ w v and the mass Σ w."""
         weight, bias = self._projections()[2]
         shape = (self.num_heads, self.head_dim)
         by_head = weight.to(output.dtype).reshape(*shape, self.vdim)
@@ -246,15 +246,15 @@ class Attention(torch.nn.MultiheadAttention):
         return heads.flatten(0, 1)
 
     def _learnt(self, q: Tensor, temperature: float) -> list[State]:  # (q, h, head_dim) -> (q·h, head_dim) each
-        """The one more key and value of bias_k and bias_v, and those of zeros."""
+        """Return the states of the learnt key and value (bias_k, bias_v), and of the zero key and value."""
         states = []
         if self.bias_k is not None and self.bias_v is not None:
-            key, value = (one.to(q.dtype).view(self.num_heads, self.head_dim) for one in (self.bias_k, self.bias_v))
+            key, value = (bias.to(q.dtype).view(self.num_heads, self.head_dim) for bias in (self.bias_k, self.bias_v))
             score = (q * key).sum(-1).flatten()
             states.append(State(value.expand_as(q).flatten(0, 1), score / temperature))
         if self.add_zero_attn:
-            nothing = torch.zeros_like(q).flatten(0, 1)
-            states.append(State(nothing, nothing[:, 0]))
+            zeros = torch.zeros_like(q).flatten(0, 1)
+            states.append(State(zeros, zeros[:, 0]))
         return states
 
     def _needs_candidates(self, k: int | None, need_weights: bool) -> None:
@@ -262,13 +262,13 @@ class Attention(torch.nn.MultiheadAttention):
             check.integer(k, "k")
         elif need_weights:
             raise BadInput(
-                "need_weights without k: the weights of all records are never held at once; pass k=, or ask "
+                "need_weights without k: the weights of all records are never held at once; pass k=, or call "
                 "db.attend(attention.fold(query).queries, score=Dot()).explain()"
             )
         elif self._drops:
             raise BadInput(
                 f"dropout is {self.dropout} in training without k: the weights of all records are never held at once; "
-                "pass k= to drop from those of the k nearest, or make the module with dropout=0"
+                "pass k= to drop weights of the k nearest, or make the module with dropout=0"
             )
 
     # -- plain tensors -------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Attention(torch.nn.MultiheadAttention):
         )  # (N, heads, ·, head_dim)
         before = k.shape[2]
         if self.bias_k is not None and self.bias_v is not None:
-            k, v = (_one_more(column, one) for column, one in ((k, self.bias_k), (v, self.bias_v)))
+            k, v = (_with_bias(column, bias) for column, bias in ((k, self.bias_k), (v, self.bias_v)))
         if self.add_zero_attn:
             k, v = (F.pad(column, (0, 0, 0, 1)) for column in (k, v))
         blocked, added = (None if mask is None else F.pad(mask, (0, k.shape[2] - before)) for mask in masks)
@@ -306,9 +306,9 @@ class Attention(torch.nn.MultiheadAttention):
         return heads.transpose(1, 2).flatten(2), weights if need_weights else None
 
     def _inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With the batch first: (N, L, E), (N, S, kdim) and (N, S, vdim)."""
-        given = ((query, self.embed_dim, "query"), (key, self.kdim, "key"), (value, self.vdim, "value"))
-        q, k, v = (self._batch(*one) for one in given)
+        """Check the inputs and return them with the batch first: (N, L, E), (N, S, kdim) and (N, S, vdim)."""
+        inputs = ((query, self.embed_dim, "query"), (key, self.kdim, "key"), (value, self.vdim, "value"))
+        q, k, v = (self._batch(*arguments) for arguments in inputs)
         if not query.ndim == key.ndim == value.ndim or len(q) != len(k) or k.shape[:2] != v.shape[:2]:
             raise BadInput(
                 f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; "
@@ -323,7 +323,7 @@ class Attention(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _projections(self) -> list[tuple[Tensor, Tensor | None]]:  # weight (E, width) and bias (E,)
-        """Of query, key and value, whichever way they are stored."""
+        """Projections of query, key and value, in torch's two ways of storing them."""
         weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
@@ -339,13 +339,13 @@ class Attention(torch.nn.MultiheadAttention):
         return batch_of(tensor, width, name, self.batch_first, self.out_proj.weight.dtype)
 
 
-def _one_more(column: Tensor, one: Tensor) -> Tensor:  # (N, heads, S, ·), (1, 1, E) -> (N, heads, S + 1, ·)
+def _with_bias(column: Tensor, bias: Tensor) -> Tensor:  # (N, heads, S, ·), (1, 1, E) -> (N, heads, S + 1, ·)
     batch, heads, _, width = column.shape
-    return torch.cat([column, one.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
+    return torch.cat([column, bias.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
 
 
 def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + states - 1)
-    """Weights among all of the candidates, from those among themselves, and of the learnt parts, which come after."""
+    """Weights of the candidates among candidates and learnt states together, then those of the learnt states."""
     lses = torch.stack([state.lse for state in states], dim=1)
     shares, _ = softmax(lses, 1.0, lses > -torch.inf)
     return torch.cat([weights * shares[:, :1], shares[:, 1:]], dim=1)

@@ -1,4 +1,4 @@
-"""Decorators that keep torch.compile and autocast out, as for the verbs of a database."""
+"""Decorators that run a function outside torch.compile and autocast."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that torch.compile runs as it is, as it does the verbs of a database: a graph cannot hold files.
+    """Return the function so that torch.compile calls it without tracing it: a graph cannot hold files.
 
-    Without it dynamo would trace the checks and the look into the catalogue, and trace them anew for other ids.
+    Otherwise dynamo would trace the checks and the catalogue queries, and trace them again for other ids.
     """
 
     @functools.wraps(function)
@@ -30,7 +30,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """As `untraced`, and without autocast."""
+    """Return the function so that it runs without autocast and untraced (see `untraced`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

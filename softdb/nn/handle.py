@@ -1,4 +1,4 @@
-"""The database behind a module, which is neither a submodule of it nor a parameter."""
+"""Holder of a module's database, which torch does not register as a submodule or parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ D = TypeVar("D", bound=Verbs)
 
 @dataclass(frozen=True)
 class SharedHandle(Generic[D]):
-    """The handle, which copies of the module share: a deep copy of it would be another database."""
+    """Keeps copies of a module on the same handle: a deep copy of a handle would be another database."""
 
     db: D
 

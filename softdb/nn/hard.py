@@ -1,4 +1,4 @@
-"""Hard attention: one record in place of a mean over many, and gradients all the same."""
+"""Hard attention: drawn records in place of a weighted mean, with estimators of the gradient."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from softdb.typing import Vectors
 class HardSamples(NamedTuple):
     """Records drawn for each query, with replacement."""
 
-    values: Tensor  # (q, n, v), or one-hot (q, n, num_classes); zeros where a query has none to draw from; no gradient
-    log_prob: Tensor  # (q, n) differentiable; -inf where there is none
-    hits: Hits  # (q, n), in the order of drawing; row -1 where there is none
+    values: Tensor  # (q, n, v), or one-hot (q, n, num_classes); zeros where a query has no record; no gradient
+    log_prob: Tensor  # (q, n) differentiable; -inf where a query has no record
+    hits: Hits  # (q, n), in the order of drawing; row -1 where a query has no record
 
 
 @eager
@@ -41,19 +41,19 @@ def hard_attention(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> HardSamples:
-    """n records for each query, drawn from softmax(score / temperature) over all: the "hard" attention of a database.
+    """Draw n records for each query from softmax(score / temperature) over all records: "hard" attention.
 
-    Xu et al. 2015, section 4.1. The values, which are stored, get no gradient; `log_prob` carries it, for `reinforce`.
-    Draws are exact, whatever index there is. Cost: one pass over the records, two with a gradient.
+    Xu et al. 2015, section 4.1. The stored values get no gradient; `log_prob` carries the gradient for `reinforce`.
+    Draws are exact, with or without an index. Cost: one pass over the records, two with a gradient.
 
     Args:
         db: the database.
         queries: (q, d) with their graph.
-        n: draws a query; with 2 or more, `leave_one_out` gives a baseline.
+        n: draws for each query; with 2 or more, `leave_one_out` gives a baseline.
         temperature: divides the scores.
         score: as in `attend`.
         where: a filter on the payload.
-        generator: of the draws; None: torch's own random numbers.
+        generator: random numbers of the draws; None: torch's default generator.
 
     Raises BadInput as `db.sample`.
 
@@ -61,9 +61,9 @@ def hard_attention(
     >>> db = softdb.open(None, dim=2, value_dim=1)
     >>> db.insert(["left", "right"], [[-1, 0], [1, 0]], [[0], [1]])
     >>> query = torch.zeros(1, 2, requires_grad=True)
-    >>> found = hard_attention(db, query, 4, generator=torch.Generator().manual_seed(0))
-    >>> reward = found.values[..., 0]  # to go right
-    >>> reinforce(reward, found.log_prob, leave_one_out(reward)).backward()
+    >>> samples = hard_attention(db, query, 4, generator=torch.Generator().manual_seed(0))
+    >>> reward = samples.values[..., 0]  # 1 for going right
+    >>> reinforce(reward, samples.log_prob, leave_one_out(reward)).backward()
     >>> bool(query.grad[0, 0] < 0)  # a step down the gradient goes right
     True
     """
@@ -86,11 +86,11 @@ def reinforce(
     log_prob: Tensor,  # (q, n)
     baseline: Tensor | float | None = None,  # one number, (q, 1) or (q, n)
 ) -> Tensor:  # ()
-    """A loss whose gradient is, on average, that of the expected reward, with its sign turned: -mean (r - b) log p.
+    """Loss -mean (r - b) log p, whose gradient is an unbiased estimate of minus that of the expected reward.
 
-    Williams 1992, section 4. Unbiased for every baseline b that does not depend on the draw it is subtracted from; a
-    good one lowers the variance. Neither reward nor baseline gets a gradient. Draws of nothing (log p = -inf) count as
-    0. The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, such as a
+    Williams 1992, section 4. A baseline b must not depend on the draw that it is subtracted from; a good baseline
+    lowers the variance. Neither reward nor baseline gets a gradient. Terms without a record (log p = -inf) count as 0.
+    The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, such as a
     baseline (q,).
     """
     for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
@@ -100,25 +100,25 @@ def reinforce(
     if reward.shape != log_prob.shape:
         shapes = f"reward has shape {tuple(reward.shape)} and log_prob {tuple(log_prob.shape)}"
         raise BadInput(f"{shapes}; give one reward for each draw")
-    less = as_tensor(0.0 if baseline is None else baseline, "baseline").detach().to(log_prob)
-    if less.ndim and tuple(less.shape) not in (tuple(reward.shape), (*reward.shape[:-1], 1)):
+    expected = as_tensor(0.0 if baseline is None else baseline, "baseline").detach().to(log_prob)
+    if expected.ndim and tuple(expected.shape) not in (tuple(reward.shape), (*reward.shape[:-1], 1)):
         raise BadInput(
-            f"baseline has shape {tuple(less.shape)} and reward {tuple(reward.shape)}; give one number, one for each "
-            f"query {(*reward.shape[:-1], 1)}, or one for each draw"
+            f"baseline has shape {tuple(expected.shape)} and reward {tuple(reward.shape)}; give one number, one for "
+            f"each query {(*reward.shape[:-1], 1)}, or one for each draw"
         )
-    nothing = log_prob == -torch.inf
-    advantage = (reward.detach().to(log_prob) - less).masked_fill(nothing, 0)
-    return -(advantage * log_prob.masked_fill(nothing, 0)).mean()
+    missing = log_prob == -torch.inf
+    advantage = (reward.detach().to(log_prob) - expected).masked_fill(missing, 0)
+    return -(advantage * log_prob.masked_fill(missing, 0)).mean()
 
 
 def leave_one_out(reward: Tensor) -> Tensor:  # (q, n) -> (q, n), n at least 2
-    """The baseline of each draw: the mean reward of the query's other draws (Kool et al. 2019).
+    """Return the baseline of each draw: the mean reward of the query's other draws (Kool et al. 2019).
 
-    It does not depend on the draw itself, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
+    The baseline does not depend on its draw, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
     """
     if not isinstance(reward, Tensor) or check.dense(reward, "reward").ndim != 2 or reward.shape[1] < 2:
         came = f"shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else shown(reward)
-        raise BadInput(f"reward has {came}; expected (q, n) with n of 2 or more draws, or use a MovingBaseline")
+        raise BadInput(f"reward has {came}; expected (q, n) with n of 2 or more draws; or use a MovingBaseline")
     reward = reward.detach() if reward.is_floating_point() else reward.float()
     return (reward.sum(1, keepdim=True) - reward) / (reward.shape[1] - 1)
 
@@ -126,12 +126,12 @@ def leave_one_out(reward: Tensor) -> Tensor:  # (q, n) -> (q, n), n at least 2
 class MovingBaseline(torch.nn.Module):
     """The moving mean of the rewards of earlier steps, as a baseline for `reinforce`.
 
-    b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), 0 at first: of earlier rewards alone, so that it does not
-    depend on the draws that it is subtracted from. The divisor corrects the start (Kingma and Ba 2015, section 3). In
-    evaluation nothing is taken in. Mean and number of steps are in the state_dict.
+    b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), with b_1 = 0. Only earlier rewards count, so the baseline
+    does not depend on the draws that it is subtracted from. The divisor corrects the start (Kingma and Ba 2015, section
+    3). In evaluation the mean does not change. The state_dict holds the mean and the number of steps.
 
     Args:
-        momentum: μ, how much of the past is kept, at least 0 and below 1.
+        momentum: μ, weight of the past, at least 0 and below 1.
     """
 
     mean: Tensor
@@ -141,7 +141,7 @@ class MovingBaseline(torch.nn.Module):
         super().__init__()
         self.momentum = check.share(momentum, "momentum")
         if self.momentum == 1:
-            raise BadInput("momentum is 1; expected a share below 1, or no reward is ever taken in")
+            raise BadInput("momentum is 1; expected a share below 1, as 1 would ignore every reward")
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -153,14 +153,14 @@ class MovingBaseline(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, reward: Tensor) -> Tensor:  # (q, n) -> ()
-        """The baseline before this reward, which is then taken in. Raises BadInput for a reward that is not finite."""
+        """Return the baseline, then add the reward to the mean. Raises BadInput for a reward that is not finite."""
         if not isinstance(reward, Tensor) or not reward.is_floating_point():
             came = f"of dtype {reward.dtype}" if isinstance(reward, Tensor) else shown(reward)
             raise BadInput(f"reward is {came}; expected a floating tensor (q, n)")
         if not bool(torch.isfinite(reward).all()):
             raise BadInput("reward holds NaN or infinity, which would stay in the mean for ever; repair it")
-        known = 1 - self.momentum ** int(self.steps)
-        baseline = (self.mean / known if known else self.mean).to(reward)
+        correction = 1 - self.momentum ** int(self.steps)
+        baseline = (self.mean / correction if correction else self.mean).to(reward)
         if self.training and reward.numel():
             self.mean.lerp_(reward.mean().to(self.mean), 1 - self.momentum)
             self.steps += 1
@@ -179,21 +179,21 @@ def straight_through(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (q, v)
-    """The value of one drawn record, with the gradient of a softmax: the straight-through Gumbel-softmax estimator.
+    """Value of one drawn record, with the gradient of a softmax: the straight-through Gumbel-softmax estimator.
 
         z_i = s(q, k_i) / T + g_i,  g_i ~ Gumbel(0, 1);  forward v_argmax z,  backward Σ_i softmax(z / τ)_i v_i
 
     Jang et al. 2017, section 2.2. argmax z is a draw from softmax(s / T), over every record, or with `k=` over the k
-    nearest alone. The gradient is biased, less so for small τ, where its variance grows. Labels give one-hot vectors.
-    Nothing to draw from gives zeros.
+    nearest alone. The gradient is biased: a smaller τ has less bias and more variance. Labels give one-hot vectors. A
+    query without records gets zeros.
 
     Cost with `k=`: the search, then q k (d + v). Without: q n (d + v), and memory q n, as each record has its own
-    noise; for more records, `k=` or `hard_attention`.
+    noise. For more records pass `k=` or use `hard_attention`.
 
     Args:
-        db, queries, score, where, generator: as of `hard_attention`.
+        db, queries, score, where, generator: see `hard_attention`.
         temperature: T, of the distribution that is drawn from.
-        relaxation: τ, of the softmax behind the gradient.
+        relaxation: τ, of the softmax whose gradient is used.
         k: draw among the k nearest.
 
     Raises BadInput as `db.attend`.
@@ -209,20 +209,20 @@ def straight_through(
         if values.is_floating_point():
             return weights @ values.to(weights)
         return weights.new_zeros(len(weights), source.width).index_add(1, values, weights)
-    found = source.scored(request, source.find(request.top(count)).positions)
-    weights = _drawn_weights(found.scores, request.temperature, relaxation, generator)
-    return pool(weights, source.columns.values_at(found.positions), source.num_classes)
+    candidates = source.scored(request, source.find(request.top(count)).positions)
+    weights = _drawn_weights(candidates.scores, request.temperature, relaxation, generator)
+    return pool(weights, source.columns.values_at(candidates.positions), source.num_classes)
 
 
 def _drawn_weights(
-    scores: Tensor,  # (q, m), -inf for none
+    scores: Tensor,  # (q, m), -inf where there is no record
     temperature: float,
     relaxation: float,
     generator: torch.Generator | None,
 ) -> Tensor:  # (q, m)
-    """1 at the drawn record and 0 elsewhere, with the gradient of the softmax."""
+    """Return 1 at the drawn record and 0 elsewhere, with the gradient of the softmax."""
     noise = -torch.empty(scores.shape, dtype=scores.dtype).exponential_(generator=generator).log().to(scores.device)
-    perturbed = scores + temperature * noise  # z T, which no temperature makes overflow
+    perturbed = scores + temperature * noise  # z T rather than z, which a small temperature makes overflow
     soft, _ = softmax(perturbed, temperature * relaxation, scores > -torch.inf)
     hard = torch.zeros_like(soft)
     if hard.shape[1]:

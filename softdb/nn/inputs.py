@@ -1,4 +1,4 @@
-"""Inputs of multi-head attention, checked; masks in torch's polarity: True = may NOT attend, or floats to be added."""
+"""Check the inputs of multi-head attention. Masks have torch's polarity: True = may NOT attend; floats are added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softdb.errors import BadInput
 
 
 class Masks(NamedTuple):
-    """Blocked positions, and the numbers added to scores; each (N or 1, heads or 1, L or 1, n) or None."""
+    """Blocked positions, and the numbers to add to scores; each (N or 1, heads or 1, L or 1, n) or None."""
 
     blocked: Tensor | None  # bool
     added: Tensor | None  # floating
@@ -28,14 +28,14 @@ def masks_of(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     num_heads: int,
-    each: bool,  # whether every batch entry has its own key_padding_mask
+    batched: bool,  # key_padding_mask is (N, n), not (n,)
 ) -> Masks:
-    """Both masks as one. Raises BadInput for a shape, dtype or number that does not fit."""
+    """Combine both masks. Raises BadInput for a shape, dtype or number that does not fit."""
     batch, length = query.shape[:2]
     masks = []
     if key_padding_mask is not None:
-        padding = _parsed(key_padding_mask, "key_padding_mask", [(batch, n) if each else (n,)])
-        masks.append(_split(padding.view(batch if each else 1, 1, 1, n)))
+        padding = _parsed(key_padding_mask, "key_padding_mask", [(batch, n) if batched else (n,)])
+        masks.append(_split(padding.view(batch if batched else 1, 1, 1, n)))
     if attn_mask is not None:
         pairs = _parsed(attn_mask, "attn_mask", [(length, n), (batch * num_heads, length, n)])
         by_head = pairs.ndim == 3
@@ -49,7 +49,7 @@ def masks_of(
 
 
 def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
-    """A mask of one of the shapes, bool, or of floats that are finite or -inf."""
+    """Return the mask if it has one of the shapes and is bool, or holds floats that are finite or -inf."""
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise BadInput(f"{name} is {shown(mask)}; expected a bool tensor, True = may not attend, or a floating one")
     if tuple(mask.shape) not in shapes:
@@ -60,7 +60,7 @@ def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
 
 
 def _split(mask: Tensor) -> Masks:
-    """Positions that a mask blocks, and the numbers that it adds to others, None if these are 0."""
+    """Return the positions that a mask blocks, and the numbers that it adds to the others, None if all are 0."""
     if mask.dtype is torch.bool:
         return Masks(mask, None)
     blocked = mask == -torch.inf
@@ -75,7 +75,7 @@ def records_blocked(
     attn_mask: Tensor | None,
     num_heads: int,
 ) -> Tensor | None:  # (n,) or (N·L·heads, n) bool
-    """Both masks over the records of a database. Raises BadInput for floats that would add to scores."""
+    """Combine both masks over the records of a database. Raises BadInput for floats that would add to scores."""
     masks = masks_of(query, n, key_padding_mask, attn_mask, num_heads, False)
     if masks.added is not None:
         raise BadInput(
@@ -89,17 +89,18 @@ def records_blocked(
 
 
 def widths_of(db: Verbs | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
-    """kdim and vdim, from the database where there is one."""
-    given = [None if one is None else check.integer(one, name) for name, one in (("kdim", kdim), ("vdim", vdim))]
+    """Return kdim and vdim, taken from the database if there is one. Raises BadInput if they do not fit it."""
+    kdim = None if kdim is None else check.integer(kdim, "kdim")
+    vdim = None if vdim is None else check.integer(vdim, "vdim")
     if db is None:
-        return given[0], given[1]
+        return kdim, vdim
     if not isinstance(db, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
     db.core.require_open()
     dim, pooled = db.core.schema.dim, db.core.schema.pooled_dim
-    for name, mine, stored, what in (("kdim", given[0], dim, "keys"), ("vdim", given[1], pooled, "values")):
-        if mine is not None and mine != stored:
-            raise BadInput(f"{name} is {mine} but the {what} of the database are {stored} wide; omit it")
+    for name, width, stored, columns in (("kdim", kdim, dim, "keys"), ("vdim", vdim, pooled, "values")):
+        if width is not None and width != stored:
+            raise BadInput(f"{name} is {width} but the {columns} of the database are {stored} wide; omit {name}")
     return dim, pooled
 
 
@@ -110,7 +111,7 @@ def batch_of(
     batch_first: bool,
     dtype: torch.dtype,  # of the parameters
 ) -> Tensor:  # (N, L, width)
-    """An input with the batch first. Raises BadInput for another shape or dtype."""
+    """Return the input with the batch first. Raises BadInput for another shape or dtype."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise BadInput(f"{name} is {shown(tensor)}; expected a floating tensor")
     batch = f"(N, L, {width})" if batch_first else f"(L, N, {width})"

@@ -1,4 +1,4 @@
-"""Losses of retrieval: functions of queries, through which the gradient flows back into what encoded them."""
+"""Retrieval losses. Their gradients reach the queries and the encoder that made the queries."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from softdb.nn.targets import (
     Positives,
     Records,
     Rows,
-    asked,
     class_labels,
     handle,
     live,
     mined,
+    positives_of,
     refuse,
     require_shape,
     without,
@@ -40,11 +40,11 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": Tensor.mean, "sum": Tensor.sum, "none": Tensor.clone}
 
 SHARP = 0.07  # info_nce's temperature for scores that are cosines (Wu et al. 2018, section 3.1)
-IMPOSSIBLE = 100.0  # what a label without any weight costs, as in torch.nn.BCELoss
+ZERO_WEIGHT_LOSS = 100.0  # loss of a label whose weight is 0, as in torch.nn.BCELoss
 
 
-class Asking(TypedDict, total=False):
-    """Arguments of the answers that a loss judges: as of `SoftDB.attend`; None is the default."""
+class AttendOptions(TypedDict, total=False):
+    """Arguments of `SoftDB.attend` that a loss passes on; None means the default."""
 
     temperature: float | None
     score: Score | ScoreFunction | None
@@ -73,7 +73,7 @@ def retrieval_loss(
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:  # (), or (q,) for "none"
-    """The negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
+    """Negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
 
         loss = log Σ_i exp(s(q, k_i) / T) - log Σ_{i positive} exp(s(q, k_i) / T)
 
@@ -83,26 +83,26 @@ def retrieval_loss(
     Neither k nor rtol: over every record; cost q n d. With `rtol=` the first term is `db.log_partition`: its bar is
     within rtol of the sum, its gradient has a bias of the same order, and the loss may be a little below 0. With `k=`
     the first sum is over the k nearest and the positives, each record once: a lower bound of the loss over all; cost of
-    the search, then q (k + m) d for m positives. Besides, one look into the catalogue for all ids.
+    the search, then q (k + m) d for m positives. All ids are looked up in one catalogue query.
 
-    A kernel as score has its plain normalisation, as in `attend`. A query whose positives all have a kernel value of 0
-    costs infinity, with zero gradients.
+    A kernel as score has its plain normalisation, as in `attend`. If the kernel is 0 at all positives of a query, the
+    query's loss is infinite, with zero gradients.
 
     Args:
         db: the database, a `View` or a `Memory`; a Memory always sees the k nearest (its own k) and the positives.
-        queries: (q, d) with their graph, or q texts where the database has an encoder.
-        positives: ids; each query needs at least one, and they may differ in number.
+        queries: (q, d) with their graph, or q texts if the database has an encoder.
+        positives: ids; at least one for each query, and any number of them.
         temperature: divides the scores; None: 1, or the Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser to that relative error.
-        max_draws: as in `log_partition`, with rtol; of a View without rtol, as its `attend` takes it.
-        generator: draws anew with each call; training wants one.
+        max_draws: with rtol, see `log_partition`; of a View without rtol, see `View.attend`.
+        generator: random numbers of the draws, new with each call; pass one in training.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
 
     Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside the
-    filter, k and rtol together, or another number of positives than of queries.
+    filter, k and rtol together, or if positives and queries differ in number.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2)
@@ -117,17 +117,17 @@ def retrieval_loss(
     by_draws = isinstance(db, View) and rtol is None
     tolerance = check.draws(max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
-    ask = asked(db, queries, positives, temperature, score, where, count, tolerance, generator)
+    targets = positives_of(db, queries, positives, temperature, score, where, count, tolerance, generator)
     if count is None and isinstance(db, Memory):
         count = db.k
-    request, source, positions = ask
+    request, source, positions = targets
     if count is not None:
         others = without(source.find(request.top(count)).positions, positions)
-        return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, others], 1))))
-    positions, scores = ask.scored(positions)
-    found = softmax(scores, request.temperature, live(positions, scores))[1]
-    whole = source.log_normaliser(request) if tolerance is None else source.log_partition(request).value
-    return reduce(_surprise(found, whole))
+        return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, others], 1))))
+    positions, scores = targets.scored(positions)
+    positives_lse = softmax(scores, request.temperature, live(positions, scores))[1]
+    lse = source.log_normaliser(request) if tolerance is None else source.log_partition(request).value
+    return reduce(_surprise(positives_lse, lse))
 
 
 @eager
@@ -150,69 +150,69 @@ def info_nce(
 
         loss = -log( Σ_{i positive} exp(s_i / T) / Σ_{i positive or negative} exp(s_i / T) )
 
-    van den Oord et al. 2018, equation 4; with several positives their sum (MIL-NCE, Miech et al. 2020). The hard
-    negatives of a query are the nearest records that are not its positives, found anew with every call (Xiong et al.
-    2021), by the same score. A record counts once, however it came in, and never as a negative of a query whose
-    positive it is. Without any negative the loss is 0. Cost of a search for the negatives, then q (q + negatives) d.
+    van den Oord et al. 2018, equation 4; several positives are summed (MIL-NCE, Miech et al. 2020). The hard negatives
+    of a query are the nearest records by the same score that are not its positives, searched with every call (Xiong et
+    al. 2021). Each record counts once; a positive of a query is never its negative. Without any negative the loss is 0.
+    Cost of a search for the negatives, then q (q + negatives) d.
 
     Args:
-        db, queries, positives, score, where, reduction: as of `retrieval_loss`; negatives match the filter, too.
-        negatives: how many hard negatives a query; 0: only those of the batch.
-        in_batch: whether the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
-        skip: pass over so many of the nearest, which may be positives that nobody has labelled.
-        among: draw the negatives at random among so many of the nearest, rather than take the very nearest.
-        temperature: divides the scores; None: 0.07, 1 for a kernel, whose bandwidth does its work, or the Memory's own.
-        generator: of that draw; None: torch's own random numbers.
+        db, queries, positives, score, where, reduction: see `retrieval_loss`; negatives must match the filter, too.
+        negatives: hard negatives for each query; 0: only those of the batch.
+        in_batch: True: the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
+        skip: number of nearest records to skip, which may be unlabelled positives.
+        among: draw the negatives at random among this number of the nearest; None: take the very nearest.
+        temperature: divides the scores; None: 0.07, or 1 for a kernel, which has a bandwidth, or the Memory's own.
+        generator: random numbers of the draw among the nearest; None: torch's default generator.
 
-    Raises UnknownId and BadInput as `retrieval_loss`; BadInput where no negatives are asked for, or among < negatives.
+    Raises UnknownId and BadInput as `retrieval_loss`; BadInput for no negatives at all, or among < negatives.
     """
     reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
     if not count and not in_batch:
-        raise BadInput("negatives is 0 and in_batch False: nothing is left to tell the positives from; ask for some")
+        raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; set one of them")
     pool = count if among is None else check.integer(among, "among")
     if pool < count:
-        raise BadInput(f"among is {pool} but negatives {count}; draw them among at least as many")
+        raise BadInput(f"among is {pool} but negatives {count}; pass among of {count} or more")
     if temperature is None and not isinstance(db, Memory):
         temperature = 1.0 if isinstance(score, Kernel) else SHARP
-    ask = asked(db, queries, positives, temperature, score, where, max(1, count))
-    request, source, positions = ask
-    hard = mined(ask, count, skip, pool, generator)
+    targets = positives_of(db, queries, positives, temperature, score, where, max(1, count))
+    request, source, positions = targets
+    hard = mined(targets, count, skip, pool, generator)
     if not in_batch:
-        return reduce(_likelihood(ask, *ask.scored(np.concatenate([positions, hard], 1))))
+        return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, hard], 1))))
     batch = np.unique(positions[positions >= 0])  # (u,)
     every = np.broadcast_to(batch, (len(positions), len(batch)))
     hard = np.where(np.isin(hard, batch), -1, hard)
     both = np.concatenate([every, hard], 1)
     if source.columns is None:
-        return reduce(_likelihood(ask, *ask.scored(both)))
-    scores = torch.cat([source.shared_scores(request, batch), ask.scored(hard)[1]], 1)
-    return reduce(_likelihood(ask, both, scores))
+        return reduce(_likelihood(targets, *targets.scored(both)))
+    scores = torch.cat([source.shared_scores(request, batch), targets.scored(hard)[1]], 1)
+    return reduce(_likelihood(targets, both, scores))
 
 
 @eager
 def label_loss(
     db: Records,
     queries: Vectors,  # (q, d)
-    labels: Any,  # (q,) whole numbers
+    labels: Any,  # (q,) integers
     *,
     logits: Tensor | None = None,  # (q, num_classes)
     interpolation: float = 0.25,
     reduction: Reduction = "mean",
-    **asking: Unpack[Asking],
+    **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) for "none"
-    """The negative log-likelihood of labels under the label distribution of the soft query.
+    """Negative log-likelihood of labels under the label distribution of the soft query.
 
         p_db(y) = Σ_{i: y_i = y} w_i,  loss = -log( λ p_db(y) + (1 - λ) softmax(logits)_y )
 
     Khandelwal et al. 2020, equations 2 and 3; without logits it is -log p_db(y). Differentiable in the queries and the
-    logits. A label without any weight, which truncation (`k=`) or underflow leave behind, costs 100 as in
-    torch.nn.BCELoss, with zero gradients: with `k=` give logits, or let the loss see every record. Cost of `attend`.
+    logits. A label of weight 0, by truncation (`k=`) or underflow, has a loss of 100 as in torch.nn.BCELoss, with zero
+    gradients. So with `k=` pass logits, or let the loss see every record. Cost of `attend`.
 
     Args:
-        db, queries, reduction: as of `retrieval_loss`; the database has labels (num_classes).
-        labels: what each query should be answered.
-        logits: of another model, to which the database adds.
+        db, queries, reduction: see `retrieval_loss`; the database has labels (num_classes).
+        labels: the true class of each query.
+        logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes temperature, score, k, max_draws, generator and where, a Memory none of them.
@@ -224,22 +224,22 @@ def label_loss(
     if classes is None:
         raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
     share = check.share(interpolation, "interpolation")
-    wanted = class_labels(labels, classes)
+    true = class_labels(labels, classes)
     if logits is not None:
-        require_shape(logits, "logits", (len(wanted), classes))
-    pooled = _answer(db, queries, asking)
-    if len(wanted) != len(pooled):
-        raise BadInput(f"labels are {len(wanted)} for {len(pooled)} queries; give one for each")
-    wanted = wanted.to(pooled.device).unsqueeze(1)
-    chance = pooled.gather(1, wanted)
-    none = chance < torch.finfo(chance.dtype).tiny  # 1 / p would be infinite
-    logs = chance.masked_fill(none, 1).log().masked_fill(none, -torch.inf)  # (q, 1)
+        require_shape(logits, "logits", (len(true), classes))
+    pooled = _output(db, queries, asking)
+    if len(true) != len(pooled):
+        raise BadInput(f"labels are {len(true)} for {len(pooled)} queries; give one for each")
+    true = true.to(pooled.device).unsqueeze(1)
+    probability = pooled.gather(1, true)
+    zero = probability < torch.finfo(probability.dtype).tiny  # its gradient 1 / p would be infinite
+    logs = probability.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)  # (q, 1)
     if logits is not None:
-        other = logits.to(logs).log_softmax(1).gather(1, wanted)
+        model_logs = logits.to(logs).log_softmax(1).gather(1, true)
         shares = logs.new_tensor([share, 1 - share]).log()
-        logs = torch.cat([logs, other], 1) + shares
+        logs = torch.cat([logs, model_logs], 1) + shares
     _, likelihood = softmax(logs, 1.0, logs > -torch.inf)
-    return reduce(-likelihood.masked_fill(likelihood == -torch.inf, -IMPOSSIBLE))
+    return reduce(-likelihood.masked_fill(likelihood == -torch.inf, -ZERO_WEIGHT_LOSS))
 
 
 @eager
@@ -249,17 +249,17 @@ def pooled_loss(
     targets: Tensor,  # (q, v)
     *,
     reduction: Reduction = "mean",
-    **asking: Unpack[Asking],
+    **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) for "none"
-    """The squared distance ‖o - t‖² between the soft query's answer o and its target t.
+    """Squared distance ‖o - t‖² between the soft query's output o and its target t.
 
-    "mean" is over the queries, not over the v coordinates: v times torch's mse_loss. Of a database with labels the
-    answer is a distribution, and this its Brier score (1950). Differentiable in queries and targets. An estimate ô
-    (`rtol=`) adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of the `attend`.
+    "mean" is over the queries, not over the v coordinates: v times torch's mse_loss. If the database has labels, o is a
+    distribution and the loss its Brier score (1950). Differentiable in queries and targets. An estimate ô (`rtol=`)
+    adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of `attend`.
 
     Args:
-        db, queries, reduction: as of `retrieval_loss`.
-        targets: what each query should be answered; v as `attend` answers.
+        db, queries, reduction: see `retrieval_loss`.
+        targets: the wanted output of each query, as wide as `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 
@@ -267,7 +267,7 @@ def pooled_loss(
     """
     reduce = _reduce(reduction)
     handle(db)
-    output = _answer(db, queries, asking)
+    output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(1))
 
@@ -275,32 +275,32 @@ def pooled_loss(
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _answer(db: Records, queries: Vectors, asking: Asking) -> Tensor:  # (q, v)
-    if unknown := asking.keys() - Asking.__annotations__.keys():
+def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # (q, v)
+    if unknown := asking.keys() - AttendOptions.__annotations__.keys():
         raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
-    given: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, Verbs):
-        return db.attend(queries, **given).output
+        return db.attend(queries, **options).output
     taken = ("temperature", "score", "k", "where", "max_draws", "generator") if isinstance(db, View) else ()
-    refuse(db, {name: value for name, value in given.items() if name not in taken})
-    found: Pooled = db(queries, **given)
-    return found.output
+    refuse(db, {name: value for name, value in options.items() if name not in taken})
+    pooled: Pooled = db(queries, **options)
+    return pooled.output
 
 
 def _likelihood(
-    ask: Positives,
-    positions: Rows,  # (q, k) the positives and others, each once, -1 = none
+    targets: Positives,
+    positions: Rows,  # (q, k) positives and other records without duplicates, -1 = none
     scores: Tensor,  # (q, k)
 ) -> Tensor:  # (q,)
-    """-log of the positives' share among some records."""
-    sides = (torch.from_numpy(side).to(scores.device) for side in (ask.wins(positions), positions >= 0))
-    return _surprise(*(softmax(scores, ask.request.temperature, side)[1] for side in sides))
+    """-log of the positives' share among the records."""
+    masks = (torch.from_numpy(mask).to(scores.device) for mask in (targets.wins(positions), positions >= 0))
+    return _surprise(*(softmax(scores, targets.request.temperature, mask)[1] for mask in masks))
 
 
-def _surprise(found: Tensor, whole: Tensor) -> Tensor:  # (q,), (q,) -> (q,)
-    """-log of the positives' share, by their lse and that of all; infinite where they have none, or nothing has any."""
-    lost = found == -torch.inf
-    return (whole.masked_fill(lost, 0) - found.masked_fill(lost, 0)).masked_fill(lost, torch.inf)
+def _surprise(positives_lse: Tensor, lse: Tensor) -> Tensor:  # (q,), (q,) -> (q,)
+    """-log of the positives' share, from their lse and that of all records; infinite if the share is 0."""
+    zero = positives_lse == -torch.inf
+    return (lse.masked_fill(zero, 0) - positives_lse.masked_fill(zero, 0)).masked_fill(zero, torch.inf)
 
 
 def _reduce(reduction: object) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""A memory whose parameters are the stored keys and values of a database: trained in place, committed durably."""
+"""Memory whose parameters are the stored keys and values of a database; `commit` writes them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
 from softdb.nn.eager import eager
-from softdb.nn.origin import TOLD, Followed, Origin, in_order
+from softdb.nn.origin import RECORDS, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
 from softdb.nn.stale_index import FEWEST, StaleIndex
@@ -30,52 +30,51 @@ from softdb.scoring import score_of
 from softdb.typing import Numbers, Vectors
 
 BLOCK = 1 << 14  # keys copied at once
-ASKED = 64  # of the last queries, kept to measure recall with
-OUTDATED = 0.5  # share of the records that were written since the index was built, from which on it is built anew
+RECENT_QUERIES = 64  # last queries kept, to measure recall
+REBUILD_SHARE = 0.5  # share of the records written since the index was built, from which on `commit` rebuilds it
 SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
 class Memory(Reindexed):
-    """The stored keys and values of a database as parameters, with gradients of the records found and no others.
+    """The stored keys and values of a database as parameters. Only the records that a query finds get gradients.
 
     With (k_i, v_i) the parameters, s the score of the database's metric and I the k nearest records:
 
         w_i = exp(s(q, k_i) / T) / Σ_I exp(s(q, k_j) / T),  output = Σ_I w_i v_i,  lse = log Σ_I exp(s(q, k_j) / T)
 
     differentiable in queries, keys and values. A parameter's gradient is a sparse tensor of the rows in I, never a
-    dense (n, d) one: a step takes about as long and as much memory however many records there are. Train with
-    torch.optim.SparseAdam, Adagrad or SGD (`check` tells which optimiser can), then `commit()`.
+    dense (n, d) one, so time and memory of a step hardly depend on the number of records. Train with
+    torch.optim.SparseAdam, Adagrad or SGD (`check` refuses other optimisers), then `commit()`.
 
-    Candidates are found among the keys as they were, `overfetch` times as many as are kept, and scored as they are:
-    one that moved far may be missed, none is scored wrongly. They come from the database's index, which knows the keys
-    of the last commit, until `reindex` copies the keys as they are and indexes the copy. Without an index, or below
-    10,000 records, every key is compared as it is and nothing is ever stale.
+    Candidates, `overfetch` k of them, come from an index of earlier keys, and are scored by the current keys: a key
+    that moved far may be missed, but no score is wrong. The index is the database's, which holds the keys of the last
+    commit, until `reindex` indexes a copy of the current keys. Without an index, or below 10,000 records, every current
+    key is compared and nothing is ever stale.
 
-    The memory holds the records that were there when it was made. One that others delete or replace is not found any
-    more, one that they insert not yet: `reload` takes both in. Copies share the handle and follow each other's commits,
-    of which the last stands, until one of them reloads: from then on each is one of the others. A database open for
-    reading only may be trained, not committed. `state_dict` holds the parameters and, as "records", digests of their
-    ids: it is loaded by id, in any order, and raises BadInput, before anything changes, where the records are not the
-    same. After loading one, `reindex()`.
+    The memory holds the records that existed when it was made. Records that others delete or replace are no longer
+    found; records that others insert are not found before `reload`. Copies of a memory share the handle and follow each
+    other's commits (the last commit wins) until one of them reloads; then they treat each other's commits as changes by
+    others. A database open for reading only may be trained, not committed. `state_dict` holds the parameters and, as
+    "records", digests of their ids. Loading matches records by id, in any order, and raises BadInput before any change
+    if the records differ. After loading call `reindex()`.
 
-    Parameters are float32 (or float64, for checks: then every key is compared), whatever the database stores, and lie
-    where `memory.to(device)` puts them, at first in the RAM; queries are answered on their own device. On a GPU every
-    key is compared as it is, in one pass, and nothing is ever stale; `commit` writes what the GPU holds, in the dtype
-    that is stored. Memory: n (d + v) numbers, of what is trained. Cost: a search for `overfetch` k records (on a
-    GPU q n d), then q k (d + v).
-    Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training, Guu et al. 2020 (REALM, section 3.3) for finding
-    among stale keys.
+    Parameters are float32 whatever the database stores (or float64 for checks, which compares every key). They start in
+    RAM and move with `memory.to(device)`; answers are on the device of the queries. On a GPU every current key is
+    compared, in one pass, and nothing is ever stale; `commit` writes the GPU's parameters in the stored dtype. Memory:
+    n (d + v) trained numbers. Cost: a search for `overfetch` k records (on a GPU q n d), then q k (d + v).
+    Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training, Guu et al. 2020 (REALM, section 3.3) for
+    candidates from stale keys.
 
     Args:
         db: the database.
-        keys: whether keys are trained; if not they are read where they are stored.
-        values: whether values are trained; None: if they are vectors. Where the key serves, the trained key does.
+        keys: True: train the keys; False: read them from the database.
+        values: True: train the values; None: if they are vectors. Where the key serves as value, the trained key does.
         k: records pooled for each query; with fewer, all of them.
         temperature: divides the scores.
         reindex: a policy, as of a `View`; call `step()` after each step of the optimiser.
-        overfetch: how many candidates are looked at for each of the k.
+        overfetch: candidates scored for each of the k.
 
-    Raises BadInput for a database without such columns, and Closed for one that was closed.
+    Raises BadInput for a database without such columns, and Closed for a closed one.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, value_dim=2)
@@ -116,7 +115,7 @@ class Memory(Reindexed):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
         self._touched = torch.zeros(len(self), dtype=torch.bool)  # had a gradient since the last commit
         self._moved = 0  # records written since the database's index was built
-        self._listening: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
         self._watch()
 
     @property
@@ -126,11 +125,11 @@ class Memory(Reindexed):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters. Raises BadInput where keys and values lie apart."""
+        """Device of the parameters. Raises BadInput if keys and values are on different devices."""
         devices = {parameter.device for parameter in self.parameters()}
         if len(devices) > 1:
-            where = " and ".join(f"{name} on {one.device}" for name, one in self.named_parameters())
-            raise BadInput(f"the memory has {where}; move it as a whole, memory.to(device)")
+            placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.named_parameters())
+            raise BadInput(f"the memory has {placed}; move it as a whole, memory.to(device)")
         return devices.pop()
 
     def __len__(self) -> int:
@@ -138,7 +137,7 @@ class Memory(Reindexed):
         return len(self._followed.origin.rows)
 
     def extra_repr(self) -> str:
-        """The database and what is trained."""
+        """Return the database, the trained columns and the settings."""
         trained = " and ".join(name for name, _ in self.named_parameters())
         return f"{self.db!r}, trains {trained}, k={self.k}, temperature={self.temperature}"
 
@@ -146,67 +145,67 @@ class Memory(Reindexed):
 
     @eager
     def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
-        """The soft query over the k nearest records, by keys and values as they are.
+        """Answer the soft query over the k nearest records, by the current keys and values.
 
-        `exact` is True where there are no more than k records; else `missed_mass` is unknown, NaN. `finder` says where
-        candidates came from: "flat" (every key was compared), "stale index" (the last reindexing), or the name of the
-        database's index.
+        `exact` is True with at most k records; else `missed_mass` is unknown, NaN. `finder` names the origin of the
+        candidates: "flat" (every key was compared), "stale index" (the last reindexing), or the name of the database's
+        index.
 
-        Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A key that
-        training has made NaN is not always noticed here, as it is near to nothing; `commit` refuses it.
+        Raises BadInput for queries that do not fit and for scores that are NaN or infinite, and Closed. A NaN key is
+        near to no query, so it may go unnoticed here; `commit` refuses it.
         """
         request, source = self.request(queries)
         pooled = source.nearest(request)
-        there = pooled.output.device
-        return pooled if not isinstance(queries, Tensor) or queries.device == there else on(pooled, queries.device)
+        device = pooled.output.device
+        return pooled if not isinstance(queries, Tensor) or queries.device == device else on(pooled, queries.device)
 
     def source(self) -> Parameters:
-        """The records, by keys and values as they are now. Raises Closed."""
+        """Return the records with their current keys and values, as a source. Raises Closed."""
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
     def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
-        """Return a checked request on the parameters' device, and its source; temperature None: its own."""
+        """Return a checked request on the parameters' device, and its source; temperature None: the memory's."""
         device = self.device
-        asked, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
+        vectors, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
-        request = Request.of(asked.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
-        self._asked = request.queries.detach()[:ASKED].clone()
+        request = Request.of(vectors.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
+        self._last_queries = request.queries.detach()[:RECENT_QUERIES].clone()
         return request, source
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """BadInput for one that takes no sparse gradients, moves records without one, or is not of these parameters."""
-        mine = {id(parameter) for parameter in self.parameters()}
-        groups = [group for group in optimizer.param_groups if any(id(one) in mine for one in group["params"])]
+        """Raise BadInput for an optimiser that lacks these parameters, takes no sparse gradients, or moves all rows."""
+        own = {id(parameter) for parameter in self.parameters()}
+        groups = [group for group in optimizer.param_groups if any(id(item) in own for item in group["params"])]
         name = type(optimizer).__name__
         if not groups:
             raise BadInput(f"this {name} holds no parameter of the memory; make one with memory.parameters()")
         if not isinstance(optimizer, torch.optim.SparseAdam | torch.optim.Adagrad | torch.optim.SGD):
             raise BadInput(f"{name} takes no sparse gradients; use {SPARSE} for the memory's parameters")
-        for group, word in itertools.product(groups, ("momentum", "weight_decay")):
-            if group.get(word):
-                raise BadInput(f"this {name} has {word}={group[word]}, which reaches every record; use {SPARSE}")
+        for group, option in itertools.product(groups, ("momentum", "weight_decay")):
+            if group.get(option):
+                raise BadInput(f"this {name} has {option}={group[option]}, which changes every record; use {SPARSE}")
 
     def measure(self, k: int = 10, sample: int = 64) -> float:
-        """The share of the k nearest, by the keys as they are, that are among the overfetch · self.k candidates.
+        """Share of the k nearest, by the current keys, that are among the overfetch · self.k candidates.
 
-        For the last queries asked, at most `sample` of them (64 are kept; before any, keys). Cost 64 n d.
+        Measured on the last queries, at most `sample` of them (64 are kept; before any, on keys). Cost 64 n d.
         """
         source = self.source()
         k = min(check.integer(k, "k"), source.count)
         check.integer(sample, "sample")
         if self.keys is None or not k or not source.stale:
             return 1.0
-        asked = (self.keys.detach()[:ASKED] if self._asked is None else self._asked)[:sample]
-        request = Request.of(asked, score_of(self.db.core.schema.metric))
-        # the candidates themselves: as many as are looked at, of which all are kept
+        queries = (self.keys.detach()[:RECENT_QUERIES] if self._last_queries is None else self._last_queries)[:sample]
+        request = Request.of(queries, score_of(self.db.core.schema.metric))
+        # all overfetch · k candidates, before the best k of them are chosen
         count = min(max(self.k, k) * self.overfetch, source.count)
-        found = dataclasses.replace(source, overfetch=1).find(request.top(count)).positions
+        candidates = dataclasses.replace(source, overfetch=1).find(request.top(count)).positions
         true = source.find(request.top(k, exact=True)).positions
-        self._recall = float((true[:, :, None] == found[:, None, :]).any(2).mean())
+        self._recall = float((true[:, :, None] == candidates[:, None, :]).any(2).mean())
         return self._recall
 
     def report(self) -> MemoryReport:
-        """Return the age of the candidates, the cost of renewing them, and the records touched since a commit."""
+        """Return the age of the stale index, its cost, and the number of records with gradients since a commit."""
         seconds, touched = self._stale.now.seconds, int(self._touched.sum())
         counts = len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes
         return MemoryReport(*counts, seconds, self._seconds, touched)
@@ -214,24 +213,24 @@ class Memory(Reindexed):
     def commit(self, *, everything: bool = False, reindex: bool | None = None) -> int:
         """Write the records that training has changed to the database, all or none, and return how many.
 
-        Durable when this returns. Those are written that had a gradient since the last commit and differ from what is
-        stored, to the last bit of its dtype. They keep ids and payloads and get new rows, as with `db.update`. The
-        index takes them in as new records; once half of all were written since it was built, it is built anew, with the
-        same recall. From then on candidates come from the database's index, if it has one. Cost: the records that had
-        a gradient are read, the changed ones written.
+        Durable when this returns. Writes the records that had a gradient since the last commit and differ from the
+        stored ones in any bit of the stored dtype. They keep ids and payloads and get new rows, as with `db.update`. To
+        the index they are new records; once half of all records were written since it was built, it is rebuilt with the
+        same target recall. After a commit candidates come from the database's index, if it has one. Cost: reads the
+        records that had a gradient, writes the changed ones.
 
         Args:
             everything: compare every record, also those changed without a gradient, as by hand or by momentum.
-            reindex: build the index anew: True: whatever was written; False: never; None: once it is due, and no other
-                build is under way.
+            reindex: True: rebuild the index in any case; False: never; None: once half of the records were written, and
+                no other build is running.
 
         Raises:
-            StaleRead: others have deleted or replaced a trained record; nothing was written. `reload` lets it go.
+            StaleRead: others have deleted or replaced a trained record; nothing was written. `reload` drops it.
             ReadOnly: the database is open for reading; open it with mode="rw", make a memory and load the state_dict.
             BadInput: training has made a parameter NaN, infinite, or too large for float16, or with reindex=True
-                another build is under way; nothing was written.
+                another build is running; nothing was written.
             Closed, WriteFailed: as with `db.update`.
-            What `db.build_index` raises: everything was written, and the old index serves on.
+            Errors of `db.build_index`: everything was written, and the old index stays in use.
         """
         if not isinstance(everything, bool) or not (reindex is None or isinstance(reindex, bool)):
             raise BadInput(f"everything is {shown(everything)} and reindex {shown(reindex)}; expected True or False")
@@ -243,67 +242,68 @@ class Memory(Reindexed):
         if lost := int(np.count_nonzero(touched & ~origin.present)):
             raise StaleRead(
                 f"commit: {lost} of {np.count_nonzero(touched)} trained records were deleted or replaced since; "
-                "reload() lets them go and keeps what else was learnt, then commit again"
+                "call reload(), which drops only these, then commit again"
             )
-        which = np.flatnonzero(origin.present & (touched | everything))
-        changed = origin.changed(which, self.keys, self.values)
+        compared = np.flatnonzero(origin.present & (touched | everything))
+        changed = origin.changed(compared, self.keys, self.values)
         if len(changed):
             self._followed.origin = origin.written(changed, self.keys, self.values)
             self._moved += len(changed)
         self._touched[:] = False
-        for parameter in self.parameters():  # what has a gradient still changes with the next step
+        for parameter in self.parameters():  # a gradient that is still set changes records at the next step
             self._mark(parameter)
         if len(changed) or reindex:
             self._committed(reindex)
         return len(changed)
 
     def reload(self) -> int:
-        """Take in what others have inserted, deleted and replaced, and return how many records there are now.
+        """Take in the records that others inserted, deleted and replaced, and return the number of records.
 
-        What was learnt of the other records stays, committed or not, in their order; new ones stand at the end. Where
-        anything changed `keys` and `values` are new parameters: make the optimiser anew. Candidates are indexed anew
-        where they had been; then BadInput, before anything changes, for keys that are NaN, infinite or too large.
+        The other records keep their parameters, committed or not, and their order; new records follow at the end. If
+        anything changed, `keys` and `values` are new parameters: make a new optimiser. A memory with a stale index is
+        reindexed, and raises BadInput before any change for keys that are NaN, infinite or too large.
         """
         self.db.refresh()
         origin = self._at_newest()
-        kept = np.flatnonzero(origin.present)
-        fresh = np.setdiff1d(origin.snapshot.rows(np.flatnonzero(origin.snapshot.live)), origin.rows)
-        if len(kept) == len(self) and not len(fresh):
+        present = np.flatnonzero(origin.present)
+        inserted = np.setdiff1d(origin.snapshot.rows(np.flatnonzero(origin.snapshot.live)), origin.rows)
+        if len(present) == len(self) and not len(inserted):
             return len(self)
         indexed = self._stale.now.number > 0
         if indexed and self.keys is not None:
             largest = float(np.finfo(self._stale.dtype).max)
-            if not bool((self.keys.detach()[kept].abs() <= largest).all()):
+            if not bool((self.keys.detach()[present].abs() <= largest).all()):
                 raise BadInput(
                     "keys are NaN, infinite or too large: training has moved them too far; begin again from the last "
                     "commit with smaller steps"
                 )
-        origin = Origin(origin.db, np.concatenate([origin.rows[kept], fresh]), origin.snapshot)
+        origin = Origin(origin.db, np.concatenate([origin.rows[present], inserted]), origin.snapshot)
         self._followed = Followed.of(origin)
-        new = np.arange(len(kept), len(self))
+        new = np.arange(len(present), len(self))
         for name, stored in (("keys", origin.keys), ("values", origin.values)):
             old: torch.nn.Parameter | None = getattr(self, name)
             if old is not None:
-                data = torch.cat([old.detach()[kept], stored(new).to(old)])
+                data = torch.cat([old.detach()[present], stored(new).to(old)])
                 setattr(self, name, torch.nn.Parameter(data, old.requires_grad))
-        self._touched = torch.cat([self._touched[kept], self._touched.new_zeros(len(fresh))])
+        self._touched = torch.cat([self._touched[present], self._touched.new_zeros(len(inserted))])
         self._watch()
         self._forget()
         if indexed:
             self.reindex()
         return len(self)
 
-    def _committed(self, asked: bool | None) -> None:
-        """Take note that what is stored is what is trained, and build the index anew where that is due."""
+    def _committed(self, reindex: bool | None) -> None:
+        """Reset the age after a commit, and rebuild the database's index where it is due."""
         report = self.db.core.finder.report()
         if report is None or report.kind == "flat":
             self._moved = 0
-            if not self._stale.now.number:  # an index that is built now knows these keys
+            if not self._stale.now.number:  # an index built from now on holds these keys
                 self._since = self.steps
             return
         self._forget()
         self._since = self.steps
-        if asked or (asked is None and self._moved >= OUTDATED * len(self) and not self.db.core.finder.building):
+        due = self._moved >= REBUILD_SHARE * len(self) and not self.db.core.finder.building
+        if reindex or (reindex is None and due):
             self.db.build_index(report.kind, recall=report.target, k=report.k)
             self._moved = 0
 
@@ -320,67 +320,67 @@ class Memory(Reindexed):
         keys = self.keys.detach().clone() if background else self.keys.detach()
         return functools.partial(self._copied, self._stale, keys, self.steps)
 
-    def _copied(self, stale: StaleIndex, keys: Tensor, step: int, say: Progress) -> ReindexReport:
-        """The keys as they were at a step, indexed."""
+    def _copied(self, stale: StaleIndex, keys: Tensor, step: int, progress: Progress) -> ReindexReport:
+        """Index a copy of the keys of a step."""
 
         def block(low: int) -> Tensor:
-            say("copying", low, len(keys))
+            progress("copying", low, len(keys))
             return keys[low : low + BLOCK]
 
         return self._counted(stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step))
 
     def _forget(self) -> None:
-        """Release the copy of the keys, and one that is being made."""
+        """Drop the stale index, and a build of it that is running."""
         old, self._build = self._stale, None
-        self._stale = old.anew()
-        old.close()  # last: another thread that asks meets an open one
+        self._stale = old.emptied()
+        old.close()  # last, so that queries of other threads find an open one
 
     def _watch(self) -> None:
-        """Note which rows get a gradient."""
-        while self._listening:
-            self._listening.pop().remove()
+        """Register hooks that mark the rows with gradients."""
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
         for parameter in self.parameters():
-            wants, parameter.requires_grad = parameter.requires_grad, True
-            self._listening.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
-            parameter.requires_grad = wants
+            requires_grad, parameter.requires_grad = parameter.requires_grad, True
+            self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
+            parameter.requires_grad = requires_grad
 
     def _mark(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         if parameter.grad.is_sparse:
             self._touched.index_fill_(0, parameter.grad._indices()[0], True)
-        else:  # a loss that looks at the parameter itself
+        else:  # a dense gradient: the loss uses the parameter itself
             self._touched[:] = True
 
     def _apply(self, *args: Any, **kwargs: Any) -> Memory:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.device != self._touched.device:
-            self._touched, self._asked = self._touched.to(self.device), None
-            self._forget()  # a copy of the keys in the RAM
-        self._watch()  # other tensors may be in place
+            self._touched, self._last_queries = self._touched.to(self.device), None
+            self._forget()  # its copy of the keys is on the old device
+        self._watch()  # the parameters may be new tensors
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.db.closed:
             self._at_newest()
-        destination[prefix + TOLD] = self._followed.told()
+        destination[prefix + RECORDS] = self._followed.digests()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = {name: one for name, one in state_dict.items() if name != prefix + TOLD}
-        mine = {prefix + name: one for name, one in self.named_parameters() if prefix + name in given}
-        if mine:
+        state = {name: tensor for name, tensor in state_dict.items() if name != prefix + RECORDS}
+        own = {prefix + name: tensor for name, tensor in self.named_parameters() if prefix + name in state}
+        if own:
             if not self.db.closed:
                 self._at_newest()
-            places = self._followed.places(state_dict.get(prefix + TOLD), [given[name] for name in mine])
-            given.update({name: in_order(given[name], places, one.detach()) for name, one in mine.items()})
-        super()._load_from_state_dict(given, prefix, *args)
-        if mine:
+            places = self._followed.places(state_dict.get(prefix + RECORDS), [state[name] for name in own])
+            state.update({name: in_order(state[name], places, tensor.detach()) for name, tensor in own.items()})
+        super()._load_from_state_dict(state, prefix, *args)
+        if own:
             self._touched[:] = True
-            self._watch()  # it may have put other tensors in place
+            self._watch()  # the parameters may be new tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_build": None, "_listening": []}  # a build goes on for this one alone
+        return {**self.__dict__, "_build": None, "_gradient_hooks": []}  # a running build belongs to the original alone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

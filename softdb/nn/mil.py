@@ -20,15 +20,15 @@ class MILPooling(torch.nn.Module):
         z = Σ_k a_k h_k,  a = softmax_k(s_k),  s_k = wᵀ tanh(V h_k)                   (equations 7 and 8)
         gated:                                 s_k = wᵀ (tanh(V h_k) ⊙ sigmoid(U h_k))  (equation 9)
 
-    The order of a bag's instances does not matter. The weights tell which instances the answer comes from. An empty
-    bag gives zeros, with zero gradients. Cost b n dim hidden.
+    The order of a bag's instances does not matter. A weight says how much its instance contributes. An empty bag gives
+    zeros, with zero gradients. Cost b n dim hidden.
 
     Args:
         dim: width of the instances' embeddings h.
         hidden: rows of V and U.
-        gated: whether there is a gate; tanh alone is almost linear around 0.
+        gated: multiply by the gate of equation 9; tanh alone is almost linear around 0.
 
-    Raises BadInput for sizes that make no sense, bags of another width, and what `softdb.attention` refuses.
+    Raises BadInput for sizes below 1, bags of another width, and as `softdb.attention`.
 
     >>> pooling = MILPooling(dim=3, hidden=8)
     >>> pooled, weights = pooling(torch.randn(2, 5, 3), valid_len=[5, 2])
@@ -51,22 +51,21 @@ class MILPooling(torch.nn.Module):
         bags: Tensor,  # (b, n, dim), padded
         valid_len: Tensor | list[int] | None = None,  # (b,)
     ) -> tuple[Tensor, Tensor]:  # (b, dim), (b, n)
-        """The bags' vectors, and the weight of each instance in its bag.
+        """Return the bags' vectors, and the weight of each instance in its bag.
 
-        `valid_len` is how many of the first instances belong to each bag; None: all. What stands after them counts for
-        nothing, but must be finite.
+        `valid_len` is the number of instances in each bag; None: all n. The padding after them must be finite.
         """
         if not isinstance(bags, Tensor) or not bags.is_floating_point():
             raise BadInput(f"bags are {shown(bags)}; expected a floating tensor (b, n, {self.dim})")
         if bags.ndim != 3 or bags.shape[-1] != self.dim:
             raise BadInput(
-                f"bags have shape {tuple(bags.shape)}; expected (b, n, {self.dim}): pad short bags, and tell how long "
-                "they are by valid_len"
+                f"bags have shape {tuple(bags.shape)}; expected (b, n, {self.dim}); pad short bags, and pass their "
+                "lengths as valid_len"
             )
-        # one query for each bag, whose dot product with a score is that score
-        asked = bags.new_ones(len(bags), 1, 1)
-        found = attention(asked, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
-        return found.output.squeeze(1), found.weights.squeeze(1)
+        # the scores are the keys, and the query of each bag is 1, so that its dot product with a key is the score
+        ones = bags.new_ones(len(bags), 1, 1)
+        pooled = attention(ones, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
+        return pooled.output.squeeze(1), pooled.weights.squeeze(1)
 
     def _scores(self, bags: Tensor) -> Tensor:  # (b, n, dim) -> (b, n, 1)
         units = self.content(bags).tanh()

@@ -1,4 +1,4 @@
-"""Records that the parameters of a memory stand for, as of one generation of the database."""
+"""Records behind the parameters of a memory, in one generation of the database."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
-BLOCK = 1 << 14  # records compared with what is stored at once
+BLOCK = 1 << 14  # records read or compared at once
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 Names = NDArray[np.bytes_]  # digests of ids, DIGEST bytes each
 DIGEST = 16  # bytes; two of 10⁹ ids are alike with probability 10⁻²¹
-TOLD = "records"  # in a state_dict: whose parameters these are
-UNKNOWN = b""  # the digest where no id is known
+RECORDS = "records"  # key of the ids' digests in a state_dict
+UNKNOWN = b""  # digest of a record that is gone
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The records behind n parameters, in their order, and where a generation of the database has them. Immutable.
+    """The records behind n parameters, in their order, and a snapshot of the database. Immutable.
 
-    Copies share it, and with it the handle; a pickle opens the database for reading.
+    Copies share the object, and with it the handle; a pickle opens the database for reading.
     """
 
     db: SoftDB
@@ -40,38 +40,38 @@ class Origin:
 
     @classmethod
     def newest(cls, db: SoftDB) -> Origin:
-        """Every record there is, in row order. Raises Closed."""
+        """Return the origin of all records, in row order. Raises Closed."""
         db.core.require_open()
         snapshot = db.core.view()[0]
         return cls(db, snapshot.rows(np.flatnonzero(snapshot.live)), snapshot)
 
     def now(self) -> Origin:
-        """The same records as of the newest generation that the handle sees. Raises Closed."""
+        """Return these records as of the newest generation that the handle sees. Raises Closed, StaleRead."""
         self.db.core.require_open()
         snapshot = self.db.core.view()[0]
         if self.snapshot.generation < self.db.core.reembedded <= snapshot.generation:
-            raise StaleRead("all keys of the database were made anew since these were taken; make the memory anew")
+            raise StaleRead("all keys of the database were made anew since this memory was made; make the memory anew")
         return self if snapshot is self.snapshot else Origin(self.db, self.rows, snapshot)
 
     def written(
         self,
-        which: Rows,  # (m,) parameters
-        keys: Tensor | None,  # (n, d), None: as they are
-        values: Tensor | None,  # (n, v)
+        numbers: Rows,  # (m,) of the parameters
+        keys: Tensor | None,  # (n, d), None: unchanged
+        values: Tensor | None,  # (n, v), None: unchanged
     ) -> Origin:
-        """Write what records have become into the database, one transaction, and follow them to their new rows."""
+        """Write trained keys and values in one transaction, and return the origin with the records' new rows."""
         rows = self.rows.copy()
-        columns = (None if column is None else column.detach()[which] for column in (keys, values))
-        snapshot, rows[which] = self.db.core.rewrite(rows[which], *columns)
+        columns = (None if column is None else column.detach()[numbers] for column in (keys, values))
+        snapshot, rows[numbers] = self.db.core.rewrite(rows[numbers], *columns)
         return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
-        """The digest of each record's id (n,), UNKNOWN where it is gone: the same in every generation and order."""
+        """Digests of the records' ids (n,), UNKNOWN for a record that is gone; they depend on the ids alone."""
         names = np.zeros(len(self.rows), f"S{DIGEST}")
         for low in range(0, len(names), BLOCK):
-            part = self.rows[low : low + BLOCK]
-            known = self.db.core.store.read(part)
-            names[low : low + BLOCK] = [_digest(known[row].id) if row in known else UNKNOWN for row in part.tolist()]
+            rows = self.rows[low : low + BLOCK]
+            known = self.db.core.store.read(rows)
+            names[low : low + BLOCK] = [_digest(known[row].id) if row in known else UNKNOWN for row in rows.tolist()]
         return names
 
     @cached_property
@@ -81,19 +81,19 @@ class Origin:
 
     @cached_property
     def present(self) -> Live:
-        """Mask of records that are still there as they were, (n,): neither deleted nor replaced."""
+        """Mask of records that were neither deleted nor replaced, (n,)."""
         if not self.snapshot.size:
             return np.zeros(len(self.rows), np.bool_)
         return (self.positions >= 0) & self.snapshot.live[self.positions]
 
     @cached_property
     def count(self) -> int:
-        """Number of them that are still there."""
+        """Number of records that were neither deleted nor replaced."""
         return int(np.count_nonzero(self.present))
 
     @cached_property
     def _allowed(self) -> Live | None:
-        """The positions (size,) of these records; None where there are no others."""
+        """Mask of the positions (size,) of these records; None if they are all records of the database."""
         if self.count == self.snapshot.count:
             return None
         allowed = np.zeros(self.snapshot.size, np.bool_)
@@ -102,14 +102,14 @@ class Origin:
 
     @cached_property
     def _parameters(self) -> Rows:
-        """The parameter at each position (size,), -1 = none."""
-        found = np.full(self.snapshot.size, -1, np.int64)
-        found[self.positions[self.present]] = np.flatnonzero(self.present)
-        return found
+        """Parameter of each position (size,), -1 = none."""
+        parameters = np.full(self.snapshot.size, -1, np.int64)
+        parameters[self.positions[self.present]] = np.flatnonzero(self.present)
+        return parameters
 
     @property
     def metric(self) -> Metric:
-        """The database's."""
+        """Metric of the database."""
         return self.db.core.schema.metric
 
     @property
@@ -124,43 +124,43 @@ class Origin:
         k: int,
         certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
-        """The k of these records, at most `count`, whose stored keys are nearest, and the finder's name.
+        """Return the k parameters, at most `count`, with the nearest stored keys, and the finder's name.
 
-        `certain` of them are found with the recall of the index, the others on the way.
+        The recall of the index holds for the first `certain` of them; None: for all.
         """
         query = Query(queries, k, self.metric, self._allowed, certain=certain, pairwise=False)
-        found = self.db.core.finder.find(self.snapshot, query)
-        return self._parameters[found.positions], found.finder
+        candidates = self.db.core.finder.find(self.snapshot, query)
+        return self._parameters[candidates.positions], candidates.finder
 
-    def keys(self, which: Rows) -> Tensor:  # (…) parameters -> (…, d) in the column's dtype
-        """Stored keys, copied; zeros of a record that is gone from the files."""
+    def keys(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, d) in the column's dtype
+        """Copy stored keys; zeros for a record that is gone from the files."""
         if not self.snapshot.size:
-            return torch.zeros(*which.shape, self.db.core.schema.dim)
-        return self.snapshot.keys_at(self.positions[which])
+            return torch.zeros(*numbers.shape, self.db.core.schema.dim)
+        return self.snapshot.keys_at(self.positions[numbers])
 
-    def values(self, which: Rows) -> Tensor:  # (…) parameters -> (…, v) in the column's dtype, or int64 labels (…)
-        """Stored values, copied, as `keys`."""
+    def values(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, v) in the column's dtype, or int64 labels (…)
+        """Copy stored values; zeros for a record that is gone from the files."""
         if not self.snapshot.size:
             schema = self.db.core.schema
-            empty = torch.zeros(*which.shape, schema.pooled_dim)
+            empty = torch.zeros(*numbers.shape, schema.pooled_dim)
             return empty if schema.num_classes is None else empty[..., 0].long()
-        return self.snapshot.values_at(self.positions[which])
+        return self.snapshot.values_at(self.positions[numbers])
 
     def changed(
         self,
-        which: Rows,  # (m,) parameters
+        numbers: Rows,  # (m,) of the parameters
         keys: Tensor | None,  # (n, d), None: not trained
         values: Tensor | None,  # (n, v)
     ) -> Rows:
-        """Those that are no longer what is stored, to the last bit of its dtype. Cost m (d + v)."""
-        differ = np.zeros(len(which), np.bool_)
-        for low in range(0, len(which), BLOCK):
-            part = which[low : low + BLOCK]
-            for now, stored in ((keys, self.keys), (values, self.values)):
-                if now is not None:
-                    then = stored(part)
-                    differ[low : low + BLOCK] |= (now.detach()[part].to(then) != then).any(1).numpy()
-        return which[differ]
+        """Return the parameters that differ from the stored numbers in any bit of the stored dtype. Cost m (d + v)."""
+        differ = np.zeros(len(numbers), np.bool_)
+        for low in range(0, len(numbers), BLOCK):
+            block = numbers[low : low + BLOCK]
+            for trained, read in ((keys, self.keys), (values, self.values)):
+                if trained is not None:
+                    stored = read(block)
+                    differ[low : low + BLOCK] |= (trained.detach()[block].to(stored) != stored).any(1).numpy()
+        return numbers[differ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
@@ -171,47 +171,46 @@ class Origin:
 
 @dataclass
 class Followed:
-    """The origin of a memory and of its copies: what one of them writes, the others follow to its new rows."""
+    """The origin that a memory shares with its copies, so that each sees the rows that another has written."""
 
     origin: Origin
-    names: Names  # (n,) as `Origin.names`, of when the memory was made
+    names: Names  # (n,) as `Origin.names`, from when the memory was made
 
     @classmethod
     def of(cls, origin: Origin) -> Followed:
-        """These records, from now on. Cost: n ids are read."""
+        """Follow the records of an origin. Cost: reads n ids."""
         return cls(origin, origin.names())
 
-    def told(self) -> Tensor:  # (n, DIGEST) bytes
-        """Records that the parameters stand for, as a state_dict holds them; zeros where the record is gone."""
+    def digests(self) -> Tensor:  # (n, DIGEST) bytes
+        """Digests of the records' ids for a state_dict; zeros for a record that is gone."""
         names = np.where(self.origin.present, self.names, UNKNOWN).astype(self.names.dtype)
         return torch.from_numpy(names.view(np.uint8).reshape(-1, DIGEST))
 
     def places(
         self,
-        told: object,  # (m, DIGEST) bytes, as `told` of another memory
-        columns: list[Tensor],  # (m, …) that came with it
-    ) -> Rows:  # (n,), -1 = not there
+        digests: object,  # (m, DIGEST) bytes, as `digests` of another memory
+        columns: list[Tensor],  # (m, …) of the same state
+    ) -> Rows:  # (n,), -1 = missing
         """Positions of the parameters' records in the state of another memory.
 
-        Raises BadInput unless both hold the same records; those that are gone from one of them do not count.
+        Raises BadInput unless both hold the same records; records that are gone from one of them do not count.
         """
-        if not isinstance(told, Tensor) or told.ndim != 2 or told.shape[1] != DIGEST:
+        if not isinstance(digests, Tensor) or digests.ndim != 2 or digests.shape[1] != DIGEST:
             raise BadInput(
-                f"the state's {TOLD!r} are {shown(told)}; expected what a memory's state_dict() says of whose "
-                "parameters these are"
+                f"the state's {RECORDS!r} are {shown(digests)}; expected the digests of ids in a memory's state_dict()"
             )
-        if any(len(column) != len(told) for column in columns):
+        if any(len(column) != len(digests) for column in columns):
             raise BadInput(
-                f"the state has {len(told)} records and columns of {[len(column) for column in columns]} rows"
+                f"the state has {len(digests)} records and columns of {[len(column) for column in columns]} rows"
             )
-        theirs = np.ascontiguousarray(told.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
+        saved = np.ascontiguousarray(digests.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
         places = np.full(len(self.names), -1, np.int64)
-        if len(theirs):
-            order = np.argsort(theirs)
-            near = order[np.searchsorted(theirs, self.names, sorter=order).clip(max=len(theirs) - 1)]
-            places = np.where((theirs[near] == self.names) & (self.names != UNKNOWN), near, -1)
+        if len(saved):
+            order = np.argsort(saved)
+            near = order[np.searchsorted(saved, self.names, sorter=order).clip(max=len(saved) - 1)]
+            places = np.where((saved[near] == self.names) & (self.names != UNKNOWN), near, -1)
         missing = int(np.count_nonzero((places < 0) & (self.names != UNKNOWN) & self.origin.present))
-        others = int(np.count_nonzero((theirs != UNKNOWN) & ~np.isin(theirs, self.names)))
+        others = int(np.count_nonzero((saved != UNKNOWN) & ~np.isin(saved, self.names)))
         if missing or others:
             raise BadInput(
                 f"the state lacks {missing} of this memory's {len(self.names)} records and holds {others} others; "
@@ -225,15 +224,15 @@ class Followed:
 
 def in_order(
     column: Tensor,  # (m, …) of a state
-    places: Rows,  # (n,) of a memory's records in it, -1 = not there
-    now: Tensor,  # (n, …)
+    places: Rows,  # (n,) of a memory's records in it, -1 = missing
+    current: Tensor,  # (n, …)
 ) -> Tensor:  # (n, …)
-    """The column as the memory orders it; what the state does not have stays as it is."""
+    """Return the column in the order of the memory; records that the state lacks keep their current numbers."""
     if np.array_equal(places, np.arange(len(column))):
         return column
-    taken = column.detach()[places] if len(column) else now.to(column).clone()
-    taken[places < 0] = now.to(taken)[places < 0]
-    return taken
+    ordered = column.detach()[places] if len(column) else current.to(column).clone()
+    ordered[places < 0] = current.to(ordered)[places < 0]
+    return ordered
 
 
 def _digest(name: Id) -> bytes:

@@ -1,4 +1,4 @@
-"""The parameters of a Memory as a source: keys and values that are trained, found among the keys as they were."""
+"""The parameters of a Memory as a source: candidates come from earlier keys, scores from the current ones."""
 
 from __future__ import annotations
 
@@ -32,54 +32,54 @@ def chosen(schema: Schema, keys: object, values: object) -> tuple[bool, bool]:
     if not isinstance(keys, bool) or not (values is None or isinstance(values, bool)):
         raise BadInput(f"keys is {shown(keys)} and values {shown(values)}; expected True or False")
     if values and schema.value_dim is None:
-        what = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
-        raise BadInput(f"values=True, but this database's values are {what}; leave values out")
+        stored = "labels, which cannot be trained" if schema.has_values else "none: the key serves, and is trained"
+        raise BadInput(f"values=True, but this database's values are {stored}; leave values out")
     trained = keys, schema.value_dim is not None if values is None else values
     if not any(trained):
-        raise BadInput("neither keys nor values would be trained; db.attend asks without training")
+        raise BadInput("neither keys nor values would be trained; train one of them, or use db.attend")
     return trained
 
 
 @dataclass(frozen=True)
 class Parameters(Source):
-    """Positions are parameters, 0 … n - 1, of which those are live whose record is still there."""
+    """Source whose positions are the parameters, 0 … n - 1; a parameter is live while its record is in the database."""
 
     origin: Origin
     keys: torch.nn.Parameter | None  # (n, d); None: as stored
     values: torch.nn.Parameter | None  # (n, v); None: as stored
-    version: Version  # a copy of the keys as they were, or none
-    overfetch: int  # how many times k candidates are looked at
+    version: Version  # a copy of earlier keys; number 0: none
+    overfetch: int  # candidates scored for each of the k
 
     @property
     def live(self) -> Live:
-        """Mask of the parameters whose records are there."""
+        """Mask of the parameters whose records are in the database."""
         return self.origin.present
 
     @property
     def count(self) -> int:
-        """Number of those records."""
+        """Number of live parameters."""
         return self.origin.count
 
     @property
     def width(self) -> int:
-        """v."""
+        """Width v of the values."""
         return self.origin.db.core.schema.pooled_dim
 
     @property
     def num_classes(self) -> int | None:
-        """The database's."""
+        """Number of classes of the database's labels; None without labels."""
         return self.origin.db.core.schema.num_classes
 
     @property
     def resolve(self) -> Resolve:
-        """The database's ids and payloads."""
+        """Function that reads ids and payloads of rows from the database."""
         return self.origin.db.core.store.read
 
     @property
     def stale(self) -> bool:
-        """True if candidates come from keys as they were; else comparing them all, as they are, costs no more.
+        """True if candidates come from earlier keys; False if all current keys are compared.
 
-        On a GPU it never does: what fits there is read in some milliseconds.
+        Always False on a GPU, which reads all keys that fit there in some milliseconds.
         """
         keys = self.keys
         if keys is None or len(keys) < FEWEST or keys.dtype is not torch.float32 or keys.device.type != "cpu":
@@ -87,9 +87,9 @@ class Parameters(Source):
         return self.version.number > 0 or self.origin.indexed
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`, by the parameters as they are, without a graph."""
+        """Yield blocks of the live and allowed parameters without a graph; see `Snapshot.blocks`."""
         keep = self.live if allowed is None else self.live & allowed
-        for positions in np.split(which := np.flatnonzero(keep[start:]) + start, range(size, len(which), size)):
+        for positions in np.split(selected := np.flatnonzero(keep[start:]) + start, range(size, len(selected), size)):
             if len(positions):
                 keys = self._of(self.keys, self.origin.keys, positions)
                 values = keys if not self.origin.db.core.schema.has_values else None
@@ -102,7 +102,7 @@ class Parameters(Source):
         return stored(positions) if trained is None else trained.detach()[positions]
 
     def find(self, request: Request) -> Candidates:
-        """The k nearest by the keys as they are, of overfetch · k candidates; without an index all are compared.
+        """Return the k nearest by the current keys, of overfetch · k candidates; without an index, of all records.
 
         Cost: a search, and q k overfetch d; without an index q n d.
         """
@@ -116,26 +116,25 @@ class Parameters(Source):
         count = min(k * self.overfetch, self.count)
         if self.version.number:
             keep = None if origin.count == len(origin.rows) else origin.present
-            found, finder = self.version.find(queries, count, keep), "stale index"
+            candidates, finder = self.version.find(queries, count, keep), "stale index"
         else:
-            found, finder = origin.find(queries, count, certain=k)
-            if finder == "flat":  # so many that the index does not serve
+            candidates, finder = origin.find(queries, count, certain=k)
+            if finder == "flat":  # the index is no faster for so many candidates
                 return Candidates(self._nearest(queries, k), finder)
-        return Candidates(ordered(self._columns, queries.float().numpy(), found, k, origin.metric)[0], finder)
+        return Candidates(ordered(self._columns, queries.float().numpy(), candidates, k, origin.metric)[0], finder)
 
     def _nearest(self, queries: Tensor, k: int) -> Positions:  # (q, k)
-        """Every key that is there is compared, where the keys lie."""
+        """Compare all live keys on their device."""
         keys = self._keys
         if keys.device.type == "cpu":
             return nearest(self._columns, Query(queries, k, self.origin.metric))
-        gone = self.count < len(keys)
-        keep = torch.from_numpy(self.live).to(keys.device) if gone else None
-        own, metric = queries.to(keys.dtype), self.origin.metric
-        return np.asarray(nearest_on_device(own, keys.contiguous(), k, metric=metric, keep=keep)[1].cpu().numpy())
+        keep = torch.from_numpy(self.live).to(keys.device) if self.count < len(keys) else None
+        vectors, metric = queries.to(keys.dtype), self.origin.metric
+        return np.asarray(nearest_on_device(vectors, keys.contiguous(), k, metric=metric, keep=keep)[1].cpu().numpy())
 
     @property
     def _keys(self) -> Tensor:
-        """Trained keys, without a graph. Raises BadInput where they are less than float32."""
+        """Trained keys, without a graph. Raises BadInput for a precision below float32."""
         assert self.keys is not None
         if self.keys.dtype not in (torch.float32, torch.float64):
             raise BadInput(
@@ -146,18 +145,18 @@ class Parameters(Source):
 
     @property
     def _columns(self) -> Snapshot:
-        """Trained keys as finding reads records: no copy, unless their rows are not contiguous."""
+        """Trained keys as a snapshot; copied only if they are not contiguous."""
         keys = self._keys
         return Snapshot.of(0, (Segment(0, 0, None, keys.contiguous().numpy(), None),), self.live)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores, with sparse gradients to the keys found. Raises BadInput where one is NaN or infinite."""
+        """Score candidates with sparse gradients to their keys. Raises BadInput for a score that is NaN or infinite."""
         queries, missing = request.queries, positions < 0
         if self.keys is None:
             keys = self.origin.keys(positions).to(queries)
-        else:  # a record of the query stands for one that is missing, so that no other key gets a gradient, if of 0
-            real = np.where(missing, positions.max(1, initial=0, keepdims=True), positions)
-            keys = F.embedding(torch.from_numpy(real).to(queries.device), self.keys, sparse=True)
+        else:  # in place of -1 take a candidate of the query, or an unrelated key would get a gradient of 0
+            filled = np.where(missing, positions.max(1, initial=0, keepdims=True), positions)
+            keys = F.embedding(torch.from_numpy(filled).to(queries.device), self.keys, sparse=True)
         scores = request.score(queries, keys)
         if not bool(scores.detach().isfinite().all()):
             raise BadInput(
@@ -167,27 +166,27 @@ class Parameters(Source):
         return Scored(positions, scores.masked_fill(torch.from_numpy(missing).to(scores.device), -torch.inf), keys)
 
     def pooled(self, weights: Tensor, found: Scored) -> Tensor:
-        """The weighted sum of values, with sparse gradients to those found."""
+        """Return the weighted sums of the candidates' values, with sparse gradients to them."""
         schema, keys = self.origin.db.core.schema, found.keys
         if not schema.has_values and keys is not None:
             return pool(weights, keys)
         if self.values is None or not found.positions.size:
             stored = self.origin.values(found.positions).to(weights.device)
             return pool(weights, stored, schema.num_classes)
-        # holds no (q, k, v) copy of the values, as a gather would
+        # a gather would hold a (q, k, v) copy of the values
         factors = weights.to(self.values.dtype)
-        which = torch.from_numpy(found.positions).to(weights.device)
-        output = F.embedding_bag(which, self.values, mode="sum", per_sample_weights=factors, sparse=True)
+        indices = torch.from_numpy(found.positions).to(weights.device)
+        output = F.embedding_bag(indices, self.values, mode="sum", per_sample_weights=factors, sparse=True)
         return output.to(weights.dtype)
 
     def rows(self, positions: Positions) -> Positions:
-        """Permanent rows of their records."""
+        """Permanent rows of the parameters' records, -1 = none."""
         return np.where(positions < 0, -1, self.origin.rows[positions])
 
 
 def on(pooled: Pooled, device: torch.device) -> Pooled:
-    """The answer on another device."""
+    """Move an answer to another device."""
     assert pooled.hits is not None
     hits = replace(pooled.hits, rows=pooled.hits.rows.to(device), scores=pooled.hits.scores.to(device))
-    columns: dict[str, Any] = {name: one.to(device) for name, one in vars(pooled).items() if isinstance(one, Tensor)}
-    return replace(pooled, hits=hits, **columns)
+    tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(pooled).items() if isinstance(x, Tensor)}
+    return replace(pooled, hits=hits, **tensors)

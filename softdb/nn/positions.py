@@ -1,4 +1,4 @@
-"""Positions of a sequence: sinusoidal, learnt, and rotary. Attention itself does not know an order."""
+"""Position encodings of a sequence: sinusoidal, learnt and rotary. Attention alone ignores the order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from softdb.check import shown
 from softdb.errors import BadInput
 
 BASE = 10000.0  # the slowest wave is about 2π BASE positions long
-INITIAL_STD = 0.02  # standard deviation that learnt positions start with, as in BERT
+INITIAL_STD = 0.02  # initial standard deviation of learnt positions, as in BERT
 
 
 class SinusoidalPositions(torch.nn.Module):
@@ -21,14 +21,14 @@ class SinusoidalPositions(torch.nn.Module):
         y_p = x_p + P_p,  P_(p, 2i) = sin(p / 10000^(2i / d)),  P_(p, 2i + 1) = cos(p / 10000^(2i / d))
 
     For an even width P_(p + k) is a rotation of P_p that depends on k alone; an odd width ends with a sine that has no
-    cosine. Made in float64 at each call and added in the dtype of x. Cost n d a call, whatever the batch.
+    cosine. Computed in float64 at each call and added in the dtype of x. Cost n d a call, for any batch size.
 
     Args:
         dim: d.
-        max_len: the longest sequence; None: any.
+        max_len: length of the longest sequence; None: unlimited.
         dropout: share of the sums dropped in training, as in the paper's section 5.4.
 
-    Raises BadInput for widths and shares that make no sense, for x of another width, and beyond max_len.
+    Raises BadInput for a width or share out of range, for x of another width, and beyond max_len.
 
     >>> SinusoidalPositions(4)(torch.zeros(1, 2, 4)).round(decimals=3)
     tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
@@ -44,13 +44,13 @@ class SinusoidalPositions(torch.nn.Module):
     __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
-        """x and its positions, offset, offset + 1, …"""
+        """Add the encodings of the positions offset, offset + 1, … to x."""
         angles = _angles(x, _span(x, self.dim, offset, self.max_len), self.dim)
         waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, : self.dim]
         return self.dropout(x + waves.to(x.dtype))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """The width, and the longest sequence."""
+        """Return the width, and the length of the longest sequence."""
         return f"{self.dim}, max_len={self.max_len}"
 
 
@@ -59,7 +59,7 @@ class LearnedPositions(torch.nn.Module):
 
     W (max_len, d) starts as a normal distribution of standard deviation 0.02 (Devlin et al. 2019).
 
-    Raises BadInput for sizes that make no sense, for x of another width, and for positions from max_len on.
+    Raises BadInput for sizes below 1, for x of another width, and for positions from max_len on.
 
     >>> LearnedPositions(max_len=10, dim=4)(torch.zeros(2, 7, 4), offset=3).shape
     torch.Size([2, 7, 4])
@@ -72,28 +72,28 @@ class LearnedPositions(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The vectors as they start."""
+        """Draw the initial vectors."""
         torch.nn.init.normal_(self.weight, std=INITIAL_STD)
 
     __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
-        """x and its positions, offset, offset + 1, …"""
+        """Add the vectors of the positions offset, offset + 1, … to x."""
         span = _span(x, self.dim, offset, self.max_len)
         return x + self.weight[span.start : span.stop].to(x)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Return the sizes."""
         return f"{self.max_len}, {self.dim}"
 
 
 class RotaryPositions(torch.nn.Module):
-    """Turns pairs of coordinates by angles that grow with the position (Su et al. 2021, equation 34).
+    """Rotates pairs of coordinates by angles that grow with the position (Su et al. 2021, equation 34).
 
         (y_2i, y_2i+1) = rotation by p θ_i of (x_2i, x_2i+1),  θ_i = 10000^(-2i / d),  i = 0 … d / 2 - 1
 
-    For queries and keys, not values: the dot product of a query at p and a key at p' depends on p - p' alone. Norms are
-    kept. Nothing is trained; sequences of any length. Cost b n d.
+    For queries and keys, not values: the dot product of a query at p and a key at p' depends on p - p' alone. Norms do
+    not change. Nothing is trained; sequences of any length. Cost b n d.
 
     Raises BadInput for an odd width, and for x of another width.
 
@@ -111,19 +111,19 @@ class RotaryPositions(torch.nn.Module):
     __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:  # (…, n, d) -> (…, n, d)
-        """x turned by its positions, offset, offset + 1, …"""
+        """Rotate x by its positions offset, offset + 1, …"""
         angles = _angles(x, _span(x, self.dim, offset, None), self.dim)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
     def extra_repr(self) -> str:
-        """The width."""
+        """Return the width."""
         return str(self.dim)
 
 
 def _span(x: Tensor, dim: int, offset: int, max_len: int | None) -> range:  # (…, n, d) -> n positions
-    """The positions of a sequence, checked."""
+    """Return the positions of a sequence. Raises BadInput."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise BadInput(f"x is {shown(x)}; expected a floating tensor (…, n, {dim})")
     if x.ndim < 2 or x.shape[-1] != dim:
@@ -139,7 +139,7 @@ def _span(x: Tensor, dim: int, offset: int, max_len: int | None) -> range:  # (�
 
 
 def _angles(x: Tensor, span: range, dim: int) -> Tensor:  # (n, ⌈d / 2⌉) float64, on the device of x
-    """p / 10000^(2i / d)."""
+    """Angles p / 10000^(2i / d)."""
     even = torch.arange(0, dim, 2, dtype=torch.float64, device=x.device)
-    places = torch.arange(span.start, span.stop, dtype=torch.float64, device=x.device)
-    return torch.outer(places, torch.pow(BASE, -even / dim))
+    positions = torch.arange(span.start, span.stop, dtype=torch.float64, device=x.device)
+    return torch.outer(positions, torch.pow(BASE, -even / dim))

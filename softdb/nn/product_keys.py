@@ -1,4 +1,4 @@
-"""Product-key memory: m² slots with no records behind them, found exactly in about the time of 2 m comparisons."""
+"""Product-key memory: m² trained slots, searched exactly in about the time of 2 m comparisons. Uses no database."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from softdb.errors import BadInput
 class ProductKeys(torch.nn.Module):
     """A trained memory of m² keys and values, whose keys are pairs (Lample et al. 2019, arXiv 1907.05242, section 3.1).
 
-    For each head, with q = W x + b its query and q', q'' the halves of it, c' and c'' the head's two codebooks:
+    For each head, with q = W x + b its query, q' and q'' the halves of q, c' and c'' the head's two codebooks:
 
         s_ij = q'·c'_i + q''·c''_j,  I = the k best of the m² pairs,  output = Σ_heads Σ_I softmax_I(s) v_ij
 
-    The k best pairs are among those of the k best of each half, and of them only where (i + 1)(j + 1) ≤ k, i and j
-    counted from the best: so they are found exactly, without an index. Values are shared by the heads; their gradient
-    is sparse, of the rows that were found, and that of the codebooks dense and small. Cost of q queries and h heads:
-    q h (m d + k v + k log k), d the width of a head's query; memory m² v.
+    With the entries of each codebook ranked 0, 1, … from the best, the k best pairs have ranks (i + 1)(j + 1) ≤ k, so
+    they are found exactly, without an index. Values are shared by the heads; their gradient is a sparse tensor of the
+    rows in I, that of the codebooks dense and small. Cost of q queries and h heads: q h (m d + k v + k log k), d the
+    width of a head's query; memory m² v.
 
-    Nothing of this is in a database: to train keys and values of records, see `Memory`.
+    No database is involved: to train keys and values of records, see `Memory`.
 
         values = SparseAdam([memory.values], lr=1e-3)
         others = Adam([p for name, p in memory.named_parameters() if name != "values"], lr=1e-3)
@@ -35,14 +35,14 @@ class ProductKeys(torch.nn.Module):
         dim: width of the input, and of each head's query unless `key_dim` says otherwise.
         num_keys: m, entries of each codebook; the memory has m² slots.
         value_dim: v, width of the output.
-        num_heads: how many queries an input asks.
+        num_heads: number of heads, each with a query of its own.
         k: slots pooled for each head.
         key_dim: d, width of a head's query and of a key; even.
-        query_norm: whether queries pass a batch norm, so that more slots are used (section 3.1 there); training then
-            takes two inputs or more.
+        query_norm: True: pass queries through a batch norm, so that more slots are used (section 3.1 there); training
+            then takes two inputs or more.
         device, dtype: of the parameters.
 
-    Raises BadInput for widths that cannot be, or k above m².
+    Raises BadInput for sizes below 1, an odd key_dim, or k above m².
 
     >>> memory = ProductKeys(8, num_keys=16, value_dim=3, num_heads=2, k=4)
     >>> memory(torch.ones(5, 8)).shape
@@ -69,15 +69,15 @@ class ProductKeys(torch.nn.Module):
         if self.key_dim % 2:
             raise BadInput(f"key_dim is {self.key_dim}; expected an even width: a key is a pair of halves")
         self.k = integer(k, "k", 1, self.num_keys**2)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **made)
-        self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **made) if query_norm else None
-        self.keys = torch.nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **made))
-        self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **made))
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **options)
+        self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **options) if query_norm else None
+        self.keys = torch.nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **options))
+        self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **options))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As the paper's own code begins: codebooks uniform within ±1/√(d/2), values normal of deviation 1/√v."""
+        """Draw codebooks uniformly within ±1/√(d/2), and values normally with deviation 1/√v, as the paper's code."""
         self.query.reset_parameters()
         if self.norm is not None:
             self.norm.reset_parameters()
@@ -86,7 +86,7 @@ class ProductKeys(torch.nn.Module):
         torch.nn.init.normal_(self.values, std=self.value_dim**-0.5)
 
     def extra_repr(self) -> str:
-        """The slots and the widths."""
+        """Return the number of slots and the widths."""
         names = ("dim", "value_dim", "num_heads", "k", "key_dim")
         return ", ".join([f"{self.num_keys**2} slots", *(f"{name}={getattr(self, name)}" for name in names)])
 
@@ -101,17 +101,17 @@ class ProductKeys(torch.nn.Module):
         return output.view(*inputs.shape[:-1], self.value_dim)
 
     def find(self, inputs: Tensor) -> tuple[Tensor, Tensor]:  # (…, dim) -> (…, heads, k), (…, heads, k)
-        """The k best slots of each head, best first, and their scores with the gradient; slot i m + j is pair (i, j).
+        """Return the k best slots of each head, best first, and their scores with gradient.
 
-        Among all m² of them, exactly, but for ties, of which any may come.
+        Slot i m + j is pair (i, j). The result is exact over all m² slots; ties come in any order.
         """
         queries = self._queries(inputs)  # (q, heads, 2, d / 2)
-        one, other = torch.einsum("qhcd,hcmd->cqhm", queries, self.keys)
-        kept = min(self.k, self.num_keys)
-        (scores, firsts), (others, seconds) = one.topk(kept), other.topk(kept)
-        left, right = _pairs(kept, self.k, scores.device)
-        best, which = (scores[..., left] + others[..., right]).topk(self.k)  # (q, heads, k)
-        slots = firsts.gather(-1, left[which]) * self.num_keys + seconds.gather(-1, right[which])
+        first, second = torch.einsum("qhcd,hcmd->cqhm", queries, self.keys)
+        count = min(self.k, self.num_keys)
+        (first_scores, first_entries), (second_scores, second_entries) = first.topk(count), second.topk(count)
+        i, j = _pairs(count, self.k, first_scores.device)
+        best, pairs = (first_scores[..., i] + second_scores[..., j]).topk(self.k)  # (q, heads, k)
+        slots = first_entries.gather(-1, i[pairs]) * self.num_keys + second_entries.gather(-1, j[pairs])
         shape = (*inputs.shape[:-1], self.num_heads, self.k)
         return slots.view(shape), best.view(shape)
 
@@ -122,10 +122,11 @@ class ProductKeys(torch.nn.Module):
             raise BadInput(
                 f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); encode them alike"
             )
-        mine, double = self.query.weight.dtype, torch.float64 in (inputs.dtype, self.query.weight.dtype)
-        cast = torch.is_autocast_enabled(inputs.device.type) and not double  # which leaves float64 as it is
-        if inputs.dtype is not mine and not cast:
-            raise BadInput(f"inputs are {inputs.dtype} but this memory is {mine}; convert one with .to()")
+        dtype = self.query.weight.dtype
+        double = torch.float64 in (inputs.dtype, dtype)  # autocast does not convert float64
+        cast = torch.is_autocast_enabled(inputs.device.type) and not double
+        if inputs.dtype is not dtype and not cast:
+            raise BadInput(f"inputs are {inputs.dtype} but this memory is {dtype}; convert one with .to()")
         flat = inputs.reshape(-1, self.dim)
         queries: Tensor = self.query(flat)
         if self.norm is not None:
@@ -142,12 +143,12 @@ class ProductKeys(torch.nn.Module):
 
 @functools.lru_cache(maxsize=16)
 def _pairs(
-    kept: int,  # best entries of each codebook, best first
+    count: int,  # number of best entries of each codebook, best first
     k: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # (p,), (p,)
-    """Places of pairs that may be among the k best sums: (i + 1)(j + 1) - 1 others are no worse than pair (i, j)."""
-    with torch.inference_mode(False):  # they are kept, and a later call may want gradients
-        rank = torch.arange(1, kept + 1)
-        left, right = (rank.unsqueeze(1) * rank <= k).nonzero(as_tuple=True)
-        return left.to(device), right.to(device)
+    """Pairs (i, j) that may be among the k best sums: (i + 1)(j + 1) - 1 other pairs are at least as good as each."""
+    with torch.inference_mode(False):  # the tensors are cached, and a later call may need gradients
+        rank = torch.arange(1, count + 1)
+        i, j = (rank.unsqueeze(1) * rank <= k).nonzero(as_tuple=True)
+        return i.to(device), j.to(device)

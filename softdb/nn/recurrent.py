@@ -17,11 +17,11 @@ from softdb.scoring import Additive, Dot, General
 class RecurrentAttention(torch.nn.Module):
     """The context c = Σ_i a_i h_i of a decoder's state s, over an encoder's states h, a = softmax_i(score(s, h_i)).
 
-        "dot"       sᵀ h                      nothing trained; both equally wide (Luong et al. 2015, section 3.1)
+        "dot"       sᵀ h                      no parameters; s and h equally wide (Luong et al. 2015, section 3.1)
         "general"   sᵀ W h                    (Luong et al. 2015, section 3.1)
         "additive"  wᵀ tanh(W_q s + W_k h)    (Bahdanau et al. 2015, appendix A.1.2)
 
-    All steps of a decoder at once where its states do not depend on the contexts, or one step at a time. Each call of
+    Takes one step of a decoder, or all steps at once if its states do not depend on the contexts. Each call of
     "additive" computes W_k h again. Cost b q n hidden for "additive", else b q n state_dim.
 
     Args:
@@ -67,9 +67,9 @@ class RecurrentAttention(torch.nn.Module):
         states: Tensor,  # (b, n, state_dim), padded
         valid_len: Tensor | list[int] | None = None,  # (b,)
     ) -> tuple[Tensor, Tensor]:  # (b, state_dim) and (b, n), or (b, q, state_dim) and (b, q, n)
-        """The contexts, and their weights: the alignment.
+        """Return the contexts, and their weights: the alignment.
 
-        `valid_len` is how many of the first states take part, for each sequence; None: all. Where none does, the
+        `valid_len` is the number of states in each sequence, the rest being padding; None: all n. With 0 states the
         context is zeros, with zero gradients.
         """
         _shaped(query, "query", self.query_dim, {2: "b", 3: "b, q"})
@@ -80,16 +80,16 @@ class RecurrentAttention(torch.nn.Module):
                 f"{tuple(states.shape)}); give one query, or one row of queries, for each sequence"
             )
         single = query.ndim == 2
-        asked = query.unsqueeze(1) if single else query
-        found = attention(asked, states, states, score=self.score, valid_len=valid_len, details=True)
-        return (found.output.squeeze(1), found.weights.squeeze(1)) if single else (found.output, found.weights)
+        queries = query.unsqueeze(1) if single else query
+        pooled = attention(queries, states, states, score=self.score, valid_len=valid_len, details=True)
+        return (pooled.output.squeeze(1), pooled.weights.squeeze(1)) if single else (pooled.output, pooled.weights)
 
 
 def _shaped(
     tensor: Tensor,  # (b, width) or (b, q, width)
     name: str,
     width: int,
-    leads: dict[int, str],  # its leading dimensions, by how many dimensions it may have
+    leads: dict[int, str],  # number of dimensions -> names of the leading ones
 ) -> None:
     if isinstance(tensor, Tensor) and tensor.ndim in leads and tensor.shape[-1] == width:
         return

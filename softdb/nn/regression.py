@@ -23,15 +23,15 @@ from softdb.typing import Vectors
 KERNELS: dict[str, type[Kernel]] = {
     kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }
-KEPT = 1 << 25  # numbers of keys and values that `fit` holds in float64 at most: 256 MB
-TILE = 1 << 20  # weights at once, of some records and all others
-NARROW = 1 << 10  # squared lengths in bandwidths up to which float32 errs by some 1e-4 in a logit
+MAX_FLOATS = 1 << 25  # keys and values that `fit` holds in memory as float64: 256 MB
+TILE = 1 << 20  # weights computed at once, of a chunk of records to all others
+NARROW = 1 << 10  # squared key length in bandwidths up to which float32 errs by some 1e-4 in a logit
 
 
 class _NadarayaWatson(torch.nn.Module):
     """The mean of the records' values, weighted by a kernel of their distance."""
 
-    labels: ClassVar[bool]  # whether values are labels, told as probabilities, or vectors
+    labels: ClassVar[bool]  # True: values are labels, predicted as probabilities; False: vectors
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class _NadarayaWatson(torch.nn.Module):
                 else "the database has no vectors as values; open one with value_dim=, or use KernelClassifier for "
                 "labels"
             )
-        made = _kernel(kernel)
-        if learnable and made is Boxcar:
+        kernel_class = _kernel(kernel)
+        if learnable and kernel_class is Boxcar:
             raise BadInput(
                 "the boxcar kernel has no gradient to its bandwidth; pass learnable=False, with the bandwidth of "
                 "softdb.scores.leave_one_out, or use epanechnikov"
             )
         self._handle = SharedHandle(db)
         h = self._bandwidth(bandwidth, per_coordinate)
-        if learnable:  # a parameter in the dtype of the tensor given, or of other parameters
+        if learnable:  # the parameter's dtype is that of the bandwidth if it is a floating tensor, else torch's default
             floating = isinstance(bandwidth, Tensor) and bandwidth.is_floating_point()
             h = h.to(bandwidth.dtype if isinstance(bandwidth, Tensor) and floating else torch.get_default_dtype())
-        self.kernel = made(h, learnable=learnable)
+        self.kernel = kernel_class(h, learnable=learnable)
 
     @property
     def db(self) -> SoftDB:
@@ -70,7 +70,7 @@ class _NadarayaWatson(torch.nn.Module):
         return self._handle.db
 
     def extra_repr(self) -> str:
-        """The database."""
+        """Return the database's repr."""
         return repr(self.db)
 
     __call__: Callable[..., Tensor]
@@ -83,18 +83,18 @@ class _NadarayaWatson(torch.nn.Module):
         where: dict[str, Any] | None = None,
         mask: Any = None,  # (q, n) or (n,) bool in row order, True = takes part
     ) -> Tensor:  # (q, v)
-        """The weighted means, of the k nearest or of all records; zeros where none takes part or is in reach.
+        """Return the weighted means of the k nearest or of all records; zeros if no record has a weight.
 
-        Arguments, and what is raised, as of `SoftDB.attend`. Differentiable in the queries and the bandwidth.
+        Arguments and errors as of `SoftDB.attend`. Differentiable in the queries and the bandwidth.
         """
         return self.db.attend(queries, score=self.kernel, k=k, where=where, mask=mask).output
 
     def leave_one_out(self, places: Tensor | None = None) -> tuple[Tensor, Tensor]:  # (b,) -> (b, v), (b, v)
-        """Predictions for stored records from all others, and their true values; a duplicate is another record.
+        """Predict the values of stored records from all other records, and return predictions and true values.
 
-        `places` are the records' int64 places in row order; None: all. Differentiable in the bandwidth: their distance
-        is what to train it by. Cost b n (d + v), and a mask of b n bits; the database must not change meanwhile. Raises
-        BadInput for places that it does not have.
+        A duplicate counts as another record. `places` are the records' int64 places in row order; None: all.
+        Differentiable in the bandwidth; train it by the distance of the two. Cost b n (d + v), and a mask of b n bits;
+        the database must not change meanwhile. Raises BadInput for places out of range.
         """
         snapshot, _ = self.db.core.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
@@ -108,20 +108,20 @@ class _NadarayaWatson(torch.nn.Module):
         keys = snapshot.keys_at(positions).to(self.kernel.log_bandwidth.device)
         if self.kernel.learnable:
             keys = keys.to(torch.promote_types(keys.dtype, self.kernel.log_bandwidth.dtype))
-        told = self(keys, mask=others)
+        predicted = self(keys, mask=others)
         true = snapshot.values_at(positions)
-        return told, (torch.nn.functional.one_hot(true, width) if self.labels else true).to(told)
+        return predicted, (torch.nn.functional.one_hot(true, width) if self.labels else true).to(predicted)
 
     def fit(self, *, steps: int = 100, lr: float = 0.1, batch_size: int = 1024, seed: int = 0) -> list[float]:
-        """Train the bandwidth by the leave-one-out error, mean ‖told - true‖², with Adam; the error of each step.
+        """Train the bandwidth with Adam by the leave-one-out error, mean ‖predicted - true‖²; return it for each step.
 
-        The objective of `softdb.scores.leave_one_out`, which searches one bandwidth and needs all distances; this
-        trains one for each coordinate too, on `batch_size` records a step, drawn by `seed`. It finds a minimum near
-        where it starts: a compact kernel must start wide enough to reach some other record from most of them.
+        The objective is that of `softdb.scores.leave_one_out`, which searches a single bandwidth and needs all
+        distances. This function can also train a bandwidth for each coordinate, on `batch_size` records a step, drawn
+        by `seed`. It finds a local minimum: a compact kernel must start so wide that most records reach another one.
 
         Cost steps · batch_size n (d + v); the Gaussian kernel's steps are several times as fast as others', with up to
-        2^25 numbers of keys and values, which are held in memory. Raises BadInput for settings that make no sense,
-        fewer than two records, and a bandwidth that is not learnt; Closed for a closed database.
+        2^25 numbers of keys and values, which are held in memory. Raises BadInput for settings out of range, fewer than
+        two records, and a bandwidth that is not learnt; Closed for a closed database.
         """
         count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
         lr = check.positive(lr, "lr")
@@ -129,33 +129,33 @@ class _NadarayaWatson(torch.nn.Module):
         if not self.kernel.learnable:
             raise BadInput("fit: the bandwidth is not learnt; make the module with learnable=True")
         if n < 2:
-            raise BadInput(f"fit: {n} records cannot be told from each other; insert at least 2")
+            raise BadInput(f"fit: the database has {n} records; insert at least 2")
         optimiser = torch.optim.Adam(self.parameters(), lr=lr)
         self.db.core.require_open()
-        records = self._kept() if isinstance(self.kernel, Gaussian) else None
+        records = self._centred() if isinstance(self.kernel, Gaussian) else None
         errors = []
         for _ in range(count):
             places = torch.arange(n) if width >= n else torch.randperm(n, generator=draws)[:width]
             optimiser.zero_grad()
             with check.precise():
-                found = None if records is None else _gaussian_step(*records, places, self.kernel.bandwidth.detach())
-            if found is None:
+                result = None if records is None else _gaussian_step(*records, places, self.kernel.bandwidth.detach())
+            if result is None:
                 with torch.enable_grad():
-                    told, true = self.leave_one_out(places)
-                    error = (told - true).square().sum(dim=1).mean()
+                    predicted, true = self.leave_one_out(places)
+                    error = (predicted - true).square().sum(dim=1).mean()
                 error.backward()  # type: ignore[no-untyped-call]
                 errors.append(error.item())
             else:
                 assert self.kernel.log_bandwidth is not None
-                self.kernel.log_bandwidth.grad = found[1].to(self.kernel.log_bandwidth)
-                errors.append(found[0])
+                self.kernel.log_bandwidth.grad = result[1].to(self.kernel.log_bandwidth)
+                errors.append(result[0])
             optimiser.step()
         return errors
 
-    def _kept(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
-        """Keys and values around their means, which change no leave-one-out error; None where they are too many."""
+    def _centred(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
+        """Keys and values less their means, which leaves the error unchanged; None above MAX_FLOATS numbers."""
         (snapshot, _), schema = self.db.core.view(), self.db.core.schema
-        if snapshot.count * (schema.dim + schema.pooled_dim) > KEPT:
+        if snapshot.count * (schema.dim + schema.pooled_dim) > MAX_FLOATS:
             return None
         assert self.kernel.log_bandwidth is not None
         live, device = np.flatnonzero(snapshot.live), self.kernel.log_bandwidth.device
@@ -166,34 +166,34 @@ class _NadarayaWatson(torch.nn.Module):
         return keys - keys.mean(dim=0), values - values.mean(dim=0)
 
     def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
-        """Silverman's where none is given."""
+        """Return the bandwidth, checked; without one, that of Silverman's rule."""
         (snapshot, _), dim = self.db.core.view(), self.db.core.schema.dim
         if bandwidth is None:
             keys = snapshot.keys_at(np.flatnonzero(snapshot.live)) if snapshot.count else torch.zeros(0, dim)
             return silverman(keys, per_coordinate)
         h = Gaussian(bandwidth).bandwidth  # checked
         if h.ndim and len(h) != dim:
-            raise BadInput(f"bandwidth has {len(h)} numbers but keys are {dim} wide; give one, or one a coordinate")
+            raise BadInput(f"bandwidth has {len(h)} numbers but keys are {dim} wide; give 1 or {dim} numbers")
         return h.expand(dim) if per_coordinate else h
 
 
 class KernelRegressor(_NadarayaWatson):
-    """The Nadaraya–Watson mean over the records of a database, with a trained bandwidth.
+    """Nadaraya–Watson mean over the records of a database, with a trained bandwidth.
 
         ŷ(x) = Σ_i K(‖(x - k_i) / h‖) v_i / Σ_j K(‖(x - k_j) / h‖)     (Nadaraya 1964, Watson 1964; D2L, section 11.2)
 
-    The keys are what is known of a record and the values what to tell. h, one number or one for each coordinate, is the
-    only parameter, `kernel.log_bandwidth`. Whatever is inserted counts at once. Cost q n (d + v), in one pass.
+    The keys are the inputs of a record and the values its outputs. The only parameter is `kernel.log_bandwidth`, the
+    logarithm of h, one number or (d,). Inserted records count at once. Cost q n (d + v), in one pass.
 
     Args:
         db: the database, with `value_dim`.
         kernel: "gaussian", "laplacian", "epanechnikov", "triangular", "boxcar", or a class of `softdb.scores`.
-        bandwidth: h, or one for each coordinate; None: Silverman's rule, for which all keys are read once.
-        per_coordinate: one for each coordinate, from Silverman's rule or all alike at first.
-        learnable: whether the bandwidth is a parameter.
+        bandwidth: h, one number or (d,); None: Silverman's rule, for which all keys are read once.
+        per_coordinate: True: h has a number for each coordinate, from Silverman's rule or equal at first.
+        learnable: True: the bandwidth is a parameter.
 
-    Raises BadInput for a database without such values, an unknown kernel, a bandwidth that does not fit, and where
-    Silverman's rule has none (fewer than two records, or all keys equal).
+    Raises BadInput for a database without such values, an unknown kernel, a bandwidth that does not fit, and if
+    Silverman's rule does not apply (fewer than two records, or all keys equal).
 
     >>> import softdb
     >>> db = softdb.open(None, dim=1, value_dim=1)
@@ -215,9 +215,9 @@ class KernelClassifier(_NadarayaWatson):
 
         p(c | x) = Σ_i K(‖(x - k_i) / h‖) [y_i = c] / Σ_j K(‖(x - k_j) / h‖)
 
-    The probabilities of Bayes' rule under kernel densities of the classes that share h, with the classes' shares as
-    prior. `fit` trains the bandwidth by the leave-one-out Brier score, Σ_c (p(c | x_i) - [y_i = c])² (Brier 1950).
-    All else as `KernelRegressor`, with `num_classes` in place of `value_dim`.
+    These are the probabilities of Bayes' rule under kernel densities of the classes that share h, with the classes'
+    shares as prior. `fit` trains the bandwidth by the leave-one-out Brier score, Σ_c (p(c | x_i) - [y_i = c])² (Brier
+    1950). Arguments as of `KernelRegressor`; the database has `num_classes` in place of `value_dim`.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=1, num_classes=2)
@@ -243,32 +243,33 @@ def _gaussian_step(
     places: Tensor,  # (b,)
     h: Tensor,  # () or (d,)
 ) -> tuple[float, Tensor] | None:
-    """The leave-one-out error E of some records under a Gaussian kernel, and dE / d log h, as wide as h.
+    """Return the leave-one-out error E of the records at `places` under a Gaussian kernel, and dE / d log h (as h).
 
-    With x = k / h the logits are z_qi = x_q·x_i - ‖x_i‖² / 2, less what is the same for all i. With the weights
+    With x = k / h the logits are z_qi = x_q·x_i - ‖x_i‖² / 2, up to a constant for each q. With the weights
     w = softmax(z), the mean o and g = dE/do: dE/dz_qi = w_qi (g·v_i - g·o), dz_qi / d log h_j = x_ij² - 2 x_qj x_ij.
-    None where a key is too many bandwidths away for float64.
+    None if a squared length in bandwidths overflows float64.
     """
     keys = keys / h.double()
     squares = keys.square().sum(dim=1)
-    furthest = float(squares.max())
-    if not math.isfinite(furthest):
+    largest = float(squares.max())
+    if not math.isfinite(largest):
         return None
-    dtype = torch.float32 if furthest < NARROW else torch.float64
+    dtype = torch.float32 if largest < NARROW else torch.float64
     keys, values, half = keys.to(dtype), values.to(dtype), (squares / -2).to(dtype)
     error, slope, column = 0.0, keys.new_zeros(keys.shape[1], dtype=torch.float64), torch.zeros_like(half)
-    for part in places.to(keys.device).split(max(1, TILE // len(keys))):  # type: ignore[no-untyped-call]
-        asked = keys[part]
-        weights = torch.addmm(half, asked, keys.mT)
-        weights[torch.arange(len(part)), part] = -torch.inf
+    for chunk in places.to(keys.device).split(max(1, TILE // len(keys))):  # type: ignore[no-untyped-call]
+        queries = keys[chunk]
+        weights = torch.addmm(half, queries, keys.mT)
+        weights[torch.arange(len(chunk)), chunk] = -torch.inf
         weights.sub_(weights.amax(dim=1, keepdim=True)).exp_()
         weights.div_(weights.sum(dim=1, keepdim=True))
-        told = weights @ values
-        apart = told - values[part]
-        error += float(apart.square().sum())
-        pulls = torch.addmm((apart * told).sum(dim=1, keepdim=True), apart, values.mT, beta=-1).mul_(weights)
-        column += pulls.sum(dim=0)
-        slope -= 2 * (asked * (pulls @ keys)).sum(dim=0)
+        mean = weights @ values
+        residual = mean - values[chunk]
+        error += float(residual.square().sum())
+        # slopes: half of dE/dz, as the residual is g / 2
+        slopes = torch.addmm((residual * mean).sum(dim=1, keepdim=True), residual, values.mT, beta=-1).mul_(weights)
+        column += slopes.sum(dim=0)
+        slope -= 2 * (queries * (slopes @ keys)).sum(dim=0)
     slope = (slope + column @ keys.square()) * (2 / len(places))
     return error / len(places), slope if h.ndim else slope.sum()
 
@@ -276,10 +277,10 @@ def _gaussian_step(
 def _places(places: Tensor, count: int) -> Tensor:
     if not isinstance(places, Tensor) or places.ndim != 1 or places.dtype not in (torch.int32, torch.int64):
         raise BadInput(f"places are {shown(places)}; expected a tensor of whole numbers (b,) from 0 to {count - 1}")
-    found = places.cpu().long()
-    if len(found) and not bool(((found >= 0) & (found < count)).all()):
+    places = places.cpu().long()
+    if len(places) and not bool(((places >= 0) & (places < count)).all()):
         raise BadInput(
-            f"places reach from {int(found.min())} to {int(found.max())} but there are {count} records; "
+            f"places reach from {int(places.min())} to {int(places.max())} but there are {count} records; "
             f"expected 0 to {count - 1}"
         )
-    return found
+    return places

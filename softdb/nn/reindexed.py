@@ -1,7 +1,7 @@
-"""Base of View and Memory: candidates from a stale index, and the policies that say when it is made anew.
+"""Base of View and Memory: candidates from a stale index, and policies that say when to reindex.
 
-Every so many steps, by recall, never: the three of ATLAS (Izacard et al. 2022, section 2.4); and REALM's asynchronous
-one (Guu et al. 2020, section 3.3).
+EverySteps, OnRecall and Never are the policies of ATLAS (Izacard et al. 2022, section 2.4); InBackground is REALM's
+asynchronous one (Guu et al. 2020, section 3.3).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Work = Callable[[Progress], ReindexReport]
 
 
 class Reindexed(torch.nn.Module, ABC):
-    """A module that is trained while its candidates come from vectors as they were at some training step."""
+    """A module in training whose candidates come from the vectors of an earlier training step."""
 
     policy: Policy
     steps: int  # training steps so far
     _stale: StaleIndex
-    _since: int  # the step at which candidates were renewed otherwise than by a new version
+    _since: int  # last step at which candidates became current without a reindexing
     _build: Build[ReindexReport] | None  # in the background
-    _asked: Tensor | None  # the last queries, which `measure` asks
+    _last_queries: Tensor | None  # for `measure`
     _recall: float | None  # as last measured
 
     def _begin(self, reindex: object, stale: StaleIndex) -> None:
         self.policy, self._stale = policy_of(reindex), stale
         self.steps = self._since = self._reindexes = 0
         self._seconds = 0.0
-        self._build = self._asked = self._recall = None
+        self._build = self._last_queries = self._recall = None
 
     @property
     @abstractmethod
@@ -51,37 +51,37 @@ class Reindexed(torch.nn.Module, ABC):
 
     @property
     def age(self) -> int:
-        """Training steps since the vectors were as candidates come from them; 0 where candidates are never stale."""
+        """Age in training steps of the vectors that candidates come from; 0 if candidates are never stale."""
         return self.steps - max(self._since, self._stale.now.step) if self._lags() else 0
 
     @property
     def reindexing(self) -> bool:
-        """True if the vectors are being indexed anew in the background."""
+        """True while a reindexing runs in the background."""
         return self._build is not None and not self._build.done
 
     def step(self) -> str:
-        """Count a training step, after optimizer.step(), and do what the policy finds due.
+        """Count a training step, and reindex or measure if the policy says so. Call it after optimizer.step().
 
-        Returns what that was: "kept", "measured", "reindexed" or "started". Raises what a reindexing failed with, the
-        step being counted; the old index serves on, as after one that was cancelled.
+        Returns "kept" (nothing was done), "measured", "reindexed" or "started" (in the background). Raises the error of
+        a failed reindexing, after counting the step; the old index stays in use, as after a cancelled one.
         """
         self.steps += 1
         self._finished()
         return self.policy.after_step(self)
 
     def reindex(self, *, background: bool = False) -> Build[ReindexReport] | None:
-        """Index the vectors as they are now, and find candidates there from then on.
+        """Index the current vectors; later candidates come from this index.
 
-        At once, which cancels one under way in the background; or in a thread: wait for the returned build with
-        `.result()`. Until the swap the old index answers. Does nothing where candidates cannot be stale. Raises
-        BadInput for vectors that are NaN or infinite, for an encoder that cannot be copied for the thread, and, in the
-        background, while another one is under way.
+        By default waits for the index, and cancels a reindexing in the background. With `background` returns a build
+        that runs in a thread; wait for it with `.result()`. Until the swap the old index answers. Does nothing if
+        candidates cannot be stale. Raises BadInput for vectors that are NaN or infinite, for an encoder that cannot be
+        copied for the thread, and with `background` while another reindexing runs.
         """
         self.db.core.require_open()
         if background and self.reindexing:
             raise BadInput("a reindexing is under way in the background; wait for it, or reindex at once")
         if not background:
-            self._stop("reindex() was called")  # it would put older vectors in the place of these
+            self._stop("reindex() was called")  # its older vectors would replace the current ones
         work = self._work(background)
         if work is None:
             return None
@@ -96,15 +96,15 @@ class Reindexed(torch.nn.Module, ABC):
 
     @abstractmethod
     def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """The share of the k nearest, as they are now, that are candidates."""
+        """Share of the k nearest, by the current vectors, that are candidates."""
 
     @abstractmethod
     def _work(self, background: bool) -> Work | None:
-        """Function that makes the next version of the stale index, and counts it; None where there is nothing to do."""
+        """Return a function that makes and counts the next version of the stale index; None if none is needed."""
 
     @abstractmethod
     def _lags(self) -> bool:
-        """Return True if candidates come from vectors as they were."""
+        """Return True if candidates come from earlier vectors."""
 
     def _counted(self, report: ReindexReport) -> ReindexReport:
         self._reindexes += 1
@@ -112,10 +112,10 @@ class Reindexed(torch.nn.Module, ABC):
         return report
 
     def _finished(self) -> None:
-        """Release a build that has ended. Raises what it failed with."""
+        """Release a build that has ended. Raises its error."""
         if self._build is not None and self._build.done:
             build, self._build = self._build, None
-            with contextlib.suppress(Cancelled):  # who cancelled it knows
+            with contextlib.suppress(Cancelled):  # the caller of cancel() knows
                 build.result()
 
     def _stop(self, reason: str) -> None:
@@ -126,24 +126,24 @@ class Reindexed(torch.nn.Module, ABC):
 
 @runtime_checkable
 class Policy(Protocol):
-    """When to reindex. Asked once after every training step."""
+    """Decides when to reindex; called once after every training step."""
 
     def after_step(self, view: Reindexed) -> str:
-        """Do what is due, and tell what that was: "kept", "measured", "reindexed" or "started"."""
+        """Reindex or measure if it is due, and return "kept", "measured", "reindexed" or "started"."""
 
 
 @dataclass(frozen=True)
 class Never:
-    """Not by itself: for an encoder of the queries alone (the records' stays), or with `reindex()` by hand."""
+    """Never reindex: for training the encoder of the queries alone, or with `reindex()` by hand."""
 
     def after_step(self, view: Reindexed) -> str:
-        """Nothing."""
+        """Do nothing."""
         return "kept"
 
 
 @dataclass(frozen=True)
 class EverySteps:
-    """Every n training steps, which wait for it. Cost: n records through the encoder, and an index, every n steps."""
+    """Reindex every n training steps, and wait for it. Each time all records are encoded and indexed."""
 
     n: int
 
@@ -160,12 +160,12 @@ class EverySteps:
 
 @dataclass(frozen=True)
 class OnRecall:
-    """When the recall of the candidates, measured every so many steps, is below a target. See `View.measure`."""
+    """Measure the recall of the candidates every `every` steps, and reindex if it is too low. See `View.measure`."""
 
-    target: float = 0.9  # the share of the true nearest that shall be candidates
+    target: float = 0.9  # least share of the true nearest that should be candidates
     every: int = 100  # steps between measurements
-    sample: int = 4096  # records that are measured on
-    k: int = 2  # how many nearest of them count
+    sample: int = 4096  # number of records to measure on
+    k: int = 2  # number of nearest records to look for
 
     def __post_init__(self) -> None:
         check.share(self.target, "target")
@@ -173,7 +173,7 @@ class OnRecall:
             check.integer(getattr(self, name), name)
 
     def after_step(self, view: Reindexed) -> str:
-        """Measure when it is time, and reindex where too little is found."""
+        """Measure every `every` steps, and reindex if the recall is below the target."""
         if view.age == 0 or view.steps % self.every:
             return "kept"
         if view.measure(self.k, self.sample) >= self.target:
@@ -183,13 +183,13 @@ class OnRecall:
 
 
 class InBackground(EverySteps):
-    """Every n training steps, which go on meanwhile: a thread encodes with a copy of the encoder as it was.
+    """Reindex every n training steps in a thread, with a copy of the encoder, while training goes on.
 
-    One that takes longer than n steps is followed by the next at once; two never run together.
+    A reindexing that takes longer than n steps is followed by the next at once; two never run together.
     """
 
     def after_step(self, view: Reindexed) -> str:
-        """Start one when the vectors are n steps old and none is under way."""
+        """Start a reindexing when the vectors are n steps old and no other one runs."""
         if view.age < self.n or view.reindexing:
             return "kept"
         view.reindex(background=True)
@@ -197,7 +197,7 @@ class InBackground(EverySteps):
 
 
 def policy_of(reindex: object) -> Policy:
-    """The policy given; a number n is EverySteps(n), None is Never(). Raises BadInput for anything else."""
+    """Return the policy; a number n is EverySteps(n), None is Never(). Raises BadInput for anything else."""
     if reindex is None:
         return Never()
     if isinstance(reindex, int) and not isinstance(reindex, bool):

@@ -1,4 +1,4 @@
-"""The vectors of records as they were at some step, indexed: where candidates come from while the true ones change."""
+"""Index of the records' vectors at some training step. Candidates come from it while the vectors change."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
 
-FILTERS = 4  # of which a version remembers the vectors, n bytes each
+CACHED_MASKS = 4  # masks of live vectors that a version caches, n bytes each
 FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
-
-TUNED_FOR = 10  # nearest that an index is tuned to find
+TUNED_FOR = 10  # k that the recall of an index is tuned for
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -40,21 +39,21 @@ Live = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Version:
-    """One complete set of vectors, never changed: what a search began with, it ends with."""
+    """A complete set of vectors. Immutable, so a search uses the same vectors from beginning to end."""
 
     number: int  # 1 for the first; 0: nothing was indexed yet
-    rows: Rows  # (n,) of the vectors, in their order
-    vectors: Snapshot | Tensor | None  # as columns; (n, d) on the GPU that they were made on; None: there are none
-    index: Index | None  # of them; None: they are compared one by one, as on a GPU
+    rows: Rows  # (n,) row of each vector
+    vectors: Snapshot | Tensor | None  # columns, or (n, d) on the GPU of the encoder; None: no vectors
+    index: Index | None  # of the vectors; None: all are compared, as on a GPU
     metric: Metric
-    seconds: float  # what making it took
-    step: int = 0  # the training step that the vectors are of
+    seconds: float  # time to make this version
+    step: int = 0  # training step of the vectors
 
-    _alive: Recent[Live] = field(default_factory=lambda: Recent(FILTERS), init=False, repr=False, compare=False)
+    _alive: Recent[Live] = field(default_factory=lambda: Recent(CACHED_MASKS), init=False, repr=False, compare=False)
 
     @cached_property
     def indexed_until(self) -> int:
-        """The row after the highest; a record from there on is younger than this version."""
+        """The row after the highest one; records from this row on are newer than this version."""
         return int(self.rows.max(initial=-1)) + 1
 
     @cached_property
@@ -62,54 +61,54 @@ class Version:
         return None if self.index is None else Searcher(self.index)
 
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
-        """Mask of records that are still there, and allowed; the last few are cached: an index knows them again."""
-        named = snapshot.live if allowed is None else allowed
+        """Mask of the vectors whose records are live and allowed. Cached, as indexes recognise a mask by identity."""
+        mask = snapshot.live if allowed is None else allowed
 
         def computed() -> Live:
             if not snapshot.size:
                 return np.zeros(len(self.rows), np.bool_)
             positions = snapshot.positions(self.rows)
-            return (positions >= 0) & (snapshot.live & named)[positions]
+            return (positions >= 0) & (snapshot.live & mask)[positions]
 
-        return self._alive.of(computed, snapshot, named)
+        return self._alive.of(computed, snapshot, mask)
 
     def find(
         self,
         queries: Tensor,  # (q, d)
         k: int,
-        keep: Live | None = None,  # (n,) which vectors may be found; None: all
+        keep: Live | None = None,  # (n,) mask of the vectors that take part; None: all
     ) -> Rows:  # (q, k)
-        """Rows of the k nearest as of this version, best first, -1 = none."""
-        if self.vectors is None:
+        """Return the rows of the k nearest vectors of this version, best first, -1 = none."""
+        vectors = self.vectors
+        if vectors is None:
             return np.full((len(queries), k), -1)
-        if isinstance(self.vectors, Tensor):
-            there = self.vectors
-            kept = None if keep is None else torch.from_numpy(keep).to(there.device)
-            asked = queries.detach().to(there.device, torch.promote_types(queries.dtype, there.dtype))
-            places = nearest_on_device(asked, there, k, metric=self.metric, keep=kept)[1].cpu().numpy()
+        if isinstance(vectors, Tensor):
+            mask = None if keep is None else torch.from_numpy(keep).to(vectors.device)
+            moved = queries.detach().to(vectors.device, torch.promote_types(queries.dtype, vectors.dtype))
+            places = nearest_on_device(moved, vectors, k, metric=self.metric, keep=mask)[1].cpu().numpy()
         else:
             query = Query(queries, k, self.metric, keep, pairwise=False)
             if self._searcher is None:
-                places = nearest(self.vectors, query)
+                places = nearest(vectors, query)
             else:
-                places = self._searcher.nearest(self.vectors, query).positions
+                places = self._searcher.nearest(vectors, query).positions
         return np.where(places < 0, -1, self.rows[places])
 
-    def draw(self, ask: Drawing, keep: Live | None = None) -> tuple[Rows, Floats] | None:  # (n,) -> (q, w), (q, w)
-        """Rows drawn by the codes, -1 = none, and the logs of their inverse probabilities; None: nothing can be."""
+    def draw(self, drawing: Drawing, keep: Live | None = None) -> tuple[Rows, Floats] | None:  # (n,) -> (q, w), (q, w)
+        """Rows drawn by the codes, -1 = none, and the logs of their inverse probabilities; None without codes."""
         sketches = None if self.index is None else self.index.sketches
         if self._searcher is None or not isinstance(sketches, Sketches) or not isinstance(self.vectors, Snapshot):
             return None
         drawer = self._searcher.drawer
         sampler = drawer.sampler = drawer.sampler or Sampler(sketches, self.vectors, None)
         eligible = drawer.eligible(self.vectors, keep)
-        sample = sampler.draw(eligible, self.vectors, ask, False, Answering(self.vectors.value_column, 0, 0.0))
+        sample = sampler.draw(eligible, self.vectors, drawing, False, Answering(self.vectors.value_column, 0, 0.0))
         places, logs = sample.positions, -np.log(sample.chances)
         return (np.where(places < 0, -1, self.rows[places]), logs) if eligible.inside else None
 
-    def vectors_at(self, places: Rows) -> Tensor:  # (m,) counted in `rows` -> (m, d)
-        """Some of the vectors, copied."""
-        assert self.vectors is not None  # else there are no places
+    def vectors_at(self, places: Rows) -> Tensor:  # (m,) places in `rows` -> (m, d)
+        """Copy the vectors at some places."""
+        assert self.vectors is not None  # without vectors there are no places
         return self.vectors[places] if isinstance(self.vectors, Tensor) else self.vectors.keys_at(places)
 
 
@@ -117,13 +116,12 @@ NOTHING = Version(0, np.zeros(0, np.int64), None, None, Metric.DOT, 0.0)
 
 
 class StaleIndex:
-    """The vectors of records as of some version, in memory and indexed; they say which rows may be near.
+    """The vectors of records at some step, in memory and indexed, to find candidates.
 
-    While an encoder or the keys themselves are trained, candidates come from here and true scores from the vectors as
-    they are. `replace` makes a new version beside the old one, which answers until the swap of one reference. Safe to
-    use from several threads. Vectors that come on a GPU stay there and are compared one by one, without an index.
-    Memory: n d numbers, twice that while the next version is made. A deep copy shares the version, not what comes
-    after; a pickle has none.
+    While an encoder or the keys are trained, candidates come from this index and scores from the current vectors.
+    `replace` makes a new version; until a single reference is swapped, the old version answers. Safe to use from
+    several threads. Vectors on a GPU stay there and are all compared, without an index. Memory: n d numbers, twice that
+    while the next version is made. A deep copy shares the version, not later ones; a pickle has no version.
 
         index = StaleIndex("l2")
         index.replace(rows, (encoder(block) for block in blocks))
@@ -131,9 +129,9 @@ class StaleIndex:
 
     Args:
         metric: "dot", "cosine" or "l2".
-        recall: the share of the true nearest that the index of a version shall find in it.
-        kind: of index, as `db.build_index` takes it, from 10,000 vectors on; "auto" is measured and chosen once.
-        dtype: how vectors are kept, "float32" or "float16".
+        recall: share of a version's true nearest that its index is tuned to find.
+        kind: kind of index, as of `db.build_index`, from 10,000 vectors on; "auto" is measured and chosen once.
+        dtype: "float32" or "float16", of the vectors in memory.
     """
 
     def __init__(self, metric: str | Metric, recall: float = 0.95, kind: str = "auto", dtype: str = "float32") -> None:
@@ -143,7 +141,7 @@ class StaleIndex:
             raise BadInput(f"recall is {shown(recall)}; expected a share above 0, such as 0.95")
         self._kind = check.one_of(kind, "kind", ("auto", "flat", *KINDS))
         self._now, self._closed = NOTHING, False
-        self._lock = threading.Lock()  # one version is made at a time
+        self._lock = threading.Lock()  # held while a version is made
 
     @property
     def now(self) -> Version:
@@ -155,12 +153,12 @@ class StaleIndex:
         self,
         rows: Rows,  # (n,) distinct
         blocks: Iterable[Tensor],  # (m, d), n vectors in all, in the order of the rows
-        step: int = 0,  # the training step that they are of
+        step: int = 0,  # training step of the vectors
     ) -> ReindexReport:
-        """Make the next version and take it into use; a failure on the way leaves the old one.
+        """Make the next version and use it from then on; after an error the old version stays.
 
-        Cost: a copy of the vectors, and the building of the index; the kind that "auto" chose first is built from then
-        on. Raises BadInput for vectors that do not fit the rows, NaN or infinity, Closed once closed.
+        Cost: copies the vectors and builds the index, later ones of the kind that "auto" chose first. Raises BadInput
+        for vectors that do not fit the rows, NaN or infinity; Closed once closed.
         """
         with self._lock:
             start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
@@ -168,18 +166,18 @@ class StaleIndex:
             index = None
             if vectors is not None and not isinstance(vectors, Tensor) and len(rows) >= FEWEST and self._kind != "flat":
                 index, report = build(vectors, self._metric, Target(self._target, TUNED_FOR, kind=self._kind))
-                self._kind = self._kind if index is None else report["kind"]  # so few are compared as fast as found
+                self._kind = self._kind if index is None else report["kind"]  # None: comparing all is as fast
             self._require_open()
             number, seconds = before.number + 1, time.perf_counter() - start
             self._now = Version(number, rows, vectors, index, self._metric, seconds, step)
             return ReindexReport(number, len(rows), step, seconds)
 
     def close(self) -> None:
-        """Release the vectors; a replacement under way ends with Closed. Safe to call twice."""
+        """Release the vectors; a `replace` that is running raises Closed. Safe to call twice."""
         self._closed, self._now = True, NOTHING
 
     def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | Tensor | None:
-        """The vectors as columns, where the first of them lie; None where there are none."""
+        """Collect the vectors on the device of the first block; None if there are none."""
         column, done, dtype = torch.empty(0, 0), 0, getattr(torch, self.dtype)
         for block in blocks:
             self._require_open()
@@ -189,13 +187,13 @@ class StaleIndex:
                 raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one for each")
             if not column.numel():
                 column = torch.empty(count, block.shape[1], dtype=dtype, device=block.device)
-            part, vectors = column[done : done + len(block)], block.detach()
+            target, vectors = column[done : done + len(block)], block.detach()
             if column.device.type == "cpu":
                 vectors = torch.from_numpy(check.matrix(vectors, "vectors", column.shape[1], np.dtype(self.dtype)))
                 check.filled(vectors.numpy(), "vectors", len(block))
-            part.copy_(vectors)
-            if column.device.type != "cpu" and not bool(part.isfinite().all()):
-                raise BadInput(f"vectors hold NaN or infinity in {dtype}; repair them or what made them")
+            target.copy_(vectors)
+            if column.device.type != "cpu" and not bool(target.isfinite().all()):
+                raise BadInput(f"vectors hold NaN or infinity in {dtype}; repair them or their encoder")
             done += len(block)
         if done < count:
             raise BadInput(f"there are {count} rows but only {done} vectors; give one for each")
@@ -207,14 +205,14 @@ class StaleIndex:
         if self._closed:
             raise Closed("this stale index was closed; make another")
 
-    def anew(self) -> StaleIndex:
-        """Another of the same kind, without vectors."""
+    def emptied(self) -> StaleIndex:
+        """Return a stale index with these settings, without vectors."""
         return StaleIndex(self._metric, self._target, self._kind, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleIndex:
-        twin = self.anew()
-        twin._now, twin._closed = self._now, self._closed
-        return twin
+        copy = self.emptied()
+        copy._now, copy._closed = self._now, self._closed
+        return copy
 
     def __reduce__(self) -> tuple[type[StaleIndex], tuple[Any, ...]]:
         return StaleIndex, (self._metric, self._target, self._kind, self.dtype)

@@ -1,4 +1,4 @@
-"""Targets of losses: the records that each query shall find or avoid, class labels, tensors."""
+"""Check the targets of losses: records that each query should find, hard negatives, class labels, tensors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from softdb.typing import Vectors
 
 Rows = NDArray[np.int64]
 Records: TypeAlias = Verbs | View | Memory
-"""What a loss asks: a database or a cluster of them, or the records of one under a trained encoder or as parameters."""
+"""Sources of a loss: a database, a cluster, a View or a Memory."""
 
 
 class Positives(NamedTuple):
-    """A request, the records that it may see, and which of them each query shall find."""
+    """A request, its source, and the positions of each query's positives."""
 
     request: Request
     source: Source
-    positions: Rows  # (q, m) each query's own, no two the same, -1 = none
+    positions: Rows  # (q, m) positives of each query, without duplicates, -1 = none
 
     def scored(self, positions: Rows) -> tuple[Rows, Tensor]:  # (q, k), -1 = none -> (q, k), (q, k)
-        """Some records in the order of the source, and their scores, -inf for none."""
+        """Return the positions in the order of the source, and their scores, -inf for none."""
         return self.source.scored(self.request, positions)[:2]
 
     def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
-        """Records that each query shall find."""
-        found: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
-        return found
+        """Mask of the positions that are positives of their query."""
+        mask: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
+        return mask
 
 
-def asked(
+def positives_of(
     db: Records,
     queries: Vectors,
     positives: Any,
@@ -54,12 +54,12 @@ def asked(
     tolerance: check.Tolerance | None = None,
     generator: torch.Generator | None = None,
 ) -> Positives:
-    """Checked request of a loss over positives; one look into the catalogue for all ids.
+    """Check the arguments of a loss over positives. All ids are looked up in one catalogue query.
 
-    Raises UnknownId for a positive that is not stored; BadInput for a query without one, one outside `where`, or
-    another number of them than of queries; StaleRead for one that is being replaced at this moment.
+    Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside
+    `where`, or if positives and queries differ in number; StaleRead for a positive that is replaced during the call.
     """
-    whose = handle(db)
+    verbs = handle(db)
     heat = 1.0 if temperature is None else temperature
     source: Source
     if isinstance(db, Verbs):
@@ -71,78 +71,78 @@ def asked(
         refuse(db, {"rtol": tolerance, "score": score, "where": where})
         request, source = db.request(queries, temperature)
     lists = listed(positives, len(request.queries))
-    names = [name for mine in lists for name in mine]
+    names = [name for ids in lists for name in ids]
     source = source.whole()
-    found = source.positions(whose.core.located(names, required=True)) if names else np.zeros(0, np.int64)
-    if (gone := found < 0).any():
+    located = source.positions(verbs.core.located(names, required=True)) if names else np.zeros(0, np.int64)
+    if (gone := located < 0).any():
         advice = "reload() the memory" if isinstance(db, Memory) else "call again"
         raise StaleRead(f"positive {shown(names[int(gone.argmax())])} was replaced during the call; {advice}")
     if where is not None:
         allowed = request.allowed
-        outside = whose.core.located(names, where) < 0 if allowed is None else ~allowed[found]
+        outside = verbs.core.located(names, where) < 0 if allowed is None else ~allowed[located]
         if outside.any():
             raise BadInput(
                 f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
                 "filter; every positive must match where=, or the loss compares with records that cannot win"
             )
-    return Positives(request, source, check.padded(found, list(map(len, lists))))
+    return Positives(request, source, check.padded(located, list(map(len, lists))))
 
 
-def refuse(db: Records, words: dict[str, Any]) -> None:
-    """Raises BadInput naming the arguments that a View or a Memory does not take."""
-    given = [name for name, value in words.items() if value is not None]
-    if given:
-        raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(given)}; leave it out, or ask the database")
+def refuse(db: Records, options: dict[str, Any]) -> None:
+    """Raise BadInput if an option is set that a View or a Memory does not take."""
+    names = [name for name, value in options.items() if value is not None]
+    if names:
+        raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(names)}; leave it out, or ask the database")
 
 
 def database(db: object) -> SoftDB:
-    """As `handle`, where all records must be in one place: BadInput for a cluster."""
-    found = handle(db)
-    if not isinstance(found, SoftDB):
+    """Return the open database, also of a View or a Memory. Raises BadInput for anything else, such as a cluster."""
+    verbs = handle(db)
+    if not isinstance(verbs, SoftDB):
         raise BadInput(
             f"db is {shown(db)}; this needs every record in one place: give one database, as snapshot() makes"
         )
-    return found
+    return verbs
 
 
 def handle(db: object) -> Verbs:
-    """The open database or cluster, also behind a View or a Memory. Raises BadInput for something else, and Closed."""
-    found = db.db if isinstance(db, View | Memory) else db
-    if not isinstance(found, Verbs):
+    """Return the open database or cluster, also of a View or a Memory. Raises BadInput for anything else; Closed."""
+    verbs = db.db if isinstance(db, View | Memory) else db
+    if not isinstance(verbs, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-    found.core.require_open()
-    return found
+    verbs.core.require_open()
+    return verbs
 
 
 def listed(positives: Any, queries: int) -> list[list[Id]]:
-    """The ids of each query, each once, of one id or a list of ids for each. Raises BadInput where one has none."""
-    lists = [_several(one) for one in _several(positives)]
+    """Return the distinct ids of each query, from an id or a list of ids for each. Raises BadInput if one has none."""
+    lists = [_items(query) for query in _items(positives)]
     if len(lists) != queries:
         raise BadInput(
             f"positives are {len(lists)} for {queries} queries; give one id, or one list of ids, for each query"
         )
-    for i, mine in enumerate(lists):
-        if not mine:
+    for i, ids in enumerate(lists):
+        if not ids:
             raise BadInput(f"query {i} has no positives; give each query at least one id, or leave the query out")
-    names = iter(check.identifiers([name for mine in lists for name in mine], unique=False))
-    return [list(dict.fromkeys(itertools.islice(names, len(mine)))) for mine in lists]
+    names = iter(check.identifiers([name for ids in lists for name in ids], unique=False))
+    return [list(dict.fromkeys(itertools.islice(names, len(ids)))) for ids in lists]
 
 
-def _several(value: Any) -> list[Any]:
-    """One id alone, or several of them, as a list."""
+def _items(value: Any) -> list[Any]:
+    """Return the items of an iterable, or a single id, as a list."""
     if isinstance(value, np.ndarray | Tensor):
         value = (check.dense(value, "positives") if isinstance(value, Tensor) else value).tolist()
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
 
 
 def live(positions: Rows, like: Tensor) -> Tensor:
-    """Mask of records, on the device of another tensor."""
+    """Mask of the positions that name a record, on the device of another tensor."""
     return torch.from_numpy(positions >= 0).to(like.device)
 
 
-def mined(ask: Positives, count: int, skip: int, pool: int, generator: torch.Generator | None) -> Rows:
-    """Hard negatives (q, ≤ count), -1 = none: of the `pool` nearest that are no positives, after the first `skip`."""
-    request, source, positions = ask
+def mined(targets: Positives, count: int, skip: int, pool: int, generator: torch.Generator | None) -> Rows:
+    """Return hard negatives (q, ≤ count), -1 = none, from the `pool` nearest non-positives after the first `skip`."""
+    request, source, positions = targets
     if not count:
         return np.full((len(positions), 0), -1, np.int64)
     width = skip + pool + positions.shape[1]
@@ -156,13 +156,13 @@ def mined(ask: Positives, count: int, skip: int, pool: int, generator: torch.Gen
     return np.take_along_axis(nearest, first, 1)
 
 
-def without(found: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
-    """Candidates, -1 where one is among the positions of its query."""
-    return np.where((found[:, :, None] == positions[:, None, :]).any(2), -1, found)
+def without(candidates: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
+    """Replace candidates that are among the positions of their query by -1."""
+    return np.where((candidates[:, :, None] == positions[:, None, :]).any(2), -1, candidates)
 
 
 def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
-    """Labels (q,), 0 to classes - 1. Raises BadInput for others."""
+    """Return the labels (q,). Raises BadInput unless they are integers from 0 to classes - 1."""
     expected = f"expected (q,) whole numbers, 0 to {classes - 1}"
     try:
         labels = check.dense(value, "labels") if isinstance(value, Tensor) else torch.as_tensor(value)
@@ -179,7 +179,7 @@ def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
 
 
 def require_shape(tensor: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Raises BadInput where something is no floating tensor of that shape: another one would broadcast."""
+    """Raise BadInput unless the value is a floating tensor of exactly that shape: another shape would broadcast."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise BadInput(f"{name} are {shown(tensor)}; expected a floating tensor {shape}")
     if tuple(check.dense(tensor, name).shape) != shape:

@@ -1,4 +1,4 @@
-"""Accuracy of the gradients of a truncated or estimated soft query: measured on a sample, while training goes on."""
+"""Measure the gradients of truncated and estimated soft queries against exact ones, on a sample during training."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from softdb.nn.targets import database, require_shape
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
-AGAIN = 3  # estimates that a standard error is taken from, besides the one that is judged
+REPEATS = 3  # further estimates with other draws, for the standard error
 
 
 class GradientReport(NamedTuple):
-    """Errors of a soft query beside the exact one, one entry a query."""
+    """Errors of soft queries against exact ones; one number for each query."""
 
-    mass: Tensor  # (q,) share of the exact weight that its candidates hold; 1 where exact
-    effective: Tensor  # (q,) exp(entropy) of the exact weights: among how many equal records they are as spread out
-    cosine: Tensor  # (q,) between its gradient to the query and the exact one; NaN where one of them is 0
+    mass: Tensor  # (q,) share of the exact weights that the candidates have; 1 if exact
+    effective: Tensor  # (q,) exp(entropy) of the exact weights: the number of equal weights with that entropy
+    cosine: Tensor  # (q,) between the gradient to the query and the exact gradient; NaN if either is 0
     gradient_error: Tensor  # (q,) ‖ĝ - g‖ / ‖g‖
-    gradient_stderr: Tensor  # (q,) standard error of ĝ over other draws, relative to ‖g‖; 0 where nothing is drawn
+    gradient_stderr: Tensor  # (q,) standard error of ĝ over other draws, relative to ‖g‖; 0 without draws
     output_error: Tensor  # (q,) ‖ô - o‖ / ‖o‖
 
     def means(self) -> dict[str, float]:
-        """The mean of each over the queries, NaN left out."""
+        """Return the mean of each field over the queries, without NaN."""
         return {name: float(column.nanmean()) for name, column in self._asdict().items()}
 
 
@@ -51,19 +51,20 @@ def gradient_report(
     where: dict[str, Any] | None = None,
     upstream: Tensor | None = None,  # (q, v)
 ) -> GradientReport:
-    """Compare a soft query that training would use, and its gradient, with the exact one over every record.
+    """Compare a soft query, truncated or estimated as in training, and its gradient with the exact ones.
 
-    With u the upstream gradient of the output o: g = ∂(u·o)/∂q, exact, and ĝ the same of the answer with `k=` or to
-    `rtol=`. The error of a truncated gradient does not average out over steps, as the noise of an estimate does; how
-    large that noise is, `gradient_stderr` tells, from AGAIN further estimates by other draws. Cost: the query itself,
-    those, three passes over the records and a search. No `.grad` and no random numbers of torch change.
+    With u the upstream gradient of the output o: g = ∂(u·o)/∂q is the exact gradient, and ĝ that of the answer with
+    `k=` or `rtol=`. The error of a truncated gradient does not average out over steps; the noise of an estimate does.
+    `gradient_stderr` measures that noise by 3 further estimates. Cost: the query itself, the further estimates, three
+    passes over the records and a search. No `.grad` and no random numbers of torch change.
 
     Args:
         db: the database.
-        queries: (q, d) as training asks them; their graph is not used.
-        temperature, score, k, rtol, atol, max_draws, where: as `attend` is asked in training.
-        generator: of the estimate's draws; give one of its own, or training's draws change. None: the same every time.
-        upstream: the gradient of the loss in the output, as training has it; None: the same random directions always.
+        queries: (q, d) as in training; their graph is not used.
+        temperature, score, k, rtol, atol, max_draws, where: arguments of `attend`, as in training.
+        generator: random numbers of the estimates. Do not share it with training, whose draws would change. None: the
+            same draws every time.
+        upstream: (q, v) gradient of the training loss to the output; None: fixed random directions.
 
     Raises BadInput as `attend`, and for an upstream of another shape than the output.
 
@@ -75,55 +76,56 @@ def gradient_report(
     [1.0, 1.0, 1.0]
     """
     request, source = database(db).core.request(queries, temperature, score, where=where)
-    asked = request.queries.detach()
-    shape = (len(asked), source.width)
+    vectors = request.queries.detach()
+    shape = (len(vectors), source.width)
     if upstream is None:
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         upstream = upstream / torch.linalg.vector_norm(upstream, dim=1, keepdim=True)
     require_shape(upstream, "upstream", shape)
-    same: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
-    how = {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws, "generator": generator}
-    exact, true = _differentiated(db, asked, upstream, same)
-    used, found = _differentiated(db, asked, upstream, same | how)
+    options: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
+    exact, true = _differentiated(db, vectors, upstream, options)
+    options |= {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws}
+    used, gradient = _differentiated(db, vectors, upstream, options | {"generator": generator})
     stderr = torch.zeros_like(exact.lse)
     if rtol is not None:
-        seeds = torch.randint(1, 1 << 40, (AGAIN,), generator=generator or torch.Generator().manual_seed(1)).tolist()
-        others = [how | {"generator": torch.Generator().manual_seed(seed)} for seed in seeds]
-        drawn = torch.stack([found, *(_differentiated(db, asked, upstream, same | other)[1] for other in others)])
-        stderr = drawn.var(0).sum(1).sqrt() / torch.linalg.vector_norm(true, dim=1)
+        seeds = torch.randint(1, 1 << 40, (REPEATS,), generator=generator or torch.Generator().manual_seed(1)).tolist()
+        others = [options | {"generator": torch.Generator().manual_seed(seed)} for seed in seeds]
+        repeated = torch.stack([gradient, *(_differentiated(db, vectors, upstream, other)[1] for other in others)])
+        stderr = repeated.var(0).sum(1).sqrt() / torch.linalg.vector_norm(true, dim=1)
     with torch.no_grad():
         mass = torch.ones_like(exact.lse)
         if used.hits is not None:
             positions = source.columns.positions(used.hits.rows.cpu().numpy())
             scores = source.scored(request.detached, positions).scores
-            held = (scores / request.temperature - exact.lse.unsqueeze(1)).exp().sum(1).clamp(max=1)
-            mass = torch.where(used.exact, mass, held)
-        effective = mass.new_tensor([one.effective for one in exact.explain(1)])
-        both = torch.linalg.vector_norm(true, dim=1) * torch.linalg.vector_norm(found, dim=1)
-        cosine = ((true * found).sum(1) / both).clamp(-1, 1)
-        return GradientReport(mass, effective, cosine, _error(found, true), stderr, _error(used.output, exact.output))
+            candidate_mass = (scores / request.temperature - exact.lse.unsqueeze(1)).exp().sum(1).clamp(max=1)
+            mass = torch.where(used.exact, mass, candidate_mass)
+        effective = mass.new_tensor([explanation.effective for explanation in exact.explain(1)])
+        norms = torch.linalg.vector_norm(true, dim=1) * torch.linalg.vector_norm(gradient, dim=1)
+        cosine = ((true * gradient).sum(1) / norms).clamp(-1, 1)
+        output_error = _relative_error(used.output, exact.output)
+        return GradientReport(mass, effective, cosine, _relative_error(gradient, true), stderr, output_error)
 
 
 class Telemetry:
-    """Measures the soft queries of a training loop on every so many steps, and keeps what it found.
+    """Measures the soft queries of a training loop every `every` steps, and keeps a history.
 
         telemetry = Telemetry(every=100)
         for batch in batches:
             queries = encoder(batch)
-            telemetry(db, queries, temperature=0.05, k=100)  # as the loss asks
+            telemetry(db, queries, temperature=0.05, k=100)  # as in the loss
             ...
         telemetry.history[-1]["cosine"]
 
-    It draws its own random numbers: training goes on to the bit as without it. A measured step costs what
-    `gradient_report` does of `sample` queries, another one nothing.
+    It has its own random numbers, so training stays the same to the bit. A measured step costs a `gradient_report` of
+    `sample` queries, other steps nothing.
 
     Args:
-        every: measures the first of so many steps.
-        sample: how many queries of the batch, drawn at random.
+        every: number of steps from one measurement to the next; the first step is measured.
+        sample: number of queries of the batch to measure, drawn at random.
         seed: of its random numbers.
     """
 
-    history: list[dict[str, float]]  # step, seconds, queries, and the means of GradientReport; one a measurement
+    history: list[dict[str, float]]  # of each measurement: step, seconds, queries, and the means of GradientReport
 
     def __init__(self, every: int = 100, sample: int = 32, seed: int = 0) -> None:
         self.every = check.integer(every, "every")
@@ -140,7 +142,7 @@ class Telemetry:
         upstream: Tensor | None = None,  # (q, v)
         **words: Any,
     ) -> GradientReport | None:
-        """Count a step; measure it where its turn has come, else None. `words` as `gradient_report` takes them."""
+        """Count a step; every `every` steps measure and return a report, else None. `words`: see `gradient_report`."""
         step, self.steps = self.steps, self.steps + 1
         if step % self.every:
             return None
@@ -149,9 +151,9 @@ class Telemetry:
             raise BadInput(f"queries have {came}; expected the batch of this step, (q, d)")
         start = time.perf_counter()
         chosen = torch.randperm(len(queries), generator=self._generator)[: self.sample].to(queries.device)
-        mine = None if upstream is None else upstream.to(queries.device)[chosen]
+        upstream = None if upstream is None else upstream.to(queries.device)[chosen]
         words = {"generator": self._generator, **words}
-        report = gradient_report(db, queries.detach()[chosen], upstream=mine, **words)
+        report = gradient_report(db, queries.detach()[chosen], upstream=upstream, **words)
         seconds = time.perf_counter() - start
         self.history.append({"step": step, "seconds": seconds, "queries": len(chosen), **report.means()})
         return report
@@ -162,16 +164,16 @@ def _differentiated(
     db: SoftDB,
     queries: Tensor,  # (q, d)
     upstream: Tensor,  # (q, v)
-    words: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Pooled, Tensor]:  # and (q, d)
-    """The answer, and the gradient of u·o to the queries."""
+    """Return the answer, and the gradient of u·o to the queries."""
     leaf = queries.clone().requires_grad_()
-    pooled = db.attend(leaf, **words)
+    pooled = db.attend(leaf, **options)
     return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
 
 
-def _error(found: Tensor, true: Tensor) -> Tensor:  # (q, *), (q, *) -> (q,)
-    """‖found - true‖ / ‖true‖; 0 where both are alike."""
-    off: Tensor = torch.linalg.vector_norm(found - true, dim=1)
-    relative: Tensor = off / torch.linalg.vector_norm(true, dim=1)
-    return relative.masked_fill(off == 0, 0)
+def _relative_error(estimate: Tensor, true: Tensor) -> Tensor:  # (q, *), (q, *) -> (q,)
+    """Return ‖estimate - true‖ / ‖true‖; 0 where both are equal."""
+    error: Tensor = torch.linalg.vector_norm(estimate - true, dim=1)
+    relative: Tensor = error / torch.linalg.vector_norm(true, dim=1)
+    return relative.masked_fill(error == 0, 0)

@@ -1,4 +1,4 @@
-"""A database seen through an encoder of its keys that is being trained."""
+"""View of a database through an encoder of its keys, to train the encoder."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ from softdb.reports import ReindexReport, ViewReport
 from softdb.scoring import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Numbers, Vectors
 
-ASKED = 256  # of the last queries, kept to measure recall with
+RECENT_QUERIES = 256  # last queries kept, to measure recall
 
 
 class View(Reindexed):
-    """A database whose keys are f(k), f an encoder that is trained: finding by f as it was, scores by f as it is.
+    """A database whose keys are f(k), f an encoder in training: candidates by an earlier f, scores by the current f.
 
         s_i = s(q, f(k_i)),  w = softmax(s / T),  output = Σ w_i v_i,  lse = log Σ exp(s_i / T)
 
-    Candidates come from a stale index: all f(k_i) as of some training step, in memory. `overfetch` times as many as
-    asked for are taken, encoded anew, and scored; the best k by these scores are pooled, with gradient to the queries
-    and to the encoder. So an old index costs recall, never a wrong score or a lost gradient. `reindex` says when it is
-    made anew (as ATLAS, Izacard et al. 2022, section 2.4); call `step()` after each optimizer.step(). Records inserted
-    since are encoded and compared each time until the next reindexing; deleted ones never come back.
+    Candidates come from a stale index, which holds all f(k_i) of some training step in memory. `overfetch` k candidates
+    are encoded again and scored; the best k by these scores are pooled, with gradient to the queries and the encoder.
+    So a stale index costs recall, but no score or gradient is wrong. `reindex` says when to renew it (as ATLAS, Izacard
+    et al. 2022, section 2.4); call `step()` after each optimizer.step(). Records inserted since the last reindexing are
+    encoded and compared with each query; deleted records are not found.
 
-    A linear encoder of a dot product needs no view, see `softdb.nn.Attention`; under the cosine or L2 it is the
-    simplest one: nn.View(db, torch.nn.Linear(d, d), metric="cosine").
+    A linear encoder with the dot product needs no view, see `softdb.nn.Attention`. For the cosine or L2 use
+    nn.View(db, torch.nn.Linear(d, d), metric="cosine").
 
-    The values pooled are the stored ones or the labels; where the key serves as the value, f(k). Candidates are chosen
-    with the encoder in eval mode; scores that carry the gradient are of its current mode. Threads run the encoder of a
-    view one at a time; who calls it directly meanwhile may meet it in eval mode. Autocast reaches the encoder alone:
-    scores and pooling are in the queries' precision. The encoder is a submodule; the handle and the stale index are not
-    in the state_dict; copies share the handle; loading a state_dict, a pickle, or a move to another device makes the
-    index anew when it is next needed. Encodings made on a GPU stay there, n d' numbers, and all of them are compared.
-    Answers lie where the queries do. Nothing is written: the database may be open for reading only.
+    Pools the stored values or labels; where the key serves as value, f(k). Candidates are chosen with the encoder in
+    eval mode; scores with gradient use its current mode. Threads take turns with the encoder of a view; a direct call
+    of the encoder at the same time may meet it in eval mode. Autocast affects only the encoder: scores and pooling have
+    the precision of the queries. The encoder is a submodule. The handle and the stale index are not in the state_dict;
+    copies share the handle. Loading a state_dict or a pickle, or moving to another device, invalidates the index, which
+    is then rebuilt when it is needed. Encodings made on a GPU stay there, n d' numbers, and all are compared. Answers
+    are on the device of the queries. Nothing is written: the database may be open for reading only.
 
-    Cost: reindexing is n records through the encoder and an index of them, n d' numbers in memory; `attend(k=)` is a
-    search, up to q overfetch k records through the encoder, and q k of them again with gradient.
+    Cost: reindexing encodes and indexes n records, n d' numbers in memory; `attend(k=)` is a search, then encodes up to
+    q overfetch k records, and q k of them again with gradient.
 
     Args:
         db: the database.
-        encoder: an nn.Module, or a callable, (m, d) stored keys -> (m, d'), or m texts -> (m, d'). Row by row: a
-            record's vector must not depend on the others beside it.
-        texts: whether the encoder is given the records' texts in the place of their keys.
-        field: where these are, as `SoftDB.reembed` takes it.
+        encoder: an nn.Module, or a callable, (m, d) stored keys -> (m, d'), or m texts -> (m, d'). A record's vector
+            must not depend on the other records of the batch.
+        texts: True: encode the records' texts; False: their keys.
+        field: of the texts, see `SoftDB.reembed`.
         metric: "dot", "cosine" or "l2" between queries and f(k); None: the database's.
-        dim: d', checked against what the encoder gives to zeros; None: that.
+        dim: d', to be checked against the encoder's output; None: the width of that output.
         reindex: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`.
-        overfetch: how many times k candidates are re-scored.
-        recall: the share of the true nearest that the index of the stale index shall find in it.
+        overfetch: candidates scored for each of the k.
+        recall: share of the true nearest among the indexed vectors that the index is tuned to find.
         batch_size: records encoded at once.
-        max_age: training steps after which `attend(k=)` and `search` refuse an older one with StaleRead.
-        index: of what kind, see `SoftDB.build_index`; "ivf" is built faster than "auto".
+        max_age: training steps after which `attend(k=)` and `search` refuse a stale index with StaleRead.
+        index: kind of index, see `SoftDB.build_index`; "ivf" is built faster than "auto".
 
-    Raises BadInput for what does not fit.
+    Raises BadInput for arguments that do not fit the database or each other.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, num_classes=2)
@@ -126,7 +126,7 @@ class View(Reindexed):
         """The database."""
         return self._handle.db
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @untraced
     def attend(
@@ -140,32 +140,32 @@ class View(Reindexed):
         max_draws: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Pooled:
-        """The soft query, over the k best of the candidates, or over every record: exactly, or by some that are drawn.
+        """Answer the soft query: over the k best candidates, by `max_draws` drawn records, or exactly over all records.
 
-        With `max_draws` the codes of the stale index draw about so many records a query, which are encoded anew and
-        count by the inverse of their probabilities: Σ e^s, Σ e^s v and their gradients are unbiased however stale it
-        is, but scatter the more. `stderr` is what the draws show, `bar` is NaN: a record that has come near since and
-        was not drawn shows nowhere. Exact where that encodes no more records, and without codes (below 10,000
-        records, kind "flat", on a GPU).
+        With `max_draws` the codes of the stale index draw about that many records for each query. They are encoded and
+        weighted by their inverse probabilities, so Σ e^s, Σ e^s v and their gradients are unbiased however stale the
+        index is; a staler index adds variance. `stderr` is estimated from the draws. `bar` is NaN, as the codes bound
+        no error: a record that is near only since training moved it may never be drawn. Exact if that encodes no more
+        records, and without codes (below 10,000 records, kind "flat", on a GPU).
 
-        Else every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n encodings,
-        memory for the activations of one block and, with a gradient, q v numbers a block. With k `missed_mass` is NaN,
-        unknown. A kernel's weights are its plain normalisation, as with `SoftDB.attend`.
+        Without k and max_draws every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and
+        n encodings, memory for the activations of one block and, with a gradient, q v numbers for each block. With k
+        `missed_mass` is NaN, unknown. A kernel has its plain normalisation, as in `SoftDB.attend`.
 
         Args:
             queries: numbers as wide as f(k), or a tensor with its graph.
             temperature: divides the scores.
-            k: how many; the `finder` of the answer is "stale index".
+            k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: that of
-                the metric; one that ranks otherwise is compared with every record, "scan".
+                the metric. A score that ranks otherwise is computed for every record (finder "scan").
             where: a filter on the payload.
-            max_draws: how many records to draw for a query.
-            generator: draws anew with each call, as training wants; None: the same draw every time.
+            max_draws: number of records to draw for each query.
+            generator: random numbers of the draws, new with each call; pass one in training. None: the same every time.
 
         Raises:
-            BadInput: arguments, or what the encoder returned, cannot be used; the message names the record.
+            BadInput: arguments, or the encoder's output, cannot be used; the message names the record.
             StaleRead: the stale index is older than `max_age`; or, by `explain()` of an answer over every record, the
-                parameters were changed since.
+                encoder was changed since.
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
@@ -187,26 +187,26 @@ class View(Reindexed):
         where: dict[str, Any] | None = None,
         exact: bool = False,
     ) -> Hits:
-        """The k best of the candidates by f(k) as it is, best first; `exact` compares every record.
+        """Return the k best candidates by the current f(k), best first; `exact` compares every record.
 
         Scores carry the gradient to queries and encoder. Raises as `attend`.
         """
         k = check.integer(k, "k")
         request, source = self.request(queries, k=k, where=where, exact=exact)
         with check.precise():
-            found = source.scored(request, source.find(request).positions)
-        rows = torch.from_numpy(source.rows(found.positions)).to(found.scores.device)
-        return Hits(rows, found.scores, source.resolve)
+            scored = source.scored(request, source.find(request).positions)
+        rows = torch.from_numpy(source.rows(scored.positions)).to(scored.scores.device)
+        return Hits(rows, scored.scores, source.resolve)
 
     def indexed_nearest(self, queries: Numbers, k: int = 10) -> Tensor:  # (q, d') -> (q, k) rows
-        """The k nearest by the vectors as they were indexed, all of them compared; -1 = none. Encodes nothing.
+        """Return the k nearest by the indexed vectors, all of which are compared; -1 = none. Encodes nothing.
 
-        After `reindex()` that is exact search by f(k) as it is. Cost: q n d'. Raises as `attend`.
+        After `reindex()` this is exact search by the current f(k). Cost: q n d'. Raises as `attend`.
         """
         version, snapshot = self._current(self._encoding(), stale=True), self.db.core.view()[0]
-        asked = check.queries(queries, self.dim, None, "the encoded keys of this view are compared with queries")
+        vectors = check.queries(queries, self.dim, None, "the encoded keys of this view are compared with queries")
         with check.precise():
-            rows = replace(version, index=None).find(asked.detach(), check.integer(k, "k"), version.alive(snapshot))
+            rows = replace(version, index=None).find(vectors.detach(), check.integer(k, "k"), version.alive(snapshot))
         return torch.from_numpy(rows)
 
     def request(
@@ -221,27 +221,27 @@ class View(Reindexed):
         tolerance: check.Tolerance | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Request, Encoded]:
-        """Return a checked request and the encoded records; `exact`: k are found by comparing every record."""
+        """Return a checked request and the encoded records as its source; `exact` finds by comparing every record."""
         self.db.core.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
-        encoding = self._encoding()  # under the caller's autocast; all else is as precise as the queries
+        encoding = self._encoding()  # outside `precise`: keeps the caller's autocast
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
-            asked = check.queries(queries, query_width(score, self.dim), None, taker)
-            request = Request.of(asked, score, None, check.temperature(temperature))
+            vectors = check.queries(queries, query_width(score, self.dim), None, taker)
+            request = Request.of(vectors, score, None, check.temperature(temperature))
             folded = request.detached.folded
-            served = (
+            indexable = (
                 (k is not None or tolerance is not None)
                 and not exact
                 and folded is not None
                 and folded.metric is self.metric
             )
-            version = self._current(encoding) if served else None
-            snapshot, allowed = self.db.core.view(where)  # after the version: no row of that is younger
+            version = self._current(encoding) if indexable else None
+            snapshot, allowed = self.db.core.view(where)  # after the version, so the snapshot has all of its rows
         if version is not None and request.score is score_of(self.metric):
-            self._asked = asked.detach()[:ASKED].clone()
+            self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = Encoded(
             snapshot,
             self.db.core.schema,
@@ -263,16 +263,17 @@ class View(Reindexed):
 
     def _work(self, background: bool) -> Work:
         encoding = self._encoding()
-        if background:  # its lock is its own: training need not wait for a copy
+        if background:  # the copy has its own lock, so training need not wait for it
             encoding = replace(encoding, encoder=frozen_copy(self.encoder), lock=threading.RLock())
         return functools.partial(self._make, self._stale, encoding, self.steps)
 
     def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """The share of the k nearest by f as it is that are among the overfetch · k nearest of the stale index.
+        """Share of the k nearest by the current f that are among the overfetch · k nearest of the stale index.
 
-        Both among `sample` records of the stale index drawn at random, for the last queries asked (at first for encoded
-        records). Where these are fewer than all it is an estimate: k of them stand for k n / sample of all, of whom a
-        larger share is found, so take a small k. What the index itself misses is not in it. Cost: `sample` encodings.
+        Measured for the last queries (before any, for encoded records) among `sample` random records of the stale
+        index. A sample smaller than the database overestimates the recall: its k nearest correspond to the k n / sample
+        nearest of all n, which are easier to find. So choose a small k. Misses of the index itself do not count. Cost:
+        `sample` encodings.
         """
         encoding, snapshot = self._encoding(), self.db.core.view()[0]
         version = self._current(encoding, stale=True)
@@ -280,49 +281,49 @@ class View(Reindexed):
         places = np.flatnonzero(version.alive(snapshot))
         if sample < len(places) and sample < 2 * self.overfetch * k:
             raise BadInput(
-                f"sample is {sample} but overfetch · k is {self.overfetch * k}, most of that; sample at least "
-                f"{2 * self.overfetch * k} records, or ask for a smaller k"
+                f"sample is {sample} but overfetch · k is {self.overfetch * k}, most of the sample; sample at least "
+                f"{2 * self.overfetch * k} records, or pass a smaller k"
             )
         random = np.random.default_rng([version.number, self.steps])
         places = np.sort(random.choice(places, min(sample, len(places)), replace=False))
         if len(places) == 0:
             return 1.0
         rows, score = version.rows[places], score_of(self.metric)
-        fresh = encoding.found(snapshot.keys_at(snapshot.positions(rows)), rows)
-        asked = fresh[:ASKED] if self._asked is None else self._asked.to(fresh.device)
+        keys = encoding.evaluated(snapshot.keys_at(snapshot.positions(rows)), rows)
+        queries = keys[:RECENT_QUERIES] if self._last_queries is None else self._last_queries.to(keys.device)
         with torch.no_grad(), check.precise():
-            now = score(asked, fresh).topk(min(k, len(places))).indices
-            then = score(asked, version.vectors_at(places).to(fresh)).topk(min(self.overfetch * k, len(places))).indices
-        found = (now.unsqueeze(2) == then.unsqueeze(1)).any(2)
-        self._recall = float(found.double().mean())
+            true = score(queries, keys).topk(min(k, len(places))).indices
+            stale = score(queries, version.vectors_at(places).to(keys))
+            candidates = stale.topk(min(self.overfetch * k, len(places))).indices
+        self._recall = float((true.unsqueeze(2) == candidates.unsqueeze(1)).any(2).double().mean())
         return self._recall
 
     def report(self) -> ViewReport:
         """Return the age of the stale index and its cost."""
         self.db.core.require_open()
-        now, snapshot = self._stale.now, self.db.core.view()[0]
+        version, snapshot = self._stale.now, self.db.core.view()[0]
         return ViewReport(
-            now.number, len(now.rows), int(np.count_nonzero(unindexed(snapshot, now))), self.age, self._recall,
-            self.reindexing, self._reindexes, now.seconds, self._seconds,
+            version.number, len(version.rows), int(np.count_nonzero(unindexed(snapshot, version))), self.age,
+            self._recall, self.reindexing, self._reindexes, version.seconds, self._seconds,
         )  # fmt: skip
 
     # -- the stale index -----------------------------------------------------------------------------------------------
 
-    def _make(self, stale: StaleIndex, encoding: Encoding, step: int, say: Progress) -> ReindexReport:
-        """The next version of the stale index, of an encoder as it was at some step."""
+    def _make(self, stale: StaleIndex, encoding: Encoding, step: int, progress: Progress) -> ReindexReport:
+        """Make the next version of the stale index, by the encoder of a training step."""
         snapshot = self.db.core.view()[0]
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
 
         def block(low: int) -> Tensor:
-            say("encoding", low, len(rows))
-            mine = slice(low, low + self.batch_size)
-            return encoding.found(snapshot.keys_at(positions[mine]), rows[mine])
+            progress("encoding", low, len(rows))
+            batch = slice(low, low + self.batch_size)
+            return encoding.evaluated(snapshot.keys_at(positions[batch]), rows[batch])
 
         return self._counted(stale.replace(rows, map(block, range(0, len(rows), self.batch_size)), step))
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
-        """The version in use, made if there is none; StaleRead where it is too old, unless stale ones will do."""
+        """Return the version in use; make the first one. Raises StaleRead beyond max_age, unless `stale`."""
         if self._stale.now is NOTHING:
             with self._first:
                 if self._stale.now is NOTHING:
@@ -347,11 +348,11 @@ class View(Reindexed):
     __call__: Callable[..., Pooled]
 
     def forward(self, queries: Numbers, **words: Any) -> Pooled:
-        """As `attend`."""
+        """Answer the soft query; see `attend`."""
         return self.attend(queries, **words)
 
     def extra_repr(self) -> str:
-        """The database, the metric and the policy."""
+        """Return the database, the metric and the policy."""
         return f"{self.db!r}, dim={self.dim}, metric={self.metric.value!r}, reindex={self.policy!r}"
 
     def _apply(self, *args: Any, **kwargs: Any) -> View:
@@ -362,13 +363,13 @@ class View(Reindexed):
         return self
 
     def _start(self) -> None:
-        """Make the locks and the state that no copy takes along."""
+        """Make the locks and the state that copies do not share."""
         self._first, self._running = threading.Lock(), threading.RLock()
-        self._build, self._asked = None, None
+        self._build, self._last_queries = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_first", "_running", "_build", "_asked")
-        return {name: one for name, one in self.__dict__.items() if name not in mine}
+        own = ("_first", "_running", "_build", "_last_queries")
+        return {name: attribute for name, attribute in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -376,6 +377,6 @@ class View(Reindexed):
 
 
 def _outdated(view: View, keys: Any) -> None:
-    """Other parameters were loaded, or they were moved: the stale index is of none of them, or elsewhere."""
+    """Drop the stale index: the parameters were loaded or moved, so its vectors are of others or elsewhere."""
     view._stop("other parameters were loaded")
-    view._stale = view._stale.anew()
+    view._stale = view._stale.emptied()

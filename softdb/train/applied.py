@@ -1,4 +1,4 @@
-"""A trained encoder of the keys applied to the records, and the texts that come after."""
+"""Apply a trained encoder of keys to the records, and encode texts for such a database."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from softdb.reports import ReembedReport
 from softdb.train.keys import KeyEncoder
 from softdb.train.projection import QueryProjection
 
-AT_ONCE = 4096  # keys that are encoded and kept together
+BATCH_KEYS = 4096  # keys encoded and stored at once
 
 
 def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool | None = None) -> ReembedReport:
-    """Make every key k of a database f(k), f being the `keys` of a projection, in one commit; nothing else changes.
+    """Replace every key k of a database by f(k), f being the `keys` of a projection, in one commit.
 
-    As `SoftDB.reembed`, with all that it promises, but from the stored keys in place of texts: until the commit every
-    answer is by the old keys; where the process is killed, calling it again goes on where it stopped; where it has been
-    done, nothing happens. Queries are then asked through the projection. The index is dropped: build another.
+    Works like `SoftDB.reembed`, but from the stored keys instead of texts: until the commit every answer is by the old
+    keys; after a crash, call it again to continue; a second call does nothing. From then on project the queries. The
+    index is dropped: build another.
 
-    The database notes `projection.name` as its encoder, so that texts are embedded by no other one: with an encoder of
-    the old keys, open it with `TextTowers(projection, encoder)`.
+    The database stores `projection.name` as the name of its encoder, so that no other encoder embeds texts. To use the
+    encoder of the old keys, open the database with `TextTowers(projection, encoder)`.
 
-    Cost: n encodings, and those of `reembed`. Raises BadInput for a projection without `keys`, and one that was trained
-    for keys of another width or encoder; and what `reembed` raises.
+    Cost: n encodings, and that of `reembed`. Raises BadInput for a projection without `keys`, or trained for keys of
+    another width or encoder; and as `reembed`.
     """
     keys = _keys_of(projection)
     if db.encoder_name == projection.name:
@@ -43,16 +43,16 @@ def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool 
             f"the projection was trained for keys {projection.in_features} wide by {check.shown(trained_on)} but those "
             f"of this database are {db.dim} wide by {check.shown(db.encoder_name)}; use the one that was trained for it"
         )
-    return db.reembed(_OfKeys(keys, projection.name), field=_as_text, batch_size=AT_ONCE, progress=progress)
+    return db.reembed(_OfKeys(keys, projection.name), field=_as_text, batch_size=BATCH_KEYS, progress=progress)
 
 
 class TextTowers:
-    """An encoder of texts for a database whose keys a projection's `keys` have changed; give it to `softdb.open`.
+    """Encoder of texts for a database whose keys `apply` has changed; give it to `softdb.open`.
 
-    Texts of records become f(e(text)), texts that ask W e(text) + b, e being what encoded them before.
+    Texts of records become f(e(text)), texts of queries W e(text) + b, with e the encoder of the old keys.
 
     Args:
-        projection: as it was applied.
+        projection: the projection that was applied.
         encoder: e.
     """
 
@@ -62,39 +62,39 @@ class TextTowers:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:  # (n, d)
-        """The keys of n records."""
-        found: Tensor = self.keys(_floats(self.encoder(list(texts))))
-        return found
+        """Encode the texts of n records as keys."""
+        keys: Tensor = self.keys(_floats(self.encoder(list(texts))))
+        return keys
 
     @torch.no_grad()
     def encode_queries(self, texts: Sequence[str]) -> Tensor:  # (q, d)
-        """Vectors of q texts."""
-        asking = check.query_encoder(self.encoder) or self.encoder
-        found: Tensor = self.projection(_floats(asking(list(texts))))
-        return found
+        """Encode the texts of q queries."""
+        encoder = check.query_encoder(self.encoder) or self.encoder
+        queries: Tensor = self.projection(_floats(encoder(list(texts))))
+        return queries
 
 
 class _OfKeys:
-    """Keys, written as texts, by an encoder of keys."""
+    """Encoder of keys that are given as hexadecimal texts, since `reembed` encodes texts."""
 
     def __init__(self, keys: KeyEncoder, name: str) -> None:
         self.keys, self.name, self.dim = keys, name, keys.outer_bias.numel()
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:  # (n, d)
-        written = np.frombuffer(bytes.fromhex("".join(texts)), np.float32).reshape(len(texts), self.dim)
-        found: Tensor = self.keys(torch.from_numpy(written.copy()))
-        return found
+        stored = np.frombuffer(bytes.fromhex("".join(texts)), np.float32).reshape(len(texts), self.dim)
+        keys: Tensor = self.keys(torch.from_numpy(stored.copy()))
+        return keys
 
 
 def _as_text(record: Record) -> str | None:
-    """The key of a record, written as a text; None where it has none."""
+    """Return the key of a record as a hexadecimal text; None without a key."""
     return None if record.key is None else np.asarray(record.key, np.float32).tobytes().hex()
 
 
 def _keys_of(projection: QueryProjection) -> KeyEncoder:
     if not isinstance(projection, QueryProjection) or projection.keys is None:
-        raise BadInput("the projection has no encoder of keys: the records stay as they are; train with keys (--keys)")
+        raise BadInput("the projection has no encoder of keys; train with keys (--keys)")
     return projection.keys
 
 

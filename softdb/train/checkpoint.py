@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole, read back only into the run that they are of."""
+"""Write checkpoints of a training run atomically, and read them back only into the same run."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from softdb.train.held_out import Split
 from softdb.train.projection import packed, unpacked
 
 FORMAT = "softdb checkpoint 1"
-SAMPLE = 1024  # stored keys that tell one database from another
-COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # of an index that stays the same
-UNNAMED = {"pairs": ("others", "these"), "keys": ("others", "these"), "index": ("another", "this one")}
+SAMPLE = 1024  # stored keys that are compared
+COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # change while an index stays the same
+DIGESTS = {"pairs": "the pairs differ", "keys": "the keys differ", "index": "the index differs"}  # messages
 
 
 def identity(
     db: Verbs,
     queries: Tensor,  # (m, d)
     positives: list[list[Id]],  # m
-    parts: Split,
+    sides: Split,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that decides how a run goes on: its settings, the pairs, the database's state, with k or rtol its index.
+    """Return the facts that a resumed run must match: settings, pairs, the database, with k or rtol its index.
 
-    Stored keys are told by a digest of up to 1,024 of them, spread evenly, and by where the right records stand: a
-    database that differs in other keys alone, at the same generation, is not told apart.
+    Stored keys enter by a digest of up to 1,024 of them, spread evenly, and of the rows of the right records. So at the
+    same generation a difference in other keys alone is not noticed.
     """
     digest = hashlib.sha256(queries.detach().cpu().contiguous().numpy().tobytes())
     digest.update(json.dumps(positives).encode())
-    if settings["holdout"] is None:  # the caller said which are held out
-        digest.update(parts.train.numpy().tobytes())
+    if settings["holdout"] is None:  # the caller chose the held-out queries
+        digest.update(sides.train.numpy().tobytes())
     stats = db.stats()
     facts = {name: getattr(stats, name) for name in ("dim", "dtype", "metric", "generation", "records")}
-    found = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}
-    if settings.get("k") is not None or settings.get("rtol") is not None:  # else every record takes part, exactly
-        told = {} if stats.index is None else stats.index.asdict()
-        index = {name: fact for name, fact in told.items() if name not in COUNTERS}
-        found["index"] = json.dumps(index, sort_keys=True, default=str)
-    return found
+    run = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}
+    if settings.get("k") is not None or settings.get("rtol") is not None:  # else the index is not used
+        report = {} if stats.index is None else stats.index.asdict()
+        index = {name: fact for name, fact in report.items() if name not in COUNTERS}
+        run["index"] = json.dumps(index, sort_keys=True, default=str)
+    return run
 
 
 def _keys(db: Verbs, positives: list[list[Id]]) -> str:
-    """A digest of some of the stored keys, and of the rows of the right records."""
+    """Digest of a sample of the stored keys, and of the rows of the right records."""
     digest = hashlib.blake2b(db.core.sample_keys(SAMPLE).cpu().numpy().tobytes(), digest_size=16)
-    rows = db.core.located([one for mine in positives for one in mine])
-    digest.update((rows if isinstance(db, SoftDB) else rows >= 0).tobytes())  # a cluster's directories number anew
+    rows = db.core.located([name for ids in positives for name in ids])
+    digest.update((rows if isinstance(db, SoftDB) else rows >= 0).tobytes())  # rows of a cluster's shards may change
     return digest.hexdigest()
 
 
 def require_writable(path: Path) -> None:
-    """BadInput where `write_whole` could not write a file: found out before what is written takes long to make."""
+    """Raise BadInput if `write_whole` could not write the file. Call it before the work whose result is written."""
     if path.is_dir():
         raise BadInput(f"{path} is a folder; give a file")
     try:
@@ -69,38 +69,38 @@ def require_writable(path: Path) -> None:
 
 
 def may_write(path: Path | None, resume: bool, database: Path | None) -> None:
-    """BadInput where a checkpoint would be lost or cannot be written, or there is none to go on from."""
+    """Raise BadInput if a checkpoint would be overwritten, cannot be written, or is missing with `resume`."""
     if path is None:
         if resume:
-            raise BadInput("resume goes on from a checkpoint, but no checkpoint is named; give its file")
+            raise BadInput("resume is True, but no checkpoint is named; give its file")
         return
     if not path.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {path.parent} to write {path.name} into; make it first")
     if resume and not path.is_file():
         raise BadInput(f"there is no checkpoint {path} to resume; leave resume out to begin")
     if not resume and path.exists():
-        raise BadInput(f"{path} is there already; go on from it with resume, or remove it")
+        raise BadInput(f"{path} exists already; continue from it with resume, or remove it")
     if database is not None and database.resolve() in path.resolve().parents:
         raise BadInput(f"checkpoint {path} is inside the database {database}; give a file elsewhere")
     require_writable(path)
 
 
 def write(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write the state of a run in place of the one before; at any moment one of the two is there, whole."""
+    """Replace the checkpoint by the state of a run. A crash leaves the old or the new checkpoint, complete."""
     write_whole(path, packed({"format": FORMAT, "run": run, "state": state}))
 
 
 def read(path: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """The state of a run. Raises BadInput where the file is of another run, naming what differs."""
-    found = unpacked(path, "checkpoint")
-    theirs, state = found.get("run"), found.get("state")
-    if found.get("format") != FORMAT or not isinstance(theirs, dict) or not isinstance(state, dict):
+    """Return the state of a run. Raises BadInput if the file is of another run, and names the first difference."""
+    content = unpacked(path, "checkpoint")
+    saved, state = content.get("run"), content.get("state")
+    if content.get("format") != FORMAT or not isinstance(saved, dict) or not isinstance(state, dict):
         raise BadInput(f"{path} is not a checkpoint that softdb train wrote; give such a file")
-    for name, mine in run.items():
-        if theirs.get(name) != mine:
-            there, here = UNNAMED.get(name, (check.shown(theirs.get(name)), check.shown(mine)))
+    for name, fact in run.items():
+        if saved.get(name) != fact:
+            change = f"{name} was {check.shown(saved.get(name))} and is now {check.shown(fact)}"
             raise BadInput(
-                f"{path} is the checkpoint of another run: {name} {there} there, {here} here; give what it was begun "
-                "with, or begin anew with another checkpoint"
+                f"{path} is the checkpoint of another run: {DIGESTS.get(name, change)}; resume with its own "
+                "arguments and data, or begin anew with another checkpoint"
             )
     return dict(state)

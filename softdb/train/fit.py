@@ -27,7 +27,7 @@ from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
 from softdb.typing import Vectors
 
-MAX_LR = 1000.0  # Adam moves each number by about lr a step
+MAX_LR = 1000.0  # Adam moves each parameter by about lr a step
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
 Progress = Callable[[str, int, int], None]
@@ -35,7 +35,7 @@ Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 
 
 class Epoch(NamedTuple):
-    """One round over the training queries; the measures are of the queries that choose the epoch, None without them."""
+    """One round over the training queries. Measures are of the queries that choose the epoch; None without patience."""
 
     loss: float  # mean over the queries, each at its step
     recall_1: float | None
@@ -44,17 +44,17 @@ class Epoch(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """A trained projection and what it is worth on queries that it never saw. Prints as a table."""
+    """A trained projection and its measures on held-out queries. Prints as a table."""
 
     projection: QueryProjection  # of the best epoch
-    before: Ranking  # of the held-out queries as they are
-    after: Ranking  # of the same, projected
+    before: Ranking  # of the held-out queries, unprojected
+    after: Ranking  # of the held-out queries, projected
     history: list[Epoch]
-    best: int  # how many epochs the projection was trained
+    best: int  # number of epochs that the projection was trained
 
     @property
     def fell(self) -> list[str]:
-        """The measures that are lower after than before, of recall_1, recall_10 and mrr_100."""
+        """Names of the measures that are lower after than before, of recall_1, recall_10 and mrr_100."""
         return [name for name in MEASURES if getattr(self.after, name) < getattr(self.before, name)]
 
     def __str__(self) -> str:
@@ -67,16 +67,16 @@ class Fitted(NamedTuple):
 
 @dataclass
 class _Settings:
-    """Checked arguments of a training."""
+    """Checked arguments of `fit`."""
 
     temperature: float
     k: int | None
     rtol: float | None
     bias: bool
-    hidden: int | None  # the width inside the encoder of keys; None: the keys stay
+    hidden: int | None  # width of the hidden layer of the encoder of keys; None: keys are not trained
     batch_size: int
     lr: float
-    holdout: Any  # a share; None: the caller says which
+    holdout: Any  # a share; None: the caller chose the queries
     patience: int | None
     criterion: str
     seed: int
@@ -85,15 +85,15 @@ class _Settings:
         check.tolerance(self.rtol, 0.0, 0.95, None, self.k)
         if self.hidden is not None and self.rtol is not None:
             raise BadInput(
-                f"rtol is {self.rtol:g} but keys are trained, too, through an index that lags; give k, or neither"
+                f"rtol is {self.rtol:g} but keys are trained, too, through a stale index; give k, or neither"
             )
         self.temperature, self.lr = check.positive(self.temperature, "temperature"), check.positive(self.lr, "lr")
         if self.lr > MAX_LR:
             raise BadInput(f"lr is {self.lr:g}; expected at most {MAX_LR:g}, such as 0.001")
         if self.criterion not in list(MEASURES):
             raise BadInput(f"criterion is {check.shown(self.criterion)}; expected one of {', '.join(MEASURES)}")
-        named = isinstance(self.holdout, np.ndarray | Tensor)
-        self.holdout = None if named else check.share(self.holdout, "holdout")
+        explicit = isinstance(self.holdout, np.ndarray | Tensor)
+        self.holdout = None if explicit else check.share(self.holdout, "holdout")
         if self.holdout in (0, 1):
             raise BadInput(f"holdout is {self.holdout:g}; expected a share between 0 and 1, such as 0.2")
         self.k = None if self.k is None else check.integer(self.k, "k")
@@ -128,45 +128,46 @@ def fit(
 
         loss = mean over queries of  log Σ_all exp(s(q', k_i) / T) - log Σ_right exp(s(q', k_i) / T)
 
-    minus the log of the weight that a soft query gives to the right records (Karpukhin et al. 2020, equation 2, with
-    every record as a negative), by Adam. The database is only read. The same call gives the same projection, bit for
-    bit, on the same machine with as many threads.
+    This is minus the log of the right records' weight in a soft query (Karpukhin et al. 2020, equation 2, with every
+    record as a negative), minimised by Adam. The database is only read. The same call gives the same projection, bit
+    for bit, on the same machine with the same number of threads.
 
     Args:
         db: the database, which may be read-only.
-        queries: what asks; texts where the database has an encoder.
+        queries: (m, d) numbers, or m texts if the database has an encoder.
         positives: the ids of each query's right records.
         temperature: of the softmax; scores that are cosines need a small one.
         k: normalise over the k nearest and the positives only.
-        rtol: estimate the normaliser to this tolerance, with new random numbers each step; needs an IVF index to be
-            cheaper. Without k and rtol every record takes part, exactly.
-        bias: whether the projection has a b.
+        rtol: estimate the normaliser to this tolerance, with new random numbers each step; cheaper only with an IVF
+            index. Without k and rtol the loss is exact, over every record.
+        bias: True: the projection has a bias b.
         keys: train an encoder of the keys, too, f(k) = k + B relu(A k + a) + b (`KeyEncoder`), through a `View`; a
-            number is the width inside, True that of the keys. It is `projection.keys`, and `softdb.train.apply` makes
-            the stored keys f(k). Without k every record is encoded at each step, forth and back; with k candidates
-            come from an index that is made anew with each epoch. Not with rtol.
-        epochs: rounds over the training queries, at most.
-        batch_size: queries a step.
+            number is the width of its hidden layer, True stands for d. It is `projection.keys`; `softdb.train.apply`
+            replaces the stored keys by f(k). Without k every record is encoded at each step, forward and backward; with
+            k candidates come from an index that is rebuilt for each epoch. Not with rtol.
+        epochs: maximum number of rounds over the training queries.
+        batch_size: queries in each step.
         lr: Adam's learning rate.
-        holdout: the share of the queries that is held out, or (m,) bool, True = held out. No right record of a held-out
-            query is trained on: of a share, queries that share a positive, or are equal, stay on one side.
-        patience: stop after so many epochs that brought no better `criterion`, and keep the best; half of the held-out
-            queries choose it, and only the other half is reported. None: train all epochs and keep the last.
+        holdout: the share of the queries that is held out, or (m,) bool, True = held out. With a share, queries that
+            share a positive, or are equal, stay on one side, so that no right record of a held-out query is trained on.
+        patience: stop after this number of epochs without a better `criterion`, and keep the best epoch; half of the
+            held-out queries choose it, and only the other half is reported. None: train all epochs and keep the last.
         criterion: the measure that chooses the best epoch, "recall_1", "recall_10" or "mrr_100".
         seed: of the split, the order of the queries and the draws of `rtol`.
-        checkpoint: a file that is written after each epoch, whole or not at all.
-        resume: go on from the checkpoint, to the same bits as without the break; epochs may be more. Settings, pairs,
-            database and, with k or rtol, its index must be as they were; up to 1,024 stored keys are compared.
-        progress: called with what is being done, how many steps are done, and the whole.
+        checkpoint: a file that is replaced atomically after each epoch.
+        resume: continue from the checkpoint, with the same result to the bit as without the break; epochs may be
+            higher. Settings, pairs, database and, with k or rtol, its index must be unchanged; up to 1,024 stored keys
+            are compared.
+        progress: called with the current stage, the number of steps done, and the total.
 
-    Recall@1, recall@10 and MRR@100 of the held-out queries are reported before and after; a TrainingWarning names those
-    that fell.
+    The result holds recall@1, recall@10 and MRR@100 of the held-out queries before and after; a TrainingWarning names
+    those that fell.
 
-    Cost a step: a soft query of the batch, forth and back: batch_size n d exactly. Each epoch searches the queries that
-    choose it exactly.
+    Cost of a step: a soft query of the batch, forward and backward: batch_size n d if exact. Each epoch adds an exact
+    search of the queries that choose it.
 
-    Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings that make
-    no sense, a checkpoint of another run or one that cannot be written; and where loss or projection become NaN.
+    Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings out of
+    range, a checkpoint of another run or one that cannot be written; and if the loss or the projection becomes NaN.
     """
     hidden = _hidden(keys, db)
     settings = _Settings(temperature, k, rtol, bias, hidden, batch_size, lr, holdout, patience, criterion, seed)
@@ -176,12 +177,12 @@ def fit(
     file = None if checkpoint is None else Path(checkpoint)
     checkpoints.may_write(file, resume, db.path)
     with torch.inference_mode(False), check.precise():
-        asked = _asked(db, queries)
-        right = listed(positives, len(asked))
+        vectors = _vectors(db, queries)
+        right = listed(positives, len(vectors))
         require_known(db, right)
-        parts = split(asked, right, holdout, settings.patience is not None, settings.seed)
-        identity = checkpoints.identity(db, asked, right, parts, asdict(settings))
-        run = _Training(db, asked, right, parts, settings)
+        sides = split(vectors, right, holdout, settings.patience is not None, settings.seed)
+        identity = checkpoints.identity(db, vectors, right, sides, asdict(settings))
+        run = _Training(db, vectors, right, sides, settings)
         if resume and file is not None:
             run.restore(checkpoints.read(file, identity), file)
         while len(run.history) < epochs and not run.stalled:
@@ -191,44 +192,44 @@ def fit(
         projection = run.projection
         projection.load_state_dict(run.best_weights)
         projection.metadata["encoder"] = db.encoder_name
-        before, after = (run.ranked(parts.test, one) for one in (None, projection))
-        found = Fitted(projection, before, after, run.history, run.best)
-    if found.fell:
-        fallen = [f"{MEASURES[name]} {getattr(before, name):.3f} -> {getattr(after, name):.3f}" for name in found.fell]
+        before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
+        fitted = Fitted(projection, before, after, run.history, run.best)
+    if fitted.fell:
+        drops = [f"{MEASURES[name]} {getattr(before, name):.3f} -> {getattr(after, name):.3f}" for name in fitted.fell]
         advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
-        warnings.warn(f"fit: held-out queries fell by {', '.join(fallen)}; {advice}", TrainingWarning, stacklevel=2)
-    return found
+        warnings.warn(f"fit: held-out queries fell by {', '.join(drops)}; {advice}", TrainingWarning, stacklevel=2)
+    return fitted
 
 
 def _hidden(keys: object, db: Verbs) -> int | None:
-    """The width inside the encoder of keys; None where there is none."""
+    """Width of the hidden layer of the encoder of keys; None if keys are not trained."""
     if isinstance(keys, bool):
         return db.dim if keys else None
     return check.integer(keys, "keys", 1, check.MAX_DIM)
 
 
-def _asked(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
-    found = db.core.as_queries(queries).detach().float()
-    if found.is_inference():
-        found = found.clone()  # autograd may not save the other
-    bad = (~found.isfinite().all(1)).nonzero()
+def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
+    vectors = db.core.as_queries(queries).detach().float()
+    if vectors.is_inference():
+        vectors = vectors.clone()  # autograd cannot save an inference tensor
+    bad = (~vectors.isfinite().all(1)).nonzero()
     if len(bad):
         raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training computes in; scale it")
-    return found
+    return vectors
 
 
 class _Training:
-    """A run of training between two epochs."""
+    """State of a training run."""
 
     def __init__(
         self,
         db: Verbs,
         queries: Tensor,  # (m, d)
         positives: list[list[Id]],  # m
-        parts: Split,
+        sides: Split,
         settings: _Settings,
     ) -> None:
-        self.db, self.queries, self.positives, self.parts, self.settings = db, queries, positives, parts, settings
+        self.db, self.queries, self.positives, self.sides, self.settings = db, queries, positives, sides, settings
         self.projection = QueryProjection(queries.shape[1], settings.bias, settings.hidden, settings.seed).to(queries)
         self.view = None if self.projection.keys is None else View(database(db), self.projection.keys)
         self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.lr)
@@ -236,7 +237,7 @@ class _Training:
         self.draws = torch.Generator().manual_seed(settings.seed)
         self.history: list[Epoch] = []
         self.best = 0
-        self.best_measure = -1.0 if settings.patience is None else self.measured(self.ranked(parts.choose, None))
+        self.best_measure = -1.0 if settings.patience is None else self.measured(self.ranked(sides.choose, None))
         self.best_weights = self.weights()
 
     @property
@@ -247,49 +248,49 @@ class _Training:
         return float(getattr(ranking, self.settings.criterion))
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: one.detach().clone() for name, one in self.projection.state_dict().items()}
+        return {name: tensor.detach().clone() for name, tensor in self.projection.state_dict().items()}
 
-    def ranked(self, part: Tensor, projection: QueryProjection | None) -> Ranking:
+    def ranked(self, numbers: Tensor, projection: QueryProjection | None) -> Ranking:
         view = None if projection is None else self.view
-        return ranked(self.db, self.queries[part], self.right(part), projection, view)
+        return ranked(self.db, self.queries[numbers], self.right(numbers), projection, view)
 
-    def right(self, part: Tensor) -> list[list[Id]]:
-        return [self.positives[i] for i in part.tolist()]
+    def right(self, numbers: Tensor) -> list[list[Id]]:
+        return [self.positives[i] for i in numbers.tolist()]
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
-        """One round over the training queries; the projection is noted if it is the best so far."""
-        train, size = self.parts.train, self.settings.batch_size
-        mixed = train[torch.randperm(len(train), generator=self.order)]
-        steps, number, total = -(-len(mixed) // size), len(self.history), 0.0
+        """Train one round over the training queries, and save the weights if they are the best so far."""
+        train, size = self.sides.train, self.settings.batch_size
+        shuffled = train[torch.randperm(len(train), generator=self.order)]
+        steps, number, total = -(-len(shuffled) // size), len(self.history), 0.0
         if self.view is not None and self.settings.k is not None:
-            self.view.reindex()  # of what a checkpoint holds, so that a resumed run goes on to the bit
-        for step, part in enumerate(torch.split(mixed, size), 1):
-            loss = self.step(part)
+            self.view.reindex()  # by the weights that a checkpoint holds, so that a resumed run is the same to the bit
+        for step, batch in enumerate(torch.split(shuffled, size), 1):
+            loss = self.step(batch)
             if not math.isfinite(loss):
                 raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower lr, or raise temperature")
             if not all(bool(parameter.isfinite().all()) for parameter in self.projection.parameters()):
                 raise BadInput("the projection became NaN or infinity; lower lr, or raise temperature")
-            total += loss * len(part)
+            total += loss * len(batch)
             if progress is not None:
                 progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
         if self.settings.patience is None:
-            self.history.append(Epoch(total / len(mixed), None, None, None))
+            self.history.append(Epoch(total / len(shuffled), None, None, None))
         else:
-            ranking = self.ranked(self.parts.choose, self.projection)
-            self.history.append(Epoch(total / len(mixed), *ranking[:3]))
+            ranking = self.ranked(self.sides.choose, self.projection)
+            self.history.append(Epoch(total / len(shuffled), *ranking[:3]))
             if self.measured(ranking) <= self.best_measure:
                 return
             self.best_measure = self.measured(ranking)
         self.best, self.best_weights = len(self.history), self.weights()
 
     @torch.enable_grad()
-    def step(self, part: Tensor) -> float:
-        """One step of Adam on some of the queries; their mean loss before it."""
-        how, queries, right = self.settings, self.projection(self.queries[part]), self.right(part)
-        draws = None if how.rtol is None else self.draws
+    def step(self, batch: Tensor) -> float:
+        """Make a step of Adam on a batch of queries, and return their mean loss before it."""
+        settings, queries = self.settings, self.projection(self.queries[batch])
         loss = retrieval_loss(
-            self.view or self.db, queries, right, temperature=how.temperature, k=how.k, rtol=how.rtol, generator=draws
-        )
+            self.view or self.db, queries, self.right(batch), temperature=settings.temperature, k=settings.k,
+            rtol=settings.rtol, generator=None if settings.rtol is None else self.draws,
+        )  # fmt: skip
         self.adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.adam.step()
@@ -301,18 +302,18 @@ class _Training:
             "adam": self.adam.state_dict(),
             "order": self.order.get_state(),
             "draws": self.draws.get_state(),
-            "history": [list(one) for one in self.history],
+            "history": [list(epoch) for epoch in self.history],
             "best": (self.best, self.best_measure, self.best_weights),
         }
 
     def restore(self, state: dict[str, Any], file: Path) -> None:
-        """Stand where the run stood. Raises BadInput naming the file where parts of the state are missing or broken."""
+        """Restore the state of a checkpoint. Raises BadInput if parts of the state are missing or broken."""
         try:
             self.projection.load_state_dict(state["projection"])
             self.adam.load_state_dict(state["adam"])
             self.order.set_state(state["order"])
             self.draws.set_state(state["draws"])
-            self.history = [Epoch(*one) for one in state["history"]]
+            self.history = [Epoch(*epoch) for epoch in state["history"]]
             self.best, self.best_measure, self.best_weights = state["best"]
         except BROKEN as error:
             raise BadInput(

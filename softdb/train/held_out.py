@@ -1,4 +1,4 @@
-"""Queries that are held out, without leakage, and how soon they find a right record."""
+"""Split queries into training and held-out ones without leakage, and rank the right records of held-out queries."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from softdb.nn.targets import handle, listed
 from softdb.nn.view import View
 from softdb.train.pairs import require_known
 
-DEPTH = 100  # ranks that count
+DEPTH = 100  # number of ranks that are searched
 BATCH = 256  # queries searched at once
-ENCODED = 1024  # with keys that are encoded each time
+VIEW_BATCH = 1024  # of a view, which encodes all keys for each batch
 
 
 class Ranking(NamedTuple):
     """Recall of held-out queries by exact search."""
 
-    recall_1: float  # share of the queries whose nearest record is a right one
-    recall_10: float  # share with a right one among the ten nearest
-    mrr_100: float  # mean of 1 / rank of the first right one, 0 beyond rank 100
+    recall_1: float  # share of the queries whose nearest record is a right record
+    recall_10: float  # share of the queries with a right record among the ten nearest
+    mrr_100: float  # mean of 1 / rank of the first right record, 0 beyond rank 100
     queries: int
 
 
@@ -38,11 +38,11 @@ def ranking(
     positives: Any,  # m ids, or m lists of ids
     projection: torch.nn.Module | None = None,
 ) -> Ranking:
-    """Evaluate how soon queries find one of their right records. Cost m n d: an exact search.
+    """Measure the rank at which exact search finds the first right record of each query. Cost m n d.
 
-    Recall counts queries, whatever the number of right records each has (as in Karpukhin et al. 2020, section 5). Of a
-    `View` by its encoder as of the last reindexing.
-    Raises BadInput for no queries, another number of positives than of queries, and ids that are not stored.
+    A query counts as found with any of its right records (as in Karpukhin et al. 2020, section 5). A `View` is searched
+    by the vectors of its last reindexing. Raises BadInput for no queries, if positives and queries differ in number,
+    and for ids that are not stored.
     """
     if not isinstance(queries, Tensor | np.ndarray) or queries.ndim != 2 or not len(queries):
         came = check.shown(queries) if not hasattr(queries, "shape") else f"of shape {tuple(queries.shape)}"
@@ -60,26 +60,26 @@ def ranked(
     projection: torch.nn.Module | None,
     view: View | None = None,
 ) -> Ranking:
-    """As `ranking`, of what is checked; an id that is not stored is never found. `view`: by its keys as they are."""
-    places: list[np.ndarray] = []
-    size = BATCH if view is None else ENCODED
+    """Rank checked queries, as `ranking`; an id that is not stored is never found. `view`: search its current keys."""
+    blocks: list[np.ndarray] = []
+    size = BATCH if view is None else VIEW_BATCH
     for start in range(0, len(queries), size):
-        asked, mine = queries[start : start + size], positives[start : start + size]
-        asked = asked if projection is None else projection(asked)
+        batch, lists = queries[start : start + size], positives[start : start + size]
+        batch = batch if projection is None else projection(batch)
         if isinstance(db, View):
-            hits = db.indexed_nearest(asked, DEPTH)
+            hits = db.indexed_nearest(batch, DEPTH)
         else:
-            hits = (view or db).search(asked, DEPTH, exact=True).rows
-        rows = handle(db).core.located([one for ids in mine for one in ids])
-        # -2: -1 stands in hits where there are none
-        right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in mine], -2)
-        places.append(_first(hits.cpu().numpy(), right))
-    ranks = np.concatenate(places)
+            hits = (view or db).search(batch, DEPTH, exact=True).rows
+        rows = handle(db).core.located([name for ids in lists for name in ids])
+        # padding is -2, as -1 in hits means no record
+        right = check.padded(np.where(rows < 0, -2, rows), [len(ids) for ids in lists], -2)
+        blocks.append(_ranks(hits.cpu().numpy(), right))
+    ranks = np.concatenate(blocks)
     return Ranking(float((ranks <= 1).mean()), float((ranks <= 10).mean()), float((1 / ranks).mean()), len(ranks))
 
 
-def _first(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p) with -2 = none -> (q,)
-    """At which rank the first right row of each query stands, from 1 on; infinity where none does."""
+def _ranks(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p) with -2 = none -> (q,)
+    """Rank of the first right row of each query, from 1 on; infinity without any."""
     if not rows.shape[1]:
         return np.full(len(rows), np.inf)
     hit = np.zeros(rows.shape, np.bool_)
@@ -89,10 +89,10 @@ def _first(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p)
 
 
 class Split(NamedTuple):
-    """Positions of the queries to train on, to choose the best epoch by, and to measure with."""
+    """Numbers of the queries to train on, to choose the best epoch by, and to measure with."""
 
     train: Tensor
-    choose: Tensor  # empty where every epoch counts
+    choose: Tensor  # empty if the last epoch is taken
     test: Tensor
 
 
@@ -103,59 +103,59 @@ def split(
     choose: bool,
     seed: int,
 ) -> Split:
-    """Hold a share of the queries out, half of them to choose an epoch by if asked.
+    """Hold a share of the queries out; with `choose`, half of them choose the epoch.
 
-    Queries that share a positive, or are equal, are connected, and a connected group goes to one side whole: no right
-    answer of a held-out query is ever trained on. Groups come in random order; one that is too large for what is left
-    of a side is passed over.
+    Queries that share a positive, or are equal, form a group, and a whole group goes to one side: no right record of a
+    held-out query is ever trained on. Groups come in random order; a group too large for the room on a side goes to
+    another side.
 
-    Raises BadInput where a side stays empty, or a right record is on both sides of the caller's choice.
+    Raises BadInput if a side stays empty, or a right record is on both sides of the caller's choice.
     """
     m = len(positives)
     sides: list[list[int]] = [[], [], []]
     if isinstance(holdout, np.ndarray | Tensor):
-        named = _named(holdout, positives)
-        sides[0], mine = np.flatnonzero(~named).tolist(), np.flatnonzero(named).tolist()
-        groups = [[mine[i] for i in group] for group in _groups(queries[mine], [positives[i] for i in mine])]
-        held_out, share = len(mine), len(mine) / max(1, m)
+        mask = _held_out_mask(holdout, positives)
+        sides[0], chosen = np.flatnonzero(~mask).tolist(), np.flatnonzero(mask).tolist()
+        groups = [[chosen[i] for i in group] for group in _groups(queries[chosen], [positives[i] for i in chosen])]
+        held_out, share = len(chosen), len(chosen) / max(1, m)
     else:
         groups, held_out, share = _groups(queries, positives), round(m * holdout), holdout
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     room = [m, held_out // 2 if choose else 0, held_out - held_out // 2 if choose else held_out]
-    last = 1 if choose and sides[0] else 0  # a group too large for what is left: to choose by, where not to train on
+    lowest = 1 if choose and sides[0] else 0  # the caller's held-out queries are never trained on
     for i in order:
         fits = (side for side in (2, 1, 0) if len(sides[side]) + len(groups[i]) <= room[side])
-        sides[max(next(fits), last)] += groups[i]
+        sides[max(next(fits), lowest)] += groups[i]
     if not sides[0] or not sides[2] or (choose and not sides[1]):
         _refuse_empty(m, groups, share, choose)
     return Split(*(torch.tensor(sorted(side), dtype=torch.int64) for side in sides))
 
 
-def _named(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
-    """Return the held-out queries. Raises BadInput where one shares a right record with a training query."""
-    found, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
-    if found.dtype != np.bool_ or found.shape != (m,):
+def _held_out_mask(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
+    """Return the caller's mask. Raises BadInput if a held-out query shares a right record with a training query."""
+    mask, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
+    if mask.dtype != np.bool_ or mask.shape != (m,):
         raise BadInput(
-            f"holdout has dtype {found.dtype} and shape {found.shape}; expected a share between 0 and 1, or ({m},) "
+            f"holdout has dtype {mask.dtype} and shape {mask.shape}; expected a share between 0 and 1, or ({m},) "
             "bool, True = held out"
         )
-    trained = {name for i in np.flatnonzero(~found) for name in positives[i]}
-    shared = [i for i in np.flatnonzero(found).tolist() if not trained.isdisjoint(positives[i])]
+    trained = {name for i in np.flatnonzero(~mask) for name in positives[i]}
+    shared = [i for i in np.flatnonzero(mask).tolist() if not trained.isdisjoint(positives[i])]
     if shared:
         raise BadInput(
             f"{len(shared)} held-out queries, the first is query {shared[0]}, share a right record with a training "
             "query; hold out all queries of a record, or none"
         )
-    return found
+    return mask
 
 
 def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -> None:
-    largest, parts = max(map(len, groups), default=0), 2 if choose else 1
-    enough = parts + 1
+    largest, held_out_sides = max(map(len, groups), default=0), 2 if choose else 1
+    enough = held_out_sides + 1
     if 0 < share < 1:
-        enough = max(math.floor((parts - 0.5) / share) + 1, math.floor(0.5 / (1 - share)) + 1, enough)
+        enough = max(math.floor((held_out_sides - 0.5) / share) + 1, math.floor(0.5 / (1 - share)) + 1, enough)
     ways = [f"give more pairs, such as {enough:,} that share none"]
-    ways += ["another holdout"] * (len(groups) > parts)
+    ways += ["another holdout"] * (len(groups) > held_out_sides)
     ways += ["patience None (--patience 0 on the command line)"] * (choose and len(groups) > 1)
     raise BadInput(
         f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {share:g} are "
@@ -164,20 +164,20 @@ def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -
 
 
 def _groups(queries: Tensor, positives: list[list[Id]]) -> list[list[int]]:  # (m, d), m lists
-    """The connected components of queries that share a positive or are equal."""
-    leader = list(range(len(positives)))
+    """Connected components of queries that share a positive or are equal, by union-find."""
+    parent = list(range(len(positives)))
 
     def root(i: int) -> int:
-        while leader[i] != i:
-            leader[i] = i = leader[leader[i]]
+        while parent[i] != i:
+            parent[i] = i = parent[parent[i]]
         return i
 
     first: dict[Id | bytes, int] = {}
-    alike = queries.cpu().numpy() + 0.0  # makes -0.0 equal to 0.0 in bytes, too
-    for i, (query, mine) in enumerate(zip(alike, positives, strict=True)):
-        for name in (query.tobytes(), *mine):
-            leader[root(i)] = root(first.setdefault(name, i))
+    vectors = queries.cpu().numpy() + 0.0  # turns -0.0 into 0.0, so that equal queries have equal bytes
+    for i, (query, ids) in enumerate(zip(vectors, positives, strict=True)):
+        for name in (query.tobytes(), *ids):
+            parent[root(i)] = root(first.setdefault(name, i))
     groups: dict[int, list[int]] = {}
-    for i in range(len(leader)):
+    for i in range(len(parent)):
         groups.setdefault(root(i), []).append(i)
     return list(groups.values())

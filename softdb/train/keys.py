@@ -1,4 +1,4 @@
-"""The encoder of the keys that is trained beside the projection of the queries."""
+"""Encoder of the keys, trained together with the projection of the queries."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from softdb import check
 
 
 class KeyEncoder(torch.nn.Module):
-    """A residual layer on the keys, f(k) = k + B relu(A k + a) + b, which begins as the identity. Cost 2 d h a key.
+    """A residual layer on the keys, f(k) = k + B relu(A k + a) + b, initially the identity. Cost 2 d h a key.
 
     Args:
         dim: d, the width of the keys, before and after.
         hidden: h; None: d.
-        seed: of A and a at first; B and b begin as zeros.
+        seed: of the initial A and a; B and b start as zeros.
 
     >>> KeyEncoder(2)(torch.tensor([[3.0, 4.0]])).tolist()
     [[3.0, 4.0]]
@@ -37,6 +37,6 @@ class KeyEncoder(torch.nn.Module):
         self.outer_bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 
     def forward(self, keys: Tensor) -> Tensor:  # (m, d) -> (m, d)
-        """f(k)."""
-        inside = torch.nn.functional.linear(keys, self.inner, self.inner_bias).relu()
-        return keys + torch.nn.functional.linear(inside, self.outer, self.outer_bias)
+        """Return f(k) of each key."""
+        inner = torch.nn.functional.linear(keys, self.inner, self.inner_bias).relu()
+        return keys + torch.nn.functional.linear(inner, self.outer, self.outer_bias)

@@ -1,4 +1,4 @@
-"""Queries and their right records, read from a file and checked against a database."""
+"""Read queries and their right records from a file, and check them against a database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softdb.errors import BadInput
 from softdb.formats import Fields, Line, is_vector, read_rows
 
 NAMED = 3  # unknown ids that a message names
-_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Pairs:
 
     queries: Any  # (m, d) numbers, or m texts
     positives: list[list[Id]]  # m lists of at least one
-    lines: list[int]  # m, where each stands
+    lines: list[int]  # m line numbers in the file
     name: str  # of the file
-    typed: bool  # False: ids came as text whatever they are in the database, as in CSV
+    typed: bool  # False: all ids came as text, as in CSV
 
     @property
     def is_text(self) -> bool:
@@ -38,10 +38,10 @@ class Pairs:
         return isinstance(self.queries, list) and isinstance(self.queries[0], str)
 
     def resolve(self, db: Verbs) -> None:
-        """Make of ids that came as text the whole numbers that the database knows, and check that it knows them all.
+        """Convert ids that came as text to integers where the database stores these, and check that all are stored.
 
-        Raises BadInput naming the first unknown ids and their lines, and the first line where queries have another
-        width than the keys.
+        Raises BadInput naming the first unknown ids and their lines, or the first line if queries and keys differ in
+        width.
         """
         dim = db.core.schema.dim
         if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
@@ -50,17 +50,17 @@ class Pairs:
                 f"{dim} wide; embed the queries as its keys are"
             )
         if not self.typed:
-            texts = sorted({one for mine in self.positives for one in mine if isinstance(one, str)})
+            texts = sorted({name for ids in self.positives for name in ids if isinstance(name, str)})
             rows = db.core.located(list(texts))
-            missing = [one for one, row in zip(texts, rows, strict=True) if row < 0 and _WHOLE.fullmatch(one)]
-            numbers: dict[Id, Id] = {one: int(one) for one in missing if -(2**63) <= int(one) < 2**63}
-            self.positives = [[numbers.get(one, one) for one in mine] for mine in self.positives]
+            missing = [text for text, row in zip(texts, rows, strict=True) if row < 0 and _INTEGER.fullmatch(text)]
+            integers: dict[Id, Id] = {text: int(text) for text in missing if -(2**63) <= int(text) < 2**63}
+            self.positives = [[integers.get(name, name) for name in ids] for ids in self.positives]
         require_known(db, self.positives, [f"{self.name} line {line}" for line in self.lines])
 
 
 def require_known(db: Verbs, positives: list[list[Id]], places: list[str] | None = None) -> None:
-    """BadInput naming the first ids that are not in the database, and their places; None: the queries' numbers."""
-    flat = [(name, i) for i, mine in enumerate(positives) for name in mine]
+    """Raise BadInput naming the first ids that are not stored, and their places (None: the queries' numbers)."""
+    flat = [(name, i) for i, ids in enumerate(positives) for name in ids]
     missing = np.flatnonzero(db.core.located([name for name, _ in flat]) < 0)
     if len(missing):
         first = [flat[i] for i in missing[:NAMED]]
@@ -77,26 +77,26 @@ def read_pairs(
     positives: str = "positives",
     queries: Any = None,
 ) -> Pairs:
-    """The training pairs of a file, one query a line: a JSON lines, CSV or TSV file, also with `.gz`.
+    """Read training pairs, one query a line, from a JSON lines, CSV or TSV file, also with `.gz`.
 
         {"query": "a cold-blooded vertebrate", "positives": ["noun.01655785", 7]}
         {"query": "a horse", "positives": "noun.02374451"}
 
     Args:
         path: `.jsonl`, `.csv` or `.tsv`. In the latter two a cell with several ids or with numbers is a JSON list, and
-            an id is text: the whole number that it reads as serves where the database has that one only.
+            an id is text: `Pairs.resolve` converts it to an integer if the database stores only the integer.
         query: the field with the query: a text, or a list of numbers.
         positives: the field with the right records: an id, or a list of ids.
-        queries: (m, d) numbers that are the queries, in the order of the lines, which then must have none.
+        queries: (m, d) numbers, the queries in the order of the lines, whose field `query` must then be absent.
 
-    Give all right records of a query in one line: in another line they would count as wrong ones. Raises BadInput
+    Give all right records of a query in one line: in another line they would count as wrong records. Raises BadInput
     naming file and line.
     """
     path = Path(path)
     if isinstance(queries, np.ndarray | Tensor) and queries.ndim != 2:
         raise BadInput(f"queries have shape {tuple(queries.shape)}; expected (m, d) numbers, one row for each line")
     typed = not path.name.removesuffix(".gz").endswith((".csv", ".tsv"))
-    found: list[Any] = []
+    values: list[Any] = []
     ids: list[list[Id]] = []
     lines: list[int] = []
     for line in read_rows(path, Fields(id=positives, text=query)):
@@ -105,15 +105,15 @@ def read_pairs(
             if queries is not None and query in line.row:
                 raise BadInput(f"field {query!r} is a query, but queries are given, too; leave one of them out")
             if queries is None:
-                found.append(_query(line, query, typed, found[0] if found else None))
+                values.append(_query(line, query, typed, values[0] if values else None))
         except BadInput as error:
             raise BadInput(f"{path.name} line {line.number}: {error}") from None
         lines.append(line.number)
     if not lines:
         raise BadInput(f"{path} holds no pairs; expected lines such as " + '{"query": …, "positives": [ids]}')
     if queries is not None and len(queries) != len(lines):
-        raise BadInput(f"{len(queries)} queries but {path.name} has {len(lines)} lines; they go one by one")
-    return Pairs(found if queries is None else queries, ids, lines, path.name, typed)
+        raise BadInput(f"{len(queries)} queries but {path.name} has {len(lines)} lines; give one query for each line")
+    return Pairs(values if queries is None else queries, ids, lines, path.name, typed)
 
 
 def _ids(line: Line, name: str, typed: bool) -> list[Id]:
@@ -125,7 +125,7 @@ def _ids(line: Line, name: str, typed: bool) -> list[Id]:
 
 
 def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
-    """A query, a text or a list of numbers, of the kind and width of the first one."""
+    """Return the query of a line, a text or a list of numbers. Raises BadInput if it differs from the first in kind."""
     value = _field(line, name, typed)
     if not (is_vector(value) if isinstance(value, list) else isinstance(value, str) and value.strip()):
         raise BadInput(f"field {name!r} is {check.shown(value)}; expected a text or a list of numbers")
@@ -137,7 +137,7 @@ def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
 
 
 def _field(line: Line, name: str, typed: bool) -> Any:
-    """A field; a cell of CSV that begins as a JSON list is one, else the text it is."""
+    """Return a field of a line; a cell of CSV that begins with [ is parsed as a JSON list, any other is a text."""
     if name in line.empty:
         raise BadInput(f"field {name!r}: the cell is empty; fill it, or leave the line out")
     if name not in line.row:

@@ -1,4 +1,4 @@
-"""The projection that is trained, and its file."""
+"""Trained projection of queries, and its file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from softdb.train.keys import KeyEncoder
 from softdb.typing import Vectors
 
 FORMAT = "softdb projection 1"
-TRAINED = "softdb train"  # of the names of encoders
+TRAINED = "softdb train"  # first words of a trained encoder's name
 BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError, MemoryError)
 
 
 class QueryProjection(torch.nn.Linear):
-    """A linear map of the queries in the space of the keys, q' = W q + b, which begins as the identity.
+    """A linear map of queries into the space of the keys, q' = W q + b, initially the identity.
 
-    The records stay what they are and so does their index, unless it has `keys`, too: an encoder that was trained with
-    it and is applied to the records by `apply`. Cost d² a query.
+    The records and their index stay unchanged, unless the projection also has `keys`, an encoder that was trained with
+    it; `apply` applies that to the records. Cost d² a query.
 
     Args:
         dim: d, the width of queries and keys.
-        bias: whether there is a b.
-        hidden: the width of the layer inside `keys`, a `KeyEncoder`; None: there is none.
-        seed: of `keys` at first.
+        bias: True: there is a bias b.
+        hidden: width of the hidden layer of `keys`, a `KeyEncoder`; None: no `keys`.
+        seed: of the initial `keys`.
 
     >>> QueryProjection(2)(torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
@@ -46,45 +46,45 @@ class QueryProjection(torch.nn.Linear):
             raise BadInput(f"bias is {check.shown(bias)}; expected True or False")
         super().__init__(dim, dim, bias)
         self.keys = None if hidden is None else KeyEncoder(dim, hidden, seed)
-        self.metadata: dict[str, Any] = {}  # how it was trained, where it came from a file
+        self.metadata: dict[str, Any] = {}  # facts about the training, if it came from a file
 
     def reset_parameters(self) -> None:
-        """Make it the identity again."""
+        """Reset the map to the identity."""
         torch.nn.init.eye_(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
     @property
     def name(self) -> str:
-        """Return the name of the encoder by `keys` that a database notes: it tells these numbers from any others."""
+        """Name that a database stores for this encoder of keys; it contains a digest of all parameters."""
         digest = hashlib.blake2b(digest_size=8)
-        for key, one in sorted(self.state_dict().items()):
-            digest.update(key.encode() + one.detach().cpu().contiguous().numpy().tobytes())
+        for key, tensor in sorted(self.state_dict().items()):
+            digest.update(key.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         return f"{TRAINED} {digest.hexdigest()}"
 
     @torch.no_grad()
     def of(self, db: Verbs, queries: Vectors) -> Tensor:  # (q, d)
-        """Queries as `db` is asked them, (q, d) numbers or q texts, projected. Raises BadInput for another width.
+        """Check queries of `db`, (q, d) numbers or q texts, and project them. Raises BadInput for another width.
 
-        Texts that are asked of a database with an encoder of these two (`TextTowers`) come projected from it.
+        Texts are not projected again if the database's encoder is a `TextTowers` of this projection.
         """
-        asked = db.core.as_queries(queries)
+        vectors = db.core.as_queries(queries)
         if self.keys is not None and db.encoder_name == self.name and check.are_texts(queries):
-            return asked
-        if asked.shape[1] != self.in_features:
+            return vectors
+        if vectors.shape[1] != self.in_features:
             raise BadInput(
-                f"the projection is of queries {self.in_features} wide but this database is {asked.shape[1]} wide; use "
-                "the one that was trained for it"
+                f"the projection is of queries {self.in_features} wide but this database is {vectors.shape[1]} wide; "
+                "use the one that was trained for it"
             )
         with check.precise():
-            return self(asked.float())  # type: ignore[no-any-return]
+            return self(vectors.float())  # type: ignore[no-any-return]
 
 
 def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: dict[str, Any] | None = None) -> None:
-    """Write a projection to a file, which appears whole or not at all.
+    """Write a projection to a file, atomically.
 
-    What torch.load(path, weights_only=True) gives is {"format", "state_dict", "metadata"}: the state_dict of the
-    module, or of a torch.nn.Linear, and plain facts about the training. Raises BadInput, before anything is written,
+    torch.load(path, weights_only=True) returns {"format", "state_dict", "metadata"}: a state_dict that also fits
+    torch.nn.Linear if there are no `keys`, and facts about the training. Raises BadInput, before anything is written,
     for metadata that is not JSON.
     """
     facts = {**projection.metadata, **(metadata or {})}
@@ -93,65 +93,66 @@ def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: di
 
 
 def load(path: str | os.PathLike[str]) -> QueryProjection:
-    """The projection of a file that `save` wrote, with its `metadata`. Raises BadInput where it is none.
+    """Read a projection that `save` wrote, with its `metadata`. Raises BadInput for another file.
 
     projection = softdb.train.load("projection.pt")
     db.search(projection(queries), k=10)
     """
     path = Path(path)
-    found = unpacked(path, "projection")
-    state: Any = found.get("state_dict") if found.get("format") == FORMAT else None
+    content = unpacked(path, "projection")
+    state: Any = content.get("state_dict") if content.get("format") == FORMAT else None
     if not _is_projection(state):
         raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file")
     weight = state["weight"]
-    if not all(bool(one.isfinite().all()) for one in state.values()):
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise BadInput(f"{path} holds NaN or infinity; train the projection anew, with a smaller rate")
     projection = QueryProjection(
         len(weight), "bias" in state, len(state["keys.inner"]) if "keys.inner" in state else None
     )
     projection.load_state_dict(state)
-    metadata = found.get("metadata")
+    metadata = content.get("metadata")
     projection.metadata = metadata if isinstance(metadata, dict) else {}
     return projection
 
 
-KEYS = {"inner": "hd", "inner_bias": "h", "outer": "dh", "outer_bias": "d"}
+KEYS = {"inner": "hd", "inner_bias": "h", "outer": "dh", "outer_bias": "d"}  # shapes of a KeyEncoder's parameters
 
 
 def _is_projection(state: object) -> bool:
-    """Return True if something is the state_dict of a square linear map, with or without an encoder of keys."""
+    """Return True for the state_dict of a square linear map, with or without an encoder of keys."""
     if not isinstance(state, dict) or "weight" not in state:
         return False
     keys = {name for name in state if str(name).startswith("keys.")}
     if not {"weight", "bias"} >= set(state) - keys or keys not in (set(), {f"keys.{name}" for name in KEYS}):
         return False
-    if not all(isinstance(one, Tensor) and one.is_floating_point() for one in state.values()):
+    tensors = state.values()
+    if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors):
         return False
-    if not all(one.numel() * one.element_size() <= one.untyped_storage().nbytes() for one in state.values()):
-        return False  # a few bytes that stand for gigabytes
+    if not all(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes() for tensor in tensors):
+        return False  # an expanded tensor: a small file could claim gigabytes
     sizes = {"d": len(state["weight"]) if state["weight"].ndim == 2 else 0}
     sizes["h"] = len(state["keys.inner"]) if keys and state["keys.inner"].ndim else 0
     shapes = {"weight": "dd", "bias": "d", **{f"keys.{name}": shape for name, shape in KEYS.items()}}
-    fits = all(tuple(one.shape) == tuple(sizes[axis] for axis in shapes[name]) for name, one in state.items())
+    fits = all(tuple(tensor.shape) == tuple(sizes[axis] for axis in shapes[name]) for name, tensor in state.items())
     return fits and all(0 < size <= check.MAX_DIM for axis, size in sizes.items() if axis == "d" or keys)
 
 
 def packed(content: dict[str, Any]) -> bytes:
-    """Return the bytes that torch.save writes."""
+    """Serialize an object with torch.save."""
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
 
 
-def unpacked(path: Path, what: str) -> dict[str, Any]:
-    """Return the contents of a file by torch.load, weights and plain numbers only. Raises BadInput for another file."""
+def unpacked(path: Path, kind: str) -> dict[str, Any]:
+    """Read a file with torch.load, weights and plain numbers only. Raises BadInput for another file."""
     if not path.is_file():
-        raise BadInput(f"{path} is not there; give the file of a {what}")
+        raise BadInput(f"{path} is not there; give the file of a {kind}")
     try:
-        found = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
+        content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
     except (*BROKEN, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise BadInput(f"{path} cannot be read as a {what} ({check.shown(reason)})") from None
-    if not isinstance(found, dict):
-        raise BadInput(f"{path} is not the file of a {what}; it holds a {type(found).__name__}")
-    return found
+        raise BadInput(f"{path} cannot be read as a {kind} ({check.shown(reason)})") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path} is not the file of a {kind}; it holds a {type(content).__name__}")
+    return content

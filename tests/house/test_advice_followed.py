@@ -23,7 +23,7 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "softdb explore needs Starlette": "needs an environment without it",
     "give the directory of a database, or --demo": "tests/unit/explore/test_explore.py gives both, and each",
     "is outside the filter; every positive": "says what was expected, and advises nothing",
-    "state_dict() says of whose parameters these are": "says what was expected, and advises nothing",
+    "the digests of ids in a memory's state_dict()": "says what was expected, and advises nothing",
     "is not a checkpoint that softdb train wrote": "says what was expected",
     "is not a projection that softdb train wrote": "says what was expected",
 }

@@ -20,7 +20,7 @@ from softdb import scores
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-@advice("pass k=, or ask db.attend(attention.fold(query).queries, score=Dot()).explain()")
+@advice("pass k=, or call db.attend(attention.fold(query).queries, score=Dot()).explain()")
 def test_weights_of_a_module_are_of_the_nearest(folder: Path) -> Steps:
     with softdb.open(None, dim=4, value_dim=4) as db:
         db.insert(range(50), KEYS, KEYS)
@@ -32,7 +32,7 @@ def test_weights_of_a_module_are_of_the_nearest(folder: Path) -> Steps:
         assert len(explained) == 6
 
 
-@advice("pass k= to drop from those of the k nearest, or make the module with dropout=0")
+@advice("pass k= to drop weights of the k nearest, or make the module with dropout=0")
 def test_dropout_is_of_the_nearest(folder: Path) -> Steps:
     with softdb.open(None, dim=4, value_dim=4) as db:
         db.insert(range(50), KEYS, KEYS)
@@ -70,7 +70,7 @@ def test_an_optimiser_is_of_the_memory(folder: Path) -> Steps:
         memory.check(torch.optim.SparseAdam(list(memory.parameters())))
 
 
-@advice("reload() lets them go and keeps what else was learnt, then commit again", softdb.StaleRead)
+@advice("call reload(), which drops only these, then commit again", softdb.StaleRead)
 def test_a_memory_takes_in_what_others_did(folder: Path) -> Steps:
     with filled() as db:
         memory = soft.Memory(db, k=50)
@@ -212,7 +212,7 @@ def test_training_holds_some_pairs_out(folder: Path) -> Steps:
         require_fit(db, [0, 1, 2, 2], patience=None)
 
 
-@advice("the records stay as they are; train with keys (--keys)")
+@advice("the projection has no encoder of keys; train with keys (--keys)")
 def test_only_trained_keys_are_applied(folder: Path) -> Steps:
     with softdb.open(None, dim=4) as db:
         db.insert(range(50), KEYS)
@@ -223,7 +223,7 @@ def test_only_trained_keys_are_applied(folder: Path) -> Steps:
         assert softdb.train.apply(db, fitted.projection) is not None
 
 
-@advice("go on from it with resume, or remove it")
+@advice("continue from it with resume, or remove it")
 def test_a_checkpoint_is_gone_on_from(folder: Path) -> Steps:
     with filled() as db:
         file = folder / "run.ckpt"

@@ -192,7 +192,7 @@ def test_optimisers_that_cannot_are_named_with_those_that_can() -> None:
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         with pytest.raises(BadInput, match=f"{kind.__name__} takes no sparse gradients; use torch.optim.SparseAdam"):
             memory.check(kind(mine, lr=0.1))
-    with pytest.raises(BadInput, match=r"this SGD has momentum=0\.9, which reaches every record"):
+    with pytest.raises(BadInput, match=r"this SGD has momentum=0\.9, which changes every record"):
         memory.check(torch.optim.SGD(mine, lr=0.1, momentum=0.9))
     with pytest.raises(BadInput, match=r"this Adagrad has weight_decay=0\.1"):
         memory.check(torch.optim.Adagrad(mine, lr=0.1, weight_decay=0.1))

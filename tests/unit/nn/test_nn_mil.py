@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BadInput, match=r"hidden is 0; expected a whole number at least 1"):
         MILPooling(DIM, hidden=0)
     module = MILPooling(DIM)
-    with pytest.raises(BadInput, match=r"bags have shape \(5, 4\); expected \(b, n, 4\): pad short bags"):
+    with pytest.raises(BadInput, match=r"bags have shape \(5, 4\); expected \(b, n, 4\); pad short bags"):
         module(torch.zeros(N, DIM))
     with pytest.raises(BadInput, match=r"bags have shape \(1, 5, 3\)"):
         module(torch.zeros(1, N, 3))

@@ -116,7 +116,7 @@ def test_an_empty_database_tells_zeros() -> None:
     told = model(torch.randn(2, D))
     assert torch.equal(told, torch.zeros(2, V))
     assert [tuple(one.shape) for one in model.leave_one_out()] == [(0, V), (0, V)]
-    with pytest.raises(BadInput, match=r"fit: 0 records cannot be told from each other; insert at least 2"):
+    with pytest.raises(BadInput, match=r"fit: the database has 0 records; insert at least 2"):
         model.fit()
     with pytest.raises(BadInput, match=r"silverman: 0 keys determine no bandwidth; give at least 2"):
         KernelRegressor(db)
@@ -225,8 +225,8 @@ def test_the_gaussians_steps_are_those_of_any_kernel(
     for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
         db.delete(range(60, 80))
         found = []
-        for kept in (regression_module.KEPT, 0):  # 0: through autograd, in float64
-            monkeypatch.setattr(regression_module, "KEPT", kept)
+        for kept in (regression_module.MAX_FLOATS, 0):  # 0: through autograd, in float64
+            monkeypatch.setattr(regression_module, "MAX_FLOATS", kept)
             monkeypatch.setattr(regression_module, "TILE", 7 * 60)
             model = kind(db, bandwidth=start, per_coordinate=per_coordinate)
             with torch.autocast("cpu", torch.bfloat16):  # which changes nothing
@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused() -> None:
         KernelRegressor(numbers, "boxcar")
     with pytest.raises(BadInput, match=r"bandwidth is -1; expected finite numbers above 0"):
         KernelRegressor(numbers, bandwidth=-1)
-    with pytest.raises(BadInput, match=r"bandwidth has 3 numbers but keys are 2 wide; give one, or one a coordinate"):
+    with pytest.raises(BadInput, match=r"bandwidth has 3 numbers but keys are 2 wide; give 1 or 2 numbers"):
         KernelRegressor(numbers, bandwidth=[1, 1, 1])
 
 

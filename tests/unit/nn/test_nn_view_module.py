@@ -151,7 +151,7 @@ def test_bad_input_is_refused_by_name() -> None:
         view.attend(queries, temperature=0)
     with pytest.raises(BadInput, match=r"score is 'dot'; expected an object of softdb\.scores or a callable"):
         view.attend(queries, score="dot")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
+    with pytest.raises(BadInput, match="which cannot be copied while training goes on"):
         View(db, lambda keys: keys).reindex(background=True)
     assert view.report().version == 0  # nothing of this has made one
 
@@ -202,7 +202,7 @@ def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]
         pooled, hits = view.attend(queries, k=k), view.search(queries, 6)
         grads = torch.autograd.grad(pooled.output.sin().sum(), given)
         view.measure(2)
-        assert view._encoding().found(torch.zeros(1, D), np.zeros(1, np.int64)).dtype is torch.float32
+        assert view._encoding().evaluated(torch.zeros(1, D), np.zeros(1, np.int64)).dtype is torch.float32
     cast = view.db.get(list(range(N)))
     with torch.autocast("cpu", torch.bfloat16):
         encoded = encoder(cast.keys)
@@ -319,7 +319,7 @@ def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
     db = filled()
     with pytest.raises(BadInput, match=r"the encoder failed on two keys of zeros, 5 wide .* takes \(m, 5\)"):
         View(db, torch.nn.Linear(4, 4))
-    with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
+    with pytest.raises(BadInput, match="which cannot be copied while training goes on"):
         View(db, lambda keys: keys, reindex=InBackground(3))
 
     class Holding(torch.nn.Linear):

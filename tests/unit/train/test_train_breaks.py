@@ -64,12 +64,12 @@ def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"temperature": 0.1}, r"temperature 0\.05 there, 0\.1 here"),
-        ({"rtol": 0.1}, r"rtol None there, 0\.1 here"),
-        ({"patience": 3}, "patience None there, 3 here"),
-        ({"batch_size": 63}, "batch_size 64 there, 63 here"),
-        ({"bias": True}, "bias False there, True here"),
+        ({"seed": 1}, "seed was 0 and is now 1"),
+        ({"temperature": 0.1}, r"temperature was 0\.05 and is now 0\.1"),
+        ({"rtol": 0.1}, r"rtol was None and is now 0\.1"),
+        ({"patience": 3}, "patience was None and is now 3"),
+        ({"batch_size": 63}, "batch_size was 64 and is now 63"),
+        ({"bias": True}, "bias was False and is now True"),
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -85,18 +85,18 @@ def test_a_checkpoint_of_other_pairs_or_records_is_refused(tmp_path: Path) -> No
     db, queries, positives = world()
     words = {**SMALL, "checkpoint": tmp_path / "run.pt"}
     fit(db, queries, positives, **words)
-    with pytest.raises(BadInput, match="another run: pairs others there, these here"):
+    with pytest.raises(BadInput, match="another run: the pairs differ"):
         fit(db, queries * 1.001, positives, **words, resume=True)
-    with pytest.raises(BadInput, match="another run: pairs others there, these here"):
+    with pytest.raises(BadInput, match="another run: the pairs differ"):
         fit(db, queries, [*positives[1:], positives[0]], **words, resume=True)
     db.insert(["new"], torch.ones(1, D))
-    with pytest.raises(BadInput, match="another run: generation 1 there, 2 here"):
+    with pytest.raises(BadInput, match="another run: generation was 1 and is now 2"):
         fit(db, queries, positives, **words, resume=True)
     names = [f"r{i}" if i % 3 == 0 else i for i in range(N)]
     for ids, keys in ((names, keys_of() * 2), ([names[-1], *names[:-1]], keys_of())):
         with softdb.open(None, dim=D) as other:
             other.insert(ids, keys)
-            with pytest.raises(BadInput, match="another run: keys others there, these here"):
+            with pytest.raises(BadInput, match="another run: the keys differ"):
                 fit(other, queries, positives, **words, resume=True)
 
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_of_the_index_where_candidates_count(tmp_path: Path) -> 
     fit(db, queries, positives, **words, k=20, checkpoint=tmp_path / "k.pt")
     fit(db, queries, positives, **words, checkpoint=tmp_path / "exact.pt")
     db.build_index("ivf")
-    with pytest.raises(BadInput, match="another run: index another there, this one here"):
+    with pytest.raises(BadInput, match="another run: the index differs"):
         fit(db, queries, positives, **words, k=20, checkpoint=tmp_path / "k.pt", resume=True)
     fit(db, queries, positives, **words, checkpoint=tmp_path / "exact.pt", resume=True)  # every record, as before
     more = {**SMALL, "epochs": 2, "k": 20}
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "run.pt"
     fit(db, queries, positives, **{**SMALL, "epochs": 1}, checkpoint=file)
     content = file.read_bytes()
-    with pytest.raises(BadInput, match="is there already; go on from it with resume, or remove it"):
+    with pytest.raises(BadInput, match="exists already; continue from it with resume, or remove it"):
         fit(db, queries, positives, **SMALL, checkpoint=file)
 
     def refuse(*_: object) -> None:

@@ -249,7 +249,7 @@ def test_the_command_resumes_and_speaks_json(stored: tuple[Path, Path], tmp_path
     assert len(whole["history"]) == 4
     assert torch.equal(load(tmp_path / "a.pt").weight, load(tmp_path / "b.pt").weight)
     other = run("train", path, pairs, *words, tmp_path / "b.pt", *more, "--seed", 1, code=1)
-    assert "another run: seed 0 there, 1 here" in json.loads(other.stderr)["error"]["message"]
+    assert "another run: seed was 0 and is now 1" in json.loads(other.stderr)["error"]["message"]
 
 
 def test_the_command_takes_texts_and_arrays(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], 
         whole = fit(db, queries, wanted, **words)
         fit(db, queries, wanted, **{**words, "epochs": 3}, checkpoint=tmp_path / "run.pt")
         same(whole, fit(db, queries, wanted, **words, checkpoint=tmp_path / "run.pt", resume=True))
-        with pytest.raises(BadInput, match=r"another run: hidden 6 there, None here"):
+        with pytest.raises(BadInput, match=r"another run: hidden was 6 and is now None"):
             fit(db, queries, wanted, **{**words, "keys": False}, checkpoint=tmp_path / "run.pt", resume=True)
 
 
@@ -174,7 +174,7 @@ def test_what_is_killed_goes_on(path: Path) -> None:
     save(path.with_suffix(".pt"), trained())
     code = """
 import os, signal, sys, softdb, softdb.train
-softdb.train.applied.AT_ONCE = 40
+softdb.train.applied.BATCH_KEYS = 40
 def die(what, done, whole):
     if done >= 80: os.kill(os.getpid(), signal.SIGKILL)
 with softdb.open(sys.argv[1]) as db:
