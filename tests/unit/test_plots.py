@@ -73,7 +73,7 @@ def test_a_heatmap_has_a_column_for_each_record_that_was_weighed(rng: np.random.
     many = plots.attention_heatmap(None, db.attend(queries, k=60))
     assert many.get_images()[0].get_array().shape == (50, 60)
     assert "r0" not in [label.get_text() for label in many.get_xticklabels()]
-    with pytest.raises(softdb.BadInput, match=r"no weights by record; ask with k="):
+    with pytest.raises(softdb.BadInput, match=r"no weights by record; query with k="):
         plots.attention_heatmap(None, db.attend(queries))
 
 
