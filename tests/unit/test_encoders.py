@@ -168,7 +168,7 @@ def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
 def test_what_only_looks_like_ngrams_makes_nothing(tmp_path: Path, name: str) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
         db.core.store.note_encoder(name)
-    with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="models are not loaded"):
+    with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="softdb loads no model by itself"):
         db.search("a text")
 
 

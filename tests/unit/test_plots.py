@@ -99,7 +99,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         plots.attention_heatmap(None, WEIGHTS, ["one"])
     with pytest.raises(softdb.BadInput, match=r"weights have shape \(2,\); expected \(q, n\)"):
         plots.attention_heatmap(None, [1.0, 2.0])
-    with pytest.raises(softdb.BadInput, match=r"least weight is -1.0; .*not scores"):
+    with pytest.raises(softdb.BadInput, match=r"smallest weight is -1.0; .*not scores"):
         plots.attention_heatmap(None, [[-1.0, 2.0]])
     with pytest.raises(softdb.BadInput, match="weights hold NaN or infinity"):
         plots.temperature_sweep(None, [1.0], [[float("nan"), 1.0]], ["near", "far"])

@@ -151,11 +151,9 @@ def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric,
     if len(queries) < 2:
         raise BadInput(f"{len(queries)} queries are too few, as half of them are for tuning; give 2 or more")
     if near is not None and (len(near) != len(queries) or near.size == 0):
-        raise BadInput(f"{path} holds neighbours of shape {near.shape} for {len(queries)} queries; make the file again")
+        raise BadInput(f"{path} holds neighbours of shape {near.shape} for {len(queries)} queries; make it again")
     if near is not None and (near.min() < 0 or near.max() >= len(keys)):
-        raise BadInput(
-            f"{path} names neighbours from {near.min()} to {near.max()}, of {len(keys)} keys; make the file again"
-        )
+        raise BadInput(f"{path} names neighbours from {near.min()} to {near.max()}, of {len(keys)} keys; make it again")
     if n is not None and n > len(keys):
         raise BadInput(f"n is {n}, but there are {len(keys)} keys; give n at most that number")
     sample = np.random.default_rng(2).permutation(len(queries))[:most]

@@ -125,10 +125,7 @@ def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
 
 
 def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m): the first q of m sampled records, out of n
-    """Return the range from where the nearest record has all the weight to where all records weigh alike.
-
-    Its unit is the median distance of the best score from the mean of the others.
-    """
+    """Return the range from where the nearest record has all the weight to where all records weigh alike."""
     m = scores.shape[1]
     others = scores.clone()
     others.fill_diagonal_(-torch.inf)

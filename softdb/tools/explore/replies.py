@@ -35,7 +35,7 @@ Wanted = Callable[[], None]  # raises if the browser has dropped the request
 
 
 @dataclass(frozen=True)
-class Matches:
+class SearchResult:
     """The part of a reply that does not depend on the temperature."""
 
     generation: int
@@ -72,7 +72,7 @@ class Answers:
         self._served, self._lock, self._first = served, threading.Lock(), first
         self._plane: Plane | None = None
         self._notes: OrderedDict[str, list[str]] = OrderedDict()
-        self._cache: OrderedDict[tuple[Question, int, int], Matches] = OrderedDict()
+        self._cache: OrderedDict[tuple[Question, int, int], SearchResult] = OrderedDict()
 
     def about(self) -> dict[str, Any]:
         """Return the database's statistics, fields and examples, and the kinds of queries that it answers."""
@@ -122,7 +122,7 @@ class Answers:
         """Return the part of an answer that depends on the temperature."""
         return self._weigh(question, weighing, wanted)[0]
 
-    def _weigh(self, question: Question, weighing: Weighing, wanted: Wanted) -> tuple[dict[str, Any], Matches]:
+    def _weigh(self, question: Question, weighing: Weighing, wanted: Wanted) -> tuple[dict[str, Any], SearchResult]:
         db = self._served.newest()
         matches = self._matches(db, question, wanted)
         reply = {
@@ -155,7 +155,7 @@ class Answers:
                 plane = self._plane = Plane.of(db, plane)
             return plane
 
-    def _matches(self, db: SoftDB, question: Question, wanted: Wanted) -> Matches:
+    def _matches(self, db: SoftDB, question: Question, wanted: Wanted) -> SearchResult:
         plane = self._plane
         if plane is None or plane.reembedded != db.core.reembedded or plane.keys.shape[1] != db.dim:
             plane = self._plane_of(db)  # otherwise an older map serves until the page fetches a new one
@@ -170,7 +170,7 @@ class Answers:
                     self._cache.popitem(last=False)
         return matches
 
-    def _search(self, db: SoftDB, question: Question, plane: Plane, wanted: Wanted) -> Matches:
+    def _search(self, db: SoftDB, question: Question, plane: Plane, wanted: Wanted) -> SearchResult:
         begin = time.perf_counter()
         query_id = None if question.id is None else parsed_ids(db, [question.id])[0]
         query, generation = self._query(db, question, query_id), db.generation
@@ -191,7 +191,7 @@ class Answers:
                 scores = [number if has_key else None for number, has_key in zip(score, keyed, strict=True)]
         shown = [record(*fields) for fields in zip(ids, hits.payloads[0], hits.texts[0], strict=True)]
         lights = plane.lights(db, query, question.filter)
-        return Matches(
+        return SearchResult(
             generation, query, shown, scores, ids, query_id, plane, places, lights, spent, self._notes_of(question)
         )
 
@@ -227,7 +227,7 @@ class Answers:
         return db.core.as_queries(key[None].float())
 
     def _weighed(
-        self, db: SoftDB, question: Question, matches: Matches, weighing: Weighing, wanted: Wanted
+        self, db: SoftDB, question: Question, matches: SearchResult, weighing: Weighing, wanted: Wanted
     ) -> dict[str, Any] | None:
         """Return the answer of the soft query with the weights of the hits; None without a vector as query."""
         if matches.query is None:
@@ -313,7 +313,7 @@ def _output(db: SoftDB, plane: Plane, output: Tensor | None) -> dict[str, Any]:
     return {"output": numbers, "width": width, "classes": [], "norm": output.norm().item(), "answer": answer}
 
 
-def _python(question: Question, weighing: Weighing, matches: Matches) -> str:
+def _python(question: Question, weighing: Weighing, matches: SearchResult) -> str:
     """Return Python code that gives the same answer."""
     where = f", where={question.filter!r}" if question.where else ""
     words = f"texts={[question.words or question.text]!r}, mode={question.ranking!r}, "
