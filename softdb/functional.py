@@ -139,9 +139,9 @@ def attention(
         raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
     score = ScaledDot() if score is None else score
     tensors, narrow = _checked(query, key, value)
-    is_ours = callable(attribute(score, "fold"))  # a softdb score, whose query width is known
+    has_width = callable(attribute(score, "fold"))  # a softdb score; other callables have no known query width
     width = tensors[1].shape[-1]
-    if is_ours and tensors[0].shape[-1] != query_width(score, width):
+    if has_width and tensors[0].shape[-1] != query_width(score, width):
         raise BadInput(
             f"query is {tensors[0].shape[-1]} wide but this score of keys {width} wide compares queries "
             f"{query_width(score, width)} wide (shapes {tuple(tensors[0].shape)} and {tuple(tensors[1].shape)}); "
@@ -151,7 +151,7 @@ def attention(
     live = TakingPart.of(layout, mask, valid_len, is_causal, tensors[0].device)
     queries, keys, values = layout.queries(tensors[0]), layout.records(tensors[1]), layout.records(tensors[2])
     request = Request.of(queries, score, weights, check.temperature(temperature))
-    call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or is_ours, live)
+    call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or has_width, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:
         return layout.back(_streamed(call)).to(narrow)

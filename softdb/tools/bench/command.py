@@ -48,7 +48,7 @@ def bench(
 ) -> None:
     """Measure recall, speed, build time and memory of softdb and other engines with the same queries."""
     from softdb.tools.bench.datasets import load
-    from softdb.tools.bench.grid import CURVE, DEFAULT, Ask, run
+    from softdb.tools.bench.grid import CURVE, DEFAULT, Grid, run
     from softdb.tools.bench.peers import ENGINES
     from softdb.tools.bench.report import draw, require_drawable, write_json
 
@@ -58,7 +58,7 @@ def bench(
     if plot is not None:
         require_drawable(plot)
     names = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
-    ask = Ask(
+    grid = Grid(
         engines=tuple(dict.fromkeys(names)),
         recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
         efforts=() if efforts is None else tuple(_numbers(efforts, int, "--efforts")),
@@ -67,12 +67,12 @@ def bench(
         rounds=rounds,
         construction=construction,
     )
-    ask.checked()
+    grid.checked()
     console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
     with progress("bench", console) as bar:
-        result = run(data, ask, lambda line: console.print(escape(line)), bar)
+        result = run(data, grid, lambda line: console.print(escape(line)), bar)
     if as_json:
         print_json(result)
     else:

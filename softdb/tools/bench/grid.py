@@ -32,7 +32,7 @@ DOUBT = 3.0  # a goal is met if recall is at most 3 standard errors below it, wh
 
 
 @dataclass(frozen=True)
-class Ask:
+class Grid:
     """Parameters of a grid. Each engine is searched with each of `efforts`, or tuned to each of `recalls`."""
 
     engines: tuple[str, ...] = DEFAULT
@@ -85,7 +85,7 @@ class _Entry:
 
 
 def run(
-    data: Dataset, ask: Ask, note: Callable[[str], None] = lambda _: None, progress: Progress = lambda *_: None
+    data: Dataset, grid: Grid, note: Callable[[str], None] = lambda _: None, progress: Progress = lambda *_: None
 ) -> dict[str, Any]:
     """Measure the grid; return the report for JSON.
 
@@ -97,30 +97,30 @@ def run(
         BadInput: an unknown engine, an impossible recall or number, or wrong neighbours in the file.
         WrongAnswer: an engine's answers are impossible.
     """
-    ask.checked()
+    grid.checked()
     left_out: dict[str, str] = {}
 
     def leave_out(name: str, reason: str) -> None:
         left_out[name] = reason
         note(f"{name} is left out: {reason}")
 
-    kinds = [ask.known[name] for name in ask.engines if _serves(ask.known[name], data, leave_out)]
-    pin_threads(max(ask.threads))
+    kinds = [grid.known[name] for name in grid.engines if _serves(grid.known[name], data, leave_out)]
+    pin_threads(max(grid.threads))
     progress("true neighbours", 0, 1)
-    truth = true_nearest(data, ask.k)
+    truth = true_nearest(data, grid.k)
     exams = Exam(data.half(second=False), truth[0::2]), Exam(data.half(second=True), truth[1::2])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         entries: list[_Entry] = []
-        setup = Setup(ask.k, max(ask.threads), ask.construction)
+        setup = Setup(grid.k, max(grid.threads), grid.construction)
         for kind in kinds:
             for variant in kind.variants:
                 engine = kind(data, setup, variant, [entry.engine for entry in entries])
                 stack.callback(engine.close)
                 entries.append(_Entry(engine))
-        goals = [_Goal(None, effort) for effort in ask.efforts] or [_Goal(recall, 0) for recall in ask.recalls]
+        goals = [_Goal(None, effort) for effort in grid.efforts] or [_Goal(recall, 0) for recall in grid.recalls]
         for goal in goals:
-            rows += _measured(entries, exams, goal, ask, leave_out, progress)
+            rows += _measured(entries, exams, goal, grid, leave_out, progress)
     packages = ["softdb", "torch", "numpy", *(package for kind in kinds for package in kind.packages)]
     return {
         "command": command(),
@@ -130,7 +130,7 @@ def run(
         "data": {
             "name": data.name, "n": data.n, "dim": data.dim, "metric": data.metric.value, "queries": len(data.queries),
         },
-        "setup": {name: value for name, value in asdict(ask).items() if name != "known"},
+        "setup": {name: value for name, value in asdict(grid).items() if name != "known"},
         "left_out": left_out,
         "compared": compared(rows),
         "rows": rows,
@@ -150,15 +150,15 @@ def _measured(
     entries: list[_Entry],
     exams: tuple[Exam, Exam],  # for tuning, for measuring
     goal: _Goal,
-    ask: Ask,
+    grid: Grid,
     leave_out: Callable[[str, str], None],
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Return a row for each engine and number of threads."""
-    pin_threads(max(ask.threads))
+    pin_threads(max(grid.threads))
     ready = []
     for entry in entries:
-        _prepare(entry, exams[0], goal, ask, progress)
+        _prepare(entry, exams[0], goal, grid, progress)
         reason = entry.engine.facts.get("left_out")
         if reason:
             leave_out(entry.engine.label, f"{reason} ({goal.name})")
@@ -166,20 +166,20 @@ def _measured(
             ready.append(entry)
     facts = [_facts(entry, exams[1], goal) for entry in ready]
     rows = []
-    for threads in ask.threads:
+    for threads in grid.threads:
         progress(f"timing at {goal.name}, {threads} threads", 0, 1)
-        speeds = _timed(ready, exams[1].data.queries, threads, ask.rounds)
+        speeds = _timed(ready, exams[1].data.queries, threads, grid.rounds)
         rows += [{**fact, "threads": threads, **speed} for fact, speed in zip(facts, speeds, strict=True)]
     return rows
 
 
-def _prepare(entry: _Entry, exam: Exam, goal: _Goal, ask: Ask, progress: Progress) -> None:
+def _prepare(entry: _Entry, exam: Exam, goal: _Goal, grid: Grid, progress: Progress) -> None:
     """Build the engine unless it is built and does not tune itself, and tune its effort to the goal."""
     engine = entry.engine
-    engine.pin(max(ask.threads))
+    engine.pin(max(grid.threads))
     if not entry.built or (engine.each_goal and goal.recall is not None):
         progress(f"{engine.label}: building", 0, 1)
-        entry.seconds, entry.built = engine.build(goal.recall or ask.recalls[0], progress), True
+        entry.seconds, entry.built = engine.build(goal.recall or grid.recalls[0], progress), True
         entry.size = 0 if "left_out" in engine.facts else engine.bytes()
     if "left_out" in engine.facts:
         return
@@ -192,7 +192,7 @@ def _prepare(entry: _Entry, exam: Exam, goal: _Goal, ask: Ask, progress: Progres
     least, most = engine.efforts
     entry.effort = goal.effort if most or engine.each_goal else 0
     if most and not engine.each_goal and goal.recall is not None:
-        entry.effort = least_effort(recall, max(least, ask.k), most, goal.recall, FINE)[0]
+        entry.effort = least_effort(recall, max(least, grid.k), most, goal.recall, FINE)[0]
         entry.seconds["measuring"] = time.perf_counter() - start
     entry.tuned = recall(entry.effort)
 

@@ -43,7 +43,7 @@ Usage: softdb COMMAND DATABASE …        softdb COMMAND --help lists its option
 A vector database you can backpropagate through: a directory, no server.
 
   demo               try it: store, search and train on 20,000 definitions
-  import, export     read records from files, write them to files
+  import, export     make a database of files; write its records to files
   insert, delete     insert JSON lines from a pipe; delete by id or by filter
   get, count         print records by id; count all, or those of a filter
   search             find the records nearest to a text or a vector
