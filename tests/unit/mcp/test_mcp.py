@@ -214,7 +214,7 @@ def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: 
 
     async def ask(_: Client, call: Call) -> None:
         assert not (await call("describe"))["takes_text"]
-        assert "encoded by 'stranger/model'" in await call("search", text="a", fails=True)
+        assert "need the encoder 'stranger/model'" in await call("search", text="a", fails=True)
 
     asked(tmp_path / "model", ask)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
