@@ -141,7 +141,7 @@ def soft_answers(
 
 
 def _missed(db: Verbs, queries: Any, pooled: Pooled, temperature: float, where: Any) -> Tensor:  # (q,)
-    """Return the share of weight that was not pooled; where a cluster's answer lacks it, score all records for it."""
+    """Return the share of weight that was not pooled; if a cluster's answer lacks it, compute it from all records."""
     unknown = pooled.missed_mass.isnan()
     if not bool(unknown.any()):
         return pooled.missed_mass

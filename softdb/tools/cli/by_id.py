@@ -100,7 +100,7 @@ class _InputRecord(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return what the records of one commit have in common: a key or none, and its source."""
+        """Return whether the record has a key and whether the encoder makes it; a commit has records of one kind."""
         return self.key is not None, self.embeds
 
 

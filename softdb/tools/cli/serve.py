@@ -20,7 +20,7 @@ def explore(
     demo: Annotated[bool, Option("--demo", help="Show 20,000 dictionary definitions instead of PATH.")] = False,
     encoder: EncoderName = None,
     port: Annotated[
-        int | None, Option(min=0, max=65535, help=f"TCP port; 0: any free one. By default {PORT}, if it is free.")
+        int | None, Option(min=0, max=65535, help=f"TCP port; 0: any free one. By default {PORT}, or any free one.")
     ] = None,
     open_: Annotated[bool, Option("--open", help="Open the browser, too.")] = False,
 ) -> None:

@@ -67,10 +67,10 @@ def import_(
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
     id_field: Annotated[str, Option("--id", metavar="FIELD", help="Field with the id.")] = "id",
     key_field: Annotated[
-        str | None, Option("--key", metavar="FIELD", help="Field with the key, as numbers; key unless --text is given.")
+        str | None, Option("--key", metavar="FIELD", help='Field with the key, as numbers; "key" without --text.')
     ] = None,
     text: Annotated[
-        str | None, Option(metavar="FIELD", help="Field with the text; an encoder makes the keys that no option names.")
+        str | None, Option(metavar="FIELD", help="Field with the text; encoded as the key without --key and --keys.")
     ] = None,
     value: Annotated[str | None, Option(metavar="FIELD", help="Field with the value: numbers or a label.")] = None,
     num_classes: Annotated[int | None, Option(help="New database: values are labels below this number.")] = None,
@@ -78,7 +78,7 @@ def import_(
     dim: Annotated[int | None, Option(help="New database: width of the keys.")] = None,
     metric: MetricOption = None,
     dtype: DTypeOption = None,
-    batch_size: Annotated[int | None, Option(min=1, help="Records per commit; 10,000, or 256 to encode.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Records per commit; 10,000, or 256 texts.")] = None,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
     resume: Annotated[bool, Option("--resume", help="Go on with an import that was stopped or killed.")] = False,
     row_ids: Annotated[bool, Option("--row-ids", help="Use row numbers as ids, instead of --id.")] = False,

@@ -278,7 +278,7 @@ class Answers:
 
 
 def _is_cold(lse: float) -> bool:
-    """Return True if scores / T are too large for float32 to tell them apart, so that the nearest record has it all."""
+    """Return True if scores / T are too large for float32 to tell apart; the nearest record then has all the weight."""
     return not abs(lse) < COLD
 
 
