@@ -127,7 +127,7 @@ app = typer.Typer(
 
 def run() -> None:
     """Run the command line."""
-    # torch reads it when it is loaded: on a busy machine, waiting threads that sleep are ten times faster than spinning
+    # torch reads this when it loads: on a busy machine, waiting threads that sleep are ten times faster than spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warn_in_one_line("--json" in sys.argv)
     for stream in (sys.stdout, sys.stderr):

@@ -87,7 +87,7 @@ def train(
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
     measured: dict[str, Any] = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
-    save(out, fitted.projection, {**facts, **measured})  # before the keys change, which only this file can query
+    save(out, fitted.projection, {**facts, **measured})  # first, as changed keys are useless without it
     applied = keys and after[criterion] > before[criterion]
     measured["generation"] = _rekeyed(path, out).generation if applied else None
     if as_json:
