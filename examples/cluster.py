@@ -19,7 +19,7 @@ from softdb import cluster
 
 
 def main(on: Literal["here", "ray"] = "here") -> None:
-    """Write, query, lose the shards, add a shard; compare every answer with that of a single database."""
+    """Write, query, lose the shards, double their number; compare every answer with that of a single database."""
     rng = np.random.default_rng(0)
     ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
     single = softdb.open(None, dim=32, metric="cosine")
