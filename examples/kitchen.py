@@ -66,9 +66,9 @@ def main(picture: str | None) -> None:
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-    widths = learned.bandwidth.tolist()
-    print("learned widths: " + ", ".join(f"{width:.2f}" for width in widths))
-    assert widths[0] < 0.5 * min(widths[1:])
+    bandwidth = learned.bandwidth.tolist()
+    print("learned widths: " + ", ".join(f"{width:.2f}" for width in bandwidth))
+    assert bandwidth[0] < 0.5 * min(bandwidth[1:])
     if picture:
         drawn, (ax,) = figure(1, 8, 4.5)
         weight_bars(ax, torch.stack(shares), names, list(QUESTIONS), COLOURS)

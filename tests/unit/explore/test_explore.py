@@ -478,7 +478,7 @@ def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
                 patch.setattr("softdb.tools.explore.replies._WARNINGS", noted)
                 told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
             assert told["notes"] == ["no record has the field 'yeer'"]
-            answers._kept.clear()
+            answers._cache.clear()
 
 
 def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> None:
