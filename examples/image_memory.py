@@ -1,10 +1,10 @@
-"""A memory of images: a digit is recognised by the digits it resembles, by the nearest, the ten nearest, or softly.
+"""Recognise digits by stored digits: by the nearest, by a vote of the ten nearest, and by a soft query.
 
     python examples/image_memory.py [PICTURE.png]
 
-Records are scikit-learn's 8 × 8 digits and the value is the label, so a soft query answers with a distribution over
-the ten classes. Is it to be believed? How far a record reaches is learned on the records themselves, each told from
-all others; then of what is claimed with 80 % some 80 % should be right (Guo et al. 2017, arXiv:1706.04599).
+Records are scikit-learn's 8 × 8 digits with their labels as values, so a soft query returns a distribution over ten
+classes. Its bandwidth is learned on the records, each predicted from all others. In a calibrated distribution 80 % of
+the answers with probability 0.8 are right (Guo et al. 2017, arXiv:1706.04599).
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ STORED = 1200
 
 
 def log_loss(shares: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Mean of -log of what the right class was given."""
+    """Return the mean of -log of the right class's probability."""
     return -shares[torch.arange(len(right)), right].clamp(min=1e-4).log().mean()
 
 
 def main(picture: str | None) -> None:
-    """Store digits, ask for others in three ways, and hold what is claimed against what is right."""
+    """Store digits, classify others in three ways, and compare the probabilities with the share of right answers."""
     digits = load_digits()
     order = torch.randperm(1797, generator=torch.manual_seed(0))
     images, labels = torch.tensor(digits.data).float()[order] / 16, torch.tensor(digits.target)[order]
-    asked, right = images[STORED:], labels[STORED:]
+    queries, right = images[STORED:], labels[STORED:]
     score = softdb.scores.NegativeL2(1.0, learnable=True)
     optimiser = torch.optim.Adam(score.parameters(), lr=0.1)
     others = ~torch.eye(STORED, dtype=torch.bool)
     with softdb.open(None, dim=64, num_classes=10, metric="l2") as db:
         db.insert(range(STORED), images[:STORED], labels[:STORED])
         for step in range(24):
-            part = slice(step % 4 * 300, step % 4 * 300 + 300)
-            loss = log_loss(db.attend(images[part], score=score, mask=others[part]).output, labels[part])
+            batch = slice(step % 4 * 300, step % 4 * 300 + 300)
+            loss = log_loss(db.attend(images[batch], score=score, mask=others[batch]).output, labels[batch])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         with torch.no_grad():
-            votes = db.search(asked, k=10).rows  # rows count from 0, as they were inserted
+            votes = db.search(queries, k=10).rows  # rows count from 0, in the order of insertion
             answers = {
-                "the nearest": db.attend(asked, weights="argmax").output,
+                "the nearest": db.attend(queries, weights="argmax").output,
                 "ten neighbours vote": torch.nn.functional.one_hot(labels[votes], 10).float().mean(1),
-                "soft, all records": db.attend(asked, score=score).output,
+                "soft, all records": db.attend(queries, score=score).output,
             }
     losses = {}
     for name, shares in answers.items():
@@ -58,13 +58,13 @@ def main(picture: str | None) -> None:
     if picture:
         drawn, (left, ax) = figure(2, 4.5, 4)
         doubted = answers["soft, all records"].amax(1).argsort()[:16]
-        tiles = torch.nn.functional.pad(asked[doubted].reshape(4, 4, 8, 8), (1, 1, 1, 1))
+        tiles = torch.nn.functional.pad(queries[doubted].reshape(4, 4, 8, 8), (1, 1, 1, 1))
         left.imshow(tiles.transpose(1, 2).reshape(40, 40).numpy(), cmap="gray_r")
         left.set(title="the most doubted of them", xticks=[], yticks=[])
         for name, shares in list(answers.items())[1:]:
             claimed, hit = shares.amax(1), (shares.argmax(1) == right).float()
-            parts = list(claimed.argsort()[:180].chunk(5))
-            ax.plot([claimed[p].mean() for p in parts], [hit[p].mean() for p in parts], "o-", label=name)
+            bins = list(claimed.argsort()[:180].chunk(5))
+            ax.plot([claimed[b].mean() for b in bins], [hit[b].mean() for b in bins], "o-", label=name)
         ax.plot([0.4, 1], [0.4, 1], ":", color="0.5")
         ax.set(xlabel="claimed", ylabel="right", title="the 180 least sure, in five parts")
         ax.legend(frameon=False)

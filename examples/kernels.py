@@ -2,9 +2,9 @@
 
     python examples/kernels.py [PICTURE.png]
 
-Forty noisy measurements of 2 sin x + x. The soft query of a database by a kernel is the Nadaraya-Watson mean; what
-each training record weighs for each x is attention. A kernel decides how the weight falls off, its width how far it
-reaches.
+Forty noisy measurements of 2 sin x + x. A soft query with a kernel as its score is the Nadaraya-Watson mean, and the
+weights of the records for each x are its attention. The kernel decides how weights fall off with the distance, and its
+width how fast.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ import softdb
 from softdb import scores
 from softdb.plots import figure, save
 
-ONE: list[scores.Kernel] = [
+KERNELS: list[scores.Kernel] = [
     scores.Gaussian(1.0), scores.Boxcar(1.0), scores.Epanechnikov(1.0), scores.Triangular(1.0), scores.Laplacian(1.0)
 ]  # fmt: skip
 WIDTHS = (0.1, 0.2, 0.5, 1.0)
 
 
 def curve(x: torch.Tensor) -> torch.Tensor:
-    """What is measured."""
+    """Return the measured function without noise."""
     return 2 * x.sin() + x
 
 
 def main(picture: str | None) -> None:
-    """Ask one database by every kernel and width, and draw the answers over their attention."""
+    """Query one database with every kernel and width, and draw the answers over their attention."""
     torch.manual_seed(0)
     x = (torch.rand(40, 1) * 5).sort(dim=0).values
     y = curve(x) + 0.5 * torch.randn(40, 1)
-    asked = torch.linspace(0, 5, 100).unsqueeze(1)
-    names = [*(type(kernel).__name__ for kernel in ONE), "Constant", *(f"Gaussian, width {width}" for width in WIDTHS)]
-    ways = [*ONE, scores.Constant(), *(scores.Gaussian(width) for width in WIDTHS)]
+    queries = torch.linspace(0, 5, 100).unsqueeze(1)
+    names = [*(type(k).__name__ for k in KERNELS), "Constant", *(f"Gaussian, width {width}" for width in WIDTHS)]
+    kernels = [*KERNELS, scores.Constant(), *(scores.Gaussian(width) for width in WIDTHS)]
     with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
         db.insert(range(40), x, y)
-        answers = [db.attend(asked, score=way, need_weights=True) for way in ways]
+        answers = [db.attend(queries, score=kernel, need_weights=True) for kernel in kernels]
     errors = {}
     for name, answer in zip(names, answers, strict=True):
-        errors[name] = (answer.output - curve(asked)).square().mean().sqrt().item()
+        errors[name] = (answer.output - curve(queries)).square().mean().sqrt().item()
         print(f"{name:22} error {errors[name]:.2f}")
-    assert torch.allclose(answers[5].output, y.mean().expand(100, 1), atol=1e-5)  # the constant one pools everything
-    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 0.1"]  # which repeats the noise
-    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 1.0"] < errors["Constant"]  # which flatten the curve
+    assert torch.allclose(answers[5].output, y.mean().expand(100, 1), atol=1e-5)  # a constant weighs all records alike
+    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 0.1"]  # the narrow kernel fits the noise
+    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 1.0"] < errors["Constant"]  # wide ones flatten
     if picture:
         drawn, _ = figure(1, 13, 9)
         drawn.clear()
         axes = drawn.subplots(4, 5, sharex=True)
         for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
             above, below = axes[place // 5 * 2, place % 5], axes[place // 5 * 2 + 1, place % 5]
-            above.plot(asked, curve(asked), ":", color="0.5")
-            above.plot(asked, answer.output, color="C0")
+            above.plot(queries, curve(queries), ":", color="0.5")
+            above.plot(queries, answer.output, color="C0")
             above.plot(x, y, "o", color="C1", markersize=3, alpha=0.6)
             above.set_title(f"{name}: error {errors[name]:.2f}", fontsize=9)
             assert answer.weights is not None

@@ -2,10 +2,10 @@
 
     python examples/kitchen.py [PICTURE.png]
 
-A key tells colour, use and place. A kernel with a width for each coordinate decides which of them count: narrow ones
-must agree, wide ones may be anything (Dive into Deep Learning, 11.2; Härdle 1990, section 3). The widths can be
-learned, too: from answers to "is it red?" alone, the coordinate of the colour stays narrow, and all the others grow
-wide.
+A key holds colour, use and place. A kernel with a width for each coordinate decides which of them count: coordinates
+with a narrow width must agree, those with a wide one are ignored (Dive into Deep Learning, 11.2; Härdle 1990,
+section 3). The widths can be learned, too: from answers to "is it red?" alone, the colour's width stays narrow, and
+all others grow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KITCHEN = {
 }
 COLOURS = ["crimson", "tomato", "darkred", "royalblue", "deepskyblue", "navy", "yellowgreen", "peru"]
 ANY = 100.0
-ASKED = {
+QUESTIONS = {
     "what is red?": ((0.0, 0, 0, 0), (0.15, ANY, ANY, ANY)),
     "what is for drinking?": ((0.0, 1, 0, 0), (ANY, 0.3, ANY, ANY)),
     "what is red and for eating?": ((0.0, 0, 1, 0), (0.3, ANY, 0.3, ANY)),
@@ -39,16 +39,16 @@ ASKED = {
 
 
 def main(picture: str | None) -> None:
-    """Ask by widths that are given, then learn them from what is red."""
+    """Query with fixed widths, then learn widths from the red things."""
     keys = torch.tensor(list(KITCHEN.values()))
     names = list(KITCHEN)
     with softdb.open(None, dim=4, metric="l2") as db:
         db.insert(names, keys)
         shares = []
-        for question, (query, widths) in ASKED.items():
+        for question, (query, widths) in QUESTIONS.items():
             answer = db.attend(query, score=NegativeL2(torch.tensor(widths)), need_weights=True)
-            (why,) = answer.explain(k=3)
-            print(f"{question:30} {', '.join(map(str, why.ids))}")
+            (explanation,) = answer.explain(k=3)
+            print(f"{question:30} {', '.join(map(str, explanation.ids))}")
             assert answer.weights is not None
             shares.append(answer.weights[0])
         assert {names[i] for i in shares[0].topk(3).indices} == {"red mug", "tomato", "red chair"}
@@ -61,17 +61,17 @@ def main(picture: str | None) -> None:
     with softdb.open(None, dim=4, value_dim=1, metric="l2") as db:
         db.insert(names, keys, red)
         for _ in range(60):
-            told = db.attend(keys, score=learned, mask=~torch.eye(8, dtype=torch.bool)).output
-            loss = (told - red).square().mean()  # each is told from the others
+            predicted = db.attend(keys, score=learned, mask=~torch.eye(8, dtype=torch.bool)).output
+            loss = (predicted - red).square().mean()  # each record is predicted from the others
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-    found = learned.bandwidth.tolist()
-    print("learned widths: " + ", ".join(f"{w:.2f}" for w in found))
-    assert found[0] < 0.5 * min(found[1:])
+    bandwidth = learned.bandwidth.tolist()
+    print("learned widths: " + ", ".join(f"{width:.2f}" for width in bandwidth))
+    assert bandwidth[0] < 0.5 * min(bandwidth[1:])
     if picture:
         drawn, (ax,) = figure(1, 8, 4.5)
-        weight_bars(ax, torch.stack(shares), names, list(ASKED), COLOURS)
+        weight_bars(ax, torch.stack(shares), names, list(QUESTIONS), COLOURS)
         ax.legend(ax.containers, names, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         save(drawn, picture)
 

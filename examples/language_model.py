@@ -1,11 +1,11 @@
-"""A language model that is given a memory instead of being trained again.
+"""A language model with a database as its memory, instead of more training.
 
     python examples/language_model.py [DEFINITIONS]
 
-A small GPT-2 learns to write definitions of nouns, from nothing, in a minute or two. Verbs and adjectives it has never
-seen. Their definitions go into a database, one record a token: key the model's hidden state before it, value the token.
-What the database says of the next token is mixed with what the model says; how much of it, and how sharply, is learned
-through the database from some more definitions. All else is held out.
+A small GPT-2 is trained on definitions of nouns from scratch, in a minute or two. Definitions of verbs and adjectives
+go into a database, one record per token: the key is the model's hidden state before the token, the value is the token.
+The next token's probabilities are a mixture of the model's and the database's. The share and the temperature of the
+database are learned from some more definitions, and the others are held out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST, BATCH = 40, 64
 
 
 def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Pieces of words, learned from texts."""
+    """Return a byte-pair tokenizer trained on the texts."""
     pieces = Tokenizer(models.BPE(unk_token="<unk>"))
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<unk>", "<s>", "</s>"]
@@ -35,18 +35,18 @@ def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def trained(tokenizer: PreTrainedTokenizerFast, texts: list[str], epochs: int = 2) -> GPT2LMHeadModel:
-    """A language model, from nothing."""
+    """Return a language model trained on the texts from scratch."""
     torch.manual_seed(0)
     sizes = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": len(tokenizer)}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=2))
-    tokens = sorted((torch.tensor(one[:LONGEST]) for one in tokenizer(texts)["input_ids"]), key=len)
+    tokens = sorted((torch.tensor(ids[:LONGEST]) for ids in tokenizer(texts)["input_ids"]), key=len)
     batches = [tokens[low : low + BATCH] for low in range(0, len(tokens), BATCH)]
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(epochs):
         for i in torch.randperm(len(batches)).tolist():
-            wanted = torch.nn.utils.rnn.pad_sequence(batches[i], batch_first=True, padding_value=-100)
-            logits = model(wanted.clamp(min=0)).logits  # what stands after the end is not looked at
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
+            labels = torch.nn.utils.rnn.pad_sequence(batches[i], batch_first=True, padding_value=-100)
+            logits = model(labels.clamp(min=0)).logits  # the loss ignores labels of -100
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             adam.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
@@ -55,22 +55,22 @@ def trained(tokenizer: PreTrainedTokenizerFast, texts: list[str], epochs: int = 
 
 
 def main(most: int) -> None:
-    """Train on nouns, remember the others, compare."""
+    """Train on nouns, store the others, and compare perplexities."""
     logging.set_verbosity_error()
-    records = load_wordnet().payloads
-    nouns = [one["gloss"] for one in records if one["pos"] == "noun"][:most]
-    others = [one["gloss"] for one in records if one["pos"] != "noun"][::-1][:most]
+    payloads = load_wordnet().payloads
+    nouns = [payload["gloss"] for payload in payloads if payload["pos"] == "noun"][:most]
+    others = [payload["gloss"] for payload in payloads if payload["pos"] != "noun"][::-1][:most]
     tokenizer = tokenizer_of(nouns)
     model = trained(tokenizer, nouns)
-    test, learn, remember = others[::20], others[10::20], [one for i, one in enumerate(others) if i % 10]
-    with KNNLanguageModel.from_corpus(model, remember, tokenizer=tokenizer) as lm:
-        print(f"{len(lm.db):,} tokens remembered")
+    test, learn, stored = others[::20], others[10::20], [gloss for i, gloss in enumerate(others) if i % 10]
+    with KNNLanguageModel.from_corpus(model, stored, tokenizer=tokenizer) as lm:
+        print(f"{len(lm.db):,} tokens stored")
         lm.fit(learn, epochs=2)
-        share, heat = lm.mixture.bias.sigmoid().item(), lm.mixture.temperature
-        print(f"learned: the memory's share {share:.2f}, its temperature {heat:.1f}")
-        without, found = lm.perplexity(test, memory=False), lm.perplexity(test)
-        print(f"perplexity without the memory {without:.1f}, with it {found:.1f}")
-        assert found < without
+        share, temperature = lm.mixture.bias.sigmoid().item(), lm.mixture.temperature
+        print(f"learned: the memory's share {share:.2f}, its temperature {temperature:.1f}")
+        without, with_memory = lm.perplexity(test, memory=False), lm.perplexity(test)
+        print(f"perplexity without the memory {without:.1f}, with it {with_memory:.1f}")
+        assert with_memory < without
         print("written with it:", lm.generate("to", max_new_tokens=12, num_beams=3))
 
 

@@ -2,9 +2,9 @@
 
     python examples/masked_scores.py [PICTURE.png]
 
-Two sequences lie in one database, of which 2 and 6 places count; the others are padding. Queries are 20 wide, keys 2:
-an additive score wᵀtanh(W_q q + W_k k) compares them all the same. As all keys are alike, the weights can only be
-even over what the mask leaves (Dive into Deep Learning, 11.3).
+One database of ten places; the first query's mask allows 2 of them, the second one's 6. Queries are 20 wide, keys 2: an
+additive score wᵀtanh(W_q q + W_k k) compares vectors of different widths. As all keys are equal, the allowed places
+have equal weights (Dive into Deep Learning, 11.3).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from softdb.plots import attention_heatmap, figure, save
 
 
 def main(picture: str | None) -> None:
-    """Ask with a mask, compare with plain tensors, and draw the weights."""
+    """Query with a mask, compare with plain tensors, and draw the weights."""
     torch.manual_seed(0)
     queries = torch.randn(2, 20, requires_grad=True)
     keys, values = torch.ones(10, 2), torch.arange(40.0).reshape(10, 4)
     counts = torch.tensor([2, 6])
-    mask = torch.arange(10) < counts.unsqueeze(1)  # (2, 10): which places of which sequence count
+    mask = torch.arange(10) < counts.unsqueeze(1)  # (2, 10)
     additive = scores.Additive(20, 2, hidden=8)
     with softdb.open(None, dim=2, value_dim=4) as db:
         db.insert(range(10), keys, values)
@@ -32,7 +32,7 @@ def main(picture: str | None) -> None:
         product = db.attend(queries[:, :2], score=scores.ScaledDot(), mask=mask)  # needs queries as wide as the keys
     plain = softdb.attention(queries[:, None], keys, values, score=additive, valid_len=counts)[:, 0]
     assert torch.allclose(answer.output, plain, atol=1e-5)
-    assert torch.allclose(answer.output, product.output, atol=1e-4)  # alike keys: every score pools alike
+    assert torch.allclose(answer.output, product.output, atol=1e-4)  # with equal keys every score gives equal weights
     assert torch.allclose(answer.output[0], values[:2].mean(0), atol=1e-5)
     assert torch.allclose(answer.output[1], values[:6].mean(0), atol=1e-4)
     answer.output.sum().backward()  # type: ignore[no-untyped-call]

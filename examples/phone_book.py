@@ -1,9 +1,9 @@
-"""The phone book of the attention textbooks: one database that answers an exact, an approximate and a soft query.
+"""The phone book of the attention textbooks: one database answers an exact, an approximate and a soft query.
 
     python examples/phone_book.py [PICTURE.png]
 
-The keys are last names, spelt out in character n-grams; the values are first names, as class labels, so that a soft
-query answers with a distribution over first names. Temperature takes it from a database lookup to average pooling.
+The keys are last names, as vectors of character n-grams. The values are first names, as class labels, so a soft query
+returns a distribution over first names. With rising temperature it changes from a database lookup to average pooling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST, FIRST = (list(names) for names in zip(*BOOK, strict=True))
 
 
 def approximate(db: softdb.SoftDB) -> None:
-    """The nearest record, where the one asked for is absent."""
+    """Delete a record, and find the nearest one instead."""
     db.delete(["Schulz"])
     try:
         db["Schulz"]
@@ -37,30 +37,30 @@ def approximate(db: softdb.SoftDB) -> None:
 
 
 def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
-    """The distribution over first names that "Schulz" gives at each temperature, (t, 6)."""
-    shares = torch.cat([db.attend("Schulz", temperature=one).output for one in temperatures])
+    """Return the distribution over first names for "Schulz" at each temperature, (t, 6)."""
+    shares = torch.cat([db.attend("Schulz", temperature=temperature).output for temperature in temperatures])
     assert shares[0, LAST.index("Schulz")] > 0.99  # a lookup
     assert shares[-1].max() < 0.2  # pooling: almost a sixth each
     print("\nsoft         temperature  " + "".join(f"{first:>9}" for first in FIRST))
-    for one, row in list(zip(temperatures, shares.tolist(), strict=True))[::10]:
-        print(f"             {one:11.3f}  " + "".join(f"{share:9.3f}" for share in row))
+    for temperature, row in list(zip(temperatures, shares.tolist(), strict=True))[::10]:
+        print(f"             {temperature:11.3f}  " + "".join(f"{share:9.3f}" for share in row))
     return shares
 
 
 def draw(temperatures: list[float], shares: torch.Tensor, path: Path) -> None:
-    """The sweep as curves, and every tenth temperature of it as bars."""
+    """Draw the weights over temperature as curves, and those of every tenth temperature as bars."""
     picture, (left, right) = figure(columns=2)
     labels = [", ".join(names) for names in BOOK]
     temperature_sweep(left, temperatures, shares, labels)
     left.set_title('the weight of each record for "Schulz"')
-    weight_bars(right, shares[::10], labels, [f"{one:.2g}" for one in temperatures[::10]])
+    weight_bars(right, shares[::10], labels, [f"{temperature:.2g}" for temperature in temperatures[::10]])
     right.set(title="database lookup → attention → average pooling", xlabel="temperature")
     save(picture, path)
     print(f"\npicture      {path}")
 
 
 def main(picture: Path) -> None:
-    """Fill a phone book, ask it in three ways, and draw the third."""
+    """Fill a phone book, query it in three ways, and draw the soft query."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "phone-book"
         with softdb.open(path, encoder=HashedNGrams(), num_classes=len(BOOK), metric="cosine") as db:

@@ -1,10 +1,10 @@
-"""Self-attention is a query of the sequence's own database: every token asks all tokens of its sequence.
+"""Self-attention as a query: every token of a sequence queries a database of the sequence's tokens.
 
     python examples/self_attention.py [PICTURE.png]
 
-Without positions it cannot tell an order: shuffle the tokens, and the answers are shuffled alike (it is equivariant;
-Vaswani et al. 2017, section 3.5; Dive into Deep Learning, 11.6). With sines and cosines added, the same words in
-another order are answered otherwise.
+Without positions, self-attention ignores order: if the tokens are shuffled, the answers are shuffled alike (it is
+equivariant; Vaswani et al. 2017, section 3.5; Dive into Deep Learning, 11.6). With sinusoidal positions added, another
+order gives other answers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WORDS = ["dogs", "chase", "cats", "and", "cats", "chase", "mice"]
 DIM = 16
 
 
-def ask_itself(tokens: torch.Tensor) -> softdb.Pooled:
-    """Every token asks a database of all tokens; keys are values."""
+def attend_itself(tokens: torch.Tensor) -> softdb.Pooled:
+    """Query a database of all tokens with every token; keys are values."""
     with softdb.open(None, dim=DIM) as db:
         db.insert(range(len(tokens)), tokens)
         return db.attend(tokens, score=softdb.scores.ScaledDot(), need_weights=True)
 
 
 def main(picture: str | None) -> None:
-    """Ask in order and shuffled, without positions and with them."""
+    """Compare answers in order and shuffled, without positions and with them."""
     torch.manual_seed(0)
     table = dict.fromkeys(WORDS, torch.empty(0))
     table = {word: 1.5 * torch.randn(DIM) for word in table}
@@ -37,18 +37,18 @@ def main(picture: str | None) -> None:
     order = torch.randperm(len(WORDS))
     positions = SinusoidalPositions(DIM)
 
-    plain, shuffled = ask_itself(tokens), ask_itself(tokens[order])
-    placed, moved = ask_itself(positions(tokens)), ask_itself(positions(tokens[order]))
+    plain, shuffled = attend_itself(tokens), attend_itself(tokens[order])
+    placed, moved = attend_itself(positions(tokens)), attend_itself(positions(tokens[order]))
     reference = torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
     assert torch.allclose(plain.output, reference, atol=1e-5)
-    alike = (shuffled.output - plain.output[order]).abs().max().item()
-    unlike = (moved.output - placed.output[order]).abs().max().item()
-    print(f"shuffled tokens, shuffled answers: off by {alike:.1e} without positions, by {unlike:.1f} with them")
-    assert alike < 1e-5
-    assert unlike > 0.1
-    twice = [place for place, word in enumerate(WORDS) if word == "cats"]
-    assert torch.allclose(plain.output[twice[0]], plain.output[twice[1]], atol=1e-5)  # one word, one answer
-    assert not torch.allclose(placed.output[twice[0]], placed.output[twice[1]], atol=0.01)  # a word at a place
+    without = (shuffled.output - plain.output[order]).abs().max().item()
+    with_them = (moved.output - placed.output[order]).abs().max().item()
+    print(f"answers of shuffled tokens differ by {without:.1e} without positions, by {with_them:.1f} with them")
+    assert without < 1e-5
+    assert with_them > 0.1
+    first, second = [place for place, word in enumerate(WORDS) if word == "cats"]
+    assert torch.allclose(plain.output[first], plain.output[second], atol=1e-5)  # the same word, the same answer
+    assert not torch.allclose(placed.output[first], placed.output[second], atol=0.01)  # position changes it
     if picture:
         drawn, (left, right) = figure(2, 5.5, 4.5)
         for ax, answer, name in ((left, plain, "without positions"), (right, placed, "with sines and cosines")):

@@ -1,9 +1,9 @@
-"""A retriever trained on several ranks, each with a part of the records: the loss is over all of them.
+"""Train a retriever on several ranks. Each rank holds some of the records, and the loss is over all records.
 
     torchrun --nproc-per-node 2 examples/torchrun.py
 
-Without torchrun it starts two ranks itself. Each rank holds two of the four shards and asks with its own half of every
-batch; DistributedDataParallel averages the gradients as always, and the projection is the one that one process learns.
+Without torchrun it starts two ranks itself. Each rank holds two of the four shards and queries with its own half of
+every batch. DistributedDataParallel averages the gradients as usual, so the ranks learn what a single process would.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ N, D, SHARDS, STEPS, BATCH = 2000, 16, 4, 30, 32
 
 
 def trained(rank: int, ranks: int) -> None:
-    """One rank's part of the training: queries are the keys, turned and noisy; query i shall find record i."""
+    """Train on one rank. Queries are the keys, rotated and with noise; query i shall find record i."""
     torch.manual_seed(0)
     keys = torch.randn(N, D)
     queries = keys @ torch.linalg.qr(torch.randn(D, D)).Q + 0.1 * torch.randn(N, D)
     own = {}
     for shard in range(rank, SHARDS, ranks):
-        part = softdb.open(None, dim=D, metric="cosine")
-        part.insert(range(shard, N, SHARDS), keys[shard::SHARDS])
-        own[shard] = DatabaseShard(part, shard, SHARDS)
+        db = softdb.open(None, dim=D, metric="cosine")
+        db.insert(range(shard, N, SHARDS), keys[shard::SHARDS])
+        own[shard] = DatabaseShard(db, shard, SHARDS)
     cluster = Cluster(Ranks(own))
     projection = DistributedDataParallel(torch.nn.Linear(D, D, bias=False))
     optimizer = torch.optim.Adam(projection.parameters(), lr=0.05)
@@ -45,9 +45,9 @@ def trained(rank: int, ranks: int) -> None:
         torch.autograd.backward(loss)
         optimizer.step()
         losses.append(loss.detach())
-    found = cluster.search(projection(queries[:200]).detach(), 1).ids
-    recall = sum(names == [i] for i, names in enumerate(found)) / 200
-    count = len(cluster)  # every rank asks whenever one asks
+    hits = cluster.search(projection(queries[:200]).detach(), 1).ids
+    recall = sum(ids == [i] for i, ids in enumerate(hits)) / 200
+    count = len(cluster)  # a collective call: every rank makes it
     if rank == 0:
         print(f"{ranks} ranks, {SHARDS} shards, {count} records\nloss {losses[0]:.2f} -> {losses[-1]:.2f}")
         print(f"recall at 1 {recall:.2f}")
@@ -56,17 +56,17 @@ def trained(rank: int, ranks: int) -> None:
 
 
 def main() -> None:
-    """This rank's part, or two ranks of it."""
+    """Run this rank, or start two ranks if torchrun has not."""
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             meeting = {"WORLD_SIZE": "2", "SOFTDB_MEETING": f"file://{Path(folder) / 'meeting'}"}
             envs = [os.environ | meeting | {"RANK": str(rank)} for rank in range(2)]
-            started = [subprocess.Popen([sys.executable, *sys.argv], env=env) for env in envs]
+            processes = [subprocess.Popen([sys.executable, *sys.argv], env=env) for env in envs]
             try:
-                sys.exit(max(abs(one.wait(timeout=100)) for one in started))
+                sys.exit(max(abs(process.wait(timeout=100)) for process in processes))
             finally:
-                for one in started:
-                    one.kill()
+                for process in processes:
+                    process.kill()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     dist.init_process_group("gloo", os.environ.get("SOFTDB_MEETING", "env://"), rank=rank, world_size=ranks)

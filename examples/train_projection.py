@@ -1,10 +1,10 @@
-"""The training loop to copy: a projection of the queries, learnt through the database that they are asked of.
+"""A training loop to copy: learn a projection of the queries by gradients through the database.
 
     python examples/train_projection.py [FOLDER]
 
 The records are 20,000 dictionary definitions, the queries are words, and a word shall find its definitions. A linear
-map of the queries learns to, by gradients of the retrieval log-likelihood, over all records: the records stay what they
-are. `softdb train` is this loop with early stopping; write your own where the model is more than a matrix.
+map of the queries is trained by the gradient of the retrieval log-likelihood over all records; the records do not
+change. `softdb train` is this loop with early stopping; write your own if the model is more than a matrix.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ EPOCHS, BATCH, TEMPERATURE = 2, 256, 0.05
 
 
 def main(folder: Path) -> None:
-    """Store the records, train, and measure on words that were never trained on."""
+    """Store the records, train, and measure with held-out words."""
     data = load_wordnet()
-    queries, answers = torch.from_numpy(data.query_keys), [[data.ids[i] for i in mine] for mine in data.answers]
-    held_out = torch.from_numpy(data.held_out)  # no definition of a held-out word is one of a training word
+    queries, answers = torch.from_numpy(data.query_keys), [[data.ids[i] for i in rows] for rows in data.answers]
+    held_out = torch.from_numpy(data.held_out)  # held-out words and training words share no definition
     train, test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
     with softdb.open(folder / "definitions", dim=queries.shape[1]) as db:
         db.upsert(data.ids, data.keys, payloads=data.payloads)
 
-    with softdb.open(folder / "definitions", mode="r") as db:  # training writes nothing to it
-        projection = QueryProjection(queries.shape[1])  # the identity, so far
+    with softdb.open(folder / "definitions", mode="r") as db:  # training does not write
+        projection = QueryProjection(queries.shape[1])  # starts as the identity
         adam = torch.optim.Adam(projection.parameters(), lr=1e-3)
         order, draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
         first, checkpoint = 0, folder / "checkpoint.pt"
@@ -48,26 +48,26 @@ def main(folder: Path) -> None:
             first = saved["epoch"]
 
         for epoch in range(first, EPOCHS):
-            mixed = train[torch.randperm(len(train), generator=order)]
-            for part in torch.split(mixed, BATCH):
-                asked = projection(queries[part])
-                right = [answers[i] for i in part.tolist()]
-                # rtol estimates the sum over all records where an index makes that cheaper; it is exact elsewhere
-                loss = retrieval_loss(db, asked, right, temperature=TEMPERATURE, rtol=0.1, generator=draws)
+            shuffled = train[torch.randperm(len(train), generator=order)]
+            for batch in torch.split(shuffled, BATCH):
+                projected = projection(queries[batch])
+                right = [answers[i] for i in batch.tolist()]
+                # rtol estimates the sum over all records if an index makes that faster; otherwise it is exact
+                loss = retrieval_loss(db, projected, right, temperature=TEMPERATURE, rtol=0.1, generator=draws)
                 adam.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
             state = {"projection": projection.state_dict(), "adam": adam.state_dict(), "epoch": epoch + 1}
             state |= {"order": order.get_state(), "draws": draws.get_state()}
             torch.save(state, fresh := checkpoint.with_suffix(".new"))
-            os.replace(fresh, checkpoint)  # at any moment one whole checkpoint is there
+            os.replace(fresh, checkpoint)  # atomic: a complete checkpoint exists at any moment
             print(f"epoch {epoch + 1}    loss of the last batch {loss.item():.2f}")
 
         right, recalls = [answers[i] for i in test.tolist()], []
         for name, model in (("before", None), ("after", projection)):
-            found = ranking(db, queries[test], right, model)
-            print(f"{name:10} recall@1 {found.recall_1:.3f}  recall@10 {found.recall_10:.3f}  MRR {found.mrr_100:.3f}")
-            recalls.append(found.recall_10)
+            rank = ranking(db, queries[test], right, model)
+            print(f"{name:10} recall@1 {rank.recall_1:.3f}  recall@10 {rank.recall_10:.3f}  MRR {rank.mrr_100:.3f}")
+            recalls.append(rank.recall_10)
         assert recalls[1] > recalls[0] + 0.02
 
 

@@ -1,10 +1,10 @@
-"""A memory that is trained: 64 records, all alike at first, learn what to hold, and go back to the database.
+"""A trained memory: keys and values of 64 records learn a function, and are written back to the database.
 
     python examples/trained_memory.py [PICTURE.png]
 
-Keys and values of the records are parameters (as in product-key memories, Lample et al. 2019, arXiv:1907.05242): the
-soft query's gradient moves the few records that were found. What is learned is a function of the plane; the keys
-arrange themselves where it bends. `commit()` writes them back, all or nothing.
+Keys and values are parameters (as in product-key memories, Lample et al. 2019, arXiv:1907.05242): the soft query's
+gradient moves the k nearest records of each query. They learn a function of the plane, and the keys move to where it
+bends. `commit()` writes them back, all or nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from softdb.plots import figure, save
 
 
 def target(x: torch.Tensor) -> torch.Tensor:  # (n, 2) -> (n, 1)
-    """A hill and a hollow."""
+    """Return the function to learn: a hill and a hollow."""
     return (-(x - 0.7).square().sum(1) / 0.3).exp()[:, None] - (-(x + 0.7).square().sum(1) / 0.3).exp()[:, None]
 
 
@@ -43,9 +43,9 @@ def main(picture: str | None) -> None:
                 optimiser.step()  # type: ignore[no-untyped-call]
                 memory.step()
                 losses.append(loss.item())
-            print(f"loss {sum(losses[:20]) / 20:.4f} at first, {sum(losses[-20:]) / 20:.4f} at last")
+            print(f"loss {sum(losses[:20]) / 20:.4f} at first, {sum(losses[-20:]) / 20:.4f} at the end")
             print(memory.commit(), "records written back")
-        with softdb.open(folder + "/memory", mode="r") as db:  # the plain database has learned it
+        with softdb.open(folder + "/memory", mode="r") as db:  # the trained records, without the memory
             learned = db.attend(tests, k=8, temperature=0.3).output
             records = db.get(range(64))
         error = (learned - target(tests)).square().mean().item()

@@ -2,9 +2,9 @@
 
     python examples/translation.py [PICTURE.png]
 
-A GRU reads the sentence, another writes; at each step the writer asks the reader's states by a dot product, which
-trains nothing, or by an additive score (Bahdanau, Cho and Bengio 2015). "not" comes third and is written last: nobody
-says so, the weights find it. Sentences of held-out pairs of nouns come out right.
+A GRU reads the sentence, another writes. At each step the writer queries the reader's states, by a dot product without
+parameters or by an additive score (Bahdanau, Cho and Bengio 2015). "not" is read third and written last; the weights
+learn this without a label. Sentences with held-out pairs of nouns are translated correctly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ VERBS = {"like": "mögen", "see": "sehen", "hear": "hören", "know": "kennen"}
 
 
 def sentences() -> list[tuple[list[str], list[str]]]:
-    """Plain and negated ones."""
-    found, nouns = [], itertools.permutations(NOUNS.items(), 2)
+    """Return plain and negated sentences in English and German."""
+    pairs, nouns = [], itertools.permutations(NOUNS.items(), 2)
     for ((a, x), (b, y)), (do, tut) in itertools.product(nouns, VERBS.items()):
-        found += [([a, do, b, ".", "."], [x, tut, y, "."]), ([a, "do", "not", do, b], [x, tut, y, "nicht"])]
-    return found
+        pairs += [([a, do, b, ".", "."], [x, tut, y, "."]), ([a, "do", "not", do, b], [x, tut, y, "nicht"])]
+    return pairs
 
 
 class Translator(torch.nn.Module):
@@ -41,20 +41,20 @@ class Translator(torch.nn.Module):
         self.word = torch.nn.Linear(64, words)
 
     def forward(self, read: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the next words (b, m, words), and where the writer looked (b, m, n)."""
+        """Return scores of the next words (b, m, words), and attention weights (b, m, n)."""
         states, queries = self.encoder(self.embedding(read))[0], self.decoder(self.embedding(written))[0]
         context, weights = self.attention(queries, states)
         return self.word(torch.cat([context, queries], -1)), weights
 
 
 def main(picture: str | None) -> None:
-    """Train with both scores, translate what was held out, and draw where the writer looked."""
+    """Train with both scores, translate the held-out sentences, and draw the attention weights."""
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
     pairs = sentences()
     words = sorted({word for pair in pairs for side in pair for word in side})
     read, right = (torch.tensor([[words.index(word) for word in pair[side]] for pair in pairs]) for side in (0, 1))
     written = torch.cat([torch.full((len(pairs), 1), words.index(".")), right[:, :-1]], 1)  # one word behind
-    held = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])
+    test = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])  # held out
     shown = pairs.index((["cats", "do", "not", "like", "dogs"], ["katzen", "mögen", "hunde", "nicht"]))
     drawn, axes = figure(2, 5, 4)
     for ax, score in zip(axes, ("dot", "additive"), strict=True):
@@ -62,14 +62,14 @@ def main(picture: str | None) -> None:
         model = Translator(len(words), score)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(150):
-            loss = torch.nn.functional.cross_entropy(model(read[~held], written[~held])[0].mT, right[~held])
+            loss = torch.nn.functional.cross_entropy(model(read[~test], written[~test])[0].mT, right[~test])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         scores, weights = model(read, written)
-        whole = (scores.argmax(-1) == right).all(1)[held].float().mean().item()
-        print(f"{score:9} held-out right {whole:.2f}; 'nicht' looks at '{pairs[shown][0][weights[shown, 3].argmax()]}'")
-        assert whole > 0.9
+        correct = (scores.argmax(-1) == right).all(1)[test].float().mean().item()
+        print(f"{score:9} held-out right {correct:.2f}; 'nicht' from '{pairs[shown][0][weights[shown, 3].argmax()]}'")
+        assert correct > 0.9
         attention_heatmap(ax, weights[shown].detach(), *pairs[shown][::-1])
         ax.set(title=score, xlabel="read", ylabel="written")
     if picture:

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from softdb import errors
-from softdb.errors import *  # noqa: F403 - as its __all__ says
+from softdb.errors import *  # noqa: F403 - the names in its __all__
 
 if TYPE_CHECKING:
     from softdb import nn, scores, train
@@ -38,7 +38,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-_LAZY = {  # where a name lies that is imported when it is first used
+_LAZY = {  # modules and their names that are imported at the first use
     "answers": ("Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples"),
     "database": ("SoftDB",),
     "functional": ("attention",),
@@ -48,14 +48,14 @@ _LAZY = {  # where a name lies that is imported when it is first used
 }
 
 
-if not TYPE_CHECKING:  # a type checker knows what there is
+if not TYPE_CHECKING:  # type checkers see the imports above, and report unknown names
 
     def __getattr__(name: str) -> Any:
-        """Import what needs torch when it is first used: `softdb --help` must not wait for it."""
+        """Import a name that needs torch at its first use: `softdb --help` must not wait for torch."""
         if name in ("nn", "scores", "train"):
             return importlib.import_module(f"softdb.{name}")
-        place = next((module for module, names in _LAZY.items() if name in names), None)
-        if place is None:
+        module = next((module for module, names in _LAZY.items() if name in names), None)
+        if module is None:
             raise AttributeError(f"module 'softdb' has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(f"softdb.{place}"), name)
-        return found
+        value = globals()[name] = getattr(importlib.import_module(f"softdb.{module}"), name)
+        return value

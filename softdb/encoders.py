@@ -1,4 +1,4 @@
-"""Encoders by name: what a database remembers of the one that made its keys, and what becomes of that name."""
+"""Encoders by the name that a database stores of the encoder that made its keys."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 
 def name_of(encoder: object) -> str | None:
-    """The attribute `name` of an encoder, where that is a text; None: nothing is remembered of it."""
+    """Return the attribute `name` of an encoder if it is a text, else None; a database stores it."""
     name = attribute(encoder, "name")
     return require_name(name) if isinstance(name, str) else None
 
 
-def require_same(noted: str | None, encoder: Encoder) -> None:
-    """BadInput where an encoder is surely another than the one that made the keys."""
+def require_same(stored: str | None, encoder: Encoder) -> None:
+    """Raise BadInput if the encoder's name differs from the stored name of the encoder that made the keys."""
     name = name_of(encoder)
-    if None not in (noted, name) and name != noted:
+    if None not in (stored, name) and name != stored:
         raise BadInput(
-            f"the keys of this database were made by the encoder {shown(noted)}, not by {shown(name)}; open it with "
-            "that one, or without an encoder and make its keys anew with reembed"
+            f"the keys of this database were made by the encoder {shown(stored)}, not by {shown(name)}; open it with "
+            "that encoder, or open it without an encoder and compute its keys again with reembed"
         )
 
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
-    """The encoder of a name such as "ngrams" or "ngrams(2, 5)"; None of any other."""
+    """Return the encoder of a name like "ngrams" or "ngrams(2, 5)"; None for any other name."""
     match = _NGRAMS.fullmatch(name)
     if match is None:
         return None
@@ -41,9 +41,9 @@ def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
 
 
 def of_name(name: str, dim: int) -> Encoder:
-    """The encoder of texts for a database whose keys were made by the encoder of that name.
+    """Return the encoder of texts for a database whose keys were made by the encoder of that name.
 
-    Hashed n-grams are made again. A model is not loaded: models run code, and the name may be a stranger's choice.
+    A model is not loaded but `Unloaded`: models run code, and a stranger may have chosen the name.
     """
     try:
         return ngrams(name, dim) or Unloaded(name)
@@ -52,16 +52,15 @@ def of_name(name: str, dim: int) -> Encoder:
 
 
 class Unloaded:
-    """In the place of an encoder that is known by name alone."""
+    """Placeholder for a model that is known by its name and not loaded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Raises BadInput that says what to write."""
+        """Raise BadInput that tells how to load the encoder."""
         raise BadInput(
-            f"texts are encoded by {shown(self.name)}, as this database's keys were, and models are not loaded by "
-            "themselves; if you trust it, give it: "
-            f"softdb.open(path, encoder=softdb.text.SentenceEncoder({self.name!r})), or the encoder of that name which "
-            "is yours"
+            f"this database's texts need the encoder {shown(self.name)}, and softdb loads no model by itself; if you "
+            f"trust it, give it: softdb.open(path, encoder=softdb.text.SentenceEncoder({self.name!r})), or your own "
+            "encoder of that name"
         )

@@ -36,18 +36,18 @@ class BadInput(SoftDBError, ValueError):
 
 
 class BadFilter(BadInput):
-    """A `where` filter is not of the grammar; nothing was read."""
+    """A `where` filter does not follow the grammar; nothing was read."""
 
 
 class DuplicateId(BadInput):
-    """An id is already stored, or stands twice in one batch; nothing was written."""
+    """An id is already stored, or occurs twice in one batch; nothing was written."""
 
 
 class UnknownId(SoftDBError, KeyError):
     """An id that must exist is not stored; nothing was changed."""
 
     def __str__(self) -> str:
-        # KeyError would show the message as a quoted repr
+        # KeyError would show the message in quotes
         return str(self.args[0]) if self.args else ""
 
 
@@ -56,7 +56,7 @@ class Closed(SoftDBError):
 
 
 class ReadOnly(SoftDBError):
-    """A write was asked of a handle opened for reading."""
+    """A write on a handle that is open for reading only."""
 
 
 class DatabaseLocked(SoftDBError):
@@ -64,7 +64,7 @@ class DatabaseLocked(SoftDBError):
 
 
 class DeviceFailed(SoftDBError, RuntimeError):
-    """A device that the database computes on is full, was lost, or cannot be used by this process; nothing is lost."""
+    """A device that the database computes on is full, failed, or cannot be used by this process; no record is lost."""
 
 
 class NotADatabase(SoftDBError):
@@ -80,23 +80,23 @@ class CorruptionError(SoftDBError):
 
 
 class WriteFailed(SoftDBError):
-    """The disk refused a write; this handle takes no more of them, reopening shows what is durable."""
+    """The disk refused a write. This handle refuses further writes; reopen the database to see what is on disk."""
 
 
 class StaleRead(SoftDBError):
-    """A record was deleted or replaced between the search and the question about it."""
+    """A record was deleted or replaced after the search that returned it."""
 
 
 class ShardUnavailable(SoftDBError):
-    """Shards of a cluster did not answer in time; nothing was changed, ask again or take a partial answer."""
+    """Shards of a cluster did not answer in time; nothing was changed. Call again, or accept a partial answer."""
 
 
 class StorageUnavailable(SoftDBError):
-    """The storage of a table cannot be reached; what was acknowledged is kept, and a later call goes on."""
+    """The storage of a table cannot be reached. Acknowledged changes are safe; a later call goes on."""
 
 
 class Cancelled(SoftDBError):
-    """The build of an index was cancelled before its end; the old index serves on."""
+    """The build of an index was cancelled; the old index stays in use."""
 
 
 class MissingDependency(SoftDBError, ImportError):
@@ -104,12 +104,12 @@ class MissingDependency(SoftDBError, ImportError):
 
 
 class UnknownField(UserWarning):
-    """A filter on a field that no record has matched nothing; the message names the nearest field that there is."""
+    """A filter names a field that no record has, so it matches nothing; the message names the most similar field."""
 
 
 class RecallWarning(UserWarning):
-    """The index finds less of the true nearest than it did when it was measured; the answers lack the others."""
+    """The recall of the index has fallen below its target: searches miss more of the true nearest records."""
 
 
 class TrainingWarning(UserWarning):
-    """A trained projection is worse than the queries as they are, by a measure that the message names."""
+    """A trained projection is worse than the unprojected queries, by a measure that the message names."""

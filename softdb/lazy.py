@@ -1,6 +1,7 @@
-"""Properties worked out once. Until Python 3.12 those of functools have one lock for all objects of a class.
+"""Cached properties without a lock.
 
-A thread within one at a fork would keep the child from it for ever, and threads would wait for each other's objects.
+Before Python 3.12, `functools.cached_property` takes one lock for all objects of a class. Threads would wait for each
+other's objects, and a fork while a thread holds the lock would block the child for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property:
-        """As in Python 3.12: without a lock. Two threads at once may both work it out; the last one's stays."""
+        """Property whose value is computed once. Two threads at once may both compute it; the last value stays."""
 
         def __init__(self, function: Callable[[Any], Any]) -> None:
             self.function, self.__doc__ = function, function.__doc__

@@ -1,4 +1,4 @@
-"""`softdb.open`: from a path and a few words to a database handle."""
+"""`softdb.open`: a database handle from a path and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from softdb.typing import Device
 
 __all__ = ["open", "table_at"]
 
-_STORED = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # pathlib makes s3:/bucket of s3://bucket
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # pathlib makes s3:/bucket of s3://bucket
 
 
 def open(
@@ -38,35 +38,35 @@ def open(
     fields: Iterable[str] | None = None,
     verify: bool = False,
 ) -> SoftDB:
-    """Open a database directory, or make it; `None` is a database in memory.
+    """Open a database directory, or create it; `None` is a database in memory.
 
     Args:
-        path: the directory. In mode "rw" it is made when `dim` is given and nothing is there.
-        dim: d, the width of a key; an encoder with an attribute `dim` says it itself.
+        path: the directory. In mode "rw" a missing database is created if `dim` is given.
+        dim: d, the width of a key; by default the attribute `dim` of the encoder.
         value_dim: v, the width of a value; without it the key serves as the value.
-        num_classes: values are integer labels below this instead, and soft queries answer with distributions.
-        dtype: how vectors are stored, "float32" (default) or "float16".
+        num_classes: values are integer labels below this instead, and soft queries return distributions.
+        dtype: number type of stored vectors, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
         mode: "rw" writes (one process at a time), "r" reads.
-        durability: "full": what a verb has done is on disk when it returns. "relaxed": it is within about a second, at
-            `flush()` and at `close()`; a crash of the process or the machine before that takes the last changes, whole
-            verbs from the last one back, never half of one. Other processes see what was flushed.
-        device: where this handle computes, "cpu", "cuda", "cuda:1" or a list of GPUs: where its columns are copied to
-            and queries that are no tensors are answered; see `SoftDB.device` and `SoftDB.to`.
-        encoder: texts -> (n, d); then keys and queries may be texts. Its attribute `name`, where it has one, is kept
-            with a database that holds no records yet; another's is refused from then on. "ngrams" is then made again
-            without being given; a model is not, as models run code.
-        fields: of the payload, to be indexed for filters (see `SoftDB.index_field`); those declared before stay.
-        verify: read everything back against its checksums first.
+        durability: "full": a change is on disk when its call returns. "relaxed": it is on disk within about a second,
+            after `flush()` and after `close()`. A crash of the process or the machine before that loses the last
+            calls, each as a whole. Other processes see flushed changes only.
+        device: "cpu", "cuda", "cuda:1" or a list of GPUs: columns are copied there, and queries that are not tensors
+            are answered there; see `SoftDB.device` and `SoftDB.to`.
+        encoder: texts -> (n, d); then keys and queries may be texts. A database without records stores its attribute
+            `name`, if there is one, and refuses an encoder of another name from then on. Later, the encoder "ngrams"
+            need not be given; a model must be, as models run code.
+        fields: payload fields to index for filters (see `SoftDB.index_field`); fields indexed before stay indexed.
+        verify: compare every byte with its checksum first.
 
-    Whatever is omitted is read from an existing database; what is given must agree with it.
+    Omitted settings are read from an existing database; given ones must agree with it.
 
     Raises:
-        NotADatabase: nothing there, a file, another program's directory, or one that may not be read.
+        NotADatabase: nothing is there, or a file, another program's directory, or an unreadable directory.
         DatabaseLocked: another process writes to it.
         BadInput: the arguments contradict each other or the database.
         CorruptionError, FormatTooNew: its files are damaged, or newer than this softdb.
-        WriteFailed: in mode "rw" the disk refused; what was acknowledged is as it was.
+        WriteFailed: in mode "rw" the disk refused a write; acknowledged changes are safe.
     """
     try:
         check.one_of(mode, "mode", ("rw", "r"))
@@ -74,13 +74,13 @@ def open(
         place = None if path is None else check.folder(path, "path", "a directory's path, or None for memory")
         if place is not None and (table := table_at(place)) is not None:
             raise NotADatabase(
-                f"{table} is a Lance table, not one database's directory: softdb.cluster.open answers over it, and "
-                f"'softdb snapshot {table} DIRECTORY' makes one database of it, for what needs that"
+                f"{table} is a Lance table, not one database's directory; open it with softdb.cluster.open, or make "
+                f"one database of it with 'softdb snapshot {table} DIRECTORY'"
             )
         if encoder is not None and not callable(encoder):
             raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
         dim = check.attribute(encoder, "dim") if dim is None else dim
-        where, declared = check.devices(device), field_names(() if fields is None else fields)
+        devices, declared = check.devices(device), field_names(() if fields is None else fields)
         shape = (dim, value_dim, num_classes, dtype, metric)
         new = check.schema(*shape, None) if dim is not None or path is None else None
         try:
@@ -88,8 +88,8 @@ def open(
             try:
                 check.schema(*shape, store.schema)
                 _declare(store, declared)
-                _remember(store, encoder)
-                db = SoftDB(DatabaseCore(store, encoder, where))
+                _store_name(store, encoder)
+                db = SoftDB(DatabaseCore(store, encoder, devices))
                 if verify:
                     db.verify()
             except BaseException:
@@ -105,11 +105,11 @@ def open(
 
 
 def table_at(path: str | os.PathLike[str]) -> str | None:
-    """The address of the Lance table that a path names: a folder that Lance wrote, or such as s3://bucket/t.lance.
+    """Return the address of a Lance table: a folder that Lance wrote, or an address like s3://bucket/t.lance.
 
-    None where it names anything else: a database's directory, or what may become one.
+    Return None for any other path: a database's directory, or a path where one may be created.
     """
-    place, address = Path(path), _STORED.match(os.fspath(path))
+    place, address = Path(path), _SCHEME.match(os.fspath(path))
     if (place / "_versions").is_dir() and not (place / "catalog.sqlite").exists():
         return str(place)
     if address is None or place.exists():
@@ -117,14 +117,14 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
     return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
-def _remember(store: FilteredStore, encoder: check.Encoder | None) -> None:
-    """Keep the encoder's name where it makes the first keys; BadInput where another has made those that are there."""
+def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
+    """Store the encoder's name in a database without records. Raise BadInput if another encoder made the keys."""
     if encoder is None:
         return
-    noted = store.keyed.encoder
-    require_same(noted, encoder)
+    stored = store.keyed.encoder
+    require_same(stored, encoder)
     name = name_of(encoder)
-    if noted is None and name is not None and store.mode == "rw" and not store.snapshot.count:
+    if stored is None and name is not None and store.mode == "rw" and not store.snapshot.count:
         store.note_encoder(name)
 
 
@@ -132,23 +132,23 @@ def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
     """Index the fields that are not indexed yet."""
     missing = sorted(set(fields) - set(store.fields()))
     if missing and store.mode == "r":
-        raise BadInput(f"fields {', '.join(missing)} have no index and this handle only reads; open it with mode='rw'")
+        raise BadInput(f"fields {', '.join(missing)} have no index and mode is 'r'; open it with mode='rw'")
     if missing:
         store.index_fields(missing)
 
 
 def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:
-    """Return an error of the system as one of softdb's."""
+    """Return an error of the system as an error of softdb."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, apsw.ReadOnlyError) and mode == "r":
         return NotADatabase(
-            f"{path} holds no database that can be read without writing to it ({why}): its making was cut short, or "
-            'files of it may not be written; open it once with mode="rw"'
+            f"{path} holds no database that can be read without writing to it ({why}): its creation was cut short, or "
+            'its files may not be written; open it once with mode="rw"'
         )
     if isinstance(error, PermissionError | apsw.PermissionsError | apsw.ReadOnlyError | apsw.CantOpenError):
         return NotADatabase(f"{path} cannot be opened ({why}); check the path and its permissions")
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return DatabaseLocked(f"{path} is held by another process ({why}); wait for it, or end it")
     if mode == "rw":
-        return WriteFailed(f"{path} cannot be opened for writing ({why}); mend the cause, open again")
-    return CorruptionError(f"{path} cannot be read ({why}); mend the disk, or restore the directory from a copy")
+        return WriteFailed(f"{path} cannot be opened for writing ({why}); repair the cause, then open it again")
+    return CorruptionError(f"{path} cannot be read ({why}); repair the disk, or restore the directory from a copy")

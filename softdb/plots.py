@@ -1,4 +1,4 @@
-"""Pictures of soft queries, by matplotlib (extra `softdb[plot]`)."""
+"""Plots of soft queries with matplotlib (extra `softdb[plot]`)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["attention_heatmap", "figure", "save", "temperature_sweep", "weight_bars"]
 
-LABELLED = 40  # records, at most, that a heat map names
+MAX_LABELS = 40  # most records whose ids a heat map shows
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
-    """A figure with a row of axes, drawn without a display and without touching pyplot's state."""
+    """Return a figure and its row of axes (inches each), without a display and without pyplot's global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependency("pictures need matplotlib; pip install 'softdb[plot]'") from None
-    drawn = Figure(figsize=(width * columns, height), layout="constrained")
-    FigureCanvasAgg(drawn)
-    return drawn, list(drawn.subplots(1, columns, squeeze=False)[0])
+    new = Figure(figsize=(width * columns, height), layout="constrained")
+    FigureCanvasAgg(new)
+    return new, list(new.subplots(1, columns, squeeze=False)[0])
 
 
 def save(drawn: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file; the name says the kind (.png, .pdf, .svg)."""
+    """Write a figure to a file of a format by suffix (.png, .pdf, .svg). Raises BadInput if it cannot be written."""
     try:
         drawn.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -47,7 +47,7 @@ def temperature_sweep(
     weights: Any,  # (t, n)
     labels: Sequence[str],  # n
 ) -> Any:
-    """The weight of each record against the temperature, from database lookup to average pooling. Returns the axes."""
+    """Plot each record's weight against the temperature, from database lookup to average pooling. Returns the axes."""
     shares, heats = _checked(weights, temperatures, labels)
     ax = figure()[1][0] if ax is None else ax
     strongest = shares[0].max()
@@ -68,14 +68,15 @@ def attention_heatmap(
     queries: Sequence[str] | None = None,  # q labels
     records: Sequence[str] | None = None,  # n labels
 ) -> Any:
-    """Draw weights as shades, queries down, records across. Returns the axes.
+    """Draw weights as shades, one row per query and one column per record. Returns the axes.
 
-    Of an answer of `attend(k=)`, or another with weights, the records that any query weighed stand in row order, with
-    their ids where these are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)
+    For an answer of `attend(k=)`, or another with weights, the columns are the records that any query weighed, in row
+    order, with their ids if there are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)
+    Raises BadInput for an answer without weights, shapes that do not fit, and negative weights.
     """
     if isinstance(weights, Pooled):
         weights, ids = _by_record(weights)
-        records = ids if records is None and len(ids) <= LABELLED else records
+        records = ids if records is None and len(ids) <= MAX_LABELS else records
     shares = _matrix(weights)
     for name, labels, count in (("queries", queries, len(shares)), ("records", records, shares.shape[1])):
         if labels is not None and len(labels) != count:
@@ -92,15 +93,15 @@ def attention_heatmap(
 
 
 def _by_record(pooled: Pooled) -> tuple[NDArray[np.float64], list[str]]:  # (q, n), n ids
-    """Weights by record, in row order, of all that some query weighed."""
+    """Return the weights of all records that any query weighed, in row order, and their ids."""
     if pooled.hits is None or pooled.weights is None:
-        raise BadInput("this answer has no weights by record; ask with k=, or with need_weights=True")
+        raise BadInput("this answer has no weights by record; query with k=, or with need_weights=True")
     rows = pooled.hits.rows.cpu().numpy()
     query, rank = np.nonzero(rows >= 0)
     _, first, column = np.unique(rows[query, rank], return_index=True, return_inverse=True)
     shares = np.zeros((len(rows), len(first)))
     np.add.at(shares, (query, column), _floats(pooled.weights)[query, rank])
-    ids = list(chain.from_iterable(pooled.hits.ids)) if len(first) <= LABELLED else []
+    ids = list(chain.from_iterable(pooled.hits.ids)) if len(first) <= MAX_LABELS else []
     return shares, [str(ids[i]) for i in first] if ids else [""] * len(first)
 
 
@@ -111,7 +112,7 @@ def weight_bars(
     titles: Sequence[str],  # t
     colors: Sequence[str | None] | None = None,  # n, as matplotlib names them
 ) -> Any:
-    """The weights of some soft queries as stacked bars, one bar a query. Returns the axes."""
+    """Draw the weights of t soft queries as stacked bars, one bar per query. Returns the axes."""
     shares, _ = _checked(weights, range(1, len(titles) + 1), labels)
     ax = figure()[1][0] if ax is None else ax
     below = np.zeros(len(titles))
@@ -127,7 +128,7 @@ def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str])
     expected = (len(heats), len(labels))
     if shares.shape != expected or not shares.size:
         raise BadInput(
-            f"weights have shape {shares.shape}; expected {expected}: temperatures by labels, one of each at least"
+            f"weights have shape {shares.shape}; expected {expected}: temperatures by labels, at least one of each"
         )
     check.finite(shares, "weights")
     if not (np.isfinite(heats).all() and (heats > 0).all()):
@@ -138,10 +139,10 @@ def _checked(weights: Any, temperatures: Sequence[float], labels: Sequence[str])
 def _matrix(weights: Any) -> Any:
     shares = _floats(weights)
     if shares.ndim != 2 or not shares.size:
-        raise BadInput(f"weights have shape {shares.shape}; expected (q, n): one of each at least")
+        raise BadInput(f"weights have shape {shares.shape}; expected (q, n) with q and n at least 1")
     check.finite(shares, "weights")
     if (shares < 0).any():
-        raise BadInput(f"the least weight is {shares.min()}; expected weights of at least 0, not scores")
+        raise BadInput(f"the smallest weight is {shares.min()}; expected weights of at least 0, not scores")
     return shares
 
 

@@ -1,4 +1,4 @@
-"""Scores: how close a key is to a query. Larger is closer, always; every score a user sees is computed here."""
+"""Scores of queries and keys: larger is closer, always."""
 
 from softdb.scoring import (
     Additive,

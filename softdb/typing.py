@@ -1,4 +1,4 @@
-"""Types of what a database is asked with and given, for annotations; at run time they are text."""
+"""Types of arguments and answers, for annotations; at run time they are strings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 __all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
-# a row of numbers or a table of them; queries that are tensors keep their graph
+# one vector or several; tensors as queries keep their graph
 Numbers: TypeAlias = "Array | Sequence[float] | Sequence[Sequence[float]] | Sequence[Array]"
-# the same, or texts where the database has an encoder
+# numbers, or texts if the database has an encoder
 Vectors: TypeAlias = "Numbers | str | Sequence[str]"
-# keys of new records: the same, with None in a list for a record without one
+# keys of new records: vectors, with None in a list for a record without a key
 Keys: TypeAlias = "Vectors | Sequence[Sequence[float] | Array | str | None]"
 # values of new records: numbers or labels, None in a list for a record without a key
 Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
-# texts of records, None for one that has none; one alone is a batch of one
+# texts of records, None for a record without a text; a single text is a batch of one
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
-# one id alone is a batch of one
+# ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
-# one list of ids for every query, or one for each
+# one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
-# one, or several GPUs that share the records
+# one device, or several GPUs that share the records
 Device: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device]"

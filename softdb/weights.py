@@ -1,8 +1,8 @@
-"""Weights: what scores become. Nonnegative, and summing to 1 over the live candidates.
+"""Weightings turn scores into weights, which are nonnegative and sum to 1 over the live candidates.
 
-Every weighting keeps one contract, `Weighting`. With z = scores / temperature and H its entropy, all but `Normalised`
-and `Uniform` give the p that maximises <p, z> + H(p) over the simplex of the live entries; that maximum is `lse`, a
-smoothed largest z whose gradient in z is the weights (Blondel, Martins and Niculae 2020).
+Every weighting follows one contract, `Weighting`. With z = scores / temperature and H the weighting's entropy, all but
+`Normalised` and `Uniform` give the p that maximises <p, z> + H(p) over the simplex of the live entries. That maximum is
+`lse`, a smoothed maximum of z whose gradient in z is the weights (Blondel, Martins and Niculae 2020).
 """
 
 from softdb.scoring import (

@@ -1,4 +1,4 @@
-"""Programs on top of everything public: the command, the explorer, the MCP server, the benchmark, the demo.
+"""Programs on top of the public API: the command line, the explorer, the MCP server, the benchmark, the demo.
 
-Each imports its library when it is called. Begin in `cli/commands.py`, the list of commands.
+Each program imports its libraries when it is called. Begin in `cli/commands.py`, the list of commands.
 """

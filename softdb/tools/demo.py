@@ -1,6 +1,6 @@
-"""`softdb demo`: the whole job in one go, on some 20,000 WordNet glosses that ship with the package.
+"""`softdb demo`: a database of some 20,000 WordNet glosses that ship with the package.
 
-Store the glosses, ask for one in three ways, train a projection of the queries through the soft query, reopen.
+Store the glosses, query them in three ways, train a projection of the queries through the soft query, reopen.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
 
-MARK = "demo.json"  # a directory with this file may be made anew by --fresh
-_OURS = (MARK, PROJECTION, "projection.npy")  # beside the database
+MARK = "demo.json"  # --fresh replaces only directories with this file
+_OURS = (MARK, PROJECTION, "projection.npy")  # the demo's files beside the database's
 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
-SHOWN = ("kettle", "helmet", "echo")  # words for the three ways, the first that is held out
+WORDS = ("kettle", "helmet", "echo")  # the first that is held out is the query
 TYPED = "a tower with a light that warns ships"
-CHUNK = 2000  # records a commit
+RECORDS_PER_COMMIT = 2000
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ def run_demo(
     seed: int = 0,
     epochs: int = 4,
 ) -> DemoReport:
-    """Make the demo database at a path and show what it does; the database stays there.
+    """Make the demo database at a path, query it, train on it and print the answers; the database stays.
 
     Args:
         path: a directory that does not exist, or is empty.
-        fresh: make a demo database that is there already anew; anything else is never touched.
+        fresh: replace a demo database at the path; any other directory is an error.
         data: other records and queries, all of unit length.
-        console: where to print.
-        seed: of the order in which training queries come.
-        epochs: how often each comes.
+        console: the console to print to.
+        seed: seed of the order of the training queries.
+        epochs: number of passes over the training queries.
     """
     begin = time.perf_counter()
     console = console or Console(highlight=False)
@@ -76,11 +76,11 @@ def run_demo(
         db.core.store.note_encoder(DEMO)
         _fill(db, data, console)
         query = _chosen(data)
-        _ask(db, data, query, _index(db, console), console)
+        _query(db, data, query, _index(db, console), console)
         before, after = _learn(db, data, query, path, console, seed, epochs)
     _reopen(path, data, console)
     seconds = time.perf_counter() - begin
-    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Yours to ask (typed text needs softdb\\[text]):\n")
+    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these (typed text needs softdb\\[text]):\n")
     place = escape(shlex.quote(str(path)))
     for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
         console.print(f"  softdb {line}", soft_wrap=True)
@@ -91,17 +91,17 @@ def run_demo(
 
 
 def _clear(path: Path, fresh: bool) -> None:
-    """Make sure that nothing is there, removing at most a demo database, and that only if asked."""
+    """Remove a demo database at the path if `fresh`. Raise BadInput if anything else exists there."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not (path / MARK).is_file():
-        raise BadInput(f"{path} is there and is not a demo database, so it is left alone; give another directory")
+        raise BadInput(f"{path} exists and is not a demo database; give a new or empty directory")
     if not fresh:
-        raise BadInput(f"{path} holds the demo database already; ask it (softdb search), or make it anew with --fresh")
+        raise BadInput(f"{path} holds the demo database already; query it (softdb search), or replace it with --fresh")
     require_ours(path.resolve(), *_OURS)
     try:
         softdb.open(path).close()
-    except SoftDBError as error:  # damaged or half made: the more reason to make it anew
+    except SoftDBError as error:  # a damaged or incomplete database is replaced; one in use is not
         if isinstance(error, DatabaseLocked):
             raise
     remove_database(path.resolve(), *_OURS)
@@ -110,45 +110,45 @@ def _clear(path: Path, fresh: bool) -> None:
 def _fill(db: SoftDB, data: DemoData, console: Console) -> None:
     _step(console, 1, "Store", "every commit is on disk before the next begins")
     begin, count = time.perf_counter(), len(data.ids)
-    with progress("insert", console) as say:
-        for start in range(0, count, CHUNK):
-            part = slice(start, start + CHUNK)
-            db.insert(data.ids[part], data.keys[part], payloads=data.payloads[part])
-            say("insert", min(count, start + CHUNK), count)
-    seconds, what = time.perf_counter() - begin, f"{count:,} dictionary definitions, {data.keys.shape[1]} numbers each"
-    console.print(f"  {what}: {seconds:.1f} s, {count / seconds:,.0f} records/s")
+    with progress("insert", console) as show:
+        for start in range(0, count, RECORDS_PER_COMMIT):
+            batch = slice(start, start + RECORDS_PER_COMMIT)
+            db.insert(data.ids[batch], data.keys[batch], payloads=data.payloads[batch])
+            show("insert", min(count, start + RECORDS_PER_COMMIT), count)
+    seconds, width = time.perf_counter() - begin, data.keys.shape[1]
+    console.print(f"  {count:,} definitions, {width} numbers each: {seconds:.1f} s, {count / seconds:,.0f} records/s")
 
 
 def _index(db: SoftDB, console: Console) -> str:
-    """Build the index where FAISS is there, and say how searches are answered."""
+    """Build the index if FAISS is installed, and return in words how searches are answered."""
     try:
-        with progress("index", console) as say:
-            report = db.build_index(progress=say)
+        with progress("index", console) as show:
+            report = db.build_index(progress=show)
     except MissingDependency:
-        return "exactly: an index needs softdb\\[cpu]"
+        return "all records compared; an index needs softdb\\[cpu]"
     if report.kind == "flat":
-        return "exactly: no index is faster here"
+        return "all records compared; no index is faster"
     return f"by an index ({report.kind}, recall {report.recall:.0%})"
 
 
 def _chosen(data: DemoData) -> int:
-    """A held-out query that a stranger knows, or else the first."""
-    held = np.flatnonzero(data.held_out)
-    words = {data.query_texts[i]: int(i) for i in held}
-    return next((words[word] for word in SHOWN if word in words), int(held[0]))
+    """Return the number of a held-out query with a well-known word, or else of the first."""
+    held_out = np.flatnonzero(data.held_out)
+    words = {data.query_texts[i]: int(i) for i in held_out}
+    return next((words[word] for word in WORDS if word in words), int(held_out[0]))
 
 
-def _ask(db: SoftDB, data: DemoData, query: int, index: str, console: Console) -> None:
-    """One query, answered in the three ways."""
+def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console) -> None:
+    """Look up the right record of a query by its id, search for the nearest records, and ask a soft query."""
     key, right = torch.from_numpy(data.query_keys[query]), {data.ids[i] for i in data.answers[query]}
-    _step(console, 2, "Ask", f'in three ways, for the word "{data.query_texts[query]}"')
+    _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]exact[/]        {record.id}: {safe(record.payload['gloss'], console.width - 33)}")
+    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], console.width - 33)}")
 
-    (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search of a process compiles its loops
-    console.print(f"  [b]approximate[/]  the nearest in {spent * 1e3:.1f} ms, {index}")
-    console.print(f"               [dim](after a first search to warm up, {first * 1e3:.1f} ms)[/]")
+    (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search loads code and warms caches
+    console.print(f"  [b]nearest[/]      in {spent * 1e3:.1f} ms, {index}")
+    console.print(f"               [dim](the first search of the process took {first * 1e3:.1f} ms)[/]")
     rows = [
         (
             f"{hit.score:.2f}",
@@ -160,17 +160,17 @@ def _ask(db: SoftDB, data: DemoData, query: int, index: str, console: Console) -
     ]
     print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
-    console.print("  [b]soft[/]         all of them, the nearer the more; temperature sets how much")
+    console.print("  [b]soft[/]         mean of all records; nearer ones weigh more, by temperature")
     sweep, nearest = [], hits.scores[0, 0]
     for temperature in TEMPERATURES:
-        lse, half = (db.attend(key, temperature=one).lse[0] for one in (temperature, temperature / 2))
+        lse, half = (db.attend(key, temperature=t).lse[0] for t in (temperature, temperature / 2))
         share, effective = torch.exp(nearest / temperature - lse), torch.exp(2 * lse - half)
         sweep.append((f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions"))
     print_table(("temperature", "weight of the nearest", "averages about"), sweep, console=console, indent=4)
 
 
 def _timed(db: SoftDB, key: Tensor) -> tuple[Hits, float]:
-    """The five nearest, and the seconds that it took."""
+    """Return the five nearest records, and the time of the search in seconds."""
     begin = time.perf_counter()
     hits = db.search(key, k=5)
     return hits, time.perf_counter() - begin
@@ -179,47 +179,47 @@ def _timed(db: SoftDB, key: Tensor) -> tuple[Hits, float]:
 def _learn(
     db: SoftDB, data: DemoData, query: int, path: Path, console: Console, seed: int, epochs: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Train the projection, keep it, and measure what it is good for: recall before and after."""
-    _step(console, 3, "Learn", "a projection of the queries, by gradients through the soft query")
-    right, begin = [[data.ids[i] for i in mine] for mine in data.answers], time.perf_counter()
-    with progress("train", console) as say, warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainingWarning)  # the table says it
+    """Train and save the projection; return recall@1 and recall@10 of the held-out queries before and after."""
+    _step(console, 3, "Train", "a projection of the queries, by gradients through the soft query")
+    right, begin = [[data.ids[i] for i in answer] for answer in data.answers], time.perf_counter()
+    with progress("train", console) as show, warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainingWarning)  # the table below shows it
         fitted = fit(
             db, data.query_keys, right, temperature=TEMPERATURE, epochs=epochs, holdout=data.held_out, patience=None,
-            seed=seed, progress=say,
+            seed=seed, progress=show,
         )  # fmt: skip
     seconds, (before, after) = time.perf_counter() - begin, (fitted.before, fitted.after)
     save(path / PROJECTION, fitted.projection, {"temperature": TEMPERATURE, "epochs": epochs, "seed": seed})
-    learnt, unseen = len(data.held_out) - before.queries, before.queries
-    console.print(f"  {seconds:.0f} s, {epochs} rounds over {learnt:,} words; then {unseen:,} words it never saw:")
+    trained, held_out = len(data.held_out) - before.queries, before.queries
+    console.print(f"  {seconds:.0f} s, {epochs} epochs over {trained:,} words; tested on {held_out:,} other words:")
     key = torch.from_numpy(data.query_keys[query : query + 1])
-    places = [_place(db, asked, right[query]) for asked in (key, fitted.projection.of(db, key))]
+    ranks = [_rank(db, vector, right[query]) for vector in (key, fitted.projection.of(db, key))]
     rows = [
         ("first (recall@1)", f"{before.recall_1:.1%}", f"[b]{after.recall_1:.1%}[/]"),
         ("among ten (recall@10)", f"{before.recall_10:.1%}", f"[b]{after.recall_10:.1%}[/]"),
-        ("mean of 1 / place (MRR@100)", f"{before.mrr_100:.3f}", f"[b]{after.mrr_100:.3f}[/]"),
-        (f'in place, for "{data.query_texts[query]}"', *places),
+        ("mean of 1 / rank (MRR@100)", f"{before.mrr_100:.3f}", f"[b]{after.mrr_100:.3f}[/]"),
+        (f'rank for "{data.query_texts[query]}"', *ranks),
     ]
-    print_table(("the right definition comes", "before", "after"), rows, console=console, indent=4)
+    print_table(("rank of the right definition", "before", "after"), rows, console=console, indent=4)
     return before[:2], after[:2]
 
 
-def _place(db: SoftDB, query: Tensor, right: list[str]) -> str:
-    """At which place the first right record comes, of the ten nearest."""
+def _rank(db: SoftDB, query: Tensor, right: list[str]) -> str:
+    """Return the rank of the first right record among the ten nearest, from 1."""
     (ids,) = db.search(query, k=10, exact=True).ids
-    return next((str(i) for i, name in enumerate(ids, 1) if name in right), "> 10")
+    return next((str(i) for i, id_ in enumerate(ids, 1) if id_ in right), "> 10")
 
 
 def _reopen(path: Path, data: DemoData, console: Console) -> None:
-    """Open what is on disk anew, and compare it with what went in."""
-    _step(console, 4, "Reopen", "read-only, and every byte compared with its checksum")
+    """Open the database again, verify it, and compare a sample with the data."""
+    _step(console, 4, "Reopen", "read-only, and compare every byte with its checksum")
     sample = list(range(0, len(data.ids), max(1, len(data.ids) // 500)))
     with softdb.open(path, mode="r") as db:
         count, records = db.verify(), db.get([data.ids[i] for i in sample])
     same = np.array_equal(records.keys.numpy(), data.keys[sample])
     if count != len(data.ids) or not same or records.payloads != [data.payloads[i] for i in sample]:
-        raise CorruptionError(f"{path} does not hold what went in; please report this with the output of softdb verify")
-    console.print(f"  {count:,} records, nothing lost; {len(sample)} of them compared with what went in")
+        raise CorruptionError(f"{path} lacks inserted records; please report this with the output of softdb verify")
+    console.print(f"  {count:,} records, nothing lost; {len(sample)} of them compared with the inserted ones")
 
 
 def _step(console: Console, number: int, title: str, more: str) -> None:

@@ -25,7 +25,7 @@ def test_the_cluster_answers_as_one_database(tmp_path: Path, on: str) -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == [
         "written",
-        "asked",
+        "queried",
         "made",
         *(["grown"] if on == "here" else []),
         "refreshed",

@@ -46,7 +46,7 @@ def test_a_reader_does_not_write(folder: Path) -> Steps:
         assert "d" in db
 
 
-@advice("have no index and this handle only reads; open it with mode='rw'")
+@advice("have no index and mode is 'r'; open it with mode='rw'")
 def test_a_reader_declares_no_field(folder: Path) -> Steps:
     three(folder / "db").close()
     yield lambda: softdb.open(folder / "db", mode="r", fields=["year"])
@@ -84,14 +84,14 @@ def test_texts_need_an_encoder(folder: Path) -> Steps:
         assert db.search("fox", k=1).ids == [["a"]]
 
 
-@advice("models are not loaded by themselves; if you trust it, give it: ")
+@advice("softdb loads no model by itself; if you trust it, give it: ")
 def test_a_model_is_given_by_whom_trusts_it(folder: Path) -> Steps:
     encoder = Model()
     with softdb.open(folder / "db", encoder=encoder) as db:
         db.insert(["a"], texts=["a fox"])
     with softdb.open(folder / "db") as db:
         yield lambda: db.search("fox")
-    with softdb.open(folder / "db", encoder=encoder) as db:  # "or the encoder of that name which is yours"
+    with softdb.open(folder / "db", encoder=encoder) as db:  # "or your own encoder of that name"
         assert db.search("fox", k=1).ids == [["a"]]
 
 

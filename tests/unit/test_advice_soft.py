@@ -173,7 +173,7 @@ def test_a_score_says_how_it_ranks(folder: Path) -> Steps:
         assert db.attend(QUERIES, score=ranked, k=5).hits.ids == db.search(QUERIES, 5).ids  # type: ignore[union-attr]
 
 
-@advice("ask with k=, or with need_weights=True")
+@advice("query with k=, or with need_weights=True")
 def test_a_heat_map_needs_weights(folder: Path) -> Steps:
     plots = pytest.importorskip("softdb.plots")
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")

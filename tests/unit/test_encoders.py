@@ -155,10 +155,10 @@ def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
         db.core.store.note_encoder("stranger/model")
     with softdb.open(tmp_path / "db") as db:
-        message = r"search: texts are encoded by 'stranger/model'.*SentenceEncoder\('stranger/model'\)"
+        message = r"search: .* texts need the encoder 'stranger/model'.*SentenceEncoder\('stranger/model'\)"
         with pytest.raises(softdb.BadInput, match=message):
             db.search("a text")
-        with pytest.raises(softdb.BadInput, match="insert: texts are encoded by"):
+        with pytest.raises(softdb.BadInput, match="insert: this database's texts need the encoder"):
             db.insert(["a"], ["a text"])
         db.insert(["a"], [[1, 2, 3]])
         assert db.search([1, 2, 3], k=1).ids == [["a"]]
@@ -168,7 +168,7 @@ def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
 def test_what_only_looks_like_ngrams_makes_nothing(tmp_path: Path, name: str) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
         db.core.store.note_encoder(name)
-    with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="models are not loaded"):
+    with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="softdb loads no model by itself"):
         db.search("a text")
 
 
@@ -220,7 +220,7 @@ def test_the_command_line_chooses(tmp_path: Path) -> None:
     assert chosen(tmp_path, None, "some-model") == chosen(tmp_path, "some-model", "some-model") == "some-model"
     assert chosen(tmp_path, "ngrams(3)", None) == "ngrams(3)"
     assert chosen(tmp_path, "demo", None) == "demo"
-    with pytest.raises(softdb.BadInput, match="does not say what made its keys; add --encoder"):
+    with pytest.raises(softdb.BadInput, match="names no encoder of its keys; add --encoder"):
         chosen(tmp_path, None, None)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
         chosen(tmp_path, "ngrams", "demo")

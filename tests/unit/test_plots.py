@@ -73,7 +73,7 @@ def test_a_heatmap_has_a_column_for_each_record_that_was_weighed(rng: np.random.
     many = plots.attention_heatmap(None, db.attend(queries, k=60))
     assert many.get_images()[0].get_array().shape == (50, 60)
     assert "r0" not in [label.get_text() for label in many.get_xticklabels()]
-    with pytest.raises(softdb.BadInput, match=r"no weights by record; ask with k="):
+    with pytest.raises(softdb.BadInput, match=r"no weights by record; query with k="):
         plots.attention_heatmap(None, db.attend(queries))
 
 
@@ -99,7 +99,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         plots.attention_heatmap(None, WEIGHTS, ["one"])
     with pytest.raises(softdb.BadInput, match=r"weights have shape \(2,\); expected \(q, n\)"):
         plots.attention_heatmap(None, [1.0, 2.0])
-    with pytest.raises(softdb.BadInput, match=r"least weight is -1.0; .*not scores"):
+    with pytest.raises(softdb.BadInput, match=r"smallest weight is -1.0; .*not scores"):
         plots.attention_heatmap(None, [[-1.0, 2.0]])
     with pytest.raises(softdb.BadInput, match="weights hold NaN or infinity"):
         plots.temperature_sweep(None, [1.0], [[float("nan"), 1.0]], ["near", "far"])

@@ -494,7 +494,7 @@ def test_a_reading_process_sees_the_old_keys_until_it_refreshes(tmp_path: Path) 
         say("print(db.refresh())")
         assert say("print(db.dim, db.encoder_name, db.verify())") == f"5 mine {N}"
         caught = "try: db.search('x')\\nexcept softdb.BadInput as error: print(error)"
-        assert "texts are encoded by 'mine'" in say(f"exec({json.dumps(caught.replace(chr(92) + 'n', chr(10)))})")
+        assert "texts need the encoder 'mine'" in say(f"exec({json.dumps(caught.replace(chr(92) + 'n', chr(10)))})")
     finally:
         reader.communicate(timeout=120)
         db.close()

@@ -73,7 +73,7 @@ def test_any_callable_is_an_encoder(tmp_path: Path) -> None:
         softdb.open(tmp_path / "notes", encoder=HashedNGrams(1536))
     with softdb.open(tmp_path / "notes") as db:
         for ask in (lambda: db.search("x"), lambda: db.insert(["y"], texts=["y"])):
-            with pytest.raises(softdb.BadInput, match="texts are encoded by 'text-embedding-3-small'"):
+            with pytest.raises(softdb.BadInput, match="texts need the encoder 'text-embedding-3-small'"):
                 ask()
 
 

@@ -1,4 +1,4 @@
-"""The harness of `softdb bench` and of the repository's benchmarks: answers are checked before a clock starts.
+"""The harness of `softdb bench` and of the repository's benchmarks: it checks answers before it measures times.
 
-It asks a database by its public calls and other engines by theirs. Begin at `grid.run`.
+It queries databases and other engines by their public calls. Begin at `grid.run`.
 """

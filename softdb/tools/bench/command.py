@@ -1,4 +1,4 @@
-"""`softdb bench`: engines over a dataset, measured on this machine."""
+"""`softdb bench`: measure engines with a dataset on this machine."""
 
 from __future__ import annotations
 
@@ -27,41 +27,39 @@ def bench(
         ),
     ] = "clustered",
     engines: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="Which; all for every one that is installed.")
+        str | None, typer.Option(metavar="NAME,…", help="Engines to measure; all: every engine that is installed.")
     ] = None,
-    recalls: Annotated[str, typer.Option(metavar="SHARE,…", help="The recalls to reach.")] = "0.95,0.98",
+    recalls: Annotated[str, typer.Option(metavar="SHARE,…", help="Recalls to reach.")] = "0.95,0.98",
     curve: Annotated[bool, typer.Option("--curve", help="Recalls from 0.8 to 0.995, for a curve.")] = False,
     efforts: Annotated[
-        str | None, typer.Option(metavar="NUMBER,…", help="In place of recalls: efforts (ef, nprobe …).")
+        str | None, typer.Option(metavar="NUMBER,…", help="Search efforts (ef, nprobe …), instead of recalls.")
     ] = None,
-    n: Annotated[int | None, typer.Option(min=1, help="How many keys.")] = None,
-    dim: Annotated[int | None, typer.Option(min=2, help="The width of clustered or uniform keys.")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many neighbours.")] = 10,
-    metric: Annotated[
-        MetricName | None, typer.Option(help="How keys are compared, where the file does not say.")
-    ] = None,
-    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="The file with the queries.")] = None,
-    threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Threads; the most of them build.")] = "2",
+    n: Annotated[int | None, typer.Option(min=1, help="Number of keys.")] = None,
+    dim: Annotated[int | None, typer.Option(min=2, help="Width of clustered or uniform keys.")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of nearest neighbours.")] = 10,
+    metric: Annotated[MetricName | None, typer.Option(help="Score of a query and a key, if not the file's.")] = None,
+    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the queries.")] = None,
+    threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Numbers of threads; builds use the largest.")] = "2",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over all engines.")] = 5,
-    construction: Annotated[int, typer.Option(min=1, help="Effort with which graphs are built.")] = 100,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the whole report.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it (or .svg, .pdf).")] = None,
+    construction: Annotated[int, typer.Option(min=1, help="Construction effort of graphs (efConstruction).")] = 100,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Plot the report (or .svg, .pdf).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure recall, speed, build time and memory of softdb and others on the same queries."""
+    """Measure recall, speed, build time and memory of softdb and other engines with the same queries."""
     from softdb.tools.bench.datasets import load
-    from softdb.tools.bench.grid import CURVE, DEFAULT, Ask, run
+    from softdb.tools.bench.grid import CURVE, DEFAULT, Grid, run
     from softdb.tools.bench.peers import ENGINES
-    from softdb.tools.bench.report import can_draw, draw, write_json
+    from softdb.tools.bench.report import draw, require_drawable, write_json
 
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"there is no folder {file.parent} to write {file.name} into; make it first")
+            raise BadInput(f"there is no folder {file.parent} to write {file.name} into; create it first")
     if plot is not None:
-        can_draw(plot)
-    named = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
-    ask = Ask(
-        engines=tuple(dict.fromkeys(named)),
+        require_drawable(plot)
+    names = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
+    grid = Grid(
+        engines=tuple(dict.fromkeys(names)),
         recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
         efforts=() if efforts is None else tuple(_numbers(efforts, int, "--efforts")),
         k=k,
@@ -69,12 +67,12 @@ def bench(
         rounds=rounds,
         construction=construction,
     )
-    ask.checked()
+    grid.checked()
     console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
     with progress("bench", console) as bar:
-        result = run(data, ask, lambda line: console.print(escape(line)), bar)
+        result = run(data, grid, lambda line: console.print(escape(line)), bar)
     if as_json:
         print_json(result)
     else:
@@ -87,13 +85,13 @@ def bench(
 
 def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
     try:
-        return [kind(part) for part in text.split(",")]
+        return [kind(number) for number in text.split(",")]
     except ValueError:
         raise BadInput(f"{name} is {text!r}; expected numbers with commas between them, such as 1,2") from None
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print a table for each goal, the best variants of each engine, and softdb beside the best peers."""
+    """Print a table of each goal with the best variants of each engine, and compare softdb with the fastest peers."""
     from softdb.tools.bench.report import MIB, leading
 
     columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
@@ -120,7 +118,7 @@ def _show(result: dict[str, Any]) -> None:
                 f"{goal}: {{softdb}} has {{ratio}} times the queries/s of {{peer}}, the fastest peer".format(
                     **facts["batch"]
                 ),
-                "{softdb} takes {ratio} times as long for one query as {peer}, the fastest peer in that".format(
+                "{softdb} takes {ratio} times as long for a single query as {peer}, the fastest peer".format(
                     **facts["single"]
                 ),
                 sep=f"\n{goal}: ",

@@ -1,4 +1,4 @@
-"""The face of an engine, and the engines of softdb; `peers` has the others."""
+"""The interface of an engine, and the engines of softdb; the others are in `peers`."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from softdb.opening import open as open_database
 from softdb.tools.bench.datasets import Dataset
 
 Progress = Callable[[str, int, int], None]  # the step, the amount done, the total
-COMMIT = 100_000  # records inserted at once
+RECORDS_PER_COMMIT = 100_000
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Parameters that every engine shares."""
+    """Parameters of all engines."""
 
     k: int = 10
-    threads: int = 2  # that build
-    construction: int = 100  # records a graph looks at for each that it adds
+    threads: int = 2  # threads of a build
+    construction: int = 100  # efConstruction: records that a graph visits to add a record
 
 
 class Engine(ABC):
-    """One index over a dataset. Build it, then search it with an effort that raises recall."""
+    """An index over a dataset. Build it, then search it with an effort; more effort raises recall."""
 
     name: ClassVar[str]
-    modules: ClassVar[tuple[str, ...]] = ()  # that must be installed
-    packages: ClassVar[tuple[str, ...]] = ()  # whose versions are reported
-    variants: ClassVar[tuple[int, ...]] = (0,)  # each is built; the better one counts
-    varied: ClassVar[str] = ""  # the parameter that differs between them
+    modules: ClassVar[tuple[str, ...]] = ()  # modules that must be installed
+    packages: ClassVar[tuple[str, ...]] = ()  # packages whose versions are reported
+    variants: ClassVar[tuple[int, ...]] = (0,)  # each is built; the best of them counts
+    varied: ClassVar[str] = ""  # name of the parameter that differs between variants
     effort_name: ClassVar[str] = ""
-    efforts: ClassVar[tuple[int, int]] = (0, 0)  # least and most
-    each_goal: ClassVar[bool] = False  # built anew for each recall asked for: it tunes itself
-    holds_keys: ClassVar[bool] = True  # whether `bytes` includes the keys
+    efforts: ClassVar[tuple[int, int]] = (0, 0)  # smallest and largest effort
+    each_goal: ClassVar[bool] = False  # True if the engine tunes itself, so that it is built for each recall
+    holds_keys: ClassVar[bool] = True  # True if `bytes` includes the keys
 
     def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
         self.data, self.setup, self.variant = data, setup, variant
         self.threads = setup.threads
-        self.facts: dict[str, Any] = {}  # reported beside the numbers; "left_out" says why it cannot be measured
+        self.facts: dict[str, Any] = {}  # for the report; "left_out" is the reason why it cannot be measured
 
     @classmethod
     def missing(cls) -> list[str]:
-        """Modules that are not installed."""
+        """Return the modules that are not installed."""
         return [module for module in cls.modules if find_spec(module) is None]
 
     @classmethod
     def unfit(cls, data: Dataset) -> str:
-        """The reason why it cannot search this dataset; empty where it can."""
+        """Return the reason why the engine cannot search the dataset; empty if it can."""
         return ""
 
     @property
@@ -66,29 +66,29 @@ class Engine(ABC):
 
     @abstractmethod
     def build(self, recall: float, progress: Progress) -> dict[str, float]:
-        """Build the index; returns the seconds of each stage: choosing, training, adding, measuring."""
+        """Build the index; return the seconds of each stage: choosing, training, adding, measuring."""
 
     @abstractmethod
     def search(
         self,
         queries: Floats,  # (q, d)
-        effort: int,  # 0: as it tuned itself
+        effort: int,  # 0: the effort that the engine chose itself
     ) -> Rows:  # (q, k), -1 = none
-        """The k nearest of each query."""
+        """Return the k nearest rows of each query."""
 
     @abstractmethod
     def bytes(self) -> int:
-        """Size of the index."""
+        """Return the size of the index in bytes."""
 
     def pin(self, threads: int) -> None:
-        """Use so many threads from now on."""
+        """Set the number of threads for further searches."""
         self.threads = threads
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
+    def close(self) -> None:  # noqa: B027 - most engines have nothing to close
         """Close files."""
 
     def added(self, progress: Progress, add: Callable[[int, Floats], object]) -> float:
-        """Add the keys in blocks; returns the seconds without those of bringing the blocks into memory."""
+        """Add the keys in blocks; return the seconds, without those of reading the blocks."""
         seconds = 0.0
         for low, block in self.data.blocks():
             start = time.perf_counter()
@@ -99,7 +99,7 @@ class Engine(ABC):
 
 
 class _Database(Engine):
-    """`build_index` and `search` of a database on disk, as a user would."""
+    """`build_index` and `search` of a database on disk."""
 
     name, kind = "softdb", "auto"
     modules: ClassVar[tuple[str, ...]] = ("faiss",)
@@ -111,20 +111,20 @@ class _Database(Engine):
         super().__init__(data, setup, variant)
         self._folder = tempfile.TemporaryDirectory(prefix="softdb-bench-")
         self.db = open_database(Path(self._folder.name) / "db", dim=data.dim, metric=data.metric.value)
-        for low in range(0, data.n, COMMIT):
-            keys = np.asarray(data.keys[low : low + COMMIT], np.float32)
+        for low in range(0, data.n, RECORDS_PER_COMMIT):
+            keys = np.asarray(data.keys[low : low + RECORDS_PER_COMMIT], np.float32)
             self.db.insert(range(low, low + len(keys)), keys)
 
     def build(self, recall: float, progress: Progress) -> dict[str, float]:
         seconds: dict[str, float] = {}
         start, stage = time.perf_counter(), "choosing"
 
-        def step(what: str, done: int, whole: int) -> None:
+        def step(next_stage: str, done: int, total: int) -> None:
             nonlocal start, stage
             now = time.perf_counter()
             seconds[stage] = seconds.get(stage, 0.0) + now - start
-            start, stage = now, what
-            progress(f"{self.label}: {what}", done, whole)
+            start, stage = now, next_stage
+            progress(f"{self.label}: {stage}", done, total)
 
         k, queries = self.setup.k, self.data.half(second=False).queries
         self.facts = self.db.build_index(self.kind, recall=recall, k=k, queries=queries, progress=step).told()
@@ -138,7 +138,7 @@ class _Database(Engine):
         return self.db.search(queries, k=self.setup.k).rows.numpy()
 
     @property
-    def index(self) -> Index | None:  # None: search is exact
+    def index(self) -> Index | None:  # None for exact search
         return self.db.core.finder.index
 
     def bytes(self) -> int:
@@ -167,7 +167,7 @@ SOFTDB: tuple[type[Engine], ...] = (_Database, _DatabaseIVF, _DatabaseHNSW, _Dat
 
 
 def pin_threads(threads: int) -> None:
-    """Threads of torch and, where it is there, of FAISS in this process."""
+    """Set the number of threads of torch and, if it is installed, of FAISS in this process."""
     torch.set_num_threads(threads)
     if find_spec("faiss") is not None:
         faiss_module().omp_set_num_threads(threads)

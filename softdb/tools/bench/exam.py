@@ -1,4 +1,4 @@
-"""The true neighbours and the worth of an answer: no clock starts before the answers were looked at."""
+"""True neighbours, and the recall of answers, which are checked before any time is measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.tools.bench.datasets import Dataset
 
-COMPARED = 1 << 14  # keys that are compared at once
-MORE = 16  # candidates beyond k that are scored again, so that ties are broken by row
-SAMPLED = 50  # queries whose neighbours in a file are looked up again
-GATHERED = 1 << 22  # numbers of keys that are scored at once
-TIE = 1e-6  # scores that differ by less, of their own size, are ties
-CLAIMED = 1e-4  # likewise for the neighbours in a file, whose arithmetic is not known
-APART = 0.05  # recall by which the answers to single queries may fall short of those to the same queries in a batch
+COMPARED = 1 << 14  # keys compared at once
+MORE = 16  # candidates beyond k that are rescored, so that ties are ordered by row
+SAMPLED = 50  # queries for which the neighbours in a file are checked
+GATHERED = 1 << 22  # numbers of gathered keys in memory at once
+TIE = 1e-6  # largest relative difference of tied scores
+CLAIMED = 1e-4  # the same for neighbours in a file, whose precision is unknown
+APART = 0.05  # largest recall that single queries may lose against the same queries in a batch
 
 
 class WrongAnswer(SoftDBError):
@@ -25,12 +25,12 @@ class WrongAnswer(SoftDBError):
 
 
 def true_nearest(data: Dataset, k: int) -> Rows:  # (q, k)
-    """The true k nearest of each query: the file's where it has as many and a sample of them is right, else looked up.
+    """Return the true k nearest of each query: from the file if it holds k, else by brute force.
 
-    Raises BadInput where the file's neighbours are wrong, or k is more than there are keys.
+    Raises BadInput if a sample of the file's neighbours is wrong, or if k exceeds the number of keys.
     """
     if k > data.n:
-        raise BadInput(f"k is {k}, but there are {data.n} keys; ask for at most that many")
+        raise BadInput(f"k is {k}, but there are {data.n} keys; give k at most that number")
     claimed = data.neighbours
     if claimed is None or claimed.shape[1] < k:
         return nearest(data, data.queries, k)
@@ -42,8 +42,8 @@ def true_nearest(data: Dataset, k: int) -> Rows:  # (q, k)
     wrong |= (np.diff(np.sort(claimed[sample, :k], axis=1)) == 0).any(axis=1)
     if wrong.any():
         raise BadInput(
-            f"{data.name}: for {int(wrong.sum())} of {len(sample)} queries looked up, the file's neighbors "
-            f"are not the {k} nearest by {data.metric.value}; say another metric, or make the file anew"
+            f"{data.name}: for {int(wrong.sum())} of {len(sample)} queries checked, the file's neighbours "
+            f"are not the {k} nearest by {data.metric.value}; give another metric, or make the file again"
         )
     return claimed[:, :k]
 
@@ -54,14 +54,14 @@ def nearest(
     k: int,
     size: int = COMPARED,
 ) -> Rows:  # (q, k)
-    """The k nearest by brute force in float64, the nearest first, ties by row. Cost q n d."""
+    """Return the k nearest by brute force in float64, the nearest first, ties by row. Cost q n d."""
     wide = torch.from_numpy(queries.astype(np.float64))
     best, rows = torch.zeros(len(queries), 0, dtype=torch.float64), torch.zeros(len(queries), 0, dtype=torch.int64)
     for low, block in data.blocks(size):
         finite(block, "keys")
         keys = torch.from_numpy(block.astype(np.float64))
         scores = wide @ keys.T
-        if data.metric is Metric.L2:  # but for the query's square, which changes no order
+        if data.metric is Metric.L2:  # without the query's square, which changes no order
             scores.mul_(2).sub_(keys.square().sum(1))
         best = torch.cat([best, scores], 1)
         rows = torch.cat([rows, torch.arange(low, low + len(block)).expand(len(queries), -1)], 1)
@@ -77,13 +77,13 @@ def exact_scores(
     queries: Floats,  # (q, d) prepared
     rows: Rows,  # (q, c), -1 = none
 ) -> NDArray[np.float64]:  # (q, c)
-    """Scores in float64 from the keys themselves, larger is closer; -inf where there is no row."""
+    """Return the scores of rows in float64, larger is closer; -inf for row -1."""
     scores = np.empty(rows.shape, np.float64)
     step = max(1, GATHERED // max(1, rows.shape[1] * data.dim))
     for low in range(0, len(rows), step):
-        part = rows[low : low + step]
-        keys = prepared(data.keys[np.maximum(part, 0).ravel()], data.metric).astype(np.float64)
-        keys, wide = keys.reshape(*part.shape, -1), queries[low : low + step].astype(np.float64)
+        chunk = rows[low : low + step]
+        keys = prepared(data.keys[np.maximum(chunk, 0).ravel()], data.metric).astype(np.float64)
+        keys, wide = keys.reshape(*chunk.shape, -1), queries[low : low + step].astype(np.float64)
         if data.metric is Metric.L2:
             scores[low : low + step] = -np.square(keys - wide[:, None]).sum(axis=2)
         else:
@@ -93,7 +93,7 @@ def exact_scores(
 
 
 class Exam:
-    """Queries whose k nearest are known. Recall is worked out from the keys: a tie counts, whatever its row."""
+    """Queries whose k nearest are known. Recall is computed from scores, so a record tied with the k-th counts."""
 
     def __init__(self, data: Dataset, truth: Rows) -> None:
         self.data, self.k = data, truth.shape[1]
@@ -104,9 +104,9 @@ class Exam:
         self,
         rows: Rows,  # (q, k), -1 = none
         engine: str,
-        first: int | None = None,  # rows are those of so many first queries; of all by default
+        first: int | None = None,  # the rows are those of the first so many queries; by default of all
     ) -> NDArray[np.float64]:  # (q,)
-        """Share of each query's k nearest among the rows; WrongAnswer for impossible rows."""
+        """Return the recall of each query. Raises WrongAnswer for impossible rows."""
         queries, floor = self.data.queries[:first], self._floor[:first]
         if rows.shape != (len(queries), self.k) or rows.dtype.kind not in "iu":
             expected = f"rows, ({len(queries)}, {self.k})"
@@ -119,11 +119,11 @@ class Exam:
         return np.asarray((exact_scores(self.data, queries, rows) >= floor).mean(axis=1))
 
     def recall(self, rows: Rows, engine: str) -> float:
-        """Mean of the recalls."""
+        """Return the mean recall."""
         return float(self.recalls(rows, engine).mean())
 
     def alike(self, batch: Rows, alone: Rows, engine: str) -> None:
-        """WrongAnswer where the first queries, asked one by one, find less than they do in the batch."""
+        """Raise WrongAnswer if the first queries have a lower recall one by one than in the batch."""
         first = len(alone)
         single, many = (float(self.recalls(rows[:first], engine, first).mean()) for rows in (alone, batch))
         if single < many - APART:

@@ -1,7 +1,7 @@
-"""The grid: engines over recall targets, or over efforts, at each number of threads.
+"""The grid: all engines at all recall targets, or efforts, with each number of threads.
 
-Each engine is tuned on one half of the queries and measured on the other. Its answers are checked, then rounds go over
-the engines in turn; the first round warms up and is thrown away.
+Each engine is tuned on one half of the queries and measured on the other. Its answers are checked first. Then each
+round runs all engines in turn; the first round warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from softdb.tools.bench.report import command, commit, compared, in_turn, machin
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
-ALONE = 200  # queries that are asked one by one
-FINE = 64  # an effort is found to within one part in so many
-DOUBT = 3.0  # standard errors by which the recall on other queries may fall short: by chance once in 700 times
+ALONE = 200  # single queries, sent one by one
+FINE = 64  # the tuned effort is at most 1/64 above the smallest that reaches the recall
+DOUBT = 3.0  # a goal is met if recall is at most 3 standard errors below it, which chance exceeds once in 700 times
 
 
 @dataclass(frozen=True)
-class Ask:
+class Grid:
     """Parameters of a grid. Each engine is searched with each of `efforts`, or tuned to each of `recalls`."""
 
     engines: tuple[str, ...] = DEFAULT
@@ -45,12 +45,12 @@ class Ask:
     known: dict[str, type[Engine]] = field(default_factory=lambda: dict(ENGINES))
 
     def checked(self) -> None:
-        """BadInput unless all of it can be measured."""
+        """Raise BadInput for an unknown engine or an impossible recall or number."""
         unknown = [name for name in self.engines if name not in self.known]
         if unknown or not self.engines:
             raise BadInput(f"there is no engine {shown(', '.join(unknown))}; choose from {', '.join(self.known)}")
         if not self.recalls or not self.threads:
-            raise BadInput("there is no recall or no number of threads to measure at; give one of each at least")
+            raise BadInput("there is no recall or no number of threads; give at least one of each")
         for recall in self.recalls:
             share(recall, "a recall")
             if not recall:
@@ -62,7 +62,7 @@ class Ask:
 
 
 class _Goal(NamedTuple):
-    """A recall to reach, or an effort to take."""
+    """A recall to reach, or an effort to search with."""
 
     recall: float | None
     effort: int
@@ -74,52 +74,53 @@ class _Goal(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An engine in the grid: the seconds that building took, and its setting for the goal at hand."""
+    """An engine in the grid, the seconds of its build, and its effort for the present goal."""
 
     engine: Engine
     seconds: dict[str, float] = field(default_factory=dict)
     built: bool = False
     effort: int = 0
-    tuned: float = 0.0  # recall on the half that was tuned on
-    size: int = 0
+    tuned: float = 0.0  # recall on the queries for tuning
+    size: int = 0  # bytes
 
 
 def run(
-    data: Dataset, ask: Ask, note: Callable[[str], None] = lambda _: None, progress: Progress = lambda *_: None
+    data: Dataset, grid: Grid, note: Callable[[str], None] = lambda _: None, progress: Progress = lambda *_: None
 ) -> dict[str, Any]:
-    """Measure the grid; returns the report, ready for JSON.
+    """Measure the grid; return the report for JSON.
 
     Args:
         note: called with a line for each engine that is left out.
         progress: called with the step, the amount done, the total.
 
     Raises:
-        BadInput: an engine, recall or number that cannot be; neighbours in the file that are wrong.
-        WrongAnswer: an engine's answers are impossible; nothing of it was timed.
+        BadInput: an unknown engine, an impossible recall or number, or wrong neighbours in the file.
+        WrongAnswer: an engine's answers are impossible.
     """
-    ask.checked()
+    grid.checked()
     left_out: dict[str, str] = {}
 
-    def leave(name: str, why: str) -> None:
-        left_out[name] = why
-        note(f"{name} is left out: {why}")
+    def leave_out(name: str, reason: str) -> None:
+        left_out[name] = reason
+        note(f"{name} is left out: {reason}")
 
-    kinds = [ask.known[name] for name in ask.engines if _serves(ask.known[name], data, leave)]
-    pin_threads(max(ask.threads))
+    kinds = [grid.known[name] for name in grid.engines if _serves(grid.known[name], data, leave_out)]
+    pin_threads(max(grid.threads))
     progress("true neighbours", 0, 1)
-    truth = true_nearest(data, ask.k)
+    truth = true_nearest(data, grid.k)
     exams = Exam(data.half(second=False), truth[0::2]), Exam(data.half(second=True), truth[1::2])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         entries: list[_Entry] = []
-        setup = Setup(ask.k, max(ask.threads), ask.construction)
-        for kind, variant in [(each, variant) for each in kinds for variant in each.variants]:
-            engine = kind(data, setup, variant, [entry.engine for entry in entries])
-            stack.callback(engine.close)
-            entries.append(_Entry(engine))
-        goals = [_Goal(None, effort) for effort in ask.efforts] or [_Goal(recall, 0) for recall in ask.recalls]
+        setup = Setup(grid.k, max(grid.threads), grid.construction)
+        for kind in kinds:
+            for variant in kind.variants:
+                engine = kind(data, setup, variant, [entry.engine for entry in entries])
+                stack.callback(engine.close)
+                entries.append(_Entry(engine))
+        goals = [_Goal(None, effort) for effort in grid.efforts] or [_Goal(recall, 0) for recall in grid.recalls]
         for goal in goals:
-            rows += _measured(entries, exams, goal, ask, leave, progress)
+            rows += _measured(entries, exams, goal, grid, leave_out, progress)
     packages = ["softdb", "torch", "numpy", *(package for kind in kinds for package in kind.packages)]
     return {
         "command": command(),
@@ -129,55 +130,56 @@ def run(
         "data": {
             "name": data.name, "n": data.n, "dim": data.dim, "metric": data.metric.value, "queries": len(data.queries),
         },
-        "setup": {name: value for name, value in asdict(ask).items() if name != "known"},
+        "setup": {name: value for name, value in asdict(grid).items() if name != "known"},
         "left_out": left_out,
         "compared": compared(rows),
         "rows": rows,
     }  # fmt: skip
 
 
-def _serves(kind: type[Engine], data: Dataset, leave: Callable[[str, str], None]) -> bool:
+def _serves(kind: type[Engine], data: Dataset, leave_out: Callable[[str, str], None]) -> bool:
     missing = kind.missing()
-    why = f"{' and '.join(missing)} is not installed; pip install {kind.packages[0]}" if missing else kind.unfit(data)
-    if why:
-        leave(kind.name, why)
-    return not why
+    reason = f"{' and '.join(missing)} is not installed; pip install {kind.packages[0]}" if missing else ""
+    reason = reason or kind.unfit(data)
+    if reason:
+        leave_out(kind.name, reason)
+    return not reason
 
 
 def _measured(
     entries: list[_Entry],
-    exams: tuple[Exam, Exam],  # to tune on, to measure on
+    exams: tuple[Exam, Exam],  # for tuning, for measuring
     goal: _Goal,
-    ask: Ask,
-    leave: Callable[[str, str], None],
+    grid: Grid,
+    leave_out: Callable[[str, str], None],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """A row for each engine and number of threads."""
-    pin_threads(max(ask.threads))
-    present = []
+    """Return a row for each engine and number of threads."""
+    pin_threads(max(grid.threads))
+    ready = []
     for entry in entries:
-        _prepare(entry, exams[0], goal, ask, progress)
-        why = entry.engine.facts.get("left_out")
-        if why:
-            leave(entry.engine.label, f"{why} ({goal.name})")
+        _prepare(entry, exams[0], goal, grid, progress)
+        reason = entry.engine.facts.get("left_out")
+        if reason:
+            leave_out(entry.engine.label, f"{reason} ({goal.name})")
         else:
-            present.append(entry)
-    facts = [_facts(entry, exams[1], goal) for entry in present]
+            ready.append(entry)
+    facts = [_facts(entry, exams[1], goal) for entry in ready]
     rows = []
-    for threads in ask.threads:
+    for threads in grid.threads:
         progress(f"timing at {goal.name}, {threads} threads", 0, 1)
-        speeds = _timed(present, exams[1].data.queries, threads, ask.rounds)
+        speeds = _timed(ready, exams[1].data.queries, threads, grid.rounds)
         rows += [{**fact, "threads": threads, **speed} for fact, speed in zip(facts, speeds, strict=True)]
     return rows
 
 
-def _prepare(entry: _Entry, exam: Exam, goal: _Goal, ask: Ask, progress: Progress) -> None:
-    """Build the engine where it is not built or tunes itself, and find its effort."""
+def _prepare(entry: _Entry, exam: Exam, goal: _Goal, grid: Grid, progress: Progress) -> None:
+    """Build the engine unless it is built and does not tune itself, and tune its effort to the goal."""
     engine = entry.engine
-    engine.pin(max(ask.threads))
+    engine.pin(max(grid.threads))
     if not entry.built or (engine.each_goal and goal.recall is not None):
         progress(f"{engine.label}: building", 0, 1)
-        entry.seconds, entry.built = engine.build(goal.recall or ask.recalls[0], progress), True
+        entry.seconds, entry.built = engine.build(goal.recall or grid.recalls[0], progress), True
         entry.size = 0 if "left_out" in engine.facts else engine.bytes()
     if "left_out" in engine.facts:
         return
@@ -190,19 +192,19 @@ def _prepare(entry: _Entry, exam: Exam, goal: _Goal, ask: Ask, progress: Progres
     least, most = engine.efforts
     entry.effort = goal.effort if most or engine.each_goal else 0
     if most and not engine.each_goal and goal.recall is not None:
-        entry.effort = least_effort(recall, max(least, ask.k), most, goal.recall, FINE)[0]
+        entry.effort = least_effort(recall, max(least, grid.k), most, goal.recall, FINE)[0]
         entry.seconds["measuring"] = time.perf_counter() - start
     entry.tuned = recall(entry.effort)
 
 
 def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
-    """Recall on queries it was not tuned on, and the rest that needs no clock. WrongAnswer before anything is timed."""
+    """Return the engine's part of a row: recall on queries not tuned on, build times, size. Raises WrongAnswer."""
     engine, queries = entry.engine, exam.data.queries
     rows = engine.search(queries, entry.effort)
     recalls = exam.recalls(rows, engine.label)
     alone = [engine.search(query[None], entry.effort) for query in queries[:ALONE]]
     exam.alike(rows, np.concatenate(alone), engine.label)
-    mean, doubt = float(recalls.mean()), float(recalls.std() / np.sqrt(len(recalls)))
+    mean, standard_error = float(recalls.mean()), float(recalls.std() / np.sqrt(len(recalls)))
     untuned = sum(entry.seconds.get(stage, 0.0) for stage in ("training", "adding"))
     build = {**entry.seconds, "without_tuning": untuned, "with_tuning": sum(entry.seconds.values())}
     return {
@@ -213,7 +215,7 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
         "effort": {engine.effort_name: entry.effort} if engine.effort_name else entry.effort or None,
         "recall": round(mean, 4),
         "recall_tuned_on": round(entry.tuned, 4),
-        "met": goal.recall is None or mean >= goal.recall - DOUBT * doubt,
+        "met": goal.recall is None or mean >= goal.recall - DOUBT * standard_error,
         "build_s": {stage: round(seconds, 3) for stage, seconds in build.items()},
         "index_bytes": entry.size,
         "holds_keys": engine.holds_keys,
@@ -222,7 +224,7 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
 
 
 def _timed(entries: list[_Entry], queries: Any, threads: int, rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Batch rate and single latency of each engine."""
+    """Return queries per second in a batch, and the latency of single queries, of each engine."""
     pin_threads(threads)
     for entry in entries:
         entry.engine.pin(threads)
@@ -233,15 +235,15 @@ def _timed(entries: list[_Entry], queries: Any, threads: int, rounds: int) -> li
         for query in alone:
             search(query, effort)
 
-    ways: dict[tuple[int, str], Callable[[], object]] = {}
-    for place, entry in enumerate(entries):
-        ways[place, "batch"] = partial(entry.engine.search, queries, entry.effort)
-        ways[place, "single"] = partial(single, entry)
-    seconds = in_turn(ways, rounds)
+    calls: dict[tuple[int, str], Callable[[], object]] = {}
+    for i, entry in enumerate(entries):
+        calls[i, "batch"] = partial(entry.engine.search, queries, entry.effort)
+        calls[i, "single"] = partial(single, entry)
+    seconds = in_turn(calls, rounds)
     return [
         {
-            "batch_queries_s": spread([round(len(queries) / spent, 1) for spent in seconds[place, "batch"]]),
-            "single_ms": spread([round(spent / len(alone) * 1e3, 4) for spent in seconds[place, "single"]]),
+            "batch_queries_s": spread([round(len(queries) / spent, 1) for spent in seconds[i, "batch"]]),
+            "single_ms": spread([round(spent / len(alone) * 1e3, 4) for spent in seconds[i, "single"]]),
         }
-        for place in range(len(entries))
+        for i in range(len(entries))
     ]

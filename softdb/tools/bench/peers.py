@@ -1,4 +1,4 @@
-"""The libraries that softdb is compared with, each imported only when it is built. All of them hold the keys."""
+"""The libraries that softdb is compared with. Each is imported when it is built; all their indexes hold the keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from softdb.index.contract import Floats, Rows
 from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import SOFTDB, Engine, Progress
 
-REFINED = 10  # candidates of codes that are scored again, for each of the k
+REFINED = 10  # candidates by code that are rescored, for each of the k
 
 
 class _Calls(NamedTuple):
@@ -34,11 +34,11 @@ class _Calls(NamedTuple):
 
 
 class _Peer(Engine):
-    """A library's index over the keys, which `make` opens."""
+    """A library's index over the keys, created by `make`."""
 
     variants, varied = (16, 32), "M"
     effort_name, efforts = "ef", (10, 8192)
-    make: ClassVar[Callable[[Any, Any, bool], _Calls]]  # the engine, its module, whether L2 compares
+    make: ClassVar[Callable[[Any, Any, bool], _Calls]]  # engine, its module, True for L2 -> calls
 
     def build(self, recall: float, progress: Progress) -> dict[str, float]:
         self.calls = self.make(import_module(self.modules[0]), self.data.metric is Metric.L2)
@@ -54,7 +54,7 @@ class _Peer(Engine):
         return self.calls.size()
 
     def threads_for(self, queries: Floats) -> int:
-        return self.threads if len(queries) > 1 else 1  # for a single query a pool only costs
+        return self.threads if len(queries) > 1 else 1  # a single query is slower with a pool of threads
 
 
 def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
@@ -72,7 +72,7 @@ def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
 
 
 def _lists(codes: str) -> Callable[[_Peer, Any, bool], _Calls]:
-    """Inverted lists of FAISS, `variant` √n of them, with whole keys or codes that are scored again by whole keys."""
+    """Return `make` of FAISS's inverted lists, `variant` √n of them, with keys, or with codes and rescoring."""
 
     def make(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
         faiss.omp_set_num_threads(peer.setup.threads)
@@ -146,7 +146,7 @@ def _voyager(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
 
 def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """Random trees, asked one query at a time; a batch is spread over threads."""
+    """Random trees, searched one query at a time; the queries of a batch are spread over threads."""
     index, k = module.AnnoyIndex(peer.data.dim, "euclidean" if l2 else "dot"), peer.setup.k
 
     def add(low: int, block: Floats) -> None:
@@ -154,25 +154,25 @@ def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
             index.add_item(row, key)
 
     def search(queries: Floats, effort: int) -> Any:
-        def rows(query: Floats) -> list[int]:
-            found = index.get_nns_by_vector(query, k, effort)
-            return [*found, *[-1] * (k - len(found))]
+        def padded(query: Floats) -> list[int]:
+            rows = index.get_nns_by_vector(query, k, effort)
+            return [*rows, *[-1] * (k - len(rows))]
 
-        return _each(peer, rows, queries)
+        return _each(peer, padded, queries)
 
     def write(folder: Path) -> None:
-        index.save(str(folder / "trees.ann"))  # from then on it is mapped from that file
+        index.save(str(folder / "trees.ann"))  # and maps that file from now on
 
     finish = partial(index.build, peer.variant, n_jobs=peer.setup.threads)
     return _Calls(add, search, lambda: _saved(write), finish)
 
 
-def _each(peer: _Peer, rows: Callable[[Floats], Any], queries: Floats) -> list[Any]:
-    """Rows of queries that are asked one by one, by several threads."""
+def _each(peer: _Peer, search: Callable[[Floats], Any], queries: Floats) -> list[Any]:
+    """Search each query by itself, in several threads; return their rows."""
     if peer.threads_for(queries) == 1:
-        return [rows(query) for query in queries]
+        return [search(query) for query in queries]
     with ThreadPoolExecutor(peer.threads) as pool:
-        return list(pool.map(rows, queries, chunksize=64))
+        return list(pool.map(search, queries, chunksize=64))
 
 
 def _at_once(
@@ -181,20 +181,20 @@ def _at_once(
     search: Callable[[Any, Floats, int], Any],
     write: Callable[[Any, Path], object],
 ) -> _Calls:
-    """An index that takes all keys at once."""
-    keys, built = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
+    """Return the calls of an index that is built of all keys at once."""
+    keys, indexes = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
 
     def add(low: int, block: Floats) -> None:
         keys[low : low + len(block)] = block
 
     return _Calls(
-        add, lambda queries, effort: search(built[0], queries, effort), lambda: _saved(partial(write, built[0])),
-        lambda: built.append(build(keys)),
+        add, lambda queries, effort: search(indexes[0], queries, effort), lambda: _saved(partial(write, indexes[0])),
+        lambda: indexes.append(build(keys)),
     )  # fmt: skip
 
 
 def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A Vamana graph over keys in half precision: its codes of less are for Intel's processors alone."""
+    """A Vamana graph over keys in half precision, as its smaller codes run on Intel's processors only."""
     parameters = module.VamanaBuildParameters(
         graph_max_degree=2 * peer.variant, window_size=max(peer.setup.construction, 2 * peer.variant)
     )
@@ -205,7 +205,7 @@ def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
         for name, number in ("search_window_size", effort), ("num_threads", peer.threads_for(queries)):
-            if getattr(index, name) != number:  # to set it takes time
+            if getattr(index, name) != number:  # setting it takes time
                 setattr(index, name, number)
         return index.search(queries, peer.setup.k)[0]
 
@@ -216,7 +216,7 @@ def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
 
 def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A graph over codes of 8 bits, whose candidates are scored again by whole keys."""
+    """A graph over codes of 8 bits, whose candidates are rescored by their keys."""
     inner = {
         "base_quantization_type": "sq8", "use_reorder": True, "precise_quantization_type": "fp32",
         "max_degree": 2 * peer.variant, "ef_construction": peer.setup.construction,
@@ -230,14 +230,14 @@ def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
         return index
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
-        given = {"k": peer.setup.k, "parameters": json.dumps({"hgraph": {"ef_search": effort}})}
-        return _each(peer, lambda query: index.knn_search(vector=query, **given)[0], queries)
+        options = {"k": peer.setup.k, "parameters": json.dumps({"hgraph": {"ef_search": effort}})}
+        return _each(peer, lambda query: index.knn_search(vector=query, **options)[0], queries)
 
     return _at_once(peer, build, search, lambda index, folder: index.save(str(folder / "graph")))
 
 
 def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A tree of leaves with 4-bit codes of two numbers each, whose candidates are scored again by whole keys."""
+    """A tree of leaves with codes of 4 bits for two numbers, whose candidates are rescored by their keys."""
     data, k = peer.data, peer.setup.k
     leaves = max(1, int(peer.variant * data.n**0.5))
 
@@ -248,13 +248,13 @@ def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
         return coded.reorder(REFINED * k).build()
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
-        given = {
+        options = {
             "final_num_neighbors": k, "pre_reorder_num_neighbors": REFINED * k, "leaves_to_search": min(effort, leaves),
         }  # fmt: skip
         if len(queries) == 1:
-            return index.search(queries[0], **given)[0]
+            return index.search(queries[0], **options)[0]
         index.set_num_threads(peer.threads)
-        return index.search_batched_parallel(queries, **given)[0]
+        return index.search_batched_parallel(queries, **options)[0]
 
     return _at_once(peer, build, search, lambda index, folder: index.serialize(str(folder)))
 
@@ -275,7 +275,7 @@ class _FaissIVFPQ(_FaissIVF):
 
     @classmethod
     def unfit(cls, data: Dataset) -> str:
-        return "its parts need a width that 4 divides" if data.dim % 4 else ""
+        return "its codes need a width that is a multiple of 4" if data.dim % 4 else ""
 
 
 class _Hnswlib(_Peer):
@@ -316,7 +316,7 @@ class _ScaNN(_Peer):
 
 
 class _PyNNDescent(Engine):
-    """A graph by nearest-neighbour descent, compiled by numba when it is first used."""
+    """A graph by nearest-neighbour descent; numba compiles its code at the first use."""
 
     name = "pynndescent"
     modules = packages = ("pynndescent",)
@@ -332,13 +332,13 @@ class _PyNNDescent(Engine):
     def build(self, recall: float, progress: Progress) -> dict[str, float]:
         progress(f"{self.label}: compiling", 0, 1)
         keys = np.concatenate([block for _, block in self.data.blocks()])
-        self._made(keys[:500]).query(keys[:20], self.setup.k)  # a small graph compiles the code, which is not counted
+        self._create(keys[:500]).query(keys[:20], self.setup.k)  # compiles the code, outside the measured time
         progress(f"{self.label}: adding", 0, 1)
         start = time.perf_counter()
-        self.index = self._made(keys)
+        self.index = self._create(keys)
         return {"adding": time.perf_counter() - start}
 
-    def _made(self, keys: Floats) -> Any:
+    def _create(self, keys: Floats) -> Any:
         index = import_module("pynndescent").NNDescent(
             keys, metric="euclidean" if self.data.metric is Metric.L2 else "dot", n_neighbors=self.variant,
             random_state=0, n_jobs=self.setup.threads, parallel_batch_queries=True,
@@ -362,21 +362,21 @@ class _Counter(RawIOBase):
 
     size = 0
 
-    def write(self, part: Any) -> int:
-        length = memoryview(part).nbytes
+    def write(self, buffer: Any) -> int:
+        length = memoryview(buffer).nbytes
         self.size += length
         return length
 
 
 def _saved(write: Callable[[Path], object]) -> int:
-    """Bytes of the files of an index."""
+    """Return the size in bytes of the files that `write` makes in a folder."""
     with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
         write(Path(folder))
         return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _written(write: Callable[[_Counter], object]) -> int:
-    """Bytes of an index as it is saved."""
+    """Return the number of bytes that `write` writes."""
     counter = _Counter()
     write(counter)
     return counter.size

@@ -1,4 +1,4 @@
-"""The facts that every benchmark reports beside its numbers, and the rows of `softdb bench`: who won by how much."""
+"""Facts that every benchmark reports beside its numbers; comparison and plot of the rows of `softdb bench`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any, TypeVar
 
 from softdb.errors import BadInput
 
-MIB = 1 << 20  # sizes are in mebibytes, as memory is sold
-ENDS = (".png", ".svg", ".pdf")
+MIB = 1 << 20  # bytes
+SUFFIXES = (".png", ".svg", ".pdf")
 Row = dict[str, Any]
 Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, kernel and Python."""
+    """Return processor, cores that this process may use, memory, kernel, Python and load."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],  # a busy machine shows itself here
+        "load_average": [round(load, 2) for load in os.getloadavg()],  # high on a machine with other work
     }
 
 
@@ -44,7 +44,7 @@ def _cpu_model() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed version of each package; one used from its source tree has none."""
+    """Return the installed version of each package; a package used from its source tree has none."""
     installed = {}
     for package in packages:
         try:
@@ -55,7 +55,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that is measured, with `+` when files differ from it; None where softdb is no checkout."""
+    """Return the commit of the checkout, with `+` if files differ from it; None if softdb is not in a checkout."""
     source = Path(__file__).resolve()
 
     def git(*words: str) -> str:
@@ -63,14 +63,14 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", source.name)  # installed, it may lie within another project's repository
+        git("ls-files", "--error-unmatch", source.name)  # an installed softdb may be inside another repository
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def command() -> str:
-    """The command line as given, absolute paths cut to their last name: a result names no one's folders."""
+    """Return the command line with absolute paths cut to their last name, so that a report names no private folder."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         words = [Path(sys.executable).name, "-m", program.parent.name, *sys.argv[1:]]
@@ -78,29 +78,29 @@ def command() -> str:
         words = [Path(sys.executable).name, *sys.argv]
     else:
         words = [program.name, *sys.argv[1:]]
-    cut = (":".join(Path(p).name if p.startswith("/") else p for p in word.split(":")) for word in words)
-    return shlex.join(cut)
+    short = (":".join(Path(p).name if p.startswith("/") else p for p in word.split(":")) for word in words)
+    return shlex.join(short)
 
 
-def in_turn(ways: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
-    """Seconds of each way, in rounds over all of them; a first round warms up and is thrown away."""
-    seconds: dict[Name, list[float]] = {name: [] for name in ways}
+def in_turn(calls: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
+    """Return the seconds of each call in rounds over all of them; a first round warms up and is not counted."""
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        for name, call in calls.items():
             start = time.perf_counter()
-            way()
+            call()
             if turn:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as indented JSON, so that a diff of two results can be read."""
+    """Write a report as indented JSON, so that a diff of two reports is readable."""
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -108,13 +108,13 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def leading(rows: Sequence[Row]) -> list[Row]:
-    """The better variants of each engine, in batches and alone: every row that `compared` names is among them."""
+    """Return the best variants of each engine, in batches and for single queries, which `compared` may name."""
     best = {id(row) for speed in (_rate, _rate_alone) for row in _best(rows, speed)}
     return [row for row in rows if id(row) in best]
 
 
 def _best(rows: Sequence[Row], speed: Callable[[Row], float]) -> list[Row]:
-    """The better variant of each engine for each goal: one that meets it, then the faster."""
+    """Return the fastest variant of each engine for each goal, of those that meet it if there are any."""
     best: dict[tuple[str, int, str], Row] = {}
     for row in sorted(rows, key=lambda row: (row["met"], speed(row))):
         best[row["goal"], row["threads"], row["engine"]] = row
@@ -130,9 +130,9 @@ def _rate_alone(row: Row) -> float:
 
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """softdb beside the fastest peer that meets the goal, in batches and in single queries.
+    """Compare softdb with the fastest peer that meets each goal, in batches and for single queries.
 
-    Ratios are softdb's over the other's. Without a recall to reach there is nothing to compare at.
+    "ratio" is softdb's figure divided by the peer's. Grids over efforts have no goal, and no comparison.
     """
     facts = []
     for goal, threads in dict.fromkeys((row["goal"], row["threads"]) for row in rows):
@@ -150,24 +150,23 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return facts
 
 
-def can_draw(path: Path) -> None:
-    """BadInput or MissingDependency where a picture could not be written there, before anything is measured."""
+def require_drawable(path: Path) -> None:
+    """Raise BadInput for a picture of another format, and MissingDependency without matplotlib."""
     from softdb.plots import figure
 
-    if path.suffix.lower() not in ENDS:
-        raise BadInput(f"the picture's name ends in {path.suffix!r}; expected one of {', '.join(ENDS)}")
+    if path.suffix.lower() not in SUFFIXES:
+        raise BadInput(f"the picture's name ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}")
     figure()
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture of a report, of its first number of threads: recall against speed, build times, sizes."""
+    """Plot recall against speed, build times and sizes of a report, for its first number of threads."""
     from softdb.plots import figure, save
 
     threads = result["setup"]["threads"][0]
     rows = [row for row in result["rows"] if row["threads"] == threads]
-    drawn, axes = figure(columns=4, width=4.6)
-    colours = {row["engine"]: "" for row in rows}
-    colours = {name: f"C{place % 10}" for place, name in enumerate(colours)}
+    plot, axes = figure(columns=4, width=4.6)
+    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(row["engine"] for row in rows))}
     for ax, speed, title in ((axes[0], _rate, f"in batches, {threads} threads"), (axes[1], _rate_alone, "one by one")):
         for name, colour in colours.items():
             recalls, speeds = zip(*frontier([row for row in rows if row["engine"] == name], speed), strict=True)
@@ -177,8 +176,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes[0].legend(frameon=False, fontsize="small")
     last = [row for row in _best(rows, _rate) if row["goal"] == rows[-1]["goal"]]
     names, shades = [row["label"] for row in last], [colours[row["engine"]] for row in last]
-    for part, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # grey: the seconds that tuning adds
-        axes[2].barh(names, [row["build_s"][part] for row in last], color=shade)
+    for stages, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # tuning in grey
+        axes[2].barh(names, [row["build_s"][stages] for row in last], color=shade)
     axes[3].barh(
         [name if row["holds_keys"] else f"{name} (without keys)" for name, row in zip(names, last, strict=True)],
         [row["index_bytes"] / MIB for row in last],
@@ -188,12 +187,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ax.invert_yaxis()
         ax.set(xlabel=unit, title=title)
     data = result["data"]
-    drawn.suptitle(f"{data['name']}: {data['n']:,} × {data['dim']}, {data['metric']}, k = {result['setup']['k']}")
-    save(drawn, path)
+    plot.suptitle(f"{data['name']}: {data['n']:,} × {data['dim']}, {data['metric']}, k = {result['setup']['k']}")
+    save(plot, path)
 
 
 def frontier(rows: Sequence[Row], speed: Callable[[Row], float] = _rate) -> list[tuple[float, float]]:
-    """Recall and queries a second of the rows that no other of them beats in both, by recall."""
+    """Return the Pareto frontier of recall and queries per second, by recall."""
     points: list[tuple[float, float]] = []
     for point in sorted(((row["recall"], speed(row)) for row in rows), reverse=True):
         if not points or point[1] > points[-1][1]:

@@ -1,4 +1,4 @@
-"""The command `softdb` (extra `softdb[cli]`). What a command needs is imported when it runs."""
+"""The command `softdb` (extra `softdb[cli]`). Each command imports its libraries when it runs."""
 
 import sys
 

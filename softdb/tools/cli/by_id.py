@@ -1,4 +1,4 @@
-"""The commands that scripts ask record by record: `softdb get`, `count`, `insert` and `delete`."""
+"""The commands that scripts use record by record: `softdb get`, `count`, `insert` and `delete`."""
 
 from __future__ import annotations
 
@@ -30,65 +30,64 @@ if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.filters import FilteredStore
 
-AT_ONCE = 1000  # ids that are looked up together
-SHOWN = 4  # numbers of a vector that are shown
+IDS_PER_LOOKUP = 1000
+SHOWN = 4  # numbers of a vector that are printed
 FIELDS = ("id", "key", "value", "payload", "text")
 
 
 def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
-    """Records by their ids, in that order; exit code 3 where one is not stored."""
+    """Print records in the order of the ids; exit code 3 if an id is not stored."""
     with answering(path, quiet=as_json) as db:
         wanted = typed_ids(db, ids)
-        records = [one for low in range(0, len(wanted), AT_ONCE) for one in db.get(wanted[low : low + AT_ONCE])]
+        lookups = (wanted[low : low + IDS_PER_LOOKUP] for low in range(0, len(wanted), IDS_PER_LOOKUP))
+        records = [record for lookup in lookups for record in db.get(lookup)]
     if as_json:
         print_json([record_facts(record) for record in records])
         return
-    rows = [tuple(_cell(part) for part in record_facts(record).values()) for record in records]
+    rows = [tuple(_cell(field) for field in record_facts(record).values()) for record in records]
     print_table(FIELDS, rows)
 
 
 def record_facts(record: Record) -> dict[str, Any]:
-    """A record as JSON, null where it has no key, value, payload or text."""
-    key, value = (
-        part if part is None or isinstance(part, int) else part.tolist() for part in (record.key, record.value)
-    )
+    """Return a record as JSON; a missing key, value, payload or text is null."""
+    key, value = (v if v is None or isinstance(v, int) else v.tolist() for v in (record.key, record.value))
     return dict(zip(FIELDS, (record.id, key, value, record.payload, record.text), strict=True))
 
 
-def _cell(part: Any) -> str:
-    if isinstance(part, list) and part and all(isinstance(one, float) for one in part):
-        more = f", … ({len(part)} numbers)" if len(part) > SHOWN else ""
-        return ", ".join(f"{one:.4g}" for one in part[:SHOWN]) + more
-    return "" if part is None else safe(part if isinstance(part, str) else dumps(part))
+def _cell(field: Any) -> str:
+    if isinstance(field, list) and field and all(isinstance(number, float) for number in field):
+        more = f", … ({len(field)} numbers)" if len(field) > SHOWN else ""
+        return ", ".join(f"{number:.4g}" for number in field[:SHOWN]) + more
+    return "" if field is None else safe(field if isinstance(field, str) else dumps(field))
 
 
 def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
-    """How many records there are, or how many a filter matches."""
-    only = filter_of(where)
+    """Count all records, or those that a filter matches."""
+    filter_ = filter_of(where)
 
-    def stored(store: FilteredStore) -> int:
-        return store.snapshot.records if only is None else len(store.matching_rows(only)[1])
+    def in_store(store: FilteredStore) -> int:
+        return store.snapshot.records if filter_ is None else len(store.matching_rows(filter_)[1])
 
-    number = read(path, "count", stored, lambda db: db.count(only), as_json)
+    number = read(path, "count", in_store, lambda db: db.count(filter_), as_json)
     print_result({"count": number}, as_json, str(number))
 
 
 def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: AsJson = False) -> None:
-    """Delete records by id or by filter; an id that is not stored is no error. '{}' is the filter of all."""
+    """Delete records by id or by filter; an id that is not stored is no error. The filter '{}' matches every record."""
     if bool(ids) == (where is not None):
-        raise BadInput("give IDs or --where, one of them; --where '{}' deletes every record")
+        raise BadInput("delete needs either IDs or --where; --where '{}' deletes every record")
     with writing(path, quiet=as_json) as db:
-        gone = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
-        left = len(db)
+        deleted = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
+        remaining = len(db)
     print_result(
-        {"deleted": gone, "records": left},
+        {"deleted": deleted, "records": remaining},
         as_json,
-        f"{counted(gone, 'record')} deleted, {left:,} in {escape(place(path))}",
+        f"{counted(deleted, 'record')} deleted, {remaining:,} in {escape(place(path))}",
     )
 
 
-class _Piped(NamedTuple):
-    """A record of the input."""
+class _InputRecord(NamedTuple):
+    """A record of the input and its line number."""
 
     number: int
     id: Any
@@ -97,11 +96,11 @@ class _Piped(NamedTuple):
     payload: Any
     text: str | None
 
-    embeds: bool  # a text whose key the encoder makes
+    embeds: bool  # the encoder computes the key from the text
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Records that go into one commit are of one kind."""
+        """Return whether the record has a key and whether the encoder makes it; a commit has records of one kind."""
         return self.key is not None, self.embeds
 
 
@@ -109,29 +108,29 @@ def insert(
     path: Database,
     file: Annotated[str, Argument(metavar="[FILE]", help="JSON lines; - is standard input.")] = "-",
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
-    batch_size: Annotated[int, Option(min=1, help="Records a commit; 1 for a pipe that stays open.")] = 1000,
+    batch_size: Annotated[int, Option(min=1, help="Records per commit; 1 for a pipe that stays open.")] = 1000,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put records in, one a line as `get` and `export` print them: {"id": 1, "key": [1, 0], "payload": {"year": 1999}}.
+    """Insert records from JSON lines as `get` and `export` print them: {"id": 1, "key": [1, 0], "payload": {"n": 9}}.
 
-    A text without a key is embedded where the database has an encoder; "key": null, or no key in an export, is a
-    record without one. Fields beside id, key, value, payload and text are the payload.
+    If the database has an encoder, it computes the key of a text without a key. A record with "key": null stays
+    without a key, as does a record of an export without one. All fields other than id, key, value, payload and text
+    become the payload.
     """
-    dim, noted = described(path)
-    made = None if encoder is None else named_encoder(chosen(path, noted, encoder), dim)
+    dim, stored_name = described(path)
+    embed = None if encoder is None else named_encoder(chosen(path, stored_name, encoder), dim)
     done, number = 0, 0
-    with writing(path, made, quiet=as_json) as db:
+    with writing(path, embed, quiet=as_json) as db:
         put = db.upsert if upsert else db.insert
         try:
             for batch in _batches(_records(input_lines(file), db), batch_size):
                 number = batch[0].number
                 _, ids, keys, values, payloads, texts, _ = map(list, zip(*batch, strict=True))
-                if batch[0].embeds and made is None and noted is not None:
-                    made = named_encoder(chosen(path, noted, None), dim)
-                given: Any = made(texts) if batch[0].embeds and made is not None else keys
-                own = values if any(value is not None for value in values) else None
-                put(ids, given, own, payloads, texts=texts)
+                if batch[0].embeds and embed is None and stored_name is not None:
+                    embed = named_encoder(chosen(path, stored_name, None), dim)
+                vectors: Any = embed(texts) if batch[0].embeds and embed is not None else keys
+                put(ids, vectors, values if any(v is not None for v in values) else None, payloads, texts=texts)
                 done += len(batch)
         except SoftDBError as error:
             line = f"line {number}: " if number and not str(error).startswith("line ") else ""
@@ -148,16 +147,16 @@ def insert(
     )
 
 
-def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_Piped]:
-    """The records of JSON lines; the header of an export says nothing new. Raises BadInput naming the line."""
+def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
+    """Yield the records of JSON lines, without the header of an export. Raises BadInput with the line number."""
     exported = False
     for number, line in lines:
         try:
             row = json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"line {number}: not JSON ({error}); mend or remove that line") from None
+            raise BadInput(f"line {number}: not JSON ({error}); correct or remove that line") from None
         if number == 1 and isinstance(row, dict) and row.keys() == {"softdb"}:
-            _require_same(row["softdb"], db)
+            _require_same_metric(row["softdb"], db)
             exported = True
             continue
         if not isinstance(row, dict) or "id" not in row:
@@ -165,18 +164,18 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Ite
                 f'line {number}: {line[:40].strip()}…; expected an object such as {{"id": 1, "key": [1, 0]}}'
             )
         embeds = "key" not in row and isinstance(row.get("text"), str) and not exported
-        name, key, value, text = (row.pop(part, None) for part in ("id", "key", "value", "text"))
+        name, key, value, text = (row.pop(field, None) for field in ("id", "key", "value", "text"))
         payload = row["payload"] if list(row) == ["payload"] else row or None
-        yield _Piped(number, name, key, value, payload, text, embeds)
+        yield _InputRecord(number, name, key, value, payload, text, embeds)
 
 
-def _require_same(header: Any, db: SoftDB | TableCluster) -> None:
-    """BadInput where an export's vectors would rank otherwise here."""
+def _require_same_metric(header: Any, db: SoftDB | TableCluster) -> None:
+    """Raise BadInput if the export's vectors were compared by another metric than the database's."""
     metric = header.get("metric") if isinstance(header, dict) else None
     if metric != db.metric:
         raise BadInput(
-            f"exported from a database that compares by {metric}, this one does by {db.metric}; insert it into one "
-            "like it, or leave the first line out"
+            f"the export's metric is {metric}, but this database's is {db.metric}; insert it into a database of "
+            "that metric, or leave the first line out"
         )
 
 
@@ -184,19 +183,19 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _batches(records: Iterable[_Piped], size: int) -> Iterator[list[_Piped]]:
-    """Records one after the other of one kind, at most so many; before an error is raised, the good ones go out."""
+def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_InputRecord]]:
+    """Yield runs of records of one kind, at most `size` long; the error of a bad line is raised after them."""
     failure: BadInput | None = None
 
-    def good() -> Iterator[_Piped]:
+    def before_error() -> Iterator[_InputRecord]:
         nonlocal failure
         try:
             yield from records
         except BadInput as error:
             failure = error
 
-    for _, alike in itertools.groupby(good(), lambda one: one.kind):
-        while batch := list(itertools.islice(alike, size)):
+    for _, same_kind in itertools.groupby(before_error(), lambda record: record.kind):
+        while batch := list(itertools.islice(same_kind, size)):
             yield batch
     if failure is not None:
         raise failure

@@ -1,4 +1,4 @@
-"""The commands by name. Each is imported when it is called: `softdb --help` must not wait for torch."""
+"""The commands by name. A command is imported when it is called, so that `softdb --help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ COMMANDS = {
     "bench": "softdb.tools.bench.command:bench",
 }
 HELP = """\
-Usage: softdb COMMAND DATABASE …        softdb COMMAND --help tells its options
+Usage: softdb COMMAND DATABASE …        softdb COMMAND --help lists its options
 A vector database you can backpropagate through: a directory, no server.
 
-  demo               try it: the whole job on 20,000 definitions, in a minute
-  import, export     records from and to files; import makes the database
-  insert, delete     records from a pipe, as JSON lines; by id or by filter
-  get, count         records by their ids; how many there are, or match
-  search             the nearest records, of a text or a vector
-  attend             soft query: the mean of all, weighted by softmax(score / T)
+  demo               try it: store, search and train on 20,000 definitions
+  import, export     make a database of files; write its records to files
+  insert, delete     insert JSON lines from a pipe; delete by id or by filter
+  get, count         print records by id; count all, or those of a filter
+  search             find the records nearest to a text or a vector
+  attend             soft query: mean of all, weighted by softmax(score / T)
   train              learn a projection of the queries from pairs
-  reembed            make every key anew by another encoder
-  index, tune        make searches fast; measure their recall anew
+  reembed            compute every key again with another encoder
+  index, tune        make searches fast; measure and set their recall
   fields             index fields of the payload: filters on them are fast
-  info, verify       what is there; every byte against its checksum
-  compact, snapshot  give back room; copy, while others write
-  explore            look at it in a browser: search, soft queries, a map
+  info, verify       show a database; compare every byte with its checksum
+  compact, snapshot  free disk space; copy the database while others write
+  explore            search, soft queries and a map in a browser
   mcp                serve a database to a language model, read-only
-  bench              recall, speed and memory, beside other engines
+  bench              compare recall, speed and memory with other engines
 
 With --json a command prints one line of JSON. - is standard input or output.
 Exit codes: 0 done, 1 error, 2 usage, 3 no such id, 4 locked by another writer.
@@ -65,7 +65,7 @@ Options: --version, --show-completion SHELL, --install-completion, --help.
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is asked for; an error of softdb or of the system is one line and an exit code."""
+    """Import a command when it is called; turn errors of softdb and of the system into one line and an exit code."""
 
     as_json = False
 
@@ -92,10 +92,10 @@ class _Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run what was typed; a word that the parser refuses is one line, too."""
+        """Run the command line; an argument that the parser refuses ends in one line of error, too."""
         words = list(sys.argv[1:] if args is None else args)
         self.as_json = "--json" in words[: words.index("--") if "--" in words else None]
-        if words[:1] == ["--show-completion"] and len(words) == 2:  # of a shell that need not be the one in use
+        if words[:1] == ["--show-completion"] and len(words) == 2:  # for any shell, not only the one in use
             os.environ["_SOFTDB_COMPLETE"] = f"source_{words[1]}"
             words = []
         extra |= {"complete_var": complete_var, "windows_expand_args": windows_expand_args}
@@ -112,7 +112,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             super().invoke(ctx)
-            sys.stdout.flush()  # where the reader has closed the pipe it is told here
+            sys.stdout.flush()  # raises BrokenPipeError here if the reader has closed the pipe
         except (SoftDBError, OSError, KeyboardInterrupt) as error:
             sys.exit(exit_code(error, self.as_json))
 
@@ -127,17 +127,17 @@ app = typer.Typer(
 
 def run() -> None:
     """Run the command line."""
-    # read by torch when it is loaded: on a busy machine, threads that sleep while they wait are ten times faster
+    # torch reads this when it loads: on a busy machine, waiting threads that sleep are ten times faster than spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warn_in_one_line("--json" in sys.argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a letter that a terminal has not is no error
+            stream.reconfigure(errors="backslashreplace")  # a letter that the terminal's encoding lacks is no error
     app(prog_name="softdb")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         import softdb
 
         typer.echo(f"softdb {softdb.__version__}")

@@ -1,4 +1,4 @@
-"""The end of a command: its exit code, and one line on standard error where it failed."""
+"""Exit codes of the commands, and the line on standard error of a command that failed."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ EXIT_CODES = {
 
 
 def exit_code(error: BaseException, as_json: bool) -> int:
-    """Say what went wrong, and return the exit code."""
+    """Print an error as one line on standard error, and return the exit code."""
     if isinstance(error, BrokenPipeError):
-        _drop_output()  # no error: `softdb export … | head -1` has what it wants
+        _drop_output()  # no error: `softdb export … | head -1` closes the pipe after one line
         return PIPE_CLOSED
     if isinstance(error, KeyboardInterrupt):
-        _tell("Interrupted", f"interrupted: {error}".removesuffix(": "), INTERRUPTED, as_json)
+        _print_error("Interrupted", f"interrupted: {error}".removesuffix(": "), INTERRUPTED, as_json)
         return INTERRUPTED
-    if hasattr(error, "format_message"):  # of the parser: a command, an option or an argument that is wrong
+    if hasattr(error, "format_message"):  # the parser refuses a command, an option or an argument
         context = getattr(error, "ctx", None)
         program = "softdb" if context is None else context.command_path
-        _tell("Usage", f"{error.format_message().rstrip('.')}; see {program} --help", USAGE, as_json)
+        _print_error("Usage", f"{error.format_message().rstrip('.')}; see {program} --help", USAGE, as_json)
         return USAGE
     message, code = str(error), FAILED
     if isinstance(error, OSError) and error.strerror and not isinstance(error, SoftDBError):
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, UnknownId | DatabaseLocked):
         code = UNKNOWN if isinstance(error, UnknownId) else LOCKED
-    _tell(type(error).__name__, message, code, as_json)
+    _print_error(type(error).__name__, message, code, as_json)
     return code
 
 
-def _tell(kind: str, message: str, code: int, as_json: bool) -> None:
-    """One line on standard error: for people, or `{"error": {"type", "message", "code"}}`."""
+def _print_error(kind: str, message: str, code: int, as_json: bool) -> None:
+    """Print one line on standard error: plain text, or `{"error": {"type", "message", "code"}}`."""
     line = " ".join(message.split())
     if as_json:
         sys.stderr.write(dumps({"error": {"type": kind, "message": line, "code": code}}) + "\n")
@@ -57,7 +57,7 @@ def _tell(kind: str, message: str, code: int, as_json: bool) -> None:
 
 
 def warn_in_one_line(as_json: bool) -> None:
-    """From now on a warning is one line on standard error, without the place in the source."""
+    """Print every warning from now on as one line on standard error, without its place in the source."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         line = " ".join(str(message).split())
@@ -70,8 +70,8 @@ def warn_in_one_line(as_json: bool) -> None:
 
 
 def _drop_output() -> None:
-    """Drop unwritten output: when Python ends it would write, and report, again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError, ValueError):  # where it is no file of the system
-        os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Drop unwritten output: Python would try to write it at its exit, and report the closed pipe again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):  # standard output may have no file descriptor
+        os.dup2(null, sys.stdout.fileno())
+    os.close(null)

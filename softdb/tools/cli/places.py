@@ -1,4 +1,4 @@
-"""The databases of a command's PATH, opened: a directory, or a cluster's table where the command takes one."""
+"""Opening the PATH of a command: a database's directory or, for the commands that take it, a cluster's table."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = 600.0  # seconds for a cluster's shards; a person can end it before
+SHARDS_TIMEOUT_SECONDS = 600.0  # Ctrl-C ends it before
 
 
 def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
-    """The database for reading, with the encoder that a text query needs, of trained keys that of the projection."""
+    """Open the database for reading; with the encoder of its queries if they are texts."""
     import softdb
 
-    return softdb.open(path, mode="r", encoder=_asking(path, encoder, projection) if has_text else None)
+    return softdb.open(path, mode="r", encoder=_query_encoder(path, encoder, projection) if has_text else None)
 
 
 def answering(
@@ -41,26 +41,26 @@ def answering(
     *,
     quiet: bool = False,
 ) -> Place:
-    """As `opened`, of a cluster's table, too; a terminal is told how its shards are made, unless `quiet`."""
+    """Open the database or the cluster's table for reading; show the progress of new shards unless `quiet`."""
     from softdb.opening import table_at
 
     table = table_at(path)
     if table is None:
         return opened(path, has_text, encoder, projection)
-    return _cluster(table, "r", _asking(path, encoder, projection) if has_text else None, quiet)
+    return _cluster(table, "r", _query_encoder(path, encoder, projection) if has_text else None, quiet)
 
 
 def read(
     path: Path, verb: str, of_store: Callable[[FilteredStore], T], of_handle: Callable[[Place], T], quiet: bool
 ) -> T:
-    """Ask a database's store, which imports no torch; where there is none, or it refuses to open, ask the handle."""
+    """Call `of_store` with the database's store, which imports no torch; if that fails to open, `of_handle`."""
     import apsw
 
     from softdb.filters import FilteredStore
 
     try:
         store = FilteredStore(path, "r", None)
-    except (SoftDBError, OSError, apsw.Error):  # a table of a cluster; or an error that the handle names
+    except (SoftDBError, OSError, apsw.Error):  # a cluster's table, or an error that opening the handle explains
         with answering(path, quiet=quiet) as db:
             return of_handle(db)
     with contextlib.closing(store):
@@ -72,7 +72,7 @@ def read(
 
 
 def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:
-    """The database, or the cluster's table, for writing; as `answering`."""
+    """Open the database or the cluster's table for writing; show the progress of new shards unless `quiet`."""
     import softdb
     from softdb.opening import table_at
 
@@ -81,7 +81,7 @@ def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) 
 
 
 def described(path: Path) -> tuple[int, str | None]:
-    """The width of the keys, and the name of the encoder that made them."""
+    """Return the width of the keys and the stored name of their encoder."""
     import softdb
     from softdb.opening import table_at
 
@@ -96,48 +96,48 @@ def described(path: Path) -> tuple[int, str | None]:
 
 
 def place(path: Path) -> str:
-    """A path as it was typed."""
+    """Return the path as it was typed; `Path` shortens the `//` of a table's address."""
     from softdb.opening import table_at
 
     return table_at(path) or str(path)
 
 
 def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None, quiet: bool) -> TableCluster:
-    """Its shards in this process; where RAY_ADDRESS says that there is one, on that cluster of Ray."""
+    """Open a table with its shards in this process, or on the cluster of Ray that RAY_ADDRESS names."""
     from softdb import cluster
 
     on: Literal["ray", "here"] = "ray" if os.environ.get("RAY_ADDRESS") else "here"
     with contextlib.ExitStack() as until_open:
         bar: Progress | None = None
 
-        def say(what: str, done: int, whole: int) -> None:
+        def show(stage: str, done: int, total: int) -> None:
             nonlocal bar
-            bar = bar or until_open.enter_context(progress(what, rate=True))  # none where every shard is there
-            bar(what, done, whole)
+            bar = bar or until_open.enter_context(progress(stage, rate=True))  # no bar if every shard exists
+            bar(stage, done, total)
 
-        told = None if quiet else say
-        return cluster.open(table, mode, on=on, timeout=PATIENCE, encoder=encoder, progress=told)
+        report = None if quiet else show
+        return cluster.open(table, mode, on=on, timeout=SHARDS_TIMEOUT_SECONDS, encoder=encoder, progress=report)
 
 
-def _asking(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
-    """Return the encoder of a command's texts."""
-    dim, noted = described(path)
+def _query_encoder(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
+    """Return the encoder of a command's texts; for trained keys it is made of the projection."""
+    dim, stored_name = described(path)
     if projection is not None:
         from softdb.train import TextTowers, load
 
         trained = load(projection)
-        if trained.keys is not None and noted == trained.name:
+        if trained.keys is not None and stored_name == trained.name:
             base = chosen(path, trained.metadata.get("encoder"), encoder)
             return TextTowers(trained, named_encoder(base, dim, path))
-    return named_encoder(chosen(path, noted, encoder), dim, path)
+    return named_encoder(chosen(path, stored_name, encoder), dim, path)
 
 
-def _lies_in(one: Path, folder: Path) -> bool:
-    return one.absolute().is_relative_to(folder.absolute()) or one.resolve().is_relative_to(folder.resolve())
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.absolute().is_relative_to(folder.absolute()) or path.resolve().is_relative_to(folder.resolve())
 
 
-def _is_ours(name: str) -> bool:
-    """Return True for a name that loads nothing a stranger could have put in a model's place."""
+def _is_built_in(name: str) -> bool:
+    """Return True for an encoder that loads no model, so that nobody can put a model in its place."""
     from softdb.data.encoder import DEMO
     from softdb.encoders import ngrams
 
@@ -145,36 +145,37 @@ def _is_ours(name: str) -> bool:
 
 
 def require_outside(path: Path, name: str) -> str:
-    """The name of an encoder. BadInput where that is a model in the database's own directory."""
-    if not _is_ours(name) and Path(name).exists() and _lies_in(Path(name), path):
+    """Return the name of an encoder. Raise BadInput if it is a model in the database's own directory."""
+    if not _is_built_in(name) and Path(name).exists() and _lies_in(Path(name), path):
         raise BadInput(f"the model {name!r} lies in the database's own directory, and models run code; move it out")
     return name
 
 
-def chosen(path: Path, noted: str | None, asked: str | None, default: str | None = None) -> str:
-    """The name of a database's encoder: asked for, noted there, or else the default. BadInput where they differ."""
+def chosen(path: Path, stored: str | None, option: str | None, default: str | None = None) -> str:
+    """Return the name of a database's encoder: the option's, the stored one or the default.
+
+    Raises BadInput if option and stored name differ, or if the stored name would load a model that no option names.
+    """
     from softdb.train.projection import TRAINED
 
-    if asked is not None and noted not in (None, require_outside(path, asked)):
-        raise BadInput(f"the keys of {path} were made by the encoder {noted!r}, not {asked!r}; leave --encoder out")
-    if noted is not None and noted.startswith(TRAINED):
-        raise BadInput(f"the keys of {path} were trained; texts are asked with what that wrote: --projection FILE.pt")
-    if asked is None and noted is not None and not _is_ours(noted):
-        # what a stranger has noted must not choose which model is loaded
-        remedy = f"load it with --encoder {shlex.quote(noted)}"
-        raise BadInput(f"the keys of {path} were made by the model {noted!r}; {remedy}")
-    name = asked or noted or default
+    if option is not None and stored not in (None, require_outside(path, option)):
+        raise BadInput(f"the keys of {path} were made by the encoder {stored!r}, not {option!r}; leave --encoder out")
+    if stored is not None and stored.startswith(TRAINED):
+        raise BadInput(f"the keys of {path} are trained; give the file that softdb train wrote: --projection FILE.pt")
+    if option is None and stored is not None and not _is_built_in(stored):
+        # a name in a stranger's database must not decide which model is loaded
+        remedy = f"load it with --encoder {shlex.quote(stored)}"
+        raise BadInput(f"the keys of {path} were made by the model {stored!r}; {remedy}")
+    name = option or stored or default
     if name is None:
-        raise BadInput(
-            f"{path} does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers"
-        )
+        raise BadInput(f"{path} names no encoder of its keys; add --encoder (ngrams, demo or a model), or give numbers")
     return name
 
 
 def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> Encoder:
-    """The encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
+    """Return the encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
 
-    `demo` with the path of a demo database is the encoder of its queries, as trained.
+    For `demo` with the path of a demo database, return the encoder of queries that the demo trained there.
     """
     from softdb.data.encoder import DEMO, demo_encoder
     from softdb.encoders import ngrams

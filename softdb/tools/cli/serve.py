@@ -12,21 +12,21 @@ from softdb.terminal import terminal
 from softdb.tools.cli.arguments import Database, EncoderName
 from softdb.tools.cli.served import HOST, PORT, Served
 
-FIRST = "violin"  # the demo's first question
+FIRST = "violin"  # the first query of --demo
 
 
 def explore(
     path: Annotated[Path | None, Argument(metavar="[PATH]", help="The database's directory.")] = None,
-    demo: Annotated[bool, Option("--demo", help="20,000 dictionary definitions, in memory, in place of PATH.")] = False,
+    demo: Annotated[bool, Option("--demo", help="Show 20,000 dictionary definitions instead of PATH.")] = False,
     encoder: EncoderName = None,
     port: Annotated[
-        int | None, Option(min=0, max=65535, help=f"{PORT}, or another where that is taken; 0: any that is free.")
+        int | None, Option(min=0, max=65535, help=f"TCP port; 0: any free one. By default {PORT}, or any free one.")
     ] = None,
     open_: Annotated[bool, Option("--open", help="Open the browser, too.")] = False,
 ) -> None:
-    """Show a database in a browser of this machine: search, soft queries at any temperature, a map; read-only."""
+    """Show a database in a browser on this machine: search, soft queries at any temperature, a map; read-only."""
     try:
-        import starlette  # noqa: F401 - what the page is served by
+        import starlette  # noqa: F401 - only to test that it is installed
         import uvicorn
     except ImportError:
         raise MissingDependency("softdb explore needs Starlette and uvicorn; pip install 'softdb[explore]'") from None
@@ -35,7 +35,7 @@ def explore(
     from softdb.tools.explore.server import application, configured, listening
 
     if (path is None) != demo:
-        raise BadInput("give the directory of a database, or --demo, one of them")
+        raise BadInput("explore needs either PATH or --demo; give the directory of a database, or --demo")
     with (
         Served(path, encoder) if path is not None else Served(None, db=demo_database()) as served,
         listening(port) as listener,
@@ -43,7 +43,7 @@ def explore(
         number = listener.getsockname()[1]
         note_warnings()
         answers = Answers(served, FIRST if demo else None)
-        answers.map()  # what can fail fails here, and the first page need not wait
+        answers.map()  # computed now, so that it fails here if at all, and the first page need not wait
         app, desk = application(answers, frozenset({f"{HOST}:{number}", f"localhost:{number}"}))
         address = f"http://{HOST}:{number}/"
         terminal().print(f"softdb explore: {address} (Ctrl-C ends it)", soft_wrap=True)
@@ -54,15 +54,15 @@ def explore(
         try:
             uvicorn.Server(configured(app)).run(sockets=[listener])
         except KeyboardInterrupt:
-            pass  # that is how one ends it
+            pass  # the way to stop the server
         finally:
             desk.close()
 
 
 def mcp(path: Database, encoder: EncoderName = None) -> None:
-    """Serve a database to a language model, read-only, over standard input and output; a client starts this itself."""
+    """Serve a database to a language model, read-only, on standard input and output; MCP clients start this command."""
     try:
-        import mcp  # noqa: F401 - what the tools stand on
+        import mcp  # noqa: F401 - only to test that it is installed
     except ImportError:
         raise MissingDependency("softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'") from None
     from softdb.tools.mcp.tools import Tools

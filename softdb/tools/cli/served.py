@@ -1,4 +1,4 @@
-"""A database that is read on behalf of others for as long as they ask: by language models, by a page."""
+"""A database that stays open, read-only, while a language model or a page queries it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from softdb.tools.cli.places import opened
 if TYPE_CHECKING:
     from softdb.database import SoftDB
 
-HOST, PORT = "127.0.0.1", 8730  # of the page
+HOST, PORT = "127.0.0.1", 8730  # of the explorer
 
 
 class Served:
-    """A path's database as it is now, read-only; or, of no path, one that is open already."""
+    """A path's newest database, read-only; without a path, the open database that is given."""
 
     def __init__(self, path: Path | None, encoder: str | None = None, db: SoftDB | None = None) -> None:
         self._path, self._encoder, self._lock = path, encoder, threading.Lock()
@@ -34,16 +34,16 @@ class Served:
     def _open(self, path: Path) -> None:
         try:
             self._db, self.takes_text = opened(path, True, self._encoder), True
-        except (BadInput, MissingDependency):  # its encoder is unknown, or would have to be named
+        except (BadInput, MissingDependency):  # the encoder is unknown, not installed, or must be named by an option
             if self._encoder is not None:
                 raise
             self._db, self.takes_text = opened(path), False
         self._file = _identity(path)
 
     def newest(self) -> SoftDB:
-        """The database with all that was committed before; another may lie there meanwhile, or none.
+        """Return the database with all earlier commits; open it anew if another database lies at the path.
 
-        Raises what `softdb.open` does.
+        Raises the errors of `softdb.open`.
         """
         if self._path is None:
             return self._db
@@ -61,5 +61,5 @@ class Served:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    facts = (path / "catalog.sqlite").stat()
-    return facts.st_dev, facts.st_ino
+    status = (path / "catalog.sqlite").stat()
+    return status.st_dev, status.st_ino

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
-SHOWN = 20  # bad rows that are told of
+SHOWN = 20  # bad rows that are printed
 
 
 def demo(
     path: Annotated[Path, Argument(metavar="[PATH]", help="The new database's directory.")] = Path("softdb-demo"),
-    fresh: Annotated[bool, Option("--fresh", help="Replace a demo database that is there already.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Replace an existing demo database at PATH.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Store, ask, learn and reopen: the whole job on 20,000 dictionary definitions, in a minute."""
+    """Store, query, train and reopen a database of 20,000 dictionary definitions, in a minute."""
     from softdb.tools.demo import run_demo
 
     report = run_demo(path, fresh=fresh, console=Console(file=StringIO()) if as_json else None)
@@ -61,82 +61,82 @@ def import_(
     files: Annotated[
         list[Path],
         Argument(
-            metavar="FILE...", help="By suffix: .jsonl, .csv, .parquet, .npy … (docs/formats.md); - is JSON lines."
+            metavar="FILE...", help="By suffix: .jsonl, .csv, .parquet, .npy … (docs/formats.md); - reads JSON lines."
         ),
     ],
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
-    id_field: Annotated[str, Option("--id", metavar="FIELD", help="The field with the id.")] = "id",
+    id_field: Annotated[str, Option("--id", metavar="FIELD", help="Field with the id.")] = "id",
     key_field: Annotated[
-        str | None, Option("--key", metavar="FIELD", help="The field with the key, numbers; key without --text.")
+        str | None, Option("--key", metavar="FIELD", help='Field with the key, as numbers; "key" without --text.')
     ] = None,
     text: Annotated[
-        str | None, Option(metavar="FIELD", help="The field with the text; embedded where no key is named.")
+        str | None, Option(metavar="FIELD", help="Field with the text; encoded as the key without --key and --keys.")
     ] = None,
-    value: Annotated[str | None, Option(metavar="FIELD", help="The field with the value: numbers or label.")] = None,
-    num_classes: Annotated[int | None, Option(help="A new database's values are labels below this.")] = None,
+    value: Annotated[str | None, Option(metavar="FIELD", help="Field with the value: numbers or a label.")] = None,
+    num_classes: Annotated[int | None, Option(help="New database: values are labels below this number.")] = None,
     encoder: EncoderName = None,
-    dim: Annotated[int | None, Option(help="The width of a new database's keys.")] = None,
+    dim: Annotated[int | None, Option(help="New database: width of the keys.")] = None,
     metric: MetricOption = None,
     dtype: DTypeOption = None,
-    batch_size: Annotated[int | None, Option(min=1, help="Records a commit; 10,000, and 256 texts.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Records per commit; 10,000, or 256 texts.")] = None,
     upsert: Annotated[bool, Option("--upsert", help="Replace records whose ids are stored already.")] = False,
     resume: Annotated[bool, Option("--resume", help="Go on with an import that was stopped or killed.")] = False,
-    row_ids: Annotated[bool, Option("--row-ids", help="Ids are the rows' numbers, in place of --id.")] = False,
-    collection: Annotated[str | None, Option(help="Which one, of another database with several.")] = None,
-    on_error: Annotated[OnError, Option(help="At a bad row stop, or tell of it and skip it.")] = STOP,
+    row_ids: Annotated[bool, Option("--row-ids", help="Use row numbers as ids, instead of --id.")] = False,
+    collection: Annotated[str | None, Option(help="Collection or table to read, if FILE holds several.")] = None,
+    on_error: Annotated[OnError, Option(help="At a bad row: stop, or report and skip it.")] = STOP,
     as_json: AsJson = False,
 ) -> None:
-    """Import records; all other fields become the payload. A database that is not there is made, as an export says."""
+    """Import records, and create a missing database; fields other than id, key, text and value are the payload."""
     from softdb.formats import Fields, import_records, read_records
     from softdb.opening import table_at
 
     if keys is not None and len(files) > 1:
-        raise BadInput(f"--keys goes with one file, {len(files)} are given; import them one by one")
+        raise BadInput(f"--keys goes with one FILE, but {len(files)} are given; import them one by one")
     fields = Fields(None if row_ids else id_field, key_field, text, value)
     skipped = _Skipped()
-    told = skipped if on_error.value == "skip" else None
+    skip = skipped if on_error.value == "skip" else None
     size = batch_size or (256 if fields.key is None and keys is None else 10_000)
     files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
-    options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": told}
-    batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
-    first = next(batches, None)  # a file that cannot be read makes no database
+    reading: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
+    batches = chain.from_iterable([read_records(file, collection=collection, **reading) for file in files])
+    first = next(batches, None)  # raises before a database is created if a file cannot be read
     if first is None:
-        raise BadInput(f"{files[0].name} holds no records{skipped.said}; nothing was imported")
-    new, width, noted = _present(path)
+        raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
+    new, width, stored_name = _present(path)
     embeds, is_table = isinstance(first.keys[0], str), table_at(path) is not None
-    name = chosen(path, noted, encoder, "ngrams" if new else None) if embeds else None
-    given = named(dim=dim, metric=metric, dtype=dtype)
-    shape = _shape_of(first, given, name is not None, num_classes) if new else given
-    made_by = None if name is None else named_encoder(name, dim if new else width)
+    name = chosen(path, stored_name, encoder, "ngrams" if new else None) if embeds else None
+    options = named(dim=dim, metric=metric, dtype=dtype)
+    schema = _schema_of(first, options, name is not None, num_classes) if new else options
+    embed = None if name is None else named_encoder(name, dim if new else width)
     seen, existed, header = 0, path.exists(), first.header
 
     def show(rows: Rows) -> None:
         nonlocal seen
         seen += len(rows)
-        say(rows.path.name, seen, round(seen / max(rows.share, 1e-9)))
+        bar(rows.path.name, seen, round(seen / max(rows.share, 1e-9)))
 
     with (
-        _taking(path, made_by, shape, as_json) as db,
-        progress("import", rate=True) as say,
-        _ending(db, path, new, existed),
+        _destination(path, embed, schema, as_json) as db,
+        progress("import", rate=True) as bar,
+        _cleanup(db, path, new, existed),
     ):
         if not is_table and header is not None and header.encoder is not None and name is None and not len(db):
-            db.core.store.note_encoder(header.encoder)  # that alone loads nothing
-        done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=told)
+            db.core.store.note_encoder(header.encoder)  # stores the name, and loads no model
+        done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=skip)
         if not done:
-            raise BadInput(f"no record of {files[0]} could be imported{skipped.said}")
+            raise BadInput(f"no record of {files[0]} could be imported{skipped.summary}")
         if not is_table and (new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
     print_result(
         {"imported": done, "records": total},
         as_json,
-        f"{counted(done, 'record')} imported{skipped.said}, {total:,} in {escape(place(path))}",
+        f"{counted(done, 'record')} imported{skipped.summary}, {total:,} in {escape(place(path))}",
     )
 
 
 class _Skipped:
-    """Tells of the rows that are skipped: of the first ones each, of the others how many."""
+    """Handler of bad rows that counts them, and prints the first `SHOWN` of them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -144,59 +144,59 @@ class _Skipped:
     def __call__(self, error: BadInput) -> None:
         self.count += 1
         if self.count <= SHOWN:
-            more = "; more are counted only" if self.count == SHOWN else ""
+            more = "; further bad rows are only counted" if self.count == SHOWN else ""
             terminal(stderr=True).print(f"[yellow]skipped:[/] {safe(str(error))}{more}")
 
     @property
-    def said(self) -> str:
-        """The count in words; empty for none."""
+    def summary(self) -> str:
+        """Number of bad rows in words; empty if there were none."""
         return f", {counted(self.count, 'bad row')} skipped" if self.count else ""
 
 
 def _present(path: Path) -> tuple[bool, int | None, str | None]:
-    """True for a new database; else False, the width of the keys and the encoder of the present one."""
+    """Return True if there is no database yet; else False, the width of the keys and the name of their encoder."""
     from softdb.opening import table_at
 
     if table_at(path) is not None:
         return False, *described(path)
     try:
         return (False, *described(path)) if (path / "catalog.sqlite").exists() else (True, None, None)
-    except NotADatabase:  # another program's, which opening for writing will say; or its making was cut short
+    except NotADatabase:  # another program's directory, which softdb.open refuses; or a creation that was cut short
         return True, None, None
 
 
-def _taking(path: Path, encoder: Encoder | None, shape: dict[str, Any], quiet: bool) -> SoftDB:
-    """The database, made where nothing is; or the cluster's table, which has all that an import asks of a database."""
+def _destination(path: Path, encoder: Encoder | None, schema: dict[str, Any], quiet: bool) -> SoftDB:
+    """Open the database, creating it if there is none; or the cluster's table, which has the methods of an import."""
     import softdb
     from softdb import check
     from softdb.opening import table_at
 
     if table_at(path) is None:
-        return softdb.open(path, encoder=encoder, **shape)
+        return softdb.open(path, encoder=encoder, **schema)
     db = writing(path, encoder, quiet=quiet)
-    check.schema(shape["dim"], None, None, shape["dtype"], shape["metric"], db.core.schema)
+    check.schema(schema["dim"], None, None, schema["dtype"], schema["metric"], db.core.schema)
     return cast("SoftDB", db)
 
 
-def _shape_of(first: Rows, given: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
-    """The schema of a new database: by the options, an export's header or the first batch."""
+def _schema_of(first: Rows, options: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
+    """Return the schema of a new database, from the options and an export's header or the first batch."""
     if first.header is not None:
-        return first.header.schema | {name: value for name, value in given.items() if value is not None}
+        return first.header.schema | {name: value for name, value in options.items() if value is not None}
     width = None if embeds else next((len(key) for key in first.keys if key is not None), None)
-    shape = given | {"dim": given["dim"] or width}
+    schema = options | {"dim": options["dim"] or width}
     value = next((value for value in first.values or () if value is not None), None)
     if value is None:
-        return shape
+        return schema
     if hasattr(value, "__len__"):
-        return shape | {"value_dim": len(value)}
+        return schema | {"value_dim": len(value)}
     if num_classes is None:
-        raise BadInput("the values are not lists but labels; say how many classes there are with --num-classes")
-    return shape | {"num_classes": num_classes}
+        raise BadInput("the values are labels, not lists; give the number of classes with --num-classes")
+    return schema | {"num_classes": num_classes}
 
 
 @contextmanager
-def _ending(db: SoftDB, path: Path, new: bool, existed: bool) -> Iterator[None]:
-    """Say how to go on after an interrupt; leave a directory as it was where nothing came into a new database."""
+def _cleanup(db: SoftDB, path: Path, new: bool, existed: bool) -> Iterator[None]:
+    """Tell after an interrupt how to go on; after an error remove a new database that holds no record."""
     from softdb.store.ours import remove_database
 
     try:
@@ -217,13 +217,13 @@ def export(
     file: Annotated[
         Path,
         Argument(
-            metavar="FILE", help="By suffix: .jsonl, .parquet, .arrow, .csv, .npy … (docs/formats.md); - is a pipe."
+            metavar="FILE", help="By suffix: .jsonl, .parquet, .csv, .npy … (docs/formats.md); - is standard output."
         ),
     ],
     where: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write records; of JSON lines and tables `import` makes the same database. To a pipe (-) it prints them alone."""
+    """Write records to a file; `import` makes the same database of JSON lines and tables. - prints records alone."""
     from softdb.formats import export_records, write_records
 
     def note(text: str) -> None:
@@ -232,15 +232,15 @@ def export(
     with answering(path, quiet=as_json) as db:
         if str(file) == STDIN:
             if isinstance(sys.stdout, TextIOWrapper):
-                sys.stdout.reconfigure(encoding="utf-8")  # as JSON is, whatever a terminal has
+                sys.stdout.reconfigure(encoding="utf-8")  # the encoding of JSON, even if the locale has another
             write_records(db, sys.stdout, where=filter_of(where))
             return
-        with progress("export", rate=True) as say:
+        with progress("export", rate=True) as bar:
 
-            def tell(done: int, whole: int) -> None:
-                say(file.name, done, whole)
+            def show(done: int, total: int) -> None:
+                bar(file.name, done, total)
 
-            count = export_records(db, file, where=filter_of(where), progress=tell, note=note)
+            count = export_records(db, file, where=filter_of(where), progress=show, note=note)
     print_result(
         {"records": count, "file": str(file)}, as_json, f"{counted(count, 'record')} written to {escape(str(file))}"
     )

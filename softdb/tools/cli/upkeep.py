@@ -1,4 +1,4 @@
-"""The commands that look after a database: info, verify, compact, snapshot, fields, index, tune."""
+"""The commands that maintain a database: info, verify, compact, snapshot, fields, index, tune."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from softdb.tools.cli.arguments import (
 )
 from softdb.tools.cli.places import answering, opened, read, writing
 
-LOST = 20  # lost records that are shown; --json lists up to a thousand
+LOST = 20  # lost records that are printed; --json lists up to a thousand
 
 
 def info(path: Database, as_json: AsJson = False) -> None:
-    """Show what a database is, holds and occupies."""
+    """Show a database's settings, its number of records and its size on disk."""
     from softdb.store.stats import noted_index, stats
 
     report = read(path, "stats", lambda store: stats(store, noted_index(store)), lambda db: db.stats(), as_json)
@@ -49,8 +49,8 @@ def info(path: Database, as_json: AsJson = False) -> None:
         print_json(facts)
         return
     del facts["index"]
-    noted = {"kind": "none"} if report.index is None else report.index.told()
-    facts |= {f"index {name}": value for name, value in noted.items()}
+    about_index = {"kind": "none"} if report.index is None else report.index.told()
+    facts |= {f"index {name}": value for name, value in about_index.items()}
     known = {name.replace("_", " "): safe(number(value)) for name, value in facts.items() if value is not None}
     print_table(("", ""), [(f"[dim]{name}[/]", value) for name, value in known.items()])
 
@@ -60,33 +60,33 @@ def verify(
     repair: Annotated[
         Path | None, Option(metavar="DEST", help="Save every intact record in a directory that is new or empty.")
     ] = None,
-    dim: Annotated[int | None, Option(help="With --repair: a setting that is lost, as are those below.")] = None,
-    value_dim: Annotated[int | None, Option(help="The width of a value.")] = None,
-    num_classes: Annotated[int | None, Option(help="Values are labels below this.")] = None,
+    dim: Annotated[int | None, Option(help="With --repair: width of the keys, if that setting is lost.")] = None,
+    value_dim: Annotated[int | None, Option(help="With --repair: width of the values.")] = None,
+    num_classes: Annotated[int | None, Option(help="With --repair: values are labels below this number.")] = None,
     dtype: DTypeOption = None,
     metric: MetricOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything back and compare it with its checksums; with --repair DEST, save what is intact."""
+    """Read every byte and compare it with its checksum; with --repair DEST, save all intact records."""
     settings = named(dim=dim, value_dim=value_dim, num_classes=num_classes, dtype=dtype, metric=metric)
     if repair is not None:
         _repair(path, repair, settings, as_json)
         return
     if any(setting is not None for setting in settings.values()):
-        raise BadInput("settings go with --repair DEST; without it, give the path alone")
+        raise BadInput("settings are given without --repair; expected the path alone; add --repair DEST")
     from softdb.store.verify import verify as verified
 
     try:
         count = read(path, "verify", verified, lambda db: db.verify(), as_json)
     except CorruptionError as error:
         raise CorruptionError(
-            f"{error}; or save what is intact with softdb verify {shlex.quote(str(path))} --repair DEST"
+            f"{error}; or save all intact records with softdb verify {shlex.quote(str(path))} --repair DEST"
         ) from error
     print_result({"records": count}, as_json, f"[green]ok[/]: {counted(count, 'record')}, every byte as it was written")
 
 
 def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
-    """Save the intact records of a damaged database in a new one, and say what was lost."""
+    """Save the intact records of a damaged database in a new one, and print what was lost."""
     import softdb
 
     report = softdb.salvage(path, destination, **settings)
@@ -96,13 +96,13 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
     console = terminal()
     console.print(
         f"{counted(report['records'], 'record')} saved to {escape(str(destination))}, {report['lost_records']:,} lost; "
-        f"{escape(str(path))} is as it was"
+        f"{escape(str(path))} is unchanged"
     )
     for note in report["notes"]:
         console.print(f"note: {safe(note)}")
     if report["unconfirmed_records"]:
         console.print(
-            f"note: {counted(report['unconfirmed_records'], 'saved record')} without an entry in the index of ids, or "
+            f"note: {counted(report['unconfirmed_records'], 'saved record')} without an entry in the index of ids or "
             "marked as deleted; --json lists them"
         )
     lost = report["lost"]
@@ -118,7 +118,7 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
 
 
 def compact(path: Database, as_json: AsJson = False) -> None:
-    """Remove deleted and replaced records from the disk; answers stay as they are."""
+    """Remove deleted and replaced records from the disk; answers do not change."""
     with writing(path, quiet=as_json) as db:
         report = db.compact()
     removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
@@ -131,7 +131,7 @@ def snapshot(
     destination: Annotated[Path, Argument(metavar="DEST", help="A directory that is new or empty.")],
     as_json: AsJson = False,
 ) -> None:
-    """Copy a database, consistent even while another process writes to it."""
+    """Copy a database; the copy is consistent even while another process writes."""
     with answering(path, quiet=as_json) as db:
         report = db.snapshot(destination)
     copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
@@ -151,7 +151,7 @@ def fields(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which fields of the payload have an index, after dropping and adding some: filters on them are fast."""
+    """Add and drop indexes of payload fields, which make filters fast; print the indexed fields."""
     import softdb
 
     with softdb.open(path) if add or drop or text else opened(path) as db:
@@ -167,49 +167,50 @@ def fields(
                     db.count({name: {"$exists": True}})
             for warning in unknown:
                 terminal(stderr=True).print(f"[yellow]warning:[/] {safe(str(warning.message))}")
-        names, words = list(db.fields), db.text_index
-    said = list(map(safe, names)) or ["no field has an index; --add NAME gives it one"]
-    if words is not None:
-        said.append(f"[dim]the texts: {words}[/]")
-    print_result(names, as_json, "\n".join(said))
+        names, text_index = list(db.fields), db.text_index
+    lines = list(map(safe, names)) or ["no field has an index; add one with --add NAME"]
+    if text_index is not None:
+        lines.append(f"[dim]text index: {text_index}[/]")
+    print_result(names, as_json, "\n".join(lines))
 
 
 def index(
     path: Database,
-    kind: Annotated[Kind, Option(help="Which; auto measures and chooses.")] = Kind.auto,
-    recall: Annotated[float, Option(help="The share of the true nearest k to find.")] = 0.95,
-    k: Annotated[int, Option("-k", min=1, help="For how many nearest.")] = 10,
-    memory: Annotated[str | None, Option(metavar="SIZE", help="What it may occupy: bytes, or such as 200MB.")] = None,
+    kind: Annotated[Kind, Option(help="Kind of index; auto measures and chooses.")] = Kind.auto,
+    recall: Annotated[float, Option(help="Share of the true k nearest records to find.")] = 0.95,
+    k: Annotated[int, Option("-k", min=1, help="Number of nearest records in a search.")] = 10,
+    memory: Annotated[str | None, Option(metavar="SIZE", help="Largest size in memory: bytes, or like 200MB.")] = None,
     queries: QueryFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build the index that makes searches fast (needs FAISS). Interrupted, it leaves the old one in use."""
+    """Build the index that makes searches fast (needs FAISS). If interrupted, the old index stays in use."""
     import softdb
     from softdb.opening import table_at
 
-    asked = array_of(queries)
+    samples = array_of(queries)
     budget = int(memory) if memory is not None and memory.isdecimal() else memory
-    if table_at(path) is not None:  # a report a shard
+    if table_at(path) is not None:  # one report per shard
         with answering(path, quiet=as_json) as shards:
-            reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget)
-        print_result([one.asdict() for one in reports], as_json, "\n".join(listed(one.told()) for one in reports))
+            reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget)
+        lines = "\n".join(listed(report.told()) for report in reports)
+        print_result([report.asdict() for report in reports], as_json, lines)
         return
-    with softdb.open(path) as db, progress("index") as say:
-        report = db.build_index(kind.value, recall=recall, k=k, queries=asked, memory=budget, progress=say)
+    with softdb.open(path) as db, progress("index") as show:
+        report = db.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget, progress=show)
     print_result(report.asdict(), as_json, listed(report.told()))
 
 
 def tune(
     path: Database,
-    recall: Annotated[float | None, Option(help="The share of the true nearest to find; as before.")] = None,
-    k: Annotated[int | None, Option("-k", min=1, help="For how many nearest; as before.")] = None,
+    recall: Annotated[float | None, Option(help="Share of the true nearest to find; by default unchanged.")] = None,
+    k: Annotated[int | None, Option("-k", min=1, help="Number of nearest records; by default unchanged.")] = None,
     queries: QueryFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the index's recall anew and change its search effort, not what it holds."""
+    """Measure the index's recall again and set its search effort; the index is not built again."""
     import softdb
 
-    asked = array_of(queries)
+    samples = array_of(queries)
     with softdb.open(path) as db:
-        report = db.tune(recall, k=k, queries=asked)
+        report = db.tune(recall, k=k, queries=samples)
     print_result(report.asdict(), as_json, listed(report.told()))

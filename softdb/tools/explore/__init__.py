@@ -1,4 +1,4 @@
-"""A database shown in a browser of this machine (`softdb[explore]`): read-only, with nothing from another origin.
+"""The explorer: a database in a browser on this machine (`softdb[explore]`), read-only, with no file from elsewhere.
 
-It asks the database by its public calls. Begin at `server.application` and `replies.Answers`.
+It queries the database by its public calls. Begin at `server.application` and `replies.Answers`.
 """

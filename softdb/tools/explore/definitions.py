@@ -15,30 +15,30 @@ from softdb.text import Vectors
 
 
 class KnownWords:
-    """Words whose vectors ship with softdb; other texts by the model that made them, where it is installed."""
+    """Encoder of words by the vectors that ship with softdb, and of other texts by their model, if installed."""
 
     name = DEMO
 
     def __init__(self, data: DemoData) -> None:
-        self._known = {word.lower(): key for word, key in zip(data.query_texts, data.query_keys, strict=True)}
+        self._vectors = {word.lower(): key for word, key in zip(data.query_texts, data.query_keys, strict=True)}
         self._encoder = demo_encoder()
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        """The vectors of texts. Raises BadInput for what is not known."""
+        """Encode texts. Raises BadInput for other texts than known words if the model is not installed."""
         words = [text.strip().lower() for text in texts]
-        if all(word in self._known for word in words):
-            return np.stack([self._known[word] for word in words])
+        if all(word in self._vectors for word in words):
+            return np.stack([self._vectors[word] for word in words])
         try:
             return np.asarray(self._encoder(list(texts)), np.float32)
         except (BadInput, MissingDependency) as error:
             raise BadInput(
-                f"the demo knows the vectors of {len(self._known):,} words, such as kettle, lighthouse and echo; other "
-                f"texts need the model that made them. Try one word, or rank by words ({error})"
+                f"the demo has vectors of {len(self._vectors):,} words, such as kettle, lighthouse and echo; other "
+                f"texts need the model of these vectors ({error}). Type one word, or rank by words"
             ) from None
 
 
 def demo_database() -> SoftDB:
-    """The definitions of WordNet, with their vectors and texts."""
+    """Return a database in memory with WordNet's definitions, their vectors and texts."""
     data = load_wordnet()
     db = softdb.open(None, dim=data.keys.shape[1], metric="cosine", encoder=KnownWords(data), fields=["pos"])
     db.insert(

@@ -1,4 +1,4 @@
-"""Records as the page shows them, in bounded texts; names of fields, to complete what is typed."""
+"""Records in the form that the page shows, with bounded texts; names and values of fields, for completion."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from softdb.check import Id
 from softdb.store.paths import spelled
 from softdb.visible import visible
 
-TITLE, TEXT, FIELD = 120, 2000, 600  # characters that are shown
-FIELDS, VALUES = 40, 24  # of a payload; names to complete, values of each
-DEPTH, NAMES = 4, 200
+TITLE, TEXT, FIELD = 120, 2000, 600  # most characters that the page shows
+FIELDS, VALUES = 40, 24  # most fields of a payload that the page shows; most values of a field to complete
+DEPTH, NAMES = 4, 200  # deepest and most names of fields to complete
 _TITLES = ("title", "name", "word", "label", "text")
 
 
 def named_id(name: Id) -> str:
-    """An id as it is typed: 7 is the number, "7" the text, and a text that is no number stands for itself."""
+    """Return an id as users type it: 7 is the integer, "7" the text, and a text that is no number needs no quotes."""
     if isinstance(name, int):
         return str(name)
     bare = name == name.strip() and not name.startswith('"') and not name.lstrip("-").isdigit() and name != "-"
     return name if bare and name == visible(name) and name else json.dumps(name)
 
 
-def _cut(text: str, most: int) -> str:
-    return visible(text if len(text) <= most else text[: most - 1] + "…")
+def _cut(text: str, length: int) -> str:
+    return visible(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def _line(value: Any) -> str:
@@ -34,34 +34,33 @@ def _line(value: Any) -> str:
 
 
 def title(payload: Any, text: str | None) -> str:
-    """One line that says which record it is; "" where nothing does."""
+    """Return a line that names a record, from its title-like field, its text or its payload; "" if it has none."""
     fields = payload if isinstance(payload, dict) else {}
-    named = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
-    texts = [*named, text, *(field for field in fields.values() if isinstance(field, str)), payload]
-    found = next((one for one in texts if one is not None), "")
-    return _cut(_line(found), TITLE)
+    titles = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
+    texts = [*titles, text, *(field for field in fields.values() if isinstance(field, str)), payload]
+    return _cut(_line(next((candidate for candidate in texts if candidate is not None), "")), TITLE)
 
 
 def record(name: Id, payload: Any, text: str | None) -> dict[str, Any]:
-    """A record as the page shows it: every part a text."""
-    parts = list(payload.items()) if isinstance(payload, dict) else [("", payload)] if payload is not None else []
+    """Return a record in the form that the page shows: every field as text."""
+    fields = list(payload.items()) if isinstance(payload, dict) else [("", payload)] if payload is not None else []
     return {
-        "id": named_id(name) if len(str(name)) <= TEXT else "",  # too long to be asked by
+        "id": named_id(name) if len(str(name)) <= TEXT else "",  # a longer id cannot be a query
         "shown_id": _cut(str(name), TITLE),
         "title": title(payload, text),
         "text": None if text is None else _cut(text, TEXT),
-        "payload": [[_cut(one, TITLE), _cut(_line(value), FIELD)] for one, value in parts[:FIELDS]],
-        "more": max(0, len(parts) - FIELDS),
+        "payload": [[_cut(field, TITLE), _cut(_line(value), FIELD)] for field, value in fields[:FIELDS]],
+        "more": max(0, len(fields) - FIELDS),
     }
 
 
 def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) -> list[dict[str, Any]]:
-    """Names of fields as a filter takes them, what kinds of values each has, and its most frequent ones as JSON."""
+    """Return the fields' names in a filter's form, the kinds of their values, and the most frequent values as JSON."""
     seen: dict[str, tuple[set[str], Counter[str]]] = {}  # kinds and values
     for payload in payloads:
-        for parts, value in _walk(payload, ()):
-            name = spelled(parts)
-            if not all(parts) or len(name) > TITLE or (name not in seen and len(seen) >= NAMES):
+        for path, value in _walk(payload, ()):
+            name = spelled(path)
+            if not all(path) or len(name) > TITLE or (name not in seen and len(seen) >= NAMES):
                 continue
             kinds, values = seen.setdefault(name, (set(), Counter()))
             kinds.add(_kind(value))
@@ -71,22 +70,22 @@ def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) 
     indexed = set(declared)
     for name in sorted(indexed - seen.keys())[:NAMES]:
         seen[name] = set(), Counter()
-    found = [
+    fields = [
         {
             "name": name, "kinds": sorted(kinds), "indexed": name in indexed,
             "values": [value for value, _ in values.most_common(VALUES)],
         }
         for name, (kinds, values) in sorted(seen.items())
     ]  # fmt: skip
-    return [*found, {"name": "$text", "kinds": ["text"], "indexed": False, "values": []}] if has_text else found
+    return [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": []}] if has_text else fields
 
 
-def _walk(value: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, dict) and len(parts) < DEPTH:
+def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict) and len(path) < DEPTH:
         for name, inner in value.items():
-            yield from _walk(inner, (*parts, name))
-    elif parts:
-        yield parts, value
+            yield from _walk(inner, (*path, name))
+    elif path:
+        yield path, value
 
 
 def _kind(value: Any) -> str:
@@ -94,5 +93,5 @@ def _kind(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    named = {"text": str, "list": list, "object": dict}
-    return next((name for name, kind in named.items() if isinstance(value, kind)), "null")
+    kinds = {"text": str, "list": list, "object": dict}
+    return next((name for name, kind in kinds.items() if isinstance(value, kind)), "null")

@@ -16,15 +16,15 @@ from softdb.scoring import score_of
 from softdb.store.entry import RecordEntry
 
 SAMPLE = 2000  # records on the map
-FEW = 3  # records that the answer is a mean of where the slider starts; of what is not stored, some hundred
-QUERIES = 64  # of them, whose scores say which temperatures are cold and hot
+FEW = 3  # effective records of a stored key's answer at the first temperature; other queries have some hundred
+QUERIES = 64  # records of the sample whose scores determine the range of temperatures
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Temperatures:
-    """The ends of the slider, and where it starts."""
+    """Range and start of the temperature slider."""
 
     low: float
     start: float
@@ -33,54 +33,54 @@ class Temperatures:
 
 @dataclass(frozen=True)
 class Plane:
-    """A sample of the records on a plane.
+    """A sample of m records on a plane, with its range of temperatures.
 
-    The sample are the rows with the smallest hashes, so that it changes little as the database does; the axes keep
-    their signs. A cosine does not see lengths, so a query is drawn as long as keys are.
+    The sample are the rows with the smallest hashes, so that a changed database changes it little; the axes keep
+    their signs. As the cosine ignores lengths, a query is then drawn at the keys' mean length.
     """
 
     generation: int
-    made: int  # the generation that made the keys
+    reembedded: int  # the generation at which the keys were made
     entries: list[RecordEntry]  # m
     rows: NDArray[np.int64]  # (m,)
     keys: Tensor  # (m, d) float32
     centre: Floats  # (d,)
     axes: Floats  # (d, 2)
-    share: float  # of the variance, that the plane shows
-    length: float | None  # that queries are drawn with
+    share: float  # share of the keys' variance on the plane
+    length: float | None  # length that queries are scaled to
     temperatures: Temperatures
 
     @classmethod
     def of(cls, db: SoftDB, before: Plane | None = None) -> Plane:
-        """Of the generation that a handle sees; the last one's axes keep their signs. Cost m d min(m, d)."""
+        """Make the map of a handle's generation; its axes get the signs of the map before. Cost m d min(m, d)."""
         snapshot, _ = db.core.view()
         live = np.flatnonzero(snapshot.live)
-        rows, whole = snapshot.rows(live), len(live)
+        rows, n = snapshot.rows(live), len(live)
         if len(rows) > SAMPLE:
             chosen = np.sort(np.argpartition(_hashed(rows), SAMPLE)[:SAMPLE])
             live, rows = live[chosen], rows[chosen]
-        found = db.core.store.read(rows, texts=True)
-        there = np.array([row in found for row in rows.tolist()], np.bool_)
-        positions = live[there]
+        records = db.core.store.read(rows, texts=True)
+        stored = np.array([row in records for row in rows.tolist()], np.bool_)
+        positions = live[stored]
         keys = snapshot.keys_at(positions).float() if len(positions) else torch.zeros(0, db.dim)
-        wide = keys.double().numpy()
-        centre = wide.mean(0) if len(wide) else np.zeros(db.dim)
-        axes, share = _axes(wide - centre)
-        made = db.core.reembedded
+        vectors = keys.double().numpy()
+        centre = vectors.mean(0) if len(vectors) else np.zeros(db.dim)
+        axes, share = _axes(vectors - centre)
         if before is not None and before.axes.shape == axes.shape:
             axes = axes * np.where((before.axes * axes).sum(0) < 0, -1, 1)
-        length = float(np.linalg.norm(wide, axis=1).mean()) if db.metric == "cosine" and len(wide) else None
-        entries = [found[row] for row in rows[there].tolist()]
-        hot = _temperatures(score_of(db.core.schema.metric)(keys[:QUERIES], keys), whole)
-        return cls(snapshot.generation, made, entries, rows[there], keys, centre, axes, share, length, hot)
+        length = float(np.linalg.norm(vectors, axis=1).mean()) if db.metric == "cosine" and len(vectors) else None
+        entries = [records[row] for row in rows[stored].tolist()]
+        range_ = _temperatures(score_of(db.core.schema.metric)(keys[:QUERIES], keys), n)
+        generations = snapshot.generation, db.core.reembedded
+        return cls(*generations, entries, rows[stored], keys, centre, axes, share, length, range_)
 
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
-        """Coordinates of vectors."""
-        found: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
-        return found
+        """Return the coordinates of vectors."""
+        coordinates: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
+        return coordinates
 
     def lights(self, db: SoftDB, query: Tensor | None, where: Any) -> list[float | None]:  # (1, d) -> m
-        """The scores of the map's records; None without a query, and of those that the filter leaves out."""
+        """Return the scores of the map's records; None without a query, and for records that the filter excludes."""
         if query is None:
             return [None] * len(self.keys)
         scores = score_of(db.core.schema.metric)(query, self.keys)[0].tolist()
@@ -89,28 +89,28 @@ class Plane:
         snapshot, allowed = db.core.view(where)
         positions = snapshot.positions(self.rows)
         keep = (positions >= 0) & (True if allowed is None else allowed[positions])
-        return [score if own else None for score, own in zip(scores, keep.tolist(), strict=True)]
+        return [score if allowed else None for score, allowed in zip(scores, keep.tolist(), strict=True)]
 
     def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
-        """Coordinates of a query."""
+        """Return the coordinates of a query."""
         vector = query.double().numpy()
         norm = float(np.linalg.norm(vector))
         return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
 
 
 def _hashed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A fixed number for each row, as good as random."""
+    """Return a fixed pseudorandom number for each row."""
     mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
-    found: NDArray[np.uint64] = mixed * np.uint64(0xBF58476D1CE4E5B9)
-    return found
+    hashes: NDArray[np.uint64] = mixed * np.uint64(0xBF58476D1CE4E5B9)
+    return hashes
 
 
 def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
-    """The two directions of largest variance, and their share of it; zeros where there are none."""
+    """Return the first two principal directions and their share of the variance; zeros for a missing direction."""
     m, d = centred.shape
-    axes, whole = np.zeros((d, 2)), float(np.square(centred).sum())
-    if whole == 0:
+    axes, variance = np.zeros((d, 2)), float(np.square(centred).sum())
+    if variance == 0:
         return axes, 0.0
     square = centred.T @ centred if d <= m else centred @ centred.T
     values, vectors = np.linalg.eigh(square)
@@ -121,11 +121,11 @@ def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
     best = best[:, norms > 1e-9 * norms[0]] / norms[norms > 1e-9 * norms[0]]
     best = best * np.where(best[np.abs(best).argmax(0), np.arange(best.shape[1])] < 0, -1, 1)
     axes[:, : best.shape[1]] = best
-    return axes, min(1.0, float(values[::-1][:2].clip(0).sum()) / whole)
+    return axes, min(1.0, float(values[::-1][:2].clip(0).sum()) / variance)
 
 
-def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m), of the q first of m records out of n
-    """From where the nearest record takes all to where all weigh alike: by how far the best score is above others."""
+def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m): the first q of m sampled records, out of n
+    """Return the range from where the nearest record has all the weight to where all records weigh alike."""
     m = scores.shape[1]
     others = scores.clone()
     others.fill_diagonal_(-torch.inf)
@@ -133,23 +133,23 @@ def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m), of the q f
     gaps = best - others.masked_fill(others.isinf(), 0).sum(1) / max(1, m - 1)
     gaps = gaps[gaps.isfinite() & (gaps > 0)]
     gap = float(gaps.median()) if len(gaps) else 1.0
-    low, between, high = (float(f"{gap * by:.1g}") for by in (1 / 400, 1 / 10, 50))
-    start = _start(scores, n, low / 1000, high) or between
+    low, middle, high = (float(f"{gap * factor:.1g}") for factor in (1 / 400, 1 / 10, 50))
+    start = _start(scores, n, low / 1000, high) or middle
     return Temperatures(min(low, float(f"{start / 20:.1g}")), start, high)
 
 
 def _start(scores: Tensor, n: int, low: float, high: float) -> float | None:
-    """The temperature at which about FEW records, or √n where that is less, answer a question by a stored record.
+    """Return the temperature at which a stored key's answer has FEW effective records, or √n if that is less.
 
-    None where there is no such temperature.
+    None if there is no such temperature between `low` and `high`.
     """
     few = min(FEW, math.sqrt(n))
-    each = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records that one of the sample stands for
-    each.fill_diagonal_(1)
+    counts = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records per sampled record
+    counts.fill_diagonal_(1)
 
     def effective(temperature: float) -> float:
         shares = torch.exp((scores - scores.amax(1, keepdim=True)) / temperature)
-        return float(((each * shares).sum(1).square() / (each * shares.square()).sum(1)).median())
+        return float(((counts * shares).sum(1).square() / (counts * shares.square()).sum(1)).median())
 
     if n < 3 or not effective(low) < few < effective(high):
         return None

@@ -1,4 +1,4 @@
-"""The page's questions as they stand in a URL: checked once, and hashable, so that answers can be cached."""
+"""Queries of the page, parsed from a URL's parameters; hashable, so that answers can be cached."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ from typing import Any
 from softdb import check
 from softdb.errors import BadInput
 
-MOST = 50  # records that are shown
+MAX_SHOWN = 50  # most records in an answer
 RANKINGS, WAYS = ("vector", "hybrid", "text"), ("exact", "nearest", "estimate")
-_ASKED = {"text", "id", "vector", "where", "ranking", "words", "shown"}
-_WEIGHED = {"temperature", "way", "k", "rtol"}
+_OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown"}
+_OF_WEIGHING = {"temperature", "way", "k", "rtol"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about the nearest records, by one of text, id and vector."""
+    """A search for the nearest records, by a text, an id or a vector."""
 
     text: str | None
-    id: str | None  # as typed: 7 is the number, "7" the text
+    id: str | None  # as typed: 7 is the integer, "7" the text
     vector: tuple[float, ...] | None
-    where: str  # a filter, as JSON; "" is none
+    where: str  # a filter as JSON; "" for none
     ranking: str
-    words: str  # of a search by text and vector, where they are not the text itself
-    shown: int
+    words: str  # words of a search by words, if they differ from the text
+    shown: int  # number of records in the answer
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> Question:
-        """From the parameters of a URL. Raises BadInput."""
-        unknown = sorted(given.keys() - _ASKED - _WEIGHED)
+    def of(cls, params: Mapping[str, str]) -> Question:
+        """Parse the parameters of a URL. Raises BadInput."""
+        unknown = sorted(params.keys() - _OF_QUESTION - _OF_WEIGHING)
         if unknown:
-            raise BadInput(f"there is no parameter {check.shown(unknown[0])}; expected {sorted(_ASKED | _WEIGHED)}")
-        kinds = [name for name in ("text", "id", "vector") if given.get(name, "").strip()]
+            expected = sorted(_OF_QUESTION | _OF_WEIGHING)
+            raise BadInput(f"there is no parameter {check.shown(unknown[0])}; expected {expected}")
+        kinds = [name for name in ("text", "id", "vector") if params.get(name, "").strip()]
         if len(kinds) != 1:
-            raise BadInput("ask by a text, by the id of a record or by a vector: one of them, and not an empty one")
-        numbers = _numbers(given["vector"]) if kinds == ["vector"] else None
-        where = given.get("where", "").strip()
+            raise BadInput("give a text, the id of a record or a vector: one of them, and not an empty one")
+        numbers = _numbers(params["vector"]) if kinds == ["vector"] else None
+        where = params.get("where", "").strip()
         if where:
-            _json(where, "the filter")
+            _require_json(where)
         return cls(
-            given["text"] if kinds == ["text"] else None, given["id"].strip() if kinds == ["id"] else None, numbers,
-            where, check.one_of(given.get("ranking", "vector"), "ranking", RANKINGS), given.get("words", "").strip(),
-            _whole(given, "shown", 10, MOST),
+            params["text"] if kinds == ["text"] else None, params["id"].strip() if kinds == ["id"] else None, numbers,
+            where, check.one_of(params.get("ranking", "vector"), "ranking", RANKINGS), params.get("words", "").strip(),
+            _integer(params, "shown", 10, MAX_SHOWN),
         )  # fmt: skip
 
     @property
     def filter(self) -> Any:
-        """The filter as calls take it."""
+        """The parsed filter; None without one."""
         return json.loads(self.where) if self.where else None
 
     @property
-    def asked_words(self) -> str:
-        """The words of a search by words. Raises BadInput where there are none."""
+    def search_words(self) -> str:
+        """The words of a search by words. Raises BadInput if there are none."""
         words = self.words or self.text or ""
         if not words:
             raise BadInput("a ranking by words needs words; type some, or rank by vector")
@@ -67,53 +68,52 @@ class Weighing:
     """The settings of a soft query."""
 
     temperature: float
-    way: str  # exact: all of them; nearest: k; estimate: all, to a tolerance
+    way: str  # "exact": all records; "nearest": the k nearest; "estimate": all, to the tolerance rtol
     k: int
     rtol: float
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> Weighing:
-        """From the parameters of a URL. Raises BadInput."""
-        way = check.one_of(given.get("way", "exact"), "way", WAYS)
-        return cls(
-            _number(given, "temperature", 1.0), way, _whole(given, "k", 100, 10**6), _number(given, "rtol", 0.05)
-        )
+    def of(cls, params: Mapping[str, str]) -> Weighing:
+        """Parse the parameters of a URL. Raises BadInput."""
+        way = check.one_of(params.get("way", "exact"), "way", WAYS)
+        temperature, rtol = _number(params, "temperature", 1.0), _number(params, "rtol", 0.05)
+        return cls(temperature, way, _integer(params, "k", 100, 10**6), rtol)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `attend` that stand for the way."""
+        """The arguments of `attend` for the way."""
         options: dict[str, dict[str, Any]] = {"exact": {}, "nearest": {"k": self.k}, "estimate": {"rtol": self.rtol}}
         return options[self.way]
 
 
-def _json(text: str, what: str) -> Any:
+def _require_json(where: str) -> None:
     try:
-        return json.loads(text)
+        json.loads(where)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f'{what} is not JSON ({error}); expected such as {{"year": {{"$gte": 2000}}}}') from None
+        raise BadInput(f'the filter is not JSON ({error}); write it like {{"year": {{"$gte": 2000}}}}') from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers, as a JSON list or with blanks or commas between them."""
+    """Parse a JSON list of numbers, or numbers with blanks or commas between them."""
     words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     try:
         return tuple(float(word) for word in words)
     except ValueError as error:
-        raise BadInput(f"a vector is numbers such as [0.1, -0.2], but here is one that is none: {error}") from None
+        raise BadInput(f"a vector is numbers like [0.1, -0.2]; {error}") from None
 
 
-def _number(given: Mapping[str, str], name: str, default: float) -> float:
+def _number(params: Mapping[str, str], name: str, default: float) -> float:
     try:
-        number = float(given.get(name, default))
+        number = float(params.get(name, default))
     except ValueError:
         number = math.nan
     if not (0 < number < math.inf):
-        raise BadInput(f"{name} is {check.shown(given[name])}; expected a number above 0")
+        raise BadInput(f"{name} is {check.shown(params[name])}; expected a number above 0")
     return number
 
 
-def _whole(given: Mapping[str, str], name: str, default: int, most: int) -> int:
-    number = _number(given, name, default)
+def _integer(params: Mapping[str, str], name: str, default: int, most: int) -> int:
+    number = _number(params, name, default)
     if number != int(number) or number > most:
-        raise BadInput(f"{name} is {check.shown(given[name])}; expected a whole number from 1 to {most:,}")
+        raise BadInput(f"{name} is {check.shown(params[name])}; expected a whole number from 1 to {most:,}")
     return int(number)

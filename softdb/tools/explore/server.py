@@ -1,4 +1,4 @@
-"""The server behind the page: routes, a few threads that answer, and an end for answers that nobody waits for."""
+"""The explorer's server: its routes, a few threads that answer, and the cancelling of dropped requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from softdb.tools.explore.guard import LONGEST, Connection, Guard, failure
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.replies import Answers, Wanted
 
-THREADS = 2  # that answer at once
-WAITING = 32  # questions that may wait for them
+THREADS = 2  # requests answered at once
+WAITING = 32  # most requests in the queue
 _FILES = {
     "index.html": "text/html; charset=utf-8", "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml", **dict.fromkeys(
@@ -36,43 +36,43 @@ _log = logging.getLogger("softdb")
 
 
 class Overtaken(Exception):
-    """Nobody waits for this answer any more."""
+    """The browser has dropped this request."""
 
 
 class Desk:
-    """Answers in a few threads. What the browser no longer waits for is not begun, or ends at its next step."""
+    """A few threads that answer. A request that the browser drops is not begun, or ends at its next step."""
 
     def __init__(self, answers: Answers) -> None:
         self._pool, self._open = ThreadPoolExecutor(THREADS, "explore"), 0
-        self.overtaken = 0  # questions that ended so
+        self.overtaken = 0  # number of dropped requests
         self.calls: dict[str, Callable[[dict[str, str], Wanted], dict[str, Any]]] = {
-            "about": lambda given, wanted: answers.about(),
-            "map": lambda given, wanted: answers.map(),
-            "ask": lambda given, wanted: answers.ask(Question.of(given), Weighing.of(given), wanted),
-            "weigh": lambda given, wanted: answers.weigh(Question.of(given), Weighing.of(given), wanted),
-            "compare": lambda given, wanted: answers.compare(Question.of(given), wanted),
+            "about": lambda params, wanted: answers.about(),
+            "map": lambda params, wanted: answers.map(),
+            "ask": lambda params, wanted: answers.ask(Question.of(params), Weighing.of(params), wanted),
+            "weigh": lambda params, wanted: answers.weigh(Question.of(params), Weighing.of(params), wanted),
+            "compare": lambda params, wanted: answers.compare(Question.of(params), wanted),
         }
 
     async def answered(self, request: Request) -> Response:
-        """The answer of the call that a path names, as JSON; or its error."""
+        """Return the answer of the call that a path names as JSON, or its error."""
         if self._open >= THREADS + WAITING:
-            return failure("Busy", "too many questions at once; ask again in a moment", 503)
-        left, call = threading.Event(), self.calls[request.url.path.rpartition("/")[2]]
+            return failure("Busy", "too many requests at once; send it again in a moment", 503)
+        dropped, call = threading.Event(), self.calls[request.url.path.rpartition("/")[2]]
 
         def wanted() -> None:
-            if left.is_set():
+            if dropped.is_set():
                 raise Overtaken
 
         self._open += 1
         future: asyncio.Future[Any] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
         future.add_done_callback(self._done)
-        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
+        disconnected: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait([future, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([future, disconnected], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
+            disconnected.cancel()
         if not future.done():
-            left.set()
+            dropped.set()
             future.cancel()
             self.overtaken += 1
             return Response(status_code=499)
@@ -83,18 +83,18 @@ class Desk:
         self._open -= 1
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel the requests in the queue, and wait for those in progress."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
-    """The page and its answers, for requests that name one of these hosts."""
+    """Return the application, which answers requests that name one of the hosts, and its threads."""
     desk, pages = Desk(answers), {name: (files(__package__) / "page" / name).read_bytes() for name in _FILES}
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in pages:
-            return failure("NotFound", f"there is no {name[:80]!a} here", 404)
+            return failure("NotFound", f"there is no file {name[:80]!a}; open /", 404)
         return Response(pages[name], media_type=_FILES[name])
 
     routes = [Route(f"/api/{name}", desk.answered, methods=["GET"]) for name in desk.calls]
@@ -103,7 +103,7 @@ def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
 
 
 def configured(app: Guard) -> uvicorn.Config:
-    """The settings of the server: plain HTTP/1.1, short requests that come in soon, nothing logged but errors."""
+    """Return the server's settings: plain HTTP/1.1, limits on size and time of requests, logs of errors only."""
     return uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, lifespan="off", ws="none", http=Connection,
         proxy_headers=False, h11_max_incomplete_event_size=2 * LONGEST, timeout_graceful_shutdown=1,
@@ -111,16 +111,16 @@ def configured(app: Guard) -> uvicorn.Config:
 
 
 def listening(port: int | None) -> socket.socket:
-    """A socket of this machine alone: at the port, or at the usual one or any that is free."""
-    listener = socket.socket(proto=socket.IPPROTO_TCP)  # said, so that asyncio sends the end of an answer at once
+    """Return a listening socket on the loopback interface: at the port; without one at PORT, or a free one if taken."""
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if the protocol is named
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, PORT if port is None else port))
-        listener.listen()  # now, so that whoever reads the address can connect
+        listener.listen()  # before the address is printed, so that a browser can connect at once
     except OSError as error:
         if port is not None:
             listener.close()
-            raise BadInput(f"port {port} cannot be had ({error.strerror}); give another, or leave --port out") from None
+            raise BadInput(f"port {port} cannot be used ({error.strerror}); give another, or omit --port") from None
         listener.bind((HOST, 0))
         listener.listen()
     return listener
@@ -139,12 +139,12 @@ async def _disconnected(request: Request) -> None:
 
 
 def _answer(call: Callable[[dict[str, str], Wanted], dict[str, Any]], request: Request, wanted: Wanted) -> Response:
-    """The answer of a call as JSON, or its error. Runs in a thread."""
+    """Return the answer of a call as JSON, or its error. Runs in a thread."""
     try:
         wanted()
         try:
             answer = call(_parameters(request), wanted)
-        except (StaleRead, Closed):  # another process wrote meanwhile, or made another database in its place
+        except (StaleRead, Closed):  # another process wrote meanwhile, or put another database at the path
             answer = call(_parameters(request), wanted)
     except Overtaken:
         return Response(status_code=499)
@@ -153,5 +153,5 @@ def _answer(call: Callable[[dict[str, str], Wanted], dict[str, Any]], request: R
         return failure(type(error).__name__, str(error), status)
     except Exception as error:
         _log.exception("the explorer met an error that it did not expect")
-        return failure(type(error).__name__, "an error that should not be; the terminal says more", 500)
+        return failure(type(error).__name__, "an unexpected error; the terminal shows its traceback", 500)
     return Response(dumps(answer), media_type="application/json")

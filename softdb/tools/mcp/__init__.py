@@ -1,4 +1,4 @@
-"""A database served to language models, by the Model Context Protocol (`softdb[mcp]`): read-only, on standard input.
+"""A server of the Model Context Protocol for language models (`softdb[mcp]`): read-only, on standard input and output.
 
-It asks by the public calls. Begin at `tools.Tools`; the command is `softdb.tools.cli.serve.mcp`.
+It queries the database by its public calls. Begin at `tools.Tools`; the command is `softdb.tools.cli.serve.mcp`.
 """

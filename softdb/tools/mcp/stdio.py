@@ -1,4 +1,4 @@
-"""The server on standard input and output. A line that is no message is answered too, else its sender would wait."""
+"""The server on standard input and output. It answers a line that is no message, so that its sender does not wait."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 
 class Server(MCPServer[Any]):
-    """The SDK's server, which by itself drops a line that it cannot parse without a word."""
+    """The SDK's server, with an error as the answer to a line that cannot be parsed; the SDK drops such lines."""
 
     async def run_stdio_async(self) -> None:
-        """Answer until the input ends."""
+        """Answer messages until the input ends."""
         send, receive = anyio.create_memory_object_stream[Any](0)
         inner = self._lowlevel_server
         async with stdio_server() as (messages, replies), anyio.create_task_group() as group:
@@ -36,16 +36,16 @@ async def _pass_on(messages: Any, send: MemoryObjectSendStream[Any], replies: An
 
 
 def _refusal(error: Exception) -> JSONRPCError:
-    """The error of a line that is no JSON or no message, under the line's id where that can be read."""
-    parts: list[Any] = list(error.errors()) if isinstance(error, ValidationError) else []
-    whole = next((one["input"] for one in parts if one["type"] in ("json_invalid", "missing")), None)
-    code, message = INVALID_REQUEST, "this is no message of JSON-RPC 2.0; send a request with jsonrpc, id and method"
-    if isinstance(whole, str):
-        code, message = PARSE_ERROR, "the line is not JSON in UTF-8, or holds half of a surrogate pair; send it again"
+    """Return the error for a line that is not JSON or not a message, with the line's id if it is readable."""
+    details: list[Any] = list(error.errors()) if isinstance(error, ValidationError) else []
+    line = next((detail["input"] for detail in details if detail["type"] in ("json_invalid", "missing")), None)
+    code, message = INVALID_REQUEST, "the line is not a message of JSON-RPC 2.0; expected jsonrpc, id and method"
+    if isinstance(line, str):
+        code, message = PARSE_ERROR, "the line is not JSON in UTF-8, or holds half of a surrogate pair; correct it"
         try:
-            whole = json.loads(whole)
+            line = json.loads(line)
         except (ValueError, RecursionError):
-            whole = None
-    name = whole.get("id") if isinstance(whole, dict) else None
-    known = type(name) is int or (isinstance(name, str) and name.isprintable())  # half a pair cannot be sent back
-    return JSONRPCError(jsonrpc="2.0", id=name if known else None, error=ErrorData(code=code, message=message))
+            line = None
+    id_ = line.get("id") if isinstance(line, dict) else None
+    readable = type(id_) is int or (isinstance(id_, str) and id_.isprintable())  # lone surrogates cannot be sent back
+    return JSONRPCError(jsonrpc="2.0", id=id_ if readable else None, error=ErrorData(code=code, message=message))

@@ -19,7 +19,7 @@ from softdb.tools.bench import report
 from softdb.tools.bench.datasets import Dataset, load
 from softdb.tools.bench.engines import Engine, Progress
 from softdb.tools.bench.exam import WrongAnswer, nearest
-from softdb.tools.bench.grid import Ask, run
+from softdb.tools.bench.grid import Grid, run
 from softdb.tools.bench.peers import ENGINES
 from softdb.tools.cli.commands import app
 
@@ -79,7 +79,7 @@ def test_a_small_grid(tmp_path: Path) -> None:
     known |= {"unfit": engine("unfit", unfit=classmethod(lambda cls, data: "it likes no clusters")), "exact": Exact}
     peers = tuple(name for name in ("faiss-hnsw", "hnswlib") if not ENGINES[name].missing())
     names = ("softdb", "softdb-ivf", "softdb-flat", *peers, "exact", "absent", "unfit")
-    ask = Ask(names, (0.9,), k=5, threads=(1, 2), rounds=2, known=known)
+    ask = Grid(names, (0.9,), k=5, threads=(1, 2), rounds=2, known=known)
     result = run(data, ask, notes.append, lambda what, done, whole: stages.add(what))
     rows = result["rows"]
     assert len(rows) == 2 * (3 + 2 * len(peers) + 1)
@@ -112,7 +112,7 @@ def test_a_small_grid(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_efforts_in_place_of_recalls() -> None:
     data = load("uniform", n=5000, dim=16, most=100)
-    result = run(data, Ask(("softdb-ivf", "faiss-hnsw"), efforts=(1, 64), threads=(1,), rounds=1))
+    result = run(data, Grid(("softdb-ivf", "faiss-hnsw"), efforts=(1, 64), threads=(1,), rounds=1))
     for label in ("softdb-ivf", "faiss-hnsw M=16"):
         few, many = [row["recall"] for row in result["rows"] if row["label"] == label]
         assert few < many
@@ -126,7 +126,7 @@ def test_efforts_in_place_of_recalls() -> None:
 def test_a_liar_is_never_timed(lie: str, message: str) -> None:
     liar = engine("liar", lies=lie, searches=0)
     with pytest.raises(WrongAnswer, match=message):
-        run(load("uniform", n=500, dim=6, most=20), Ask(("liar",), (0.9,), known={"liar": liar}))
+        run(load("uniform", n=500, dim=6, most=20), Grid(("liar",), (0.9,), known={"liar": liar}))
     assert liar.__dict__["searches"] < 15  # tuning and checking, no rounds
 
 
@@ -148,7 +148,7 @@ class Crammer(Exact):
 def test_recall_is_of_other_queries_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.tools.bench.report.time", Crammer.clock.module)
     data = load("uniform", n=500, dim=6, most=20)
-    (one,) = run(data, Ask(("crammer",), (0.9,), rounds=1, threads=(1,), known={"crammer": Crammer}))["rows"]
+    (one,) = run(data, Grid(("crammer",), (0.9,), rounds=1, threads=(1,), known={"crammer": Crammer}))["rows"]
     assert (one["recall_tuned_on"], one["recall"], one["met"]) == (1, 0, False)
     assert Crammer.calls == 12 + 2 * 11
     assert one["batch_queries_s"]["min"] > 10 / 0.2
@@ -168,7 +168,7 @@ def test_what_cannot_be_measured_is_said() -> None:
     ]
     for words, message in wrong:
         with pytest.raises(softdb.BadInput, match=message):
-            Ask(**words).checked()
+            Grid(**words).checked()
 
 
 def test_every_peer_that_is_here_finds_by_every_metric() -> None:
@@ -179,7 +179,7 @@ def test_every_peer_that_is_here_finds_by_every_metric() -> None:
         scaled = Dataset(
             "scaled", data.keys * np.linspace(1, 3, 400, dtype=np.float32)[:, None], data.queries, data.metric
         )
-        result = run(scaled, Ask(tuple(kind.name for kind in here), (0.9,), k=3, threads=(1,), rounds=1))
+        result = run(scaled, Grid(tuple(kind.name for kind in here), (0.9,), k=3, threads=(1,), rounds=1))
         recalls = {row["label"]: row["recall"] for row in result["rows"]}
         assert min(recalls.values()) > 0.7, recalls
         assert all(row["index_bytes"] > 400 * 8 * 4 for row in result["rows"])
@@ -313,6 +313,6 @@ def test_engines_without_their_package_say_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("softdb.tools.bench.engines.find_spec", lambda name: None)
     assert ENGINES["softdb-ivf"].missing() == ["faiss"]
     notes: list[str] = []
-    result = run(load("uniform", n=100, dim=4, most=10), Ask(("softdb-ivf", "faiss-hnsw"), (0.9,)), notes.append)
+    result = run(load("uniform", n=100, dim=4, most=10), Grid(("softdb-ivf", "faiss-hnsw"), (0.9,)), notes.append)
     assert result["rows"] == []
     assert notes[0].startswith("softdb-ivf is left out: faiss is not installed")

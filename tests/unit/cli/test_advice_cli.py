@@ -34,7 +34,7 @@ def by_model(path: Path) -> Path:
 
 
 def test_deleting_says_what(texts: Path) -> None:
-    assert "give IDs or --where, one of them; --where '{}' deletes every record" in fails("delete", texts)
+    assert "delete needs either IDs or --where; --where '{}' deletes every record" in fails("delete", texts)
     run("delete", texts, "0")
     run("delete", texts, "--where", "{}")
     assert answer("count", texts) == 0 or answer("info", texts)["records"] == 0
@@ -50,7 +50,7 @@ def test_keys_of_nobody_knows_what(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=D) as db:
         db.insert(["a", "b"], HashedNGrams(D)(["a red fox", "a blue whale"]))
     error = fails("search", tmp_path / "db", "fox")
-    assert "does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
+    assert "names no encoder of its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
     assert answer("search", tmp_path / "db", "fox", "-k", 1, "--encoder", "ngrams")[0][0]["id"] == "a"
     numbers = str(HashedNGrams(D)(["fox"])[0].tolist())
     assert answer("search", tmp_path / "db", numbers, "-k", 1)[0][0]["id"] == "a"
@@ -66,7 +66,7 @@ def test_words_need_an_index(texts: Path) -> None:
 
 def test_settings_are_of_a_repair(texts: Path, tmp_path: Path) -> None:
     error = fails("verify", texts, "--dim", D)
-    assert "settings go with --repair DEST; without it, give the path alone" in error
+    assert "settings are given without --repair; expected the path alone; add --repair DEST" in error
     run("verify", texts)
     run("verify", texts, "--repair", tmp_path / "saved", "--dim", D)
     assert answer("info", tmp_path / "saved")["records"] == 3
@@ -78,7 +78,7 @@ def test_what_is_damaged_is_saved_with_the_command_of_the_error(texts: Path, tmp
     data[130] ^= 0xFF  # of the first record
     column.write_bytes(data)
     error = fails("verify", texts)
-    assert "; or save what is intact with softdb verify " in error
+    assert "; or save all intact records with softdb verify " in error
     assert error.endswith(f" {texts} --repair DEST")
     run("verify", texts, "--repair", tmp_path / "saved")
     with softdb.open(tmp_path / "saved", mode="r") as db:
@@ -99,7 +99,7 @@ def test_keys_beside_files_go_one_by_one(tmp_path: Path) -> None:
 def test_labels_need_their_number(tmp_path: Path) -> None:
     file = lines(tmp_path / "r.jsonl", [{"id": 1, "key": [1, 0], "label": 2}])
     words: list[Any] = ["import", tmp_path / "db", file, "--value", "label"]
-    assert "say how many classes there are with --num-classes" in fails(*words)
+    assert "give the number of classes with --num-classes" in fails(*words)
     run(*words, "--num-classes", 3)
     assert answer("get", tmp_path / "db", 1)[0]["value"] == 2
 
@@ -138,9 +138,9 @@ def test_reembedding_names_its_encoder(texts: Path, tmp_path: Path) -> None:
     assert "name the encoder of the new keys with --encoder" in fails("reembed", texts)
     run("reembed", texts, "--encoder", "ngrams", "--dim", 32)
     assert answer("info", texts)["dim"] == 32
-    assert " goes with ngrams alone; " in fails("reembed", texts, "--encoder", "demo", "--dim", 32)
+    assert " has its own width; leave --dim out" in fails("reembed", texts, "--encoder", "demo", "--dim", 32)
     error = fails("reembed", texts, "--projection", tmp_path / "no.pt", "--encoder", "ngrams")
-    assert "--projection changes the keys as they are; --encoder, --field, --missing and --dim are of texts" in error
+    assert "--projection takes no texts; leave out --encoder, --field, --missing and --dim" in error
 
 
 def test_training_names_its_checkpoint(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_training_names_its_checkpoint(tmp_path: Path) -> None:
     pairs = lines(tmp_path / "pairs.jsonl", [{"query": [1, i / 9], "positives": [i % 8]} for i in range(16)])
     words: list[Any] = ["train", tmp_path / "db", pairs, "--out", tmp_path / "p.pt", "--epochs", 1, "--patience", 0]
     error = fails(*words, "--resume")
-    assert "--resume goes on from a checkpoint, but none is named; give its file with --checkpoint" in error
+    assert "--resume needs a checkpoint; give its file with --checkpoint" in error
     run(*words, "--checkpoint", tmp_path / "run.ckpt")
     run(*words[:-4], "--epochs", 2, "--patience", 0, "--checkpoint", tmp_path / "run.ckpt", "--resume")
     assert (tmp_path / "p.pt").exists()

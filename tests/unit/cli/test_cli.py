@@ -262,7 +262,7 @@ def test_fields_are_declared_and_dropped(book: Path) -> None:
         "warning: no record has the field 'yeer'; did you mean 'year'?" in run("fields", book, "--add", "yeer").stderr
     )
     run("fields", book, "--drop", "yeer")
-    assert "the texts: words" in run("fields", book, "--text", "words").stdout
+    assert "text index: words" in run("fields", book, "--text", "words").stdout
     assert answer("info", book)["text_index"] == "words"
     with softdb.open(book):  # to look takes no lock
         assert answer("fields", book) == ["first", "name"]

@@ -136,7 +136,7 @@ def test_ids_are_typed_bare_or_as_json(tmp_path: Path) -> None:
     assert answer("delete", path, "-", stdin="") == {"deleted": 0, "records": 5}
     assert answer("delete", path, "--where", "{}") == {"deleted": 5, "records": 0}
     for words in ((), ("7", "--where", "{}")):
-        assert "give IDs or --where, one of them" in fails("delete", path, *words)
+        assert "delete needs either IDs or --where" in fails("delete", path, *words)
 
 
 def test_queries_come_from_a_pipe(book: Path, plane: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_what_an_insert_says_of_encoders_and_exports(book: Path, plane: Path, tm
         "id": "f", "score": 0, "payload": {"year": 5}, "text": "Fischer",
     }  # fmt: skip
     header = json.dumps({"softdb": {"metric": "l2"}})
-    assert "exported from a database that compares by l2, this one does by dot" in fails("insert", plane, stdin=header)
+    assert "the export's metric is l2, but this database's is dot" in fails("insert", plane, stdin=header)
     with softdb.open(tmp_path / "model", dim=2) as db:
         db.core.store.note_encoder("stranger/model")
     message = fails("insert", tmp_path / "model", stdin='{"id": 1, "text": "x"}')

@@ -31,7 +31,7 @@ def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> N
     assert "QUERY starts with [ but is not JSON" in fails("search", plane, "[1, 2")
     assert "queries mix text and numbers" in fails("search", book, '["a", 1]', "--encoder", "ngrams")
     assert "no.npy cannot be read as an array of numbers" in fails("search", plane, f"@{tmp_path / 'no.npy'}")
-    assert "does not say what made its keys; add --encoder" in fails("search", plane, "east")
+    assert "names no encoder of its keys; add --encoder" in fails("search", plane, "east")
     assert "made by the encoder 'ngrams', not 'demo'" in fails("search", book, "Schulz", "--encoder", "demo")
     assert "temperature is 0.0; expected a finite number above 0" in fails(
         "attend", plane, "[1, 0]", "--temperature", 0
@@ -99,9 +99,9 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
     assert "bad.jsonl line 1: not JSON" in fails("import", path, tmp_path / "bad.jsonl")
     file = tmp_path / "book.jsonl"
     assert "no field 'key' for the key" in fails("import", path, file)
-    assert "--keys goes with one file, 2 are given" in fails("import", path, file, file, "--keys", file)
+    assert "--keys goes with one FILE, but 2 are given" in fails("import", path, file, file, "--keys", file)
     labels = lines(tmp_path / "l.jsonl", [{"id": 1, "key": [1], "y": 1}])
-    assert "say how many classes there are with --num-classes" in fails("import", path, labels, "--value", "y")
+    assert "give the number of classes with --num-classes" in fails("import", path, labels, "--value", "y")
     assert not path.exists()  # nothing that could not be read has made a database
     assert "id 1 is stored already" in fails("import", book, file, "--text", "name")
     assert "metric=l2 was asked for" in fails("import", book, file, "--text", "name", "--metric", "l2")
@@ -126,8 +126,8 @@ def test_a_second_writer_is_refused(book: Path) -> None:
 
 
 def test_the_demo_leaves_other_directories_alone(book: Path) -> None:
-    assert "is not a demo database, so it is left alone" in fails("demo", book)
-    assert "is not a demo database, so it is left alone" in fails("demo", book, "--fresh")
+    assert "exists and is not a demo database" in fails("demo", book)
+    assert "exists and is not a demo database" in fails("demo", book, "--fresh")
     assert answer("info", book)["records"] == 3
 
 

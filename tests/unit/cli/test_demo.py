@@ -64,7 +64,7 @@ def test_a_small_demo_does_the_whole_job(tmp_path: Path, small: DemoData) -> Non
     assert report.records == 600
     assert 0 < report.before[0] <= report.before[1] <= 1
     assert report.after[1] >= report.before[1]
-    for heading in ("1 Store", "2 Ask", "exact", "approximate", "soft", "3 Learn", "4 Reopen", "nothing lost", "Done"):
+    for heading in ("1 Store", "2 Query", "by id", "nearest", "soft", "3 Train", "4 Reopen", "nothing lost", "Done"):
         assert heading in shown
     assert f"{report.before[1]:.1%}" in shown
     assert f"{report.after[1]:.1%}" in shown
@@ -115,7 +115,7 @@ def test_the_first_search_is_not_the_one_that_is_timed(
     monkeypatch.setattr(softdb.SoftDB, "search", compiling)
     monkeypatch.setattr("softdb.tools.demo.time", clock.module)
     shown = run(tmp_path / "demo", small, epochs=1)[1]
-    found = re.search(r"the nearest in ([\d.]+) ms.*\n +\(after a first search to warm up, ([\d.]+) ms\)", shown)
+    found = re.search(r"nearest +in ([\d.]+) ms.*\n +\(the first search of the process took ([\d.]+) ms\)", shown)
     assert found is not None
     assert found.groups() == ("1.0", "1001.0")
 
@@ -128,9 +128,7 @@ def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
     (tmp_path / "folder" / "precious").touch()
     for name in ("mine", "file", "folder"):
         for fresh in (False, True):
-            with pytest.raises(
-                softdb.BadInput, match=rf"{name} is there and is not a demo database, so it is left alone"
-            ):
+            with pytest.raises(softdb.BadInput, match=rf"{name} exists and is not a demo database"):
                 run(tmp_path / name, small, fresh)
     with softdb.open(tmp_path / "mine", mode="r") as db:
         assert "precious" in db
@@ -165,7 +163,7 @@ def test_without_faiss_it_says_that_it_answers_exactly(
         raise softdb.MissingDependency("no FAISS")
 
     monkeypatch.setattr(softdb.SoftDB, "build_index", missing)
-    assert "ms, exactly: an index needs softdb[cpu]" in run(tmp_path / "demo", small, epochs=1)[1]
+    assert "ms, all records compared; an index needs softdb[cpu]" in run(tmp_path / "demo", small, epochs=1)[1]
 
 
 def test_encoders_have_names(tmp_path: Path) -> None:

@@ -467,7 +467,7 @@ def test_questions_while_another_process_writes(tmp_path: Path) -> None:
 def test_recall_of_an_answer(site: Site) -> None:
     found = site.call("compare", text="rabbit", shown=3)
     assert (found["recall"], found["missed"], found["of"]) == (1.0, [], 3)
-    assert "recall is of a ranking by vector" in site.call("compare", 400, text="rabbit", ranking="text")["message"]
+    assert "only a ranking by vector" in site.call("compare", 400, text="rabbit", ranking="text")["message"]
 
 
 def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
@@ -478,7 +478,7 @@ def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
                 patch.setattr("softdb.tools.explore.replies._WARNINGS", noted)
                 told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
             assert told["notes"] == ["no record has the field 'yeer'"]
-            answers._kept.clear()
+            answers._cache.clear()
 
 
 def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def test_the_command_says_where_and_ends_at_ctrl_c(place: Path) -> None:
         port = int(line.split(":")[3].split("/")[0])
         assert Site(port, None).call("about")["records"] == 6  # type: ignore[arg-type]
         taken = subprocess.run([*words[:-1], str(port)], capture_output=True, text=True, check=False, cwd=ROOT)
-        assert (taken.returncode, f"port {port} cannot be had" in taken.stderr) == (1, True)
+        assert (taken.returncode, f"port {port} cannot be used" in taken.stderr) == (1, True)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=120)
     finally:

@@ -304,7 +304,7 @@ def test_fields_are_declared_by_a_writer_and_dropped_once(tmp_path: Path) -> Non
         assert db.stats().fields == []
     with softdb.open(tmp_path / "db", mode="r") as reader, pytest.raises(softdb.ReadOnly, match="index_field: "):
         reader.index_field("year")
-    with pytest.raises(softdb.BadInput, match="fields year have no index and this handle only reads"):
+    with pytest.raises(softdb.BadInput, match="fields year have no index and mode is 'r'"):
         softdb.open(tmp_path / "db", mode="r", fields=["year"])
 
 

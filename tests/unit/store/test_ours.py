@@ -236,7 +236,7 @@ def test_an_import_that_fails_leaves_what_came_meanwhile(tmp_path: Path, put: Pu
     stranger, path = Stranger(tmp_path, put), tmp_path / "new"
     db = softdb.open(path, dim=2)
     stranger.take(path, "notes.txt", "unfinished")
-    with pytest.raises(softdb.BadInput, match="bad"), transfer._ending(db, path, True, there):
+    with pytest.raises(softdb.BadInput, match="bad"), transfer._cleanup(db, path, True, there):
         raise softdb.BadInput("bad")
     assert {one.name for one in path.iterdir()} == {"notes.txt", "unfinished"}
     stranger.is_untouched()

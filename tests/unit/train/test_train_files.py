@@ -285,9 +285,9 @@ def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> 
         "train", path, pairs, *out, "-k", 3, "--rtol", 0.1
     )
     assert "holdout is 1;" in fails("train", path, pairs, *out, "--holdout", 1)
-    assert "give a file in a folder that is there" in fails("train", path, pairs, "--out", tmp_path / "no" / "p.pt")
+    assert "expected a file in an existing folder" in fails("train", path, pairs, "--out", tmp_path / "no" / "p.pt")
     texts = write(tmp_path / "texts.jsonl", {"query": "a", "positives": "r0"})
-    assert "does not say what made its keys; add --encoder" in fails("train", path, texts, *out)
+    assert "names no encoder of its keys; add --encoder" in fails("train", path, texts, *out)
     assert "none.pt is not there" in fails("search", path, json.dumps([1] * D), "--projection", tmp_path / "none.pt")
     assert "give its file with --checkpoint" in fails("train", path, pairs, *out, "--resume")
     np.save(tmp_path / "one.npy", np.float32(1))

@@ -298,13 +298,13 @@ def test_the_command_leaves_the_keys_where_nothing_rose(path: Path, tmp_path: Pa
     found = lines(keys.tolist(), [f"r{i}" if i % 3 == 0 else i for i in range(N)], tmp_path / "pairs.jsonl")
     out = tmp_path / "p.pt"
     shown = " ".join(run("train", path, found, "--out", out, "--keys", "--lr", 5.0, "--epochs", 1).stdout.split())
-    assert "mrr_100 did not rise, so the keys stay as they were; softdb reembed" in shown
+    assert "mrr_100 did not rise, so the keys are unchanged; to change them nevertheless: softdb reembed" in shown
     with softdb.open(path, mode="r") as db:
         assert db.encoder_name is None
         assert np.array_equal(np.asarray(db["r0"].key), keys[0].numpy())
     assert json.loads(run("reembed", path, "--projection", out, "--json").stdout)["embedded"] == N
     words = run("reembed", path, "--projection", out, "--encoder", "ngrams", code=1)
-    assert "--encoder, --field, --missing and --dim are of texts" in " ".join(words.output.split())
+    assert "leave out --encoder, --field, --missing and --dim" in " ".join(words.output.split())
 
 
 def test_texts_are_asked_of_trained_keys_through_the_file(path: Path, tmp_path: Path) -> None:
