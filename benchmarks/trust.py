@@ -150,7 +150,7 @@ SUITES = {
     )),
     "cluster": Suite("", ("cluster/kills", "cluster/ray"), 20, (
         Line(
-            "a [cluster's](cluster-tables.md) writers, actors and drivers killed; directories removed in use; "
+            "a [cluster's](cluster.md) writers, actors and drivers killed; directories removed in use; "
             "processes stopped (SIGSTOP)",
             lambda f: (
                 f"{f['cluster: kills']:,}, of them {f['cluster: kills between commit and hydration']:,} after the "

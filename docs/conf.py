@@ -1,6 +1,6 @@
-"""The pages as a site: `pip install -c constraints.txt -e '.[docs]'`, then `sphinx-build -W docs build/docs`.
+"""Configuration of the site: `pip install -c constraints.txt -e '.[docs]'`, then `sphinx-build -W docs build/docs`.
 
-Nothing on a page comes from another host: the theme and the search are files of the site, formulas are MathML.
+No page loads anything from another host: the theme and the search are files of the site, formulas are MathML.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ copyright = "The softdb developers; MIT licence"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3  # the anchors that GitHub gives headings
-suppress_warnings = ["myst.xref_missing"]  # tests/house/test_readme.py follows every link
+suppress_warnings = ["myst.xref_missing"]  # tests/house/test_readme.py checks every link
 exclude_patterns = ["images"]
 html_theme = "furo"
 html_title = "softdb"
@@ -36,7 +36,7 @@ html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature says them; shapes stand in the docstring
+autodoc_typehints = "none"  # the signature has the types; docstrings have the shapes
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -48,41 +48,41 @@ FIELD = re.compile(r"^    (\w+): (.+?)(?:  # (.+))?$")
 
 
 def fields(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
-    """The fields of a dataclass or tuple with what their comments say: shapes, units, and when there is None."""
+    """Append the fields of a dataclass or named tuple, with the comments beside them, to the lines of its docstring."""
     if what != "class" or not ("__dataclass_fields__" in vars(subject) or hasattr(subject, "_fields")):
         return
-    found = [FIELD.match(line) for line in inspect.getsource(subject).splitlines()]
-    known = [match for match in found if match and match[1] in subject.__annotations__]
+    matches = [FIELD.match(line) for line in inspect.getsource(subject).splitlines()]
+    known = [match for match in matches if match and match[1] in subject.__annotations__]
     lines += ["", *(f"* ``{match[1]}``: {match[3] or match[2]}" for match in known), ""]
 
 
 def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
-    """Equations and examples are indented in a docstring: as they stand, not as a quotation."""
-    kept: list[str] = []
+    """Make the indented equations and examples of a docstring literal blocks, which would else be quotations."""
+    result: list[str] = []
     for line in lines:
-        before = [one for one in kept if one.strip()][-1:]
-        opens = line.startswith("    ") and kept and not kept[-1].strip() and before and before[0] not in SECTIONS
+        before = [text for text in result if text.strip()][-1:]
+        opens = line.startswith("    ") and result and not result[-1].strip() and before and before[0] not in SECTIONS
         if opens and not before[0].startswith("    "):
-            kept += ["::", ""]
-        kept.append(line if line.startswith("    ") else line.replace("|", "\\|"))  # |x| is no substitution
-    lines[:] = kept
+            result += ["::", ""]
+        result.append(line if line.startswith("    ") else line.replace("|", "\\|"))  # |x| is no substitution
+    lines[:] = result
 
 
 def inline(self: Any, node: nodes.math) -> None:
-    """A formula as the browser sets it itself."""
+    """Write a formula as MathML."""
     self.body.append(convert(node.astext()))
     raise nodes.SkipNode
 
 
 def block(self: Any, node: nodes.math_block) -> None:
-    """A formula of its own line."""
+    """Write a formula on a line of its own as MathML."""
     formula = convert(node.astext(), display="block").replace("<math ", '<math displaystyle="true" ', 1)
     self.body.append(f'<div class="formula">{formula}</div>')
     raise nodes.SkipNode
 
 
 def elsewhere(app: Sphinx, page: str, source: list[str]) -> None:
-    """A link to a file that is no page of the site leads to the repository; a picture is shown, wherever it lies."""
+    """Change links to files outside the site into links to the repository, except pictures, which the site shows."""
     docs, folder = Path(app.srcdir), (Path(app.srcdir) / page).parent
 
     def repository(link: re.Match[str]) -> str:
@@ -95,7 +95,7 @@ def elsewhere(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """What Sphinx calls."""
+    """Register the functions above with Sphinx."""
     app.connect("autodoc-process-docstring", equations, priority=400)  # before napoleon's
     app.connect("autodoc-process-docstring", fields)
     app.connect("source-read", elsewhere)

@@ -1,4 +1,4 @@
-"""Every block of docs/integrations and of the cluster's table runs; the blocks of one page are one program."""
+"""Every block of docs/integrations and of docs/cluster.md runs; the blocks of one page are one program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for folder in ("integrations", "coming-from") for page in (DOCS / folder).glob("*.md"))
-PAGES.append(DOCS / "cluster-tables.md")
+PAGES.append(DOCS / "cluster.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
