@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import MIB, command, commit, in_turn, machine, spread, versions, write_json
+from common import MIB, in_turn, provenance, spread, write_json
 from torch import Tensor
 
 import softdb
@@ -206,10 +206,7 @@ def main() -> None:
     world = World(given.n, given.dim)
     db, half = world.database(), world.database("float16")
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "pykeops"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "pykeops"]),
         "n": given.n,
         "dim": given.dim,
         "threads": given.threads,

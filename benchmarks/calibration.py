@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, train_test_split
@@ -75,10 +75,7 @@ def main() -> None:
     axes.legend(fontsize=7)
     figure.savefig(RESULTS / "calibration-digits.png", dpi=110)
     about = {
-        "machine": machine(),
-        "versions": versions(["torch", "scikit-learn"]),
-        "commit": commit(),
-        "command": command(),
+        **provenance(["torch", "scikit-learn"]),
     }
     write_json(RESULTS / "calibration-digits.json", {**about, "splits": SPLITS, "rows": rows})
 

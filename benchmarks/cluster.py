@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from cluster_growth import growth
 from cluster_transports import SHARDS, TRANSPORTS, World, overhead, rank_of
 from cluster_world import bars, bytes_sent
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 
 
 def main() -> None:
@@ -51,10 +51,7 @@ def main() -> None:
         return
     result: dict[str, Any] = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
     about = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "ray", "pylance"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "ray", "pylance"]),
     }
     if "overhead" in given.parts:
         world = World(given.n, given.dim)

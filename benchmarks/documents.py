@@ -20,7 +20,7 @@ from typing import Any
 
 import apsw
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 
 import softdb
 from softdb.store.format import TOKENIZERS
@@ -153,10 +153,7 @@ def main() -> None:
         milliseconds = times(ways, len(ten))
         some = slice(None) if given.recall_of is None else slice(None, None, max(1, len(asked) // given.recall_of))
         report = {
-            "command": command(),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(["softdb", "apsw", "faiss-cpu", "torch"]),
+            **provenance(["softdb", "apsw", "faiss-cpu", "torch"]),
             "records": len(records),
             "index_text_seconds": round(making, 2),
             "first_text_ms": round(opening, 1),

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import apsw
 import numpy as np
-from common import IN_MEMORY, command, commit, file_system, machine, spread, versions, write_json
+from common import IN_MEMORY, file_system, provenance, spread, write_json
 from numpy.typing import NDArray
 
 import softdb
@@ -197,10 +197,7 @@ def main() -> None:
         for name in figures[engine]
     }
     result = {
-        "command": command(),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(("numpy", "apsw", "torch")),
+        **provenance(("numpy", "apsw", "torch")),
         "file_system": kind,
         "workload": {name: getattr(args, name) for name in ("dim", "base", "singles", "batches", "repeats")},
         "engines": figures,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from error_bars_report import cell_of, line, shown, summary, table
 from numpy.typing import NDArray
 
@@ -275,10 +275,7 @@ def main() -> None:
         return
     torch.set_num_threads(given.threads)
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
         "cells": [],
     }
     for cell in run(given):

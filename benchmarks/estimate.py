@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MIB, command, commit, machine, versions, write_json
+from common import MIB, provenance, write_json
 from numpy.typing import NDArray
 
 import softdb
@@ -284,10 +284,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(given.data, given.n, given.dim, given.queries, Path(folder))
         result: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-            "command": command(),
-            "commit": commit(),
+            **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
             "data": {"name": given.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},
             "index_mib": round(world.report.bytes / MIB, 1),
         }

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from estimate import World
 
 import softdb
@@ -100,8 +100,7 @@ def main() -> None:
         found = [measured(world.dbs["keys"], x, given.draws, candidates) for candidates in (100, 200, 400)]
         print(*found, sep="\n")
     if given.out:
-        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
-        write_json(given.out, {**head, "command": command(), "commit": commit(), "gradients": found})
+        write_json(given.out, {**provenance(["softdb", "torch", "numpy", "faiss-cpu"]), "gradients": found})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MIB, command, commit, machine, versions, write_json
+from common import MIB, provenance, write_json
 
 import softdb
 from softdb.tools.bench.datasets import load
@@ -76,10 +76,7 @@ def main() -> None:
             sizes.append(grown(n, Path(folder) / "db"))
         print(sizes[-1], flush=True)
     result = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
         "sizes": sizes,
         "growth": {
             name: round(sizes[-1][name] / sizes[0][name], 2) for name in ("one_ms", "batch_64_ms", "exact_one_ms")

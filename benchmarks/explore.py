@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 
 import softdb
 
@@ -115,12 +115,11 @@ def main() -> None:
     parser.add_argument("database", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    facts: dict[str, Any] = {"command": command(), "commit": commit(), "machine": machine()}
-    facts |= {"versions": versions(["softdb", "torch", "numpy", "starlette", "uvicorn"]), "n": RECORDS, "dim": DIM}
+    result = provenance(["softdb", "torch", "numpy", "starlette", "uvicorn"]) | {"n": RECORDS, "dim": DIM}
     with tempfile.TemporaryDirectory() as folder:
-        facts["milliseconds"] = measured(given.database or made(Path(folder) / "million"))
+        result["milliseconds"] = measured(given.database or made(Path(folder) / "million"))
     if given.out:
-        write_json(given.out, facts)
+        write_json(given.out, result)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import command, commit, machine, spread, versions, write_json
+from common import provenance, spread, write_json
 from filter_cases import KINDS, NEAR, SHARES, Case, World, clustered, wordnet
 from filter_databases import DATABASES
 from filter_engines import LIBRARIES, Effort, Engine, Floats, K
@@ -246,10 +246,7 @@ def main() -> None:
     packages = {package for engine in engines for package in engine.packages}
     if given.out:
         result = {
-            "machine": machine(),
-            "versions": versions(sorted(packages | {"numpy", "torch"})),
-            "command": command(),
-            "commit": commit(),
+            **provenance(sorted(packages | {"numpy", "torch"})),
             "data": {"name": given.data.split(":")[0], "n": len(chosen.keys), "dim": chosen.keys.shape[1], "k": K},
             "threads": given.threads,
             "index": next((engine.report for engine in engines if engine.name == "softdb"), None),  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import bytes_on_disk, command, commit, machine, spread, versions, write_json
+from common import bytes_on_disk, provenance, spread, write_json
 
 SHARES = {"50 %": 5000, "10 %": 1000, "1 %": 100, "0.1 %": 10}  # of ranks 0 … 9,999
 LANGUAGES = ["de", "en", "fr", "it"]
@@ -145,10 +145,7 @@ def parent(args: argparse.Namespace) -> None:
     write_json(
         args.out,
         {
-            "command": command(),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(["softdb", "apsw", "numpy"]),
+            **provenance(["softdb", "apsw", "numpy"]),
             "n": args.n,
             "rounds": ROUNDS,
             "records_of_a_commit": SMALL,

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peak, command, commit, machine, versions, write_json
+from common import Peak, provenance, write_json
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
@@ -358,13 +358,15 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    if given.memory is not None and len(given.memory) == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(memory(World(given.data, 0, False), given.memory[0], Path(folder))))
+        return
+    result |= provenance(["softdb", "torch", "numpy", "sentence-transformers"])
     if given.memory is not None:
         measure_memory(given, result)
         return
-    result |= {
-        "machine": machine(), "versions": versions(["softdb", "torch", "numpy", "sentence-transformers"]),
-        "command": command(), "commit": commit(), "seconds": given.seconds,
-    }  # fmt: skip
+    result["seconds"] = given.seconds
     changed = {name: type(getattr(Settings, name))(float(number)) for name, number in (s.split("=") for s in given.set)}
     settings = {way: replace(CHOSEN[way], **changed) for way in given.ways}
     if given.pace:
@@ -403,11 +405,7 @@ def main() -> None:
 
 
 def measure_memory(given: argparse.Namespace, result: dict[str, Any]) -> None:
-    """A process for each number of records, so that none inherits another's memory."""
-    if len(given.memory) == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(memory(World(given.data, 0, False), given.memory[0], Path(folder))))
-        return
+    """Measure each number of records in a process of its own, so that none inherits another's memory."""
     for records in given.memory or (20_000, 117_659):
         words = [sys.executable, __file__, "--data", str(given.data), "--out", str(given.out), "--memory", str(records)]
         told = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 
 import softdb
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
+    result = provenance(["softdb", "torch", "numpy", "faiss-cpu"])
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = made(Path(folder), options.n, options.dim)
@@ -80,7 +80,7 @@ def main() -> None:
             rows[name] = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
             print(f"{name:20}", rows[name], flush=True)
     if options.out:
-        write_json(options.out, {**head, "command": command(), "commit": commit(), "rows": rows})
+        write_json(options.out, {**result, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from attend import World, checked, gradient
-from common import command, commit, in_turn, machine, versions, write_json
+from common import in_turn, provenance, write_json
 from torch import Tensor
 
 import softdb
@@ -163,10 +163,7 @@ def main() -> None:
         print(json.dumps(measure(given.n, given.dim, given.threads, given.rounds)))
         return
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy"]),
         "n": given.n,
         "dim": given.dim,
         "threads": given.threads,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from gpu_world import Call, Card, K, LeftOut, World, close, flex_of, gradient, loop, sdpa
 from torch import Tensor
 
@@ -261,10 +261,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if card.cuda else "the CPU: these are no times of a GPU",
         "kernels": gpu.usable(device) or "Triton",
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "triton", "faiss-gpu", "numpy"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "triton", "faiss-gpu", "numpy"]),
     }
     print(f"{'part':24} {'what':40} {'ms':>12} {'floor ms':>12} {'ratio':>9} {'goal':>7}")
     try:

@@ -9,7 +9,6 @@ are recorded. No device runs them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import provenance, write_json
 
 from softdb.check import Metric
 from softdb.device import launch, plan
@@ -208,12 +208,8 @@ def main() -> None:
                     much = True
                     print("  more shared memory than a program may have", flush=True)
     if asked.output is not None:
-        made = {
-            "command": "python benchmarks/gpu_binaries.py",
-            "triton": import_module("triton").__version__,
-            "binaries": rows,
-        }
-        asked.output.write_text(json.dumps(made, indent=1) + "\n")
+        about = provenance(["softdb", "torch", "triton"])
+        write_json(asked.output, {**about, "triton": about["versions"]["triton"], "binaries": rows})
     sys.exit(much)
 
 

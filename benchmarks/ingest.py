@@ -285,7 +285,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         if common.file_system(scratch) in common.IN_MEMORY:
             raise SystemExit("ingest: the scratch folder is in memory, where an fsync is free; give --scratch DIR")
         disk = common.disk_write_rate(scratch, size=args.disk_mib * common.MIB)
-        started = {"machine": common.machine(), "disk": disk, "command": common.command(), "commit": common.commit()}
+        started = common.provenance(["softdb", "torch", "numpy"]) | {"disk": disk}
         runs = run_all(args, scratch)
         n, dim = np.load(scratch / "keys.npy", mmap_mode="r").shape
     payload = args.payload or args.data != "synthetic"

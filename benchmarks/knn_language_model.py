@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -169,8 +169,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     if given.out is not None and given.out.is_file():
         found = json.loads(given.out.read_text())  # what was cut short goes on
-    found |= {"parameters": sum(one.numel() for one in model.parameters()), "machine": machine()}
-    found |= {"versions": versions(["torch", "transformers", "faiss-cpu"]), "commit": commit(), "command": command()}
+    found |= provenance(["torch", "transformers", "faiss-cpu"])
+    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 
     def keep() -> None:
         if given.out is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, Peak, bytes_on_disk, command, commit, machine, spread, versions, write_json
+from common import MIB, Peak, bytes_on_disk, provenance, spread, write_json
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -134,10 +134,7 @@ def main() -> None:
         print(json.dumps(STEPS[args.step](args.folder / "db", args)))
         return
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
     }
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for step in STEPS:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from torch import Tensor
 
 import softdb
@@ -257,10 +257,7 @@ def main() -> None:
                 one = splits[-1][way]
                 print(split, way, one["before"], one["after"], one["ms_a_step"], "ms a step", flush=True)
         result = {
-            "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-            "command": command(),
-            "commit": commit(),
+            **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
             "data": {"name": name, "n": len(world.keys), "dim": world.keys.shape[1], "queries": len(world.queries)},
             "gain_of_recall_10": {
                 way: round(

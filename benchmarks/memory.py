@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from common import MIB, Peak, command, commit, machine, spread, versions, write_json
+from common import MIB, Peak, provenance, spread, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -359,10 +359,7 @@ def main() -> None:
         grown(given)
         return
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "faiss-cpu", "numpy", "memorizing-transformers-pytorch"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "faiss-cpu", "numpy", "memorizing-transformers-pytorch"]),
         **{name: getattr(given, name) for name in ("dim", "k", "batch", "threads")},
     }
     sizes = [int(n) for n in given.n.split(",")]

@@ -193,14 +193,12 @@ def main() -> None:
                 entry["reason"] = old.get(change, {}).get("reason", "")
             entries.append(entry)
             print(f"{number}: {entry['killed_by'] or 'SURVIVED'}: {change}", flush=True)
-    from common import command, commit, versions, write_json  # these import softdb, which no fork may have
-
-    from softdb.tools.bench import report
+    from softdb.tools.bench.report import provenance, write_json  # imported last: no fork may have softdb loaded
 
     survived = sum(not entry["killed_by"] for entry in entries)
-    taken = {"seed": options.seed, "of": len(every), "survived": survived, "command": command(), "commit": commit()}
-    where = {"machine": report.machine(), "versions": versions(["pytest", "numpy", "torch", "apsw"])}
-    write_json(options.out, {**results, options.file: {**taken, **where, "mutants": entries}})
+    about = {"seed": options.seed, "of": len(every), "survived": survived}
+    about |= provenance(["pytest", "numpy", "torch", "apsw"])
+    write_json(options.out, {**results, options.file: {**about, "mutants": entries}})
 
 
 if __name__ == "__main__":

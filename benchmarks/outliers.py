@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from numpy.typing import NDArray
 
 import softdb
@@ -157,10 +157,7 @@ def main() -> None:
 
     faiss.omp_set_num_threads(given.threads)
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "command": command(),
-        "commit": commit(),
+        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
         "threads": given.threads,
         "data": {"n": given.n, "dim": given.dim, "queries": given.queries, "outliers": OUTLIERS},
         "worlds": [],

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from scipy import stats
 
 import softdb
@@ -85,10 +85,7 @@ def main() -> None:
             db.insert(range(low, low + len(keys[low : low + 100_000])), keys[low : low + 100_000])
         db.build_index("ivf", queries=data.queries[1000:])
         result: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-            "command": command(),
-            "commit": commit(),
+            **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
             "data": {"name": given.data.split(":")[0], "n": len(keys), "dim": keys.shape[1]},
             "p": {str(t): round(checked(db, keys, queries[0], t), 4) for t in (0.02, 0.05, 0.2)},
         }

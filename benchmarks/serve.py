@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, Peak, command, commit, in_turn, machine, spread, versions, write_json
+from common import MIB, Peak, each_of, in_turn, provenance, spread, write_json
 from numpy.typing import NDArray
 
 from softdb.tools.bench.datasets import queries_near, world
@@ -146,7 +146,7 @@ def main() -> None:
     if args.question:
         print(json.dumps(QUESTIONS[args.question](args.scratch / "db", args)))
         return
-    facts = {"command": command(), "commit": commit(), "machine": machine()}
+    facts = provenance(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         answers: dict[str, Any] = {}
         for question in QUESTIONS:
@@ -158,8 +158,7 @@ def main() -> None:
             ]
             print(question, json.dumps(answers[question], indent=1))
     if args.out:
-        packages = versions(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
-        write_json(args.out, {**facts, "versions": packages, "n": args.n, "dim": args.dim, "answers": answers})
+        write_json(args.out, {**facts, "n": args.n, "dim": args.dim, "answers": answers})
 
 
 if __name__ == "__main__":

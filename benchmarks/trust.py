@@ -10,7 +10,6 @@ by then; the table says so.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import shlex
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import commit, machine, versions, write_json
+from common import provenance, write_json
 
 __all__ = ["DOCS", "RESULTS", "shown", "table"]
 
@@ -178,12 +177,8 @@ def run(suite: Suite, minutes: float) -> dict[str, Any]:
     cut_off = bool(found.pop("cut off", 0))
     if done.returncode != (INTERRUPTED if cut_off else 0):
         raise SystemExit(f"{suite.command} ended with {done.returncode}:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
-    return {
+    return provenance(("numpy", "apsw", "torch", "faiss-cpu")) | {
         "command": suite.command,
-        "made": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(("numpy", "apsw", "torch", "faiss-cpu")),
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "whole": not cut_off,
         "figures": found,

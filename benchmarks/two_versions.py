@@ -149,7 +149,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         serve(Path(sys.argv[2]))
         return
-    from common import command, commit, machine, versions, write_json
+    from common import provenance, write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--verbs", nargs="+", default=list(VERBS), choices=VERBS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    head = {"command": command(), "commit": commit(), "machine": machine()}
+    about = provenance(["torch", "numpy", "faiss-cpu"])
     found, worlds = [], [world for world in WORLDS if world[0] <= options.most]
     with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
         pair = [Version(options.old, Path(old)), Version(options.new, Path(new))]
@@ -170,7 +170,7 @@ def main() -> None:
         ratios = [row["ratio"] for row in found if row["verb"] == verb]
         print(f"{verb}: median {np.median(ratios):.3f}, {min(ratios)} to {max(ratios)}")
     if options.out:
-        write_json(options.out, head | {"versions": versions(["torch", "numpy", "faiss-cpu"]), "rows": found})
+        write_json(options.out, about | {"rows": found})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import each_of, provenance, write_json
 
 import softdb
 from softdb.index.planner import Planner, Way
@@ -124,8 +124,7 @@ def main() -> None:
                     print(rows[-1], flush=True)
             db.close()
     if options.out:
-        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
-        write_json(options.out, {**head, "command": command(), "commit": commit(), "rows": rows})
+        write_json(options.out, {**provenance(["softdb", "torch", "numpy", "faiss-cpu"]), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -80,6 +81,17 @@ def command() -> str:
         words = [program.name, *sys.argv[1:]]
     cut = (":".join(Path(p).name if p.startswith("/") else p for p in word.split(":")) for word in words)
     return shlex.join(cut)
+
+
+def provenance(packages: Iterable[str]) -> dict[str, Any]:
+    """Return the facts that every result file names: machine, package versions, date (UTC), command and commit."""
+    return {
+        "machine": machine(),
+        "versions": versions(packages),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": command(),
+        "commit": commit() or "not recorded",
+    }
 
 
 def in_turn(ways: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
