@@ -23,7 +23,6 @@ from collections.abc import Callable
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np

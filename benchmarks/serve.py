@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, Peak, each_of, in_turn, provenance, spread, write_json
+from common import MIB, Peak, in_turn, provenance, spread, write_json
 from numpy.typing import NDArray
 
 from softdb.tools.bench.datasets import queries_near, world

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import each_of, provenance, write_json
+from common import provenance, write_json
 
 import softdb
 from softdb.index.planner import Planner, Way
