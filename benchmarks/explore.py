@@ -33,7 +33,7 @@ import softdb
 RECORDS, DIM, GROUPS, QUESTIONS = 1_000_000, 128, 500, 10
 
 
-def made(path: Path) -> Path:
+def make_database(path: Path) -> Path:
     """Make a database of clustered records and return its path."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((GROUPS, DIM)).astype(np.float32)
@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     result = provenance(["softdb", "torch", "numpy", "starlette", "uvicorn"]) | {"n": RECORDS, "dim": DIM}
     with tempfile.TemporaryDirectory() as folder:
-        result["milliseconds"] = measured(args.database or made(Path(folder) / "million"))
+        result["milliseconds"] = measured(args.database or make_database(Path(folder) / "million"))
     if args.out:
         write_json(args.out, result)
 

@@ -101,13 +101,13 @@ class Faiss(RowFilterEngine):
         """Train and fill an index of the subclass."""
         self.faiss: Any = import_module("faiss")
         self.faiss.omp_set_num_threads(self.threads)
-        index = self.made(*keys.shape)
+        index = self.empty_index(*keys.shape)
         index.train(keys)
         index.add(keys)
         return index
 
     @abstractmethod
-    def made(self, n: int, dim: int) -> Any:
+    def empty_index(self, n: int, dim: int) -> Any:
         """Return an empty index."""
 
     def prepare(self, wanted: Filter) -> Any:
@@ -129,7 +129,7 @@ class FaissFlat(Faiss):
 
     exact = True
 
-    def made(self, n: int, dim: int) -> Any:
+    def empty_index(self, n: int, dim: int) -> Any:
         """Return a flat index."""
         return self.faiss.IndexFlatIP(dim)
 
@@ -148,7 +148,7 @@ class FaissHNSW(Faiss):
 
     ladders = (EFS,)
 
-    def made(self, n: int, dim: int) -> Any:
+    def empty_index(self, n: int, dim: int) -> Any:
         """Return an empty graph for inner products."""
         index = self.faiss.IndexHNSWFlat(dim, 32, self.faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = 100
@@ -162,7 +162,7 @@ class FaissHNSW(Faiss):
 class FaissIVF(Faiss):
     """FAISS' IVF lists with 4-bit codes; the best candidates are compared exactly."""
 
-    def made(self, n: int, dim: int) -> Any:
+    def empty_index(self, n: int, dim: int) -> Any:
         """Return an empty index with about 4 √n lists, and set the efforts to try."""
         lists = max(16, int(2 ** round(np.log2(4 * n**0.5))))
         probes = sorted({min(lists, round(2 ** (i / 3))) for i in range(60)})

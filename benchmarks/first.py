@@ -54,7 +54,7 @@ print(json.dumps({{name: round(seconds, 4) for name, seconds in times.items()}})
 """
 
 
-def made(folder: Path, n: int, dim: int) -> Path:
+def make_database(folder: Path, n: int, dim: int) -> Path:
     """Make a database with an index and return its path."""
     random = np.random.default_rng(0)
     centres = random.standard_normal((1000, dim), np.float32)
@@ -75,7 +75,7 @@ def main() -> None:
     result = provenance(["softdb", "torch", "numpy", "faiss-cpu"])
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = made(Path(folder), args.n, args.dim)
+        path = make_database(Path(folder), args.n, args.dim)
         for name, call in VERBS.items():
             program = [sys.executable, "-c", PROGRAM.format(call=call), str(path)]
             rows[name] = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)

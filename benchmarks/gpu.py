@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,11 @@ def attention(world: World, db: softdb.SoftDB, rate: float, q: int) -> Iterator[
         raise SystemExit("two runs of the kernel differ; expected the same output to the bit")
     leaves = [batch.clone().requires_grad_() for batch in batches]
     graphs = [(kernel(leaf), leaf) for leaf in leaves]
-    peers = {"torch SDPA": partial(sdpa, world), "torch Flex": flex, "torch loop": partial(loop, world)}
+    peers: dict[str, Callable[[Tensor], Tensor]] = {
+        "torch SDPA": partial(sdpa, world),
+        "torch Flex": flex,
+        "torch loop": partial(loop, world),
+    }
     forward_of = {"softdb, kernel": kernel, "softdb, db.attend": verb, **peers}
     with torch.no_grad():
         seconds = card.in_turn({name: each_of(batches, answer) for name, answer in forward_of.items()})
@@ -232,7 +236,7 @@ def measure(card: Card, n: int, dim: int, result: dict[str, Any]) -> None:
     for part in parts:
         name = f"{getattr(part.func, '__name__', '')}, q = {part.args[-1]}"
         try:
-            if card.left < 20:
+            if card.seconds_left < 20:
                 raise LeftOut("the time is over")
             for row in part():
                 rows.append(row if card.cuda else row | {"met": None})  # the goals are for a GPU

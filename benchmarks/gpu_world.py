@@ -30,7 +30,7 @@ class Card:
         self.cuda = device.type == "cuda"
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the time is over."""
         return self.ends - time.monotonic()
 

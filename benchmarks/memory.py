@@ -137,10 +137,10 @@ class ByHand(Engine):
         self.keys = torch.nn.Parameter(self.world.keys.clone())
         self.values = torch.nn.Parameter(self.world.values.clone())
         self.faiss = faiss
-        self.index = self.made(json.loads((folder / "index.json").read_text()))
+        self.index = self.new_index(json.loads((folder / "index.json").read_text()))
 
     @abstractmethod
-    def made(self, like: dict[str, Any]) -> Any:
+    def new_index(self, like: dict[str, Any]) -> Any:
         """Return a FAISS index of the keys with the settings of softdb's index."""
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class Lists(ByHand):
 
     name = "faiss ivf-flat"
 
-    def made(self, like: dict[str, Any]) -> Any:
+    def new_index(self, like: dict[str, Any]) -> Any:
         """Return lists of full vectors."""
         dim = self.world.dim
         index = self.faiss.IndexIVFFlat(
@@ -178,7 +178,7 @@ class Refined(ByHand):
 
     name = "faiss refined codes"
 
-    def made(self, like: dict[str, Any]) -> Any:
+    def new_index(self, like: dict[str, Any]) -> Any:
         """Return an IndexRefineFlat over IndexIVFPQFastScan."""
         dim = self.world.dim
         inner = self.faiss.index_factory(dim, f"IVF{like['lists']},PQ{dim // 2}x4fs", self.faiss.METRIC_INNER_PRODUCT)
