@@ -112,6 +112,37 @@ def test_figures_are_those_of_the_results(page: str) -> None:
     assert not left, f"{page} quotes figures that no line of FIGURES finds in a result: {left}"
 
 
+WORLDS = {"1m": "1M clustered × 128", "wordnet": "WordNet"}
+
+
+def estimate_rows(name: str) -> list[str]:
+    """Return the rows of the table of estimate.py in benchmarks/README.md."""
+    world = WORLDS[name] + (" 117,659 × 384" if name == "wordnet" else "")
+    return [
+        f"| {world}, T = {line['temperature']}, {label} | {times['softdb_ms']:.2f} ms | {times['exact_ms']:.2f} ms | "
+        f"{times['sdpa_ms']:.1f} ms | {times['of_exact']:.2f} | {times['of_sdpa']:.3f} | "
+        f"{times['codes_read_once_ms']:.2f} ms | {100 * line['answered_exactly']:.0f} % |"
+        for line in loaded(f"estimate-{name}")["tolerance"]
+        for label, times in zip(("one query", "batch of 64", "batch of 256"), timed({"tolerance": [line]}), strict=True)
+    ]
+
+
+def sample_rows(name: str) -> list[str]:
+    """Return the rows of the table of samples.py in benchmarks/README.md."""
+    return [
+        f"| {WORLDS[name]}, T = {line['temperature']}, {'1 query' if line['q'] == 1 else '16 queries'} | "
+        f"{line['by_codes_ms']:.2f} ms | {100 * line['scanned']:.0f} % | {line['by_a_pass_ms']:.1f} ms | "
+        f"{line['attend_exactly_ms']:.1f} ms |"
+        for line in loaded(f"samples-{name}")["times"]
+    ]
+
+
+@pytest.mark.parametrize(("rows", "name"), [(rows, name) for rows in (estimate_rows, sample_rows) for name in WORLDS])
+def test_tables_of_estimates_and_samples_are_those_of_the_results(rows: Callable[[str], list[str]], name: str) -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [row for row in rows(name) if row not in table] == []
+
+
 def test_a_changed_result_shows() -> None:
     result = loaded("find-wordnet")
     figure = FIGURES["README.md"][2]
