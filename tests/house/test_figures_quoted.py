@@ -137,10 +137,10 @@ def sample_rows(name: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("rows", "name"), [(rows, name) for rows in (estimate_rows, sample_rows) for name in WORLDS])
-def test_tables_of_estimates_and_samples_are_those_of_the_results(rows: Callable[[str], list[str]], name: str) -> None:
+def test_tables_of_estimates_and_samples_are_those_of_the_results() -> None:
     table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
-    assert [row for row in rows(name) if row not in table] == []
+    rows = [row for name in WORLDS for row in (*estimate_rows(name), *sample_rows(name))]
+    assert [row for row in rows if row not in table] == []
 
 
 def test_a_changed_result_shows() -> None:
