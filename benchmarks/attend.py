@@ -206,12 +206,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     world = World(args.n, args.dim)
     db, half = world.database(), world.database("float16")
-    result: dict[str, Any] = {
-        **provenance(["softdb", "torch", "numpy", "pykeops"]),
-        "n": args.n,
-        "dim": args.dim,
-        "threads": args.threads,
-    }
+    result = provenance(["softdb", "torch", "numpy", "pykeops"])
+    result |= {"n": args.n, "dim": args.dim, "threads": args.threads}
     for q in map(int, args.queries.split(",")):
         result[f"forward, q = {q}"] = forward(world, db, half, q, args.rounds)
         print(f"forward, q = {q}: {result[f'forward, q = {q}']}", flush=True)

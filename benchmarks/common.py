@@ -25,23 +25,9 @@ from softdb.tools.bench import report
 from softdb.tools.bench.report import MIB, in_turn, spread, versions, write_json
 
 __all__ = [
-    "IN_MEMORY",
-    "MB",
-    "MIB",
-    "Peak",
-    "anonymous_bytes",
-    "bytes_on_disk",
-    "disk_write_rate",
-    "each_of",
-    "file_system",
-    "files_in",
-    "in_turn",
-    "machine",
-    "provenance",
-    "spread",
-    "versions",
-    "write_json",
-]
+    "IN_MEMORY", "MB", "MIB", "Peak", "anonymous_bytes", "bytes_on_disk", "disk_write_rate", "each_of",
+    "file_system", "files_in", "in_turn", "machine", "provenance", "spread", "versions", "write_json",
+]  # fmt: skip
 
 SIDE = 2048  # rows and columns of the matrices that sgemm multiplies
 NUMBERS_READ = 1 << 25  # float32 numbers that are summed to measure the read rate

@@ -279,10 +279,7 @@ def main() -> None:
         print(table(args.table))
         return
     torch.set_num_threads(args.threads)
-    result: dict[str, Any] = {
-        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "cells": [],
-    }
+    result = provenance(["softdb", "torch", "numpy", "faiss-cpu"]) | {"cells": []}
     for cell in run(args):
         print(line(cell), flush=True)
         changed = bool(result["cells"]) and cell["world"] != result["cells"][-1]["world"]

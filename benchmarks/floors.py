@@ -159,12 +159,7 @@ def main() -> None:
     if args.here:
         print(json.dumps(measure(args.n, args.dim, args.threads, args.rounds)))
         return
-    result: dict[str, Any] = {
-        **provenance(["softdb", "torch", "numpy"]),
-        "n": args.n,
-        "dim": args.dim,
-        "threads": args.threads,
-    }
+    result = provenance(["softdb", "torch", "numpy"]) | {"n": args.n, "dim": args.dim, "threads": args.threads}
     for level in args.levels.split(",") if args.levels else native().levels():
         arguments = [f"--{name}={getattr(args, name)}" for name in ("n", "dim", "rounds", "threads")]
         environment = {**os.environ, **LIBRARIES.get(level, {}), "SOFTDB_SIMD_LEVEL": level}

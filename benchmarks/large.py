@@ -133,9 +133,7 @@ def main() -> None:
     if args.step:
         print(json.dumps(STEPS[args.step](args.folder / "db", args)))
         return
-    result: dict[str, Any] = {
-        **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
-    }
+    result = provenance(["softdb", "torch", "numpy", "faiss-cpu"])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for step in STEPS:
             command = [sys.executable, *sys.argv, "--step", step, "--folder", folder]
