@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -112,6 +113,7 @@ def test_figures_are_those_of_the_results(page: str) -> None:
     assert not left, f"{page} quotes figures that no line of FIGURES finds in a result: {left}"
 
 
+PICTURES = {"find-wordnet": "", "find-clustered": " at a million"}  # words of their alternative texts
 WORLDS = {"1m": "1M clustered × 128", "wordnet": "WordNet"}
 
 
@@ -137,10 +139,49 @@ def sample_rows(name: str) -> list[str]:
     ]
 
 
+def lines_of_report() -> list[str]:
+    return (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+
+
 def test_tables_of_estimates_and_samples_are_those_of_the_results() -> None:
-    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [row for name in WORLDS for row in (*estimate_rows(name), *sample_rows(name))]
-    assert [row for row in rows if row not in table] == []
+    assert [row for row in rows if row not in lines_of_report()] == []
+
+
+def test_the_table_of_error_bars_is_that_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("error_bars_report").table([RESULTS / "error-bars.json"])
+    quoted = (0, 2, 6, 7, 9, 11, 13, 14)  # columns: world, verb, inside, least, met, bar / error, pooled, ms
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if " | candidates | " in line]
+    assert len(rows) == 102
+    assert [
+        row for row in (f"| {' | '.join(row[i] for i in quoted)} |" for row in rows) if row not in lines_of_report()
+    ] == []
+
+
+def agrees(quoted: str, value: float) -> bool:
+    """Return whether the quoted number is the value, rounded to the digits that it shows."""
+    digits = quoted.replace(",", "")
+    decimals = len(digits.partition(".")[2])
+    unit = 10.0**-decimals if decimals else 10.0 ** (len(digits) - len(digits.rstrip("0")))
+    return abs(value - float(digits)) <= 0.5001 * unit
+
+
+@pytest.mark.parametrize(("name", "rows"), [("find-wordnet", 17), ("find-clustered", 4)])
+def test_rows_of_the_finding_tables_are_rows_of_the_results(name: str, rows: int) -> None:
+    start = next(
+        i
+        for i, line in enumerate(lines_of_report())
+        if line == f"![recall and speed{PICTURES[name]}](results/{name}.png)"
+    )
+    table = [line.replace("**", "").split(" | ") for line in lines_of_report()[start + 4 : start + 4 + rows]]
+    measured = [
+        (row["recall"], row["batch_queries_s"]["median"], row["single_ms"]["median"]) for row in loaded(name)["rows"]
+    ]
+    for _, *cells in table:
+        quoted = [cell.removesuffix(" ms") for cell in cells[:3]]
+        assert any(all(map(agrees, quoted, figures)) for figures in measured), quoted
 
 
 def test_a_changed_result_shows() -> None:
