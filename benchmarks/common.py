@@ -39,8 +39,14 @@ Batch = TypeVar("Batch")
 
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:
-    """Return what every result file names: machine with its rates, versions, date, command and commit."""
-    return report.provenance(packages) | {"machine": machine()}
+    """Return what every result file names: machine with its rates, versions, date (UTC), command and commit."""
+    return {
+        "machine": machine(),
+        "versions": versions(packages),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": report.command(),
+        "commit": report.commit() or "not recorded",
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -193,7 +193,7 @@ def main() -> None:
                 entry["reason"] = old.get(change, {}).get("reason", "")
             entries.append(entry)
             print(f"{number}: {entry['killed_by'] or 'SURVIVED'}: {change}", flush=True)
-    from softdb.tools.bench.report import provenance, write_json  # imported last: no fork may have softdb loaded
+    from common import provenance, write_json  # imported last: it imports softdb, which no fork may have
 
     survived = sum(not entry["killed_by"] for entry in entries)
     about = {"seed": options.seed, "of": len(candidates), "survived": survived}

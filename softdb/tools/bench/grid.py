@@ -22,7 +22,7 @@ from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import Engine, Progress, Setup, pin_threads
 from softdb.tools.bench.exam import Exam, true_nearest
 from softdb.tools.bench.peers import ENGINES
-from softdb.tools.bench.report import compared, in_turn, provenance, spread
+from softdb.tools.bench.report import command, commit, compared, in_turn, machine, spread, versions
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
@@ -122,7 +122,11 @@ def run(
             rows += _measured(entries, exams, goal, ask, leave, progress)
     packages = ["softdb", "torch", "numpy", *(package for kind in kinds for package in kind.packages)]
     return {
-        **provenance(dict.fromkeys(packages)),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": command(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(dict.fromkeys(packages)),
         "data": {
             "name": data.name, "n": data.n, "dim": data.dim, "metric": data.metric.value, "queries": len(data.queries),
         },

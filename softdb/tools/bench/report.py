@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -60,8 +59,7 @@ def commit() -> str | None:
     source = Path(__file__).resolve()
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=source.parent, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["git", *words], cwd=source.parent, text=True, stderr=subprocess.DEVNULL).strip()
 
     try:
         git("ls-files", "--error-unmatch", source.name)  # installed, it may lie within another project's repository
@@ -81,17 +79,6 @@ def command() -> str:
         words = [program.name, *sys.argv[1:]]
     cut = (":".join(Path(p).name if p.startswith("/") else p for p in word.split(":")) for word in words)
     return shlex.join(cut)
-
-
-def provenance(packages: Iterable[str]) -> dict[str, Any]:
-    """Return the facts that every result file names: machine, package versions, date (UTC), command and commit."""
-    return {
-        "machine": machine(),
-        "versions": versions(packages),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": command(),
-        "commit": commit() or "not recorded",
-    }
 
 
 def in_turn(ways: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
