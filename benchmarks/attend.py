@@ -2,9 +2,10 @@
 
     python benchmarks/attend.py --n 1000000 --dim 128 --out benchmarks/results/attend.json
 
-softdb answers through `db.attend`, from a database held in memory as the peers' tensors are. Every answer is checked
-before its time counts: against float64 on a few queries, and against torch on all. Rounds go over the engines in turn,
-so that a busy moment hits them alike; the ratio is the median of the rounds' own.
+softdb answers through `db.attend`, from a database in memory, as the peers' tensors are. Every answer is checked before
+its time counts: against float64 on a few queries, and against torch on all. Each round calls the engines in turn with
+the same queries, so that a busy moment slows all of them; the next round has other queries. A ratio is the median of
+the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import MIB, command, commit, in_turn, machine, spread, versions, write_json
+from common import MIB, each_of, in_turn, provenance, spread, write_json
 from torch import Tensor
 
 import softdb
 from softdb import scores
 
-Answer = Callable[[], Tensor]
+Answer = Callable[[Tensor], Tensor]  # queries (q, d) to output (q, v)
 
 
 class World:
-    """Keys, values and queries of dot products of unit spread, and a database of them."""
+    """Keys and values drawn from a normal distribution, the queries to ask, and databases of them."""
 
     def __init__(self, n: int, dim: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -38,12 +39,12 @@ class World:
         self.generator = generator
 
     def queries(self, q: int) -> Tensor:
-        """(q, dim), each with scores of standard deviation 1."""
-        found: Tensor = torch.randn(q, self.dim, generator=self.generator) / self.dim**0.5
-        return found
+        """Draw new queries (q, dim), whose scores have standard deviation 1."""
+        queries: Tensor = torch.randn(q, self.dim, generator=self.generator) / self.dim**0.5
+        return queries
 
     def database(self, dtype: Literal["float32", "float16"] = "float32") -> softdb.SoftDB:
-        """The records, in memory."""
+        """Return a database of the records in memory."""
         db = softdb.open(None, dim=self.dim, value_dim=self.dim, dtype=dtype)
         for low in range(0, self.n, 1 << 17):
             high = min(self.n, low + (1 << 17))
@@ -51,21 +52,21 @@ class World:
         return db
 
     def torch(self, queries: Tensor) -> Tensor:
-        """torch's attention."""
-        found = torch.nn.functional.scaled_dot_product_attention(
+        """Return the output of torch's scaled_dot_product_attention."""
+        output = torch.nn.functional.scaled_dot_product_attention(
             queries[None, None], self.keys[None, None], self.values[None, None], scale=1.0
         )
-        return found[0, 0]
+        return output[0, 0]
 
     def naive(self, queries: Tensor) -> Tensor:
-        """softmax(QKᵀ)V as it stands."""
+        """Return softmax(QKᵀ)V, all scores in memory at once."""
         return (queries @ self.keys.T).softmax(1) @ self.values
 
     def truth(self, queries: Tensor) -> Tensor:
-        """The same in float64, in blocks."""
+        """Return softmax(QKᵀ)V in float64, computed in blocks."""
         wide = queries.double()
         output, total = (torch.zeros(len(queries), width, dtype=torch.float64) for width in (self.dim, 1))
-        logits = torch.cat([wide @ part.double().T for part in torch.split(self.keys, 1 << 16)], dim=1)
+        logits = torch.cat([wide @ block.double().T for block in torch.split(self.keys, 1 << 16)], dim=1)
         top = logits.amax(1, keepdim=True)
         for low in range(0, self.n, 1 << 16):
             weights = (logits[:, low : low + (1 << 16)] - top).exp()
@@ -74,123 +75,123 @@ class World:
         return output / total
 
 
-def checked(name: str, found: Tensor, expected: Tensor, values: Tensor) -> float:
-    """The largest error in a row, over the longest value; raises where it is more than 1e-5."""
-    error = float((found.double() - expected.double()).norm(dim=1).max() / values.norm(dim=1).max())
+def checked(name: str, output: Tensor, expected: Tensor, values: Tensor) -> float:
+    """Return the largest error of a row over the norm of the longest value; raise SystemExit above 1e-5."""
+    error = float((output.double() - expected.double()).norm(dim=1).max() / values.norm(dim=1).max())
     if not error <= 1e-5:
-        raise SystemExit(f"{name} is wrong by {error:.1e} of the longest value; no time counts")
+        raise SystemExit(f"{name} is wrong by {error:.1e} of the longest value; expected at most 1e-5")
     return error
 
 
-def timed(answers: dict[str, Answer], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each engine, and its ratio to the first in the same round."""
-    found = {name: [1e3 * spent for spent in seconds] for name, seconds in in_turn(answers, rounds).items()}
-    first = next(iter(found.values()))
+def timed(answers: dict[str, Answer], batches: list[Tensor], rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds of each engine, and its ratio to the first engine in the same round."""
+    calls = {name: each_of(batches, answer) for name, answer in answers.items()}
+    milliseconds = {name: [1e3 * spent for spent in seconds] for name, seconds in in_turn(calls, rounds).items()}
+    first = next(iter(milliseconds.values()))
     return {
         name: {
             **{key: round(value, 2) for key, value in spread(times).items()},
-            "ratio": round(statistics.median(mine / theirs for mine, theirs in zip(times, first, strict=True)), 3),
+            "ratio": round(statistics.median(own / base for own, base in zip(times, first, strict=True)), 3),
         }
-        for name, times in found.items()
+        for name, times in milliseconds.items()
     }
 
 
-def most_mib(answer: Answer) -> float:
-    """The most memory that an answer holds at once. softdb's compiled loops take theirs from numpy, which tells."""
+def peak_mib(answer: Answer, queries: Tensor) -> float:
+    """Return the peak of the memory that Python and numpy allocate for an answer, in MiB."""
     tracemalloc.start()
-    answer()
-    _, most = tracemalloc.get_traced_memory()
+    answer(queries)
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return round(most / MIB, 2)
+    return round(peak / MIB, 2)
 
 
-def gradient(answer: Callable[[Tensor], Tensor], queries: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the queries, forward and backward."""
+def gradient(answer: Answer, queries: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the queries (q, d), by a forward and a backward pass."""
     leaf = queries.clone().requires_grad_()
-    (found,) = torch.autograd.grad(answer(leaf), leaf, grad)
-    return found
+    (grad_queries,) = torch.autograd.grad(answer(leaf), leaf, grad)
+    return grad_queries
 
 
 def forward(world: World, db: softdb.SoftDB, half: softdb.SoftDB, q: int, rounds: int) -> dict[str, Any]:
-    """One answer over all records."""
-    queries = world.queries(q)
+    """Measure the output of every engine for q queries."""
+    batches = [world.queries(q) for _ in range(rounds + 1)]  # one more for the round that warms up
+    queries = batches[0]
     with torch.no_grad():
         answers: dict[str, Answer] = {
-            "torch": lambda: world.torch(queries),
-            "softdb": lambda: db.attend(queries).output,
-            "softdb float16": lambda: half.attend(queries).output,
-            "softdb cosine": lambda: db.attend(queries, score=scores.Cosine()).output,
-            "softdb l2": lambda: db.attend(queries, score=scores.NegativeL2()).output,
+            "torch": world.torch,
+            "softdb": lambda queries: db.attend(queries).output,
+            "softdb float16": lambda queries: half.attend(queries).output,
+            "softdb cosine": lambda queries: db.attend(queries, score=scores.Cosine()).output,
+            "softdb l2": lambda queries: db.attend(queries, score=scores.NegativeL2()).output,
         }
-        answers["reading keys and values"] = lambda: world.keys.sum() + world.values.sum()
+        answers["reading keys and values"] = lambda _: world.keys.sum() + world.values.sum()
         if q <= 64:
-            answers["naive"] = lambda: world.naive(queries)
-        truth = world.truth(queries[:8])
-        errors = {name: checked(name, answers[name]()[:8], truth, world.values) for name in ("torch", "softdb")}
-        checked("softdb, all queries", answers["softdb"](), answers["torch"](), world.values)
-        close = (answers["softdb float16"]() - answers["torch"]()).norm(dim=1).max() / world.values.norm(dim=1).max()
-        times = timed(answers, rounds)
-        extra = most_mib(answers["softdb"])
-    return {"errors": errors, "float16 error": float(close), "ms": times, "extra_mib": extra}
+            answers["naive"] = world.naive
+        truth, outputs = world.truth(queries[:8]), {name: answers[name](queries) for name in list(answers)[:3]}
+        errors = {name: checked(name, outputs[name][:8], truth, world.values) for name in ("torch", "softdb")}
+        checked("softdb, all queries", outputs["softdb"], outputs["torch"], world.values)
+        off = (outputs["softdb float16"] - outputs["torch"]).norm(dim=1).max() / world.values.norm(dim=1).max()
+        times = timed(answers, batches, rounds)
+        extra = peak_mib(answers["softdb"], queries)
+    return {"errors": errors, "float16 error": float(off), "ms": times, "extra_mib": extra}
 
 
 def both_ways(world: World, db: softdb.SoftDB, q: int, rounds: int) -> dict[str, Any]:
-    """The answer and the gradient of the queries."""
-    queries, grad = world.queries(q), torch.randn(q, world.dim, generator=world.generator)
+    """Measure the output and the gradient of the queries."""
+    batches, grad = [world.queries(q) for _ in range(rounds + 1)], torch.randn(q, world.dim, generator=world.generator)
     answers: dict[str, Answer] = {
-        "torch": lambda: gradient(world.torch, queries, grad),
-        "softdb": lambda: gradient(lambda leaf: db.attend(leaf).output, queries, grad),
+        "torch": lambda queries: gradient(world.torch, queries, grad),
+        "softdb": lambda queries: gradient(lambda leaf: db.attend(leaf).output, queries, grad),
     }
-    one, other = answers["torch"](), answers["softdb"]()
-    error = float((one - other).norm(dim=1).max() / one.norm(dim=1).max())
+    expected, grad_queries = answers["torch"](batches[0]), answers["softdb"](batches[0])
+    error = float((expected - grad_queries).norm(dim=1).max() / expected.norm(dim=1).max())
     if not error <= 1e-4:
-        raise SystemExit(f"the gradient is wrong by {error:.1e}; no time counts")
-    times = timed(answers, rounds)
-    return {"error": error, "ms": times, "extra_mib": most_mib(answers["softdb"])}
+        raise SystemExit(f"the gradient is wrong by {error:.1e}; expected at most 1e-4")
+    times = timed(answers, batches, rounds)
+    return {"error": error, "ms": times, "extra_mib": peak_mib(answers["softdb"], batches[0])}
 
 
 def peaked(world: World, db: softdb.SoftDB, q: int, rounds: int) -> dict[str, Any]:
-    """Weights that few records hold: blocks that cannot matter are not pooled."""
-    queries = world.queries(q)
-    expected = (world.truth(queries[:8] / 0.05)).float()
-    checked("softdb, peaked", db.attend(queries[:8], temperature=0.05).output, expected, world.values)
+    """Measure a low temperature, where few records hold the weight and softdb skips blocks that add nothing."""
+    batches = [world.queries(q) for _ in range(rounds + 1)]
+    few = batches[0][:8]
+    checked("softdb, peaked", db.attend(few, temperature=0.05).output, world.truth(few / 0.05), world.values)
+    answers: dict[str, Answer] = {
+        "torch": lambda queries: world.torch(queries / 0.05),
+        "softdb": lambda queries: db.attend(queries, temperature=0.05).output,
+    }
     with torch.no_grad():
-        return timed(
-            {
-                "torch": lambda: world.torch(queries / 0.05),
-                "softdb": lambda: db.attend(queries, temperature=0.05).output,
-            },
-            rounds,
-        )
+        return timed(answers, batches, rounds)
 
 
 def keops(n: int, rounds: int) -> dict[str, Any] | None:
-    """KeOps' softmax reduction on n records of several widths; None where it is not installed."""
+    """Measure KeOps' softmax reduction on n records of several widths; return None if it is not installed."""
     try:
         from pykeops.torch import LazyTensor
     except ImportError:
         return None
-    found = {}
+    times = {}
     for dim in (3, 64, 128):
         world = World(n, dim)
-        db, queries = world.database(), world.queries(64)
+        db, batches = world.database(), [world.queries(64) for _ in range(rounds + 1)]
 
-        def reduced(world: World = world, queries: Tensor = queries) -> Tensor:
+        def reduced(queries: Tensor, world: World = world) -> Tensor:
             score = LazyTensor(queries[:, None, :]) | LazyTensor(world.keys[None])
-            found: Tensor = score.sumsoftmaxweight(LazyTensor(world.values[None]), axis=1)
-            return found
+            output: Tensor = score.sumsoftmaxweight(LazyTensor(world.values[None]), axis=1)
+            return output
 
-        def ours(db: softdb.SoftDB = db, queries: Tensor = queries) -> Tensor:
+        def attended(queries: Tensor, db: softdb.SoftDB = db) -> Tensor:
             return db.attend(queries).output
 
-        checked("KeOps", reduced(), world.naive(queries), world.values)
-        checked("softdb", ours(), world.naive(queries), world.values)
-        found[f"d = {dim}"] = timed({"KeOps": reduced, "softdb": ours}, rounds)
-    return found
+        for name, answer in (("KeOps", reduced), ("softdb", attended)):
+            checked(name, answer(batches[0]), world.naive(batches[0]), world.values)
+        times[f"d = {dim}"] = timed({"KeOps": reduced, "softdb": attended}, batches, rounds)
+    return times
 
 
 def main() -> None:
-    """Ask every question and write what was found."""
+    """Measure every number of queries and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=128)
@@ -200,33 +201,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--keops-n", type=int, default=100_000)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    world = World(given.n, given.dim)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    world = World(args.n, args.dim)
     db, half = world.database(), world.database("float16")
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "pykeops"]),
-        "command": command(),
-        "commit": commit(),
-        "n": given.n,
-        "dim": given.dim,
-        "threads": given.threads,
-    }
-    for q in map(int, given.queries.split(",")):
-        result[f"forward, q = {q}"] = found = forward(world, db, half, q, given.rounds)
-        print(f"forward, q = {q}: {found}", flush=True)
-    for q in map(int, given.gradients.split(",")):
-        result[f"forward and backward, q = {q}"] = found = both_ways(world, db, q, max(3, given.rounds // 2))
-        print(f"forward and backward, q = {q}: {found}", flush=True)
-    result["peaked, T = 0.05, q = 64"] = peaked(world, db, 64, given.rounds)
+    result = provenance(["softdb", "torch", "numpy", "pykeops"])
+    result |= {"n": args.n, "dim": args.dim, "threads": args.threads}
+    for q in map(int, args.queries.split(",")):
+        result[f"forward, q = {q}"] = forward(world, db, half, q, args.rounds)
+        print(f"forward, q = {q}: {result[f'forward, q = {q}']}", flush=True)
+    for q in map(int, args.gradients.split(",")):
+        name = f"forward and backward, q = {q}"
+        result[name] = both_ways(world, db, q, max(3, args.rounds // 2))
+        print(f"{name}: {result[name]}", flush=True)
+    result["peaked, T = 0.05, q = 64"] = peaked(world, db, 64, args.rounds)
     del world, db, half
     gc.collect()
-    result["KeOps, q = 64"] = keops(given.keops_n, given.rounds)
+    result["KeOps, q = 64"] = keops(args.keops_n, args.rounds)
     print(result["peaked, T = 0.05, q = 64"], result["KeOps, q = 64"], sep="\n")
-    if given.out:
-        write_json(given.out, result)
+    if args.out:
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

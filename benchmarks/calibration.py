@@ -1,10 +1,11 @@
-"""Class distributions of handwritten digits: how far to trust them, by log loss and by reliability.
+"""Calibration of class probabilities of handwritten digits: log loss and reliability.
 
     python benchmarks/calibration.py
 
-scikit-learn's KNeighborsClassifier, its number of neighbours and weights chosen by cross-validated log loss on the
-training half, against SoftKNeighborsClassifier with all its defaults. Five splits into halves. Reliability: of the
-predictions of a probability, how many were right. Writes results/calibration-digits.json and .png.
+The peer is scikit-learn's KNeighborsClassifier, with the number of neighbours and the weights chosen by cross-validated
+log loss on the training half. SoftKNeighborsClassifier has all its defaults. There are five splits into halves.
+Reliability compares the predicted probability with the share of predictions that were right. The script writes
+results/calibration-digits.json and .png.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, train_test_split
@@ -31,9 +32,9 @@ SPLITS, BINS = 5, 10
 CHOICE = {"n_neighbors": [1, 2, 3, 5, 8, 12, 20, 30, 50], "weights": ["uniform", "distance"]}
 
 
-def reliability(told: Any, true: Any) -> tuple[Any, Any, Any]:  # (q, c), (q,) -> (bins,), (bins,), (bins,)
-    """The mean top probability of each bin, the share that was right, and how many there are."""
-    top, right = told.max(axis=1), told.argmax(axis=1) == true
+def reliability(probabilities: Any, true: Any) -> tuple[Any, Any, Any]:  # (q, c), (q,) -> (bins,), (bins,), (bins,)
+    """Return, for each bin, the mean top probability, the share of right predictions and the number of predictions."""
+    top, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == true
     bins = np.minimum((top * BINS).astype(int), BINS - 1)
     count = np.bincount(bins, minlength=BINS)
     with np.errstate(invalid="ignore"):
@@ -41,45 +42,40 @@ def reliability(told: Any, true: Any) -> tuple[Any, Any, Any]:  # (q, c), (q,) -
 
 
 def main() -> None:
-    """Measure, print, and draw."""
+    """Measure, print and draw."""
     digits, labels = load_digits(return_X_y=True)
-    found: dict[str, dict[str, list[Any]]] = {}
+    runs: dict[str, dict[str, list[Any]]] = {}
     for seed in range(SPLITS):
-        train, test, told, true = train_test_split(digits, labels, test_size=0.5, random_state=seed)
-        chosen = GridSearchCV(KNeighborsClassifier(), CHOICE, scoring="neg_log_loss", cv=5).fit(train, told)
+        train, test, train_labels, true = train_test_split(digits, labels, test_size=0.5, random_state=seed)
+        search = GridSearchCV(KNeighborsClassifier(), CHOICE, scoring="neg_log_loss", cv=5).fit(train, train_labels)
         models = {
-            "KNeighborsClassifier()": KNeighborsClassifier().fit(train, told),
-            "KNeighborsClassifier, chosen": chosen.best_estimator_,
-            "SoftKNeighborsClassifier()": SoftKNeighborsClassifier().fit(train, told),
-            "SoftKNeighborsClassifier(20)": SoftKNeighborsClassifier(20).fit(train, told),
+            "KNeighborsClassifier()": KNeighborsClassifier().fit(train, train_labels),
+            "KNeighborsClassifier, chosen": search.best_estimator_,
+            "SoftKNeighborsClassifier()": SoftKNeighborsClassifier().fit(train, train_labels),
+            "SoftKNeighborsClassifier(20)": SoftKNeighborsClassifier(20).fit(train, train_labels),
         }
         for name, model in models.items():
-            shares = model.predict_proba(test)
-            mine = found.setdefault(name, {"log_loss": [], "accuracy": [], "shares": [], "true": []})
-            mine["log_loss"].append(log_loss(true, shares))
-            mine["accuracy"].append(float((shares.argmax(axis=1) == true).mean()))
-            mine["shares"].append(shares)
-            mine["true"].append(true)
+            probabilities = model.predict_proba(test)
+            run = runs.setdefault(name, {"log_loss": [], "accuracy": [], "probabilities": [], "true": []})
+            run["log_loss"].append(log_loss(true, probabilities))
+            run["accuracy"].append(float((probabilities.argmax(axis=1) == true).mean()))
+            run["probabilities"].append(probabilities)
+            run["true"].append(true)
     figure, axes = plt.subplots(figsize=(4.6, 4), layout="constrained")
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     rows = {}
-    for (name, mine), marker in zip(found.items(), "so^v", strict=True):
-        means, right, count = reliability(np.concatenate(mine.pop("shares")), np.concatenate(mine.pop("true")))
-        off = float(np.nansum(np.abs(means - right) * count) / count.sum())
-        rows[name] = {**mine, "calibration_error": off}
-        loss = np.median(mine["log_loss"])
-        print(f"{name:32} log loss {loss:.3f}, accuracy {np.median(mine['accuracy']):.3f}, off by {off:.3f}")
-        drawn = count >= 10
-        axes.plot(means[drawn], right[drawn], marker=marker, markersize=4, label=f"{name}: log loss {loss:.3f}")
+    for (name, run), marker in zip(runs.items(), "so^v", strict=True):
+        means, right, count = reliability(np.concatenate(run.pop("probabilities")), np.concatenate(run.pop("true")))
+        error = float(np.nansum(np.abs(means - right) * count) / count.sum())
+        rows[name] = {**run, "calibration_error": error}
+        loss, accuracy = np.median(run["log_loss"]), np.median(run["accuracy"])
+        print(f"{name:32} log loss {loss:.3f}, accuracy {accuracy:.3f}, calibration error {error:.3f}")
+        large = count >= 10  # smaller bins say little
+        axes.plot(means[large], right[large], marker=marker, markersize=4, label=f"{name}: log loss {loss:.3f}")
     axes.set(xlabel="probability of the predicted digit", ylabel="share of predictions that were right")
     axes.legend(fontsize=7)
     figure.savefig(RESULTS / "calibration-digits.png", dpi=110)
-    about = {
-        "machine": machine(),
-        "versions": versions(["torch", "scikit-learn"]),
-        "commit": commit(),
-        "command": command(),
-    }
+    about = provenance(["torch", "scikit-learn"])
     write_json(RESULTS / "calibration-digits.json", {**about, "splits": SPLITS, "rows": rows})
 
 

@@ -1,4 +1,4 @@
-"""What grows with records and with hosts, each by itself, for scaling_model.py: see cluster.py, which runs this."""
+"""Times by the number of records and by the number of hosts, for scaling_model.py; run by cluster.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from cluster_transports import ms, ray_nodes, timed
+from common import each_of
 
 import softdb
 from softdb.check import Metric
@@ -18,13 +19,13 @@ from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.handle import Cluster
 from softdb.cluster.shard import ClusterShard, Describe, Description, Draw, Message, PassOver, ShardQuery, ShardReplies
 
-DIM, BATCH = 128, 100_000  # of keys and values; records inserted at once
-DRAWS = 400  # of a round
-HOSTS, ANSWERS = (1, 2, 4, 8), (1, 4, 16, 64, 256)
+DIM, BATCH = 128, 100_000  # width of keys and values; records in an insert
+DRAWS = 400  # draws of a round
+HOSTS, ANSWERS = (1, 2, 4, 8), (1, 4, 16, 64, 256)  # actors that are called; answers that a caller merges
 
 
 def filled(n: int) -> softdb.SoftDB:
-    """So many records of a key and a value."""
+    """Return a database of n random records with a key and a value."""
     random, db = np.random.default_rng(0), softdb.open(None, dim=DIM, value_dim=DIM)
     for low in range(0, n, BATCH):
         keys, values = (random.standard_normal((min(BATCH, n - low), DIM), np.float32) for _ in range(2))
@@ -33,117 +34,115 @@ def filled(n: int) -> softdb.SoftDB:
 
 
 def passes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Milliseconds of one shard's pass for one query, and of a round of draws, by its number of records."""
-    found, question = [], ShardQuery(np.random.default_rng(1).standard_normal((1, DIM), np.float32) / 4, Metric.DOT)
+    """Measure milliseconds of one shard's pass for one query, and of a round of draws, by its number of records."""
+    random, rows = np.random.default_rng(1), []
+    queries = [ShardQuery(random.standard_normal((1, DIM), np.float32) / 4, Metric.DOT) for _ in range(repeats)]
     for n in sizes:
         db = filled(n)
-        shard, one = DatabaseShard(db, 0, 1), np.zeros(1, np.int64)
+        shard, drawn = DatabaseShard(db, 0, 1), np.full(1, DRAWS, np.int64)
 
-        def draw(seed: int, shard: DatabaseShard = shard, one: Any = one) -> object:
-            told = Draw(shard.db.generation, question, True, one + DRAWS, seed, 0.95, True)
-            return shard.answer(told)
+        def scan(query: ShardQuery, shard: DatabaseShard = shard) -> object:
+            return shard.answer(PassOver(shard.db.generation, query))
 
-        asked = functools.partial(shard.answer, PassOver(db.generation, question))
-        timed(asked, 3)
-        line: dict[str, Any] = {"n": n, "bytes": n * 2 * DIM * 4, "pass": ms(timed(asked, repeats))}
+        def draw(seed: int, shard: DatabaseShard = shard, drawn: Any = drawn) -> object:
+            return shard.answer(Draw(shard.db.generation, queries[seed % repeats], True, drawn, seed, 0.95, True))
+
+        scans = each_of(queries, scan)
+        timed(scans, 3)
+        row: dict[str, Any] = {"n": n, "bytes": n * 2 * DIM * 4, "pass": ms(timed(scans, repeats))}
         db.build_index("ivf", recall=0.9)
-        for seed in range(3):
-            draw(seed)
-        seconds = []
-        for seed in range(repeats):  # each draws anew: what was drawn before is not in the cache
-            begun = time.perf_counter()
-            draw(seed)
-            seconds.append(time.perf_counter() - begun)
-        line["round"] = ms(seconds)
-        found.append(line)
-        print(json.dumps(line), flush=True)
+        draws = each_of(range(3 + repeats), draw)  # another seed each time: earlier draws would be in the cache
+        timed(draws, 3)
+        row["round"] = ms(timed(draws, repeats))
+        rows.append(row)
+        print(json.dumps(row), flush=True)
         db.close()
-    return found
+    return rows
 
 
 class Canned:
-    """A transport whose hosts answer at once, as they did before."""
+    """A transport that repeats a stored reply, so that only the caller's work takes time."""
 
     collective = False
 
     def __init__(self, shard: ClusterShard, hosts: int) -> None:
-        self.shards, self.shard, self.kept, self.asked = hosts, shard, dict[type, Any](), 0
+        self.shards, self.shard, self.replies, self.asked = hosts, shard, dict[type, Any](), 0
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """The same reply from each."""
+        """Return the reply to the first message of this kind, for each shard."""
         self.asked += 1
         kind = type(next(iter(asks.values())))
-        if kind not in self.kept:
-            self.kept[kind] = self.shard.answer(next(iter(asks.values())))
-        reply = self.kept[kind]
+        if kind not in self.replies:
+            self.replies[kind] = self.shard.answer(next(iter(asks.values())))
+        reply = self.replies[kind]
         if kind is Describe:
             own: Description = reply
             return ShardReplies({shard: own._replace(shard=shard, shards=self.shards) for shard in asks}, {})
         return ShardReplies(dict.fromkeys(asks, reply), {})
 
     def anyone(self, more: bool) -> bool:
-        """Itself."""
+        """Return `more`: there is no other rank."""
         return more
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 def callers(repeats: int) -> list[dict[str, Any]]:
-    """Milliseconds of the caller's own work, by the number of answers that it merges."""
-    db, found = filled(1000), []
-    query = torch.ones(1, DIM) / 8
+    """Measure milliseconds of the caller's own work, by the number of answers that it merges."""
+    db, rows = filled(1000), []
+    query = torch.ones(1, DIM) / 8  # the replies are stored ones: another query would change nothing
     for hosts in ANSWERS:
         transport = Canned(DatabaseShard(db, 0, 1), hosts)
         cluster = Cluster(transport)
-        asked: dict[str, Callable[[], object]] = {
+        calls: dict[str, Callable[[], object]] = {
             "exact": functools.partial(cluster.attend, query),
             "estimate": functools.partial(cluster.attend, query, rtol=0.05, max_draws=1),
         }
-        line: dict[str, Any] = {"hosts": hosts}
-        for name, ask in asked.items():
-            timed(ask, 5)
+        row: dict[str, Any] = {"hosts": hosts}
+        for name, call in calls.items():
+            timed(call, 5)
             transport.asked = 0
-            line[name] = ms(timed(ask, repeats))
+            row[name] = ms(timed(call, repeats))
             if transport.asked != repeats:
-                raise SystemExit(f"{name}: {transport.asked / repeats} questions; a line is of one")
-        found.append(line)
-        print(json.dumps(line), flush=True)
-    return found
+                raise SystemExit(f"{name}: {transport.asked / repeats} rounds of messages a query; expected 1")
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
 
 
 def fan_out(repeats: int) -> list[dict[str, Any]]:
-    """Milliseconds to send an exact question to bare actors and take their answers: by the clock, and of processor."""
-    found = []
-    sent, back = bytes(4 * DIM + 200), 4 * (DIM + 1) + 100
+    """Measure milliseconds of the clock and of the processor to call bare actors and take their replies."""
+    rows = []
+    request, reply_bytes = bytes(4 * DIM + 200), 4 * (DIM + 1) + 100
     with ray_nodes(1) as ray:
 
         class Bare:
             def answer(self, _: bytes) -> bytes:
-                return bytes(back)
+                return bytes(reply_bytes)
 
         actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(max(HOSTS))]
-        ray.get([one.answer.remote(sent) for one in actors])
+        ray.get([actor.answer.remote(request) for actor in actors])
         for hosts in HOSTS:
 
             def ask(hosts: int = hosts) -> object:
-                return ray.get([one.answer.remote(sent) for one in actors[:hosts]])
+                return ray.get([actor.answer.remote(request) for actor in actors[:hosts]])
 
             timed(ask, 20)
             before = time.process_time()
             clock = timed(ask, repeats)
-            line = {
+            row = {
                 "hosts": hosts,
                 "clock": ms(clock),
                 "processor": round((time.process_time() - before) / repeats * 1e3, 3),
             }
-            found.append(line)
-            print(json.dumps(line), flush=True)
-    return found
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
 
 
 def growth(sizes: list[int], repeats: int) -> dict[str, Any]:
-    """All three."""
+    """Measure shards, callers and the fan-out."""
     return {
         "dim": DIM, "draws": DRAWS, "repeats": repeats,
         "shards": passes(sizes, max(5, repeats // 5)), "callers": callers(repeats), "fan-out": fan_out(repeats),

@@ -1,4 +1,4 @@
-"""What a cluster needs beyond its slowest shard, transport by transport: see cluster.py, which runs this."""
+"""Time of a cluster beyond that of its slowest shard, for each transport; run by cluster.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import each_of
 
 import softdb
 from softdb import cluster
@@ -30,21 +31,22 @@ from softdb.errors import SoftDBError
 
 SHARDS, K = 2, 10
 TRANSPORTS = "here", "ray", "ray-2", "gloo"
-WARM = 0.1  # of the questions, that are not counted
+QUERIES = 64  # different queries that are timed, one by one
+WARM = 0.1  # share of the repeats that warm up and do not count
 SCRIPT = Path(__file__).with_name("cluster.py")
-FLOOR_BYTES = 1024  # that a floor sends
+FLOOR_BYTES = 1024  # sent by each call that measures the floor
 
 Ask = Callable[[Any, torch.Tensor], object]
 
 
 class Noted:
-    """A shard that notes how many seconds each message takes it."""
+    """A shard that records how many seconds it takes for each message."""
 
     def __init__(self, shard: ClusterShard) -> None:
         self.shard, self.seconds = shard, list[float]()
 
     def answer(self, ask: Message) -> Any:
-        """As the shard does."""
+        """Answer as the shard does."""
         begun = time.perf_counter()
         try:
             return self.shard.answer(ask)
@@ -53,26 +55,26 @@ class Noted:
 
 
 class NotedHost(Host):
-    """An actor whose shards note their times."""
+    """An actor whose shards record their times."""
 
     def _opened(self) -> Any:
-        there, shards = self._shards is not None, super()._opened()
-        if not there and not isinstance(shards, SoftDBError):
+        was_open, shards = self._shards is not None, super()._opened()
+        if not was_open and not isinstance(shards, SoftDBError):
             self._shards = shards = {number: Noted(shard) for number, shard in shards.items()}  # type: ignore[misc]
         return shards
 
     def seconds(self) -> dict[int, list[float]]:
-        """By shard, since the last time; they are let go."""
-        found = {number: list(one.seconds) for number, one in self._opened().items()}
-        for one in self._opened().values():
-            one.seconds.clear()
-        return found
+        """Return and forget the seconds of each shard's messages since the last call."""
+        seconds = {number: list(shard.seconds) for number, shard in self._opened().items()}
+        for shard in self._opened().values():
+            shard.seconds.clear()
+        return seconds
 
     def nothing(self) -> None:
-        """An empty call."""
+        """Do nothing, to measure an empty call."""
 
     def read(self, _: bytes, numbers: int) -> float:
-        """Seconds that it takes to read so many numbers for each shard, side by side: a call that does nothing else."""
+        """Return the seconds to read so many numbers for each shard, in parallel, and do nothing else."""
         if not hasattr(self, "_numbers"):
             self._numbers = torch.ones(numbers)
         begun = time.perf_counter()
@@ -81,7 +83,7 @@ class NotedHost(Host):
 
 
 def gradient(db: Any, query: torch.Tensor) -> torch.Tensor:
-    """Of the query, of a loss of the answer."""
+    """Return the gradient of the query for the squared norm of the output."""
     leaf = query.clone().requires_grad_()
     return torch.autograd.grad(db.attend(leaf).output.square().sum(), leaf)[0]
 
@@ -94,55 +96,61 @@ ASKS: dict[str, Ask] = {
 
 
 def timed(ask: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each question."""
-    found = []
+    """Return the seconds of each call."""
+    seconds = []
     for _ in range(repeats):
         begun = time.perf_counter()
         ask()
-        found.append(time.perf_counter() - begun)
-    return found
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
 def ms(seconds: Any) -> dict[str, float]:
-    """Median and spread in milliseconds."""
+    """Return the median and the 10 % and 90 % quantiles in milliseconds."""
     return {"median": round(float(np.median(seconds)) * 1e3, 3)} | {
         name: round(float(np.quantile(seconds, at)) * 1e3, 3) for name, at in (("p10", 0.1), ("p90", 0.9))
     }
 
 
-def beyond(db: Any, query: torch.Tensor, noted: Callable[[], list[list[float]]], repeats: int) -> dict[str, Any]:
-    """Each question's milliseconds, its slowest shard's, and what is beyond that, all in the same questions."""
-    found = dict[str, Any]()
+def beyond(
+    db: Any, queries: list[torch.Tensor], shard_seconds: Callable[[], list[list[float]]], repeats: int
+) -> dict[str, Any]:
+    """Return, for each verb, the time of the query, that of its slowest shard, and their difference.
+
+    Each repeat asks another query; `shard_seconds` returns and forgets the seconds that each shard has recorded.
+    """
+    figures = dict[str, Any]()
     for name, ask in ASKS.items():
-        asked = functools.partial(ask, db, query)
-        timed(asked, max(2, int(WARM * repeats)))
-        noted()
-        whole = np.array(timed(asked, repeats))
-        slowest = np.array(noted()).reshape(SHARDS, repeats, -1).max(0).sum(-1)  # of each message, in turn
-        found[name] = {"whole": ms(whole), "slowest shard": ms(slowest), "overhead": ms(whole - slowest)}
-    return found
+        call = each_of(queries, functools.partial(ask, db))
+        timed(call, max(2, int(WARM * repeats)))
+        shard_seconds()
+        total = np.array(timed(call, repeats))
+        slowest = np.array(shard_seconds()).reshape(SHARDS, repeats, -1).max(0).sum(-1)  # sum over a query's messages
+        figures[name] = {"whole": ms(total), "slowest shard": ms(slowest), "overhead": ms(total - slowest)}
+    return figures
 
 
 class World:
-    """Records, a query, and what one database answers."""
+    """Records, queries, and a check against one database."""
 
     def __init__(self, n: int, dim: int) -> None:
         random = np.random.default_rng(0)
         self.n, self.dim = n, dim
         self.keys = random.normal(size=(n, dim)).astype(np.float32)
-        self.query = torch.tensor(random.normal(size=(1, dim)), dtype=torch.float32) / 2
+        self.queries = [torch.tensor(random.normal(size=(1, dim)), dtype=torch.float32) / 2 for _ in range(QUERIES)]
+        self.query = self.queries[0]  # the one whose answers are checked
 
     def check(self, db: Any) -> None:
-        """Raises where the answers are not one database's."""
-        one = softdb.open(None, dim=self.dim)
-        one.insert(range(self.n), self.keys)
-        torch.testing.assert_close(db.attend(self.query).output, one.attend(self.query).output, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(gradient(db, self.query), gradient(one, self.query), rtol=1e-4, atol=1e-5)
-        if db.search(self.query, K, exact=True).ids != one.search(self.query, K, exact=True).ids:
-            raise SystemExit("the cluster finds other records than one database; no time counts")
+        """Raise AssertionError or SystemExit if the answers differ from those of one database."""
+        single = softdb.open(None, dim=self.dim)
+        single.insert(range(self.n), self.keys)
+        torch.testing.assert_close(db.attend(self.query).output, single.attend(self.query).output, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient(db, self.query), gradient(single, self.query), rtol=1e-4, atol=1e-5)
+        if db.search(self.query, K, exact=True).ids != single.search(self.query, K, exact=True).ids:
+            raise SystemExit("the cluster finds other records than one database; expected the same ids")
 
     def part(self, shard: int) -> softdb.SoftDB:
-        """A shard's records, in memory."""
+        """Return a database of a shard's records in memory."""
         db = softdb.open(None, dim=self.dim)
         db.insert(range(shard, self.n, SHARDS), self.keys[shard::SHARDS])
         return db
@@ -152,23 +160,23 @@ class World:
 
 
 def here(world: World, repeats: int) -> dict[str, Any]:
-    """Threads of this process."""
-    parts = [Noted(DatabaseShard(world.part(shard), shard, SHARDS)) for shard in range(SHARDS)]
+    """Measure shards in threads of this process."""
+    shards = [Noted(DatabaseShard(world.part(shard), shard, SHARDS)) for shard in range(SHARDS)]
 
-    def noted() -> list[list[float]]:
-        found = [list(part.seconds) for part in parts]
-        for part in parts:
-            part.seconds.clear()
-        return found
+    def shard_seconds() -> list[list[float]]:
+        seconds = [list(shard.seconds) for shard in shards]
+        for shard in shards:
+            shard.seconds.clear()
+        return seconds
 
-    with Cluster(Local(parts)) as db:
+    with Cluster(Local(shards)) as db:
         world.check(db)
-        return beyond(db, world.query, noted, repeats)
+        return beyond(db, world.queries, shard_seconds, repeats)
 
 
 @contextmanager
 def ray_nodes(count: int) -> Iterator[Any]:
-    """A cluster of Ray with so many nodes on this machine."""
+    """Start a Ray cluster of `count` nodes on this machine."""
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
@@ -185,7 +193,7 @@ def ray_nodes(count: int) -> Iterator[Any]:
 
 
 def by_ray(world: World, repeats: int, nodes: int) -> dict[str, Any]:
-    """Actors: one on each node, which share out the shards."""
+    """Measure actors of Ray: one on each node, each with its part of the shards."""
     actors.Host = NotedHost  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder, ray_nodes(nodes) as ray:
         url, cache = Path(folder, "t.lance"), Path(folder, "cache")
@@ -193,14 +201,14 @@ def by_ray(world: World, repeats: int, nodes: int) -> dict[str, Any]:
             db.insert(range(world.n), world.keys)
             hosts = [replicas[0] for replicas in db.caller.transport.hosts]  # type: ignore[attr-defined]
 
-            def noted() -> list[list[float]]:
-                found: dict[int, list[float]] = {}
-                for one in ray.get([host.seconds.remote() for host in hosts]):
-                    found |= one
-                return [found[shard] for shard in range(SHARDS)]
+            def shard_seconds() -> list[list[float]]:
+                seconds: dict[int, list[float]] = {}
+                for by_shard in ray.get([host.seconds.remote() for host in hosts]):
+                    seconds |= by_shard
+                return [seconds[shard] for shard in range(SHARDS)]
 
             world.check(db)
-            figures = {"actors": len(hosts)} | beyond(db, world.query, noted, repeats)
+            figures = {"actors": len(hosts)} | beyond(db, world.queries, shard_seconds, repeats)
             calls = timed(lambda: ray.get([host.nothing.remote() for host in hosts]), repeats)
             sent, numbers = bytes(FLOOR_BYTES), world.n * world.dim // SHARDS
 
@@ -217,38 +225,38 @@ def by_ray(world: World, repeats: int, nodes: int) -> dict[str, Any]:
 
 
 def by_gloo(n: int, dim: int, repeats: int) -> dict[str, Any]:
-    """Two ranks, each a process of its own."""
+    """Measure two gloo ranks, each in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder, "meeting")
         arguments = ["--n", str(n), "--dim", str(dim), "--repeats", str(repeats), "--meeting", str(meeting)]
-        started = [
+        ranks = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), *arguments, "--rank", str(rank)], stdout=subprocess.PIPE, text=True
             )
             for rank in range(SHARDS)
         ]
         try:
-            told = [one.communicate(timeout=200)[0] for one in started]
+            outputs = [process.communicate(timeout=200)[0] for process in ranks]
         finally:
-            for one in started:
-                one.kill()
-    found: dict[str, Any] = json.loads(told[0].splitlines()[-1])
-    return found
+            for process in ranks:
+                process.kill()
+    figures: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return figures
 
 
 def rank_of(rank: int, meeting: str, world: World, repeats: int) -> dict[str, Any]:
-    """One rank's part. Rank 0 asks one query, the others none, as every rank must ask."""
+    """Measure as one rank: rank 0 asks one query, the others ask with none, because every rank must call."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=SHARDS)
     own = Noted(DatabaseShard(world.part(rank), rank, SHARDS))
     transport = Ranks({rank: own})
 
-    def noted() -> list[list[float]]:
-        each = len(own.seconds) // SHARDS  # every rank's messages come in turn; the empty ones count, too
-        mine = np.array(own.seconds[: each * SHARDS]).reshape(each, SHARDS).sum(1)
+    def shard_seconds() -> list[list[float]]:
+        count = len(own.seconds) // SHARDS  # every rank's messages come in turn; empty ones count, too
+        own_seconds = np.array(own.seconds[: count * SHARDS]).reshape(count, SHARDS).sum(1)
         own.seconds.clear()
         gathered: list[Any] = [None] * SHARDS
-        dist.all_gather_object(gathered, mine.tolist())
+        dist.all_gather_object(gathered, own_seconds.tolist())
         return gathered
 
     with closing(transport):
@@ -257,22 +265,22 @@ def rank_of(rank: int, meeting: str, world: World, repeats: int) -> dict[str, An
             world.check(db)
         else:
             db.attend(world.query), gradient(db, world.query), db.search(world.query, K, exact=True)
-        query = world.query if rank == 0 else world.query[:0]
-        figures = beyond(db, query, noted, repeats)
-        sent, taken = (torch.zeros(SHARDS * FLOOR_BYTES, dtype=torch.uint8) for _ in range(2))
+        queries = world.queries if rank == 0 else [query[:0] for query in world.queries]
+        figures = beyond(db, queries, shard_seconds, repeats)
+        sent, received = (torch.zeros(SHARDS * FLOOR_BYTES, dtype=torch.uint8) for _ in range(2))
         sizes = [FLOOR_BYTES] * SHARDS
-        one = timed(lambda: dist.all_to_all_single(taken, sent, sizes, sizes), repeats)
+        empty = timed(lambda: dist.all_to_all_single(received, sent, sizes, sizes), repeats)
         numbers, both, own_read = torch.ones(world.n * world.dim // SHARDS), list[float](), list[float]()
         for _ in range(repeats):
             begun = time.perf_counter()
-            dist.all_to_all_single(taken, sent, sizes, sizes)
+            dist.all_to_all_single(received, sent, sizes, sizes)
             own_read += timed(numbers.sum, 1)
-            dist.all_to_all_single(taken, sent, sizes, sizes)
+            dist.all_to_all_single(received, sent, sizes, sizes)
             both.append(time.perf_counter() - begun)
         reads: list[Any] = [None] * SHARDS
         dist.all_gather_object(reads, own_read)
         figures["floor"] = {
-            "one all-to-all": ms(one),
+            "one all-to-all": ms(empty),
             "two all-to-alls around a read": ms(np.array(both) - np.array(reads).max(0)),
         }
     dist.destroy_process_group()
@@ -280,15 +288,15 @@ def rank_of(rank: int, meeting: str, world: World, repeats: int) -> dict[str, An
 
 
 def overhead(world: World, repeats: int, transports: list[str]) -> dict[str, Any]:
-    """Of every transport."""
+    """Measure the overhead of each transport."""
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "here": lambda: here(world, repeats),
         "ray": lambda: by_ray(world, repeats, 1),
         "ray-2": lambda: by_ray(world, repeats, 2),
         "gloo": lambda: by_gloo(world.n, world.dim, repeats),
     }
-    found = dict[str, Any]()
+    figures = dict[str, Any]()
     for name in transports:
-        found[name] = run[name]()
-        print(name, json.dumps(found[name]), flush=True)
-    return found
+        figures[name] = run[name]()
+        print(name, json.dumps(figures[name]), flush=True)
+    return figures

@@ -1,15 +1,15 @@
-"""What durability costs: inserts at full and at relaxed durability, beside SQLite's and the disk's own flush.
+"""Cost of durability: inserts at full and relaxed durability, beside SQLite and the disk's own flush.
 
     python benchmarks/durability.py --out benchmarks/results/durability.json
     python benchmarks/durability.py --base 1000000 --dim 128 --singles 500
 
-Engines, in turn, `--repeats` times, in one process: softdb with durability="full" (each insert on disk when it returns)
-and "relaxed" (within a second); one SQLite table (id, key as BLOB, payload as JSON) in WAL mode at synchronous=FULL and
-NORMAL; and the floor, one pwrite of the record and one fdatasync of a file of its final size: no store that keeps its
-word can be faster. Records are inserted one by one, then in batches of 1,000.
+The engines run in turn, `--repeats` times, in one process: softdb with durability="full" (each insert is on disk when
+it returns) and "relaxed" (within a second); one SQLite table (id, key as BLOB, payload as JSON) in WAL mode at
+synchronous=FULL and NORMAL; and the floor: one pwrite of the record and one fdatasync, in a file that has its final
+size. No durable store can be faster than the floor. Records are inserted one by one, then in batches of 1,000.
 
-Wrong answers raise: after each round the database is opened anew, counted, and 100 random records are compared.
-`--base` records are there before the clock starts.
+Wrong answers raise: after each round the database is opened again, its records are counted, and 100 random ones are
+compared. `--base` records are inserted before the clock starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import apsw
 import numpy as np
-from common import IN_MEMORY, command, commit, file_system, machine, spread, versions, write_json
+from common import IN_MEMORY, file_system, provenance, spread, write_json
 from numpy.typing import NDArray
 
 import softdb
@@ -35,7 +35,7 @@ BATCH = 1000
 
 
 class Store(Protocol):
-    """What is timed."""
+    """A store whose inserts are timed."""
 
     def insert(self, ids: list[str], keys: Floats, payloads: list[Any]) -> None:
         """Add records; acknowledged when it returns."""
@@ -44,33 +44,33 @@ class Store(Protocol):
         """Bring everything to disk."""
 
     def read(self, ids: list[str]) -> tuple[int, Floats, list[Any]]:
-        """After `close`: how many records there are, and those keys and payloads."""
+        """Open the closed store and return the number of records, and the keys (n, d) and payloads of these ids."""
 
 
 class SoftDB:
-    """softdb."""
+    """A softdb directory."""
 
     def __init__(self, folder: Path, dim: int, durability: Any) -> None:
         self.path = folder / "softdb"
         self.db = softdb.open(self.path, dim=dim, durability=durability)
 
     def insert(self, ids: list[str], keys: Floats, payloads: list[Any]) -> None:
-        """In one batch."""
+        """Insert in one batch."""
         self.db.insert(ids, keys, payloads=payloads)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the database."""
         self.db.close()
 
     def read(self, ids: list[str]) -> tuple[int, Floats, list[Any]]:
-        """Open it anew."""
+        """Open the database again and read."""
         with softdb.open(self.path, mode="r", verify=True) as db:
-            found = db.get(ids)
-            return len(db), found.keys.numpy(), found.payloads
+            records = db.get(ids)
+            return len(db), records.keys.numpy(), records.payloads
 
 
 class SQLite:
-    """One table."""
+    """One SQLite table."""
 
     def __init__(self, folder: Path, dim: int, synchronous: str) -> None:
         self.path = folder / "one.sqlite"
@@ -82,22 +82,24 @@ class SQLite:
         )
 
     def insert(self, ids: list[str], keys: Floats, payloads: list[Any]) -> None:
-        """In one batch."""
-        rows = ((one, key.tobytes(), json.dumps(what)) for one, key, what in zip(ids, keys, payloads, strict=True))
+        """Insert in one transaction."""
+        rows = (
+            (name, key.tobytes(), json.dumps(payload)) for name, key, payload in zip(ids, keys, payloads, strict=True)
+        )
         with self.connection:
             self.connection.executemany("INSERT INTO records(id, key, payload) VALUES(?, ?, ?)", rows)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         self.connection.close()
 
     def read(self, ids: list[str]) -> tuple[int, Floats, list[Any]]:
-        """Open it anew."""
+        """Open the table again and read."""
         connection = apsw.Connection(str(self.path))
         count = int(connection.execute("SELECT count(*) FROM records").get)
-        found = [connection.execute("SELECT key, payload FROM records WHERE id = ?", (one,)).get for one in ids]
+        rows = [connection.execute("SELECT key, payload FROM records WHERE id = ?", (name,)).get for name in ids]
         connection.close()
-        return count, np.stack([np.frombuffer(key, np.float32) for key, _ in found]), [json.loads(p) for _, p in found]
+        return count, np.stack([np.frombuffer(key, np.float32) for key, _ in rows]), [json.loads(p) for _, p in rows]
 
 
 ENGINES: dict[str, Callable[[Path, int], Store]] = {
@@ -109,7 +111,7 @@ ENGINES: dict[str, Callable[[Path, int], Store]] = {
 
 
 def one_round(engine: str, folder: Path, args: argparse.Namespace, seed: int) -> dict[str, float]:
-    """Seconds of single inserts and of batches; raises where the database does not hold what was given."""
+    """Measure single inserts and batches; raise SystemExit if the store does not hold the inserted records."""
     random = np.random.default_rng(seed)
     total = args.base + args.singles + args.batches * BATCH
     ids = [f"r{i:08d}" for i in range(total)]
@@ -117,8 +119,8 @@ def one_round(engine: str, folder: Path, args: argparse.Namespace, seed: int) ->
     payloads = [{"n": i, "word": f"w{i % 97}"} for i in range(total)]
     store = ENGINES[engine](folder, args.dim)
     for low in range(0, args.base, 50_000):
-        part = slice(low, min(low + 50_000, args.base))
-        store.insert(ids[part], keys[part], payloads[part])
+        block = slice(low, min(low + 50_000, args.base))
+        store.insert(ids[block], keys[block], payloads[block])
     singles = []
     for i in range(args.base, args.base + args.singles):
         start = time.perf_counter()
@@ -126,14 +128,16 @@ def one_round(engine: str, folder: Path, args: argparse.Namespace, seed: int) ->
         singles.append(time.perf_counter() - start)
     start = time.perf_counter()
     for low in range(args.base + args.singles, total, BATCH):
-        part = slice(low, low + BATCH)
-        store.insert(ids[part], keys[part], payloads[part])
+        block = slice(low, low + BATCH)
+        store.insert(ids[block], keys[block], payloads[block])
     batches = time.perf_counter() - start
     store.close()
     sample = random.integers(0, total, 100)
-    count, found, what = store.read([ids[i] for i in sample])
-    if count != total or not np.array_equal(found, keys[sample]) or what != [payloads[i] for i in sample]:
-        raise SystemExit(f"{engine} lost or changed records: {count} of {total}")
+    count, read_keys, read_payloads = store.read([ids[i] for i in sample])
+    if count != total:
+        raise SystemExit(f"{engine} holds {count} records; expected {total}")
+    if not np.array_equal(read_keys, keys[sample]) or read_payloads != [payloads[i] for i in sample]:
+        raise SystemExit(f"{engine} changed keys or payloads of records; expected those that were inserted")
     return {
         "single_p50_ms": float(np.median(singles)) * 1e3,
         "single_p99_ms": float(np.quantile(singles, 0.99)) * 1e3,
@@ -143,7 +147,7 @@ def one_round(engine: str, folder: Path, args: argparse.Namespace, seed: int) ->
 
 
 def floor(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """One pwrite and one fdatasync a record."""
+    """Measure one pwrite and one fdatasync per record."""
     size = args.dim * 4
     file = os.open(folder / "floor", os.O_CREAT | os.O_WRONLY, 0o600)
     os.posix_fallocate(file, 0, size * args.singles)
@@ -163,10 +167,10 @@ def floor(folder: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run it and write the report."""
+    """Run the rounds and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--base", type=int, default=0, help="records that are there before")
+    parser.add_argument("--base", type=int, default=0, help="records inserted before the clock starts")
     parser.add_argument("--singles", type=int, default=1000)
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=5)
@@ -175,19 +179,19 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         if file_system(Path(scratch)) in IN_MEMORY:
-            raise SystemExit(f"{scratch} is in memory: an fsync there costs nothing; give --folder on a disk")
+            raise SystemExit(f"{scratch} is in memory, where an fsync costs nothing; give --folder on a disk")
         kind = file_system(Path(scratch))
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in (*ENGINES, "floor")}
-        for seed in range(args.repeats + 1):  # the first is thrown away
+        for seed in range(args.repeats + 1):  # the first round warms up
             for engine in rounds:
-                with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                    place = Path(folder)
-                    found = floor(place, args) if engine == "floor" else one_round(engine, place, args, seed)
+                with tempfile.TemporaryDirectory(dir=scratch) as name:
+                    folder = Path(name)
+                    measured = floor(folder, args) if engine == "floor" else one_round(engine, folder, args, seed)
                     if seed:
-                        rounds[engine].append(found)
+                        rounds[engine].append(measured)
     figures = {
-        engine: {name: {k: round(v, 4) for k, v in spread([one[name] for one in found]).items()} for name in found[0]}
-        for engine, found in rounds.items()
+        engine: {name: {k: round(v, 4) for k, v in spread([row[name] for row in rows]).items()} for name in rows[0]}
+        for engine, rows in rounds.items()
     }
     full = figures["softdb full"]
     ratios = {
@@ -197,10 +201,7 @@ def main() -> None:
         for name in figures[engine]
     }
     result = {
-        "command": command(),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(("numpy", "apsw", "torch")),
+        **provenance(("numpy", "apsw", "torch")),
         "file_system": kind,
         "workload": {name: getattr(args, name) for name in ("dim", "base", "singles", "batches", "repeats")},
         "engines": figures,

@@ -1,15 +1,16 @@
-"""Do the error bars of soft queries hold? Coverage, width, share met and draws in every world of tests/worlds/suite.py.
+"""Coverage, width and cost of the error bars of soft queries, in every world of tests/worlds/suite.py.
 
     python benchmarks/error_bars.py --quick
     python benchmarks/error_bars.py --n 20000 --queries 40 --draws 50 --out benchmarks/results/error-bars.json
     python benchmarks/error_bars.py --confidence 0.99 0.999 --queries 100 --draws 200 --worlds hubs --temperatures sd/4
     python benchmarks/error_bars.py --table benchmarks/results/error-bars.json
 
-The truth is worlds/exact.py, in float64. A cell is one world, size, verb, temperature, mode and confidence, asked with
-many generators. Answers given exactly leave its statistics, and so do infinite bars: they cannot fail. An error counts
-as inside where it is at most the bar and what float32 rounds away: 2e-6 max(‖o‖, rms‖v‖) of an output, 2e-6 max(1,
-|lse|) of Z (of a density also |log p|), records within 1e-6 of the radius of a count; `inside_strictly` does without.
-Modes: "candidates" has max_draws=400, "default" has none; "-single" asks one query at a time.
+The truth is computed by tests/worlds/exact.py in float64. A cell is one world, size, verb, temperature, mode and
+confidence, asked with many generators. The statistics leave out exact answers and infinite bars, which cannot fail. An
+error counts as inside if it is at most the bar plus the rounding of float32: 2e-6 max(‖o‖, rms‖v‖) for an output, 2e-6
+max(1, |lse|) for Z (for a density also |log p|), and the records within 1e-6 of the radius for a count;
+`inside_strictly` allows no rounding. Mode "candidates" has max_draws=400, "default" no limit; "-single" asks one query
+at a time. A cell repeats its queries with other draws, so that `ms_a_query` is of queries asked before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from error_bars_report import cell_of, line, shown, summary, table
 from numpy.typing import NDArray
 
@@ -42,60 +43,60 @@ CANDIDATES, RTOL = 400, 0.05
 SHARES = (0.0003, 0.003, 0.03)  # of the records, within the radius of a count
 VERBS = ("attend", "log_partition", "count_within", "log_density")
 MODES = ("candidates", "default", "candidates-single", "default-single")
-TRIED = 3  # draws after which a cell without an estimate is left
-BATCH = 100_000  # records inserted at once
+TRIED = 3  # draws after which a cell without any estimate stops
+BATCH = 100_000  # records in an insert
 QUICK = ("gaussian-32", "lognormal-0.5", "student-2", "outlier", "uniform-2", "labels")
 QUICK_TEMPERATURES = ("1e-05", "0.001", "1000", "sd/1", "sd/4", "sd/16")
 
 
 class Question(NamedTuple):
-    """One verb at one temperature or radius, and how its answers are judged."""
+    """One verb at one temperature or radius, with functions to ask it and to judge its answers."""
 
     verb: str
-    temperature: str  # its name, or that of the radius
+    temperature: str  # name of the temperature or of the radius
     number: float
     ask: Callable[..., Any]  # (queries, generator=, confidence=, max_draws=) -> an answer
     error: Callable[[Any, slice], Array]  # (b,), of an answer to some of the queries
-    rounding: Array  # (q,) what float32 may add to an error
-    small: bool = False  # whether errors as small as the rounding have no meaningful ratio to a bar
-    exactly: Callable[..., Any] | None = None  # the same over every record, to see what float32 alone errs by
+    rounding: Array  # (q,) error that float32 may add
+    small: bool = False  # True: errors as small as the rounding have no meaningful ratio to a bar
+    exactly: Callable[..., Any] | None = None  # asks over every record, to measure the error of float32 alone
 
 
 # -- the database ------------------------------------------------------------------------------------------------------
 
 
 def database(subject: World) -> softdb.SoftDB:
-    """The world's records, indexed: half of the deletions come before, half after; young records come last."""
+    """Return an indexed database of the world: half of the deletions precede the index, unindexed records follow it."""
     shape: dict[str, Any] = {"num_classes": subject.num_classes}
     if subject.values is not None and subject.num_classes is None:
         shape["value_dim"] = subject.values.shape[1]
     d, n = subject.keys.shape[1], len(subject.keys)
     db = softdb.open(None, dim=d, metric=subject.metric, dtype=subject.dtype, **shape)  # type: ignore[arg-type]
     _insert(db, subject, 0, n - subject.young)
-    gone = np.zeros(0, np.int64) if subject.deleted is None else subject.deleted
-    for i, some in enumerate(np.array_split(gone, 2)):
+    deleted = np.zeros(0, np.int64) if subject.deleted is None else subject.deleted
+    for i, ids in enumerate(np.array_split(deleted, 2)):
         if i == 1:
             db.build_index("ivf", recall=0.95)
-        if len(some):
-            db.delete(some.tolist())
+        if len(ids):
+            db.delete(ids.tolist())
     _insert(db, subject, n - subject.young, n)
     return db
 
 
 def _insert(db: softdb.SoftDB, subject: World, first: int, last: int) -> None:
     for low in range(first, last, BATCH):
-        part = slice(low, min(low + BATCH, last))
-        values = None if subject.values is None else subject.values[part]
-        payloads = None if subject.group is None else [{"group": group} for group in subject.group[part].tolist()]
-        db.insert(range(part.start, part.stop), subject.keys[part], values, payloads)
+        block = slice(low, min(low + BATCH, last))
+        values = None if subject.values is None else subject.values[block]
+        payloads = None if subject.group is None else [{"group": group} for group in subject.group[block].tolist()]
+        db.insert(range(block.start, block.stop), subject.keys[block], values, payloads)
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
-def questions(db: softdb.SoftDB, subject: World, verbs: list[str], asked: list[str]) -> Iterator[Question]:
-    """What is asked of a world, with the truth of it."""
-    chosen = _chosen(exact.temperatures(subject), asked)
+def questions(db: softdb.SoftDB, subject: World, verbs: list[str], temperatures: list[str]) -> Iterator[Question]:
+    """Yield the questions to ask of a world, with their truth."""
+    chosen = _chosen(exact.temperatures(subject), temperatures)
     truths = exact.answers(subject, list(chosen.values()))
     rms = exact.rms_value(subject)
     for (name, temperature), truth in zip(chosen.items(), truths, strict=True):
@@ -114,9 +115,9 @@ def questions(db: softdb.SoftDB, subject: World, verbs: list[str], asked: list[s
         yield _count(db, subject, share)
 
 
-def _chosen(known: dict[str, float], asked: list[str]) -> dict[str, float]:
-    """Temperatures by their names; another name is a number."""
-    return {name: known[name] if name in known else float(name) for name in asked or known}
+def _chosen(known: dict[str, float], names: list[str]) -> dict[str, float]:
+    """Return temperatures by name, all known ones if no name is args; an unknown name is read as a number."""
+    return {name: known[name] if name in known else float(name) for name in names or known}
 
 
 def _attend(
@@ -135,7 +136,7 @@ def _attend(
 def _of_mass(
     verb: str, name: str, temperature: float, ask: Callable[..., Any], truth: Array, *parts: Array
 ) -> Question:
-    """log Z, or log p, which is a sum of the parts: the error is that of Z, relative to it."""
+    """Return the question of log Z, or of log p, which is a sum of `parts`; the error is that of Z, relative to Z."""
 
     def error(answer: Any, part: slice) -> Array:
         with np.errstate(over="ignore"):
@@ -160,7 +161,7 @@ def _count(db: softdb.SoftDB, subject: World, share: float) -> Question:
 
 
 def measured(question: Question, subject: World, mode: str, confidence: float, draws: int) -> dict[str, Any]:
-    """A cell: what many draws say of one question."""
+    """Return a cell: statistics of one question over many draws."""
     queries, wrong = torch.from_numpy(subject.queries), Counter[str]()
     most = CANDIDATES if mode.startswith("candidates") else None
     single = mode.endswith("single")
@@ -192,42 +193,42 @@ def measured(question: Question, subject: World, mode: str, confidence: float, d
 
 
 def _asked(question: Question, ask: Callable[..., Any], queries: torch.Tensor, size: int, wrong: Counter[str]) -> Array:
-    """Error, bar, met, exact and records pooled of each query, (q, 5); NaN where it raised an exception."""
-    found = np.full((len(queries), 5), np.nan)
+    """Return error, bar, met, exact and records pooled of each query, (q, 5); NaN if it raised an exception."""
+    columns = np.full((len(queries), 5), np.nan)
     for low in range(0, len(queries), size):
-        part = slice(low, low + size)
+        batch = slice(low, low + size)
         try:
-            answer = ask(queries[part])
+            answer = ask(queries[batch])
         except Exception as error:  # an exception is a result here: it is counted, and the run goes on
-            wrong[_told(error)] += 1
+            wrong[_shortened(error)] += 1
             continue
         pooled = answer.n_pooled.numpy() if hasattr(answer, "n_pooled") else np.nan
-        found[part, 0] = np.nan_to_num(question.error(answer, part), nan=np.inf)
+        columns[batch, 0] = np.nan_to_num(question.error(answer, batch), nan=np.inf)
         for column, value in enumerate((answer.bar, answer.met, answer.exact), 1):
-            found[part, column] = value.double().numpy()
-        found[part, 4] = pooled
-    return found
+            columns[batch, column] = value.double().numpy()
+        columns[batch, 4] = pooled
+    return columns
 
 
-def _told(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every cell asked for."""
-    for n in given.n:
-        for name in given.worlds or names(n):
-            subject = world(name, n, given.queries, given.seed)
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield every cell of the command line."""
+    for n in args.n:
+        for name in args.worlds or names(n):
+            subject = world(name, n, args.queries, args.seed)
             try:
                 db = database(subject)
             except Exception as error:  # as above
-                yield _unbuilt(subject, _told(error))
+                yield _unbuilt(subject, _shortened(error))
                 continue
             with db:
-                for question in questions(db, subject, given.verbs, given.temperatures):
-                    for mode in given.mode:
-                        for confidence in given.confidence:
-                            yield measured(question, subject, mode, confidence, given.draws)
+                for question in questions(db, subject, args.verbs, args.temperatures):
+                    for mode in args.mode:
+                        for confidence in args.confidence:
+                            yield measured(question, subject, mode, confidence, args.draws)
 
 
 def _unbuilt(subject: World, why: str) -> dict[str, Any]:
@@ -245,52 +246,50 @@ def _unbuilt(subject: World, why: str) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", nargs="+", default=[], metavar="NAME", help="of tests/worlds/suite.py; else all")
+    parser.add_argument(
+        "--worlds", nargs="+", default=[], metavar="NAME", help="worlds of tests/worlds/suite.py (default: all)"
+    )
     parser.add_argument("--n", nargs="+", type=int, default=[20_000])
     parser.add_argument("--queries", type=int, default=40)
     parser.add_argument("--draws", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the worlds")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the worlds")
     parser.add_argument("--confidence", nargs="+", type=float, default=[0.95])
     parser.add_argument("--mode", nargs="+", choices=MODES, default=["candidates"])
     parser.add_argument("--verbs", nargs="+", choices=VERBS, default=list(VERBS))
-    parser.add_argument("--temperatures", nargs="+", default=[], metavar="T", help="numbers, or sd/4; else all")
+    parser.add_argument(
+        "--temperatures", nargs="+", default=[], metavar="T", help="numbers, or shares as sd/4 (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few worlds, temperatures, queries and draws")
-    parser.add_argument("--out", type=Path, help="JSON, written anew after every world")
+    parser.add_argument("--out", type=Path, help="JSON file, written after every world")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="show results as Markdown and stop")
-    given = parser.parse_args()
-    if given.quick:
-        given.worlds, given.temperatures = given.worlds or list(QUICK), given.temperatures or list(QUICK_TEMPERATURES)
-        given.queries, given.draws = min(given.queries, 20), min(given.draws, 20)
-    return given
+    args = parser.parse_args()
+    if args.quick:
+        args.worlds, args.temperatures = args.worlds or list(QUICK), args.temperatures or list(QUICK_TEMPERATURES)
+        args.queries, args.draws = min(args.queries, 20), min(args.draws, 20)
+    return args
 
 
 def main() -> None:
-    """A line a cell, then what fails; or the table of earlier results."""
-    given = arguments()
-    if given.table:
-        print(table(given.table))
+    """Print a line for each cell, then the failures; or print the table of earlier results."""
+    args = arguments()
+    if args.table:
+        print(table(args.table))
         return
-    torch.set_num_threads(given.threads)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-        "command": command(),
-        "commit": commit(),
-        "cells": [],
-    }
-    for cell in run(given):
+    torch.set_num_threads(args.threads)
+    result = provenance(["softdb", "torch", "numpy", "faiss-cpu"]) | {"cells": []}
+    for cell in run(args):
         print(line(cell), flush=True)
         changed = bool(result["cells"]) and cell["world"] != result["cells"][-1]["world"]
-        if given.out and changed:
-            write_json(given.out, result)  # a long run may be cut short
+        if args.out and changed:
+            write_json(args.out, result)  # a long run may be cut short
         result["cells"].append(cell)
     result["summary"] = summary(result["cells"])
     print("", *result["summary"], sep="\n")
-    if given.out:
-        write_json(given.out, result)
+    if args.out:
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

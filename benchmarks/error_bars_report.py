@@ -1,4 +1,4 @@
-"""What the cells of error_bars.py say: their statistics, which of them fail, and the table for the docs."""
+"""Statistics of the cells of error_bars.py, the rules that they break, and the table for the docs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["cell_of", "failures", "line", "shown", "summary", "table"]
 
 Array = NDArray[Any]
 Cell = dict[str, Any]
-LEVEL = 1e-4  # of a test that the bar covers too little
-BARS = 3  # an answer that is met and so many bars off is wrong
-BEYOND_CELL, BEYOND_ALL = 3, 1 / 2000  # of such answers: in a cell, and as a share over all cells
-WIDEST = 3  # times the error's 95 % quantile
-INFINITE = 0.05  # share of queries, where no bound is expected to fail
-ENOUGH = {0.95: 2000}  # estimated answers that a cell should have; 20,000 at any other confidence
+LEVEL = 1e-4  # significance level of the test that coverage is below the confidence
+BARS = 3  # a met answer whose error exceeds this many bars is wrong
+BEYOND_CELL, BEYOND_ALL = 3, 1 / 2000  # wrong answers allowed in a cell, and as a share of all cells' answers
+WIDEST = 3  # largest median bar, as a multiple of the error's 95 % quantile
+INFINITE = 0.05  # largest share of infinite bars outside the bad worlds
+ENOUGH = {0.95: 2000}  # estimated answers that a cell should have, by confidence; 20,000 at any other
 RULES = {
     "exception": "no exception",
     "coverage": f"coverage not below `confidence` (one-sided binomial test at {LEVEL:g})",
@@ -33,7 +33,7 @@ RULES = {
 
 
 def cell_of(columns: Array, rounding: Array, confidence: float, small: bool) -> Cell:
-    """Statistics of (draws, q, 5): error, bar, met, exact, records pooled; rounding is (q,)."""
+    """Return the statistics of columns (draws, q, 5): error, bar, met, exact, records pooled; rounding is (q,)."""
     error, bar, met, exact, pooled = np.moveaxis(columns, 2, 0)
     answered = ~np.isnan(error)
     estimated = answered & (exact == 0)
@@ -58,17 +58,17 @@ def cell_of(columns: Array, rounding: Array, confidence: float, small: bool) -> 
     }
 
 
-def _share(some: Array, of: Array) -> float | None:
-    return round(float(some.sum() / of.sum()), 5) if of.any() else None
+def _share(mask: Array, total: Array) -> float | None:
+    return round(float(mask.sum() / total.sum()), 5) if total.any() else None
 
 
-def _p(inside: int, of: int, confidence: float) -> float | None:
-    """How likely so few or fewer inside are, where each is with a chance of `confidence`."""
-    return shown(float(stats.binom.cdf(inside, of, confidence))) if of else None
+def _p(inside: int, total: int, confidence: float) -> float | None:
+    """Return the p-value of `inside` or fewer of `total`, if each is inside with probability `confidence`."""
+    return shown(float(stats.binom.cdf(inside, total, confidence))) if total else None
 
 
 def _worst(inside: Array, judged: Array, confidence: float) -> Cell:
-    """The query (q,) whose coverage is the least likely."""
+    """Return coverage and p-value of the query with the smallest p-value; inside and judged are (q,)."""
     if not judged.any():
         return {"worst_query": None, "worst_query_p": None, "queries_judged": 0}
     chances = np.where(judged > 0, stats.binom.cdf(inside, judged, confidence), 2.0)
@@ -81,17 +81,17 @@ def _worst(inside: Array, judged: Array, confidence: float) -> Cell:
 
 
 def _width(error: Array, bar: Array, rounding: Array, judged: Array, small: bool) -> Cell:
-    """The median bar over the error's 95 % quantile; None where the errors are but rounding, or all 0."""
+    """Return the median bar over the error's 95 % quantile; None if the errors are 0 or rounding alone."""
     if not judged.any():
         return {"bar": None, "error_95": None, "bar_over_error": None, "rounding_only": False}
     middle, high = float(np.median(bar[judged])), float(np.quantile(error[judged], 0.95))
-    only = high == 0 or (small and high <= float(np.median(rounding[judged])))
-    ratio = None if only or not math.isfinite(high) else shown(middle / high)
-    return {"bar": shown(middle), "error_95": shown(high), "bar_over_error": ratio, "rounding_only": only}
+    rounding_only = high == 0 or (small and high <= float(np.median(rounding[judged])))
+    ratio = None if rounding_only or not math.isfinite(high) else shown(middle / high)
+    return {"bar": shown(middle), "error_95": shown(high), "bar_over_error": ratio, "rounding_only": rounding_only}
 
 
 def shown(number: float | None) -> float | None:
-    """Four digits; JSON has no infinity."""
+    """Round to four digits; return None for infinity, which JSON does not have."""
     return None if number is None or not math.isfinite(number) else float(f"{number:.4g}")
 
 
@@ -99,7 +99,7 @@ def shown(number: float | None) -> float | None:
 
 
 def failures(cell: Cell) -> list[str]:
-    """The rules that a cell breaks."""
+    """Return the names of the rules that a cell breaks."""
     broken = {
         "exception": bool(cell["exceptions"]),
         "coverage": cell["p"] is not None and cell["p"] < LEVEL,
@@ -112,7 +112,7 @@ def failures(cell: Cell) -> list[str]:
 
 
 def line(cell: Cell) -> str:
-    """A cell in one line."""
+    """Format a cell as one line."""
     parts = [
         f"{cell['world']} n={cell['n']:,} {cell['verb']} {cell['temperature']} {cell['mode']} {cell['confidence']:g}:",
         f"estimated {_text(cell['estimated_share'])} of {cell['answers']},",
@@ -128,14 +128,16 @@ def line(cell: Cell) -> str:
 
 
 def summary(cells: Sequence[Cell]) -> list[str]:
-    """Each line of what is to be reached, and the cells that fail it."""
+    """Return a line for each rule, with the cells that fail it."""
     lines = [f"{len(cells)} cells, {sum(_few(cell) for cell in cells)} of them with fewer estimates than a test wants"]
     for rule, text in RULES.items():
         failing = [_name(cell) for cell in cells if rule in failures(cell)]
         lines.append(f"{len(failing)} fail: {text}" + "".join(f"\n    {name}" for name in failing))
     beyond, met = (sum(cell[column] for cell in cells) for column in ("met_beyond_bars", "met"))
-    held = "holds" if beyond <= BEYOND_ALL * met else "fails"
-    lines.append(f"{held}: met and beyond {BARS} bars, {beyond} of {met} met answers; at most 1 in 2,000 are allowed")
+    verdict = "holds" if beyond <= BEYOND_ALL * met else "fails"
+    lines.append(
+        f"{verdict}: met and beyond {BARS} bars, {beyond} of {met} met answers; at most 1 in 2,000 are allowed"
+    )
     return lines
 
 
@@ -163,7 +165,7 @@ HEADER = (
 
 
 def table(paths: Sequence[Path]) -> str:
-    """Results as Markdown: a line for each world, size, verb, mode and confidence, over all its temperatures."""
+    """Format results as Markdown: a row for each world, size, verb, mode and confidence, over all temperatures."""
     cells = [cell for path in paths for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
@@ -205,6 +207,6 @@ def _any(rule: str, cells: list[Cell]) -> bool:
 
 
 def _mean(cells: list[Cell], column: str, weight: str) -> float | None:
-    """Of a column, each cell counted by its answers."""
-    counted = [(cell[column], cell[weight]) for cell in cells if cell[column] is not None and cell[weight]]
-    return sum(a * b for a, b in counted) / sum(b for _, b in counted) if counted else None
+    """Return the mean of a column, weighted by another column."""
+    pairs = [(cell[column], cell[weight]) for cell in cells if cell[column] is not None and cell[weight]]
+    return sum(a * b for a, b in pairs) / sum(b for _, b in pairs) if pairs else None

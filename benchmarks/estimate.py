@@ -3,9 +3,10 @@
     python benchmarks/estimate.py --data wordnet:DIR --out benchmarks/results/estimate-wordnet.json
     python benchmarks/estimate.py --data clustered --n 1000000 --draws 0 --out benchmarks/results/estimate-1m.json
 
-The truth is the exact answer in float64. Coverage: the share of true errors within the 95 % bar, over draws of a
-generator and queries that were not answered exactly. "top-k + uniform": half of the candidates are the nearest, half
-are drawn from the rest, all alike. Times are medians of rounds that go over the answers in turn.
+The truth is the exact answer in float64. Coverage is the share of true errors within the 95 % bar, over the draws of a
+generator and the queries that were not answered exactly. In "top-k + uniform" half of the candidates are the nearest
+records, and half are drawn uniformly from the others. Times are medians of rounds that take the answers in turn; each
+round has other queries.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MIB, command, commit, machine, versions, write_json
+from common import MIB, provenance, write_json
 from numpy.typing import NDArray
 
 import softdb
@@ -31,7 +32,7 @@ CANDIDATES = 400
 
 
 class World:
-    """Keys in a database with an index, queries, and the exact answers."""
+    """Keys in databases with an index, one for each kind of values; queries, and the exact answers."""
 
     def __init__(self, name: str, n: int, dim: int, queries: int, folder: Path) -> None:
         size: dict[str, Any] = {} if name.startswith("wordnet:") else {"n": n, "dim": dim}
@@ -52,13 +53,13 @@ class World:
             shape = {"num_classes": 45}
         db = softdb.open(folder, dim=self.keys.shape[1], **shape)
         for low in range(0, len(self.keys), 100_000):
-            part = slice(low, low + 100_000)
-            mine = None if values is None else values[part]
-            db.insert(range(low, low + len(self.keys[part])), self.keys[part], mine)
+            block = slice(low, low + 100_000)
+            block_values = None if values is None else values[block]
+            db.insert(range(low, low + len(self.keys[block])), self.keys[block], block_values)
         return db
 
     def exact(self, kind: str, temperature: float) -> tuple[Array, Array]:
-        """Output (q, v) and lse (q,) in float64."""
+        """Return output (q, v) and lse (q,) in float64."""
         values: Any = self.keys if self.values[kind] is None else self.values[kind]
         outputs, lses = [], []
         for low in range(0, len(self.queries), 64):
@@ -68,7 +69,7 @@ class World:
             total = weights.sum(1, keepdims=True)
             weights /= total
             if kind == "labels 45":
-                outputs.append(np.stack([np.bincount(values, one, 45) for one in weights]))
+                outputs.append(np.stack([np.bincount(values, row, 45) for row in weights]))
             else:
                 outputs.append(weights @ values)
             lses.append(top[:, 0] + np.log(total[:, 0]))
@@ -80,7 +81,7 @@ def _random(n: int) -> Array:
 
 
 def _labels(name: str, n: int) -> Array:
-    """WordNet's 45 topics, or labels that go with the order of the records."""
+    """Return WordNet's 45 topics, or labels that follow the order of the records."""
     if not name.startswith("wordnet:"):
         return np.arange(n) * 45 // n
     import gzip
@@ -91,7 +92,7 @@ def _labels(name: str, n: int) -> Array:
 
 
 def quality(world: World, kind: str, temperature: float, draws: int) -> dict[str, Any]:
-    """What many draws of CANDIDATES say of one exact answer."""
+    """Return coverage, bias and error over many draws of CANDIDATES records."""
     output, lse = world.exact(kind, temperature)
     db, queries = world.dbs[kind], torch.from_numpy(world.queries)
     errors, bars, ratios, deviations, pooled_records = [], [], [], [], []
@@ -120,34 +121,41 @@ def quality(world: World, kind: str, temperature: float, draws: int) -> dict[str
 
 
 def compared(world: World, temperature: float, candidates: int = CANDIDATES) -> dict[str, Any]:
-    """Mean relative error and milliseconds a query of 64, at so many candidates each."""
-    output, _ = world.exact("keys", temperature)
-    db, queries = world.dbs["keys"], torch.from_numpy(world.queries[:64])
-    output = output[:64]
-    answers: dict[str, Callable[[], torch.Tensor]] = {
-        "truncated": lambda: db.attend(queries, temperature=temperature, k=candidates).output,
-        "top-k + uniform": lambda: _uniform(db, world.keys, queries, temperature, candidates),
-        "estimated": lambda: db.attend(queries, temperature=temperature, rtol=1e-9, max_draws=candidates).output,
-        "exact": lambda: db.attend(queries, temperature=temperature).output,
+    """Return mean relative errors and milliseconds per query in batches of 64, with this many candidates each."""
+    truth, _ = world.exact("keys", temperature)
+    db, queries = world.dbs["keys"], torch.from_numpy(world.queries)
+    answers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "truncated": lambda batch: db.attend(batch, temperature=temperature, k=candidates).output,
+        "top-k + uniform": lambda batch: _uniform(db, world.keys, batch, temperature, candidates),
+        "estimated": lambda batch: db.attend(batch, temperature=temperature, rtol=1e-9, max_draws=candidates).output,
+        "exact": lambda batch: db.attend(batch, temperature=temperature).output,
     }
-    size, result = np.linalg.norm(output, axis=1), {}
-    ladder, count = _ladder(world.keys, queries.numpy().astype(np.float32), temperature, candidates)
+    size = np.linalg.norm(truth, axis=1)
     times: dict[str, list[float]] = {name: [] for name in answers}
-    for _ in range(6):
+    errors: dict[str, list[float]] = {name: [] for name in answers}
+    for turn in range(6):
+        low = turn * 64 % max(1, len(queries) - 63)  # another batch each time
+        batch = slice(low, low + 64)
         for name, answer in answers.items():
             start = time.perf_counter()
-            found = answer()
-            times[name].append((time.perf_counter() - start) / len(queries) * 1e3)
-            result[name] = round(float((np.linalg.norm(found.double().numpy() - output, axis=1) / size).mean()), 5)
-    timed: dict[str, dict[str, Any]] = {
-        name: {"error": result[name], "ms_a_query": round(float(np.median(times[name][1:])), 3)} for name in answers
+            output = answer(queries[batch])
+            times[name].append((time.perf_counter() - start) / len(output) * 1e3)
+            off = np.linalg.norm(output.double().numpy() - truth[batch], axis=1)
+            errors[name].append(float((off / size[batch]).mean()))
+    ladder, count = _ladder(world.keys, queries[:64].numpy().astype(np.float32), temperature, candidates)
+    ladder_error = float((np.linalg.norm(ladder - truth[:64], axis=1) / size[:64]).mean())
+    rows: dict[str, dict[str, Any]] = {
+        name: {
+            "error": round(float(np.mean(errors[name])), 5),
+            "ms_a_query": round(float(np.median(times[name][1:])), 3),
+        }
+        for name in answers
     }
-    error = round(float((np.linalg.norm(ladder - output, axis=1) / size).mean()), 5)
-    return {**timed, "ladder": {"error": error, "candidates": count}}
+    return {**rows, "ladder": {"error": round(ladder_error, 5), "candidates": count}}
 
 
 def draw(curve: dict[int, dict[str, Any]], path: Path) -> None:
-    """Error against time, one line an answer."""
+    """Draw error against time, a line for each kind of answer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -157,7 +165,7 @@ def draw(curve: dict[int, dict[str, Any]], path: Path) -> None:
         axes.plot([p["ms_a_query"] for p in points], [p["error"] for p in points], marker="o", label=name)
         for candidates, point in zip(curve, points, strict=True):
             axes.annotate(str(candidates), (point["ms_a_query"], point["error"]), fontsize=7)
-    exact = float(np.median([one["exact"]["ms_a_query"] for one in curve.values()]))
+    exact = float(np.median([row["exact"]["ms_a_query"] for row in curve.values()]))
     axes.axvline(exact, color="grey", linestyle="--", label="exact")
     axes.set(xscale="log", yscale="log", xlabel="milliseconds a query, in batches of 64", ylabel="mean relative error")
     axes.legend()
@@ -167,22 +175,23 @@ def draw(curve: dict[int, dict[str, Any]], path: Path) -> None:
 def _uniform(
     db: softdb.SoftDB, keys: Array, queries: torch.Tensor, temperature: float, candidates: int
 ) -> torch.Tensor:
-    """The nearest half surely, the other half from the rest, all alike."""
+    """Estimate the output (q, d) from the nearest records for one half and uniform draws for the other half."""
     half = candidates // 2
     rows = db.search(queries, k=half).rows
     drawn = torch.from_numpy(np.random.default_rng(0).integers(0, len(keys), (len(queries), half)))
-    mine = torch.from_numpy(keys)[torch.cat([rows, drawn], 1)]
-    logits = (mine @ queries.unsqueeze(2)).squeeze(2) / temperature
+    candidate_keys = torch.from_numpy(keys)[torch.cat([rows, drawn], 1)]
+    logits = (candidate_keys @ queries.unsqueeze(2)).squeeze(2) / temperature
     twice = (drawn.unsqueeze(2) == rows.unsqueeze(1)).any(2)
     logits[:, half:] += np.log((len(keys) - half) / half)
     logits[:, half:].masked_fill_(twice, -torch.inf)
-    return (logits.softmax(1).unsqueeze(1) @ mine).squeeze(1)
+    return (logits.softmax(1).unsqueeze(1) @ candidate_keys).squeeze(1)
 
 
 def _ladder(keys: Array, queries: Array, temperature: float, candidates: int) -> tuple[Array, int]:
-    """The rank ladder (Mussmann et al. 2026), of exact searches, and how many candidates a query has; not timed.
+    """Return the output (q, d) of the rank ladder (Mussmann et al. 2026) and its mean number of candidates; not timed.
 
-    Row i draws a level g, P(g ≥ l) = 2^-l; the k best of each level count, as 2^m for the first level m that has them.
+    Row i draws a level g with P(g ≥ l) = 2^-l. The k best rows of each level are candidates, each with weight 2^m for
+    the first level m that has it. Searches are exact.
     """
     levels = np.random.default_rng(1).geometric(0.5, len(keys)) - 1
     k = max(2, round(candidates / (np.log2(len(keys) / candidates) / 2 + 2.5)))
@@ -190,19 +199,19 @@ def _ladder(keys: Array, queries: Array, temperature: float, candidates: int) ->
     for query in queries:
         scores = keys @ query
         limits: list[float] = []  # the (k + 1)-th best score of each level
-        while (held := scores[levels >= len(limits)]).size > k:
-            limits.append(float(np.partition(held, -k - 1)[-k - 1]))
+        while (level_scores := scores[levels >= len(limits)]).size > k:
+            limits.append(float(np.partition(level_scores, -k - 1)[-k - 1]))
         first = len(limits) - np.searchsorted(np.array(limits[::-1]), scores)  # the first level whose limit is below
-        mine = levels >= first
-        logits = scores[mine] / temperature + first[mine] * np.log(2)
+        chosen = levels >= first
+        logits = scores[chosen] / temperature + first[chosen] * np.log(2)
         weights = np.exp(logits - logits.max())
-        outputs.append(weights / weights.sum() @ keys[mine])
-        counts.append(int(mine.sum()))
+        outputs.append(weights / weights.sum() @ keys[chosen])
+        counts.append(int(chosen.sum()))
     return np.stack(outputs), round(float(np.mean(counts)))
 
 
 def tolerance(world: World, temperature: float, rtol: float) -> dict[str, Any]:
-    """How many queries end within the tolerance, and what that costs against torch over all."""
+    """Return the share of queries within the tolerance, and the time beside the exact pass and torch's attention."""
     output, _ = world.exact("keys", temperature)
     db, queries = world.dbs["keys"], torch.from_numpy(world.queries)
     pooled = db.attend(queries, temperature=temperature, rtol=rtol)
@@ -210,14 +219,14 @@ def tolerance(world: World, temperature: float, rtol: float) -> dict[str, Any]:
     allowed = rtol * np.maximum(np.linalg.norm(output, axis=1), 0.1 * np.sqrt((world.keys**2).sum(1).mean()))
     keys = torch.from_numpy(world.keys)
 
-    def attend(asked: torch.Tensor) -> torch.Tensor:
-        return db.attend(asked, temperature=temperature, rtol=rtol).output
+    def attend(batch: torch.Tensor) -> torch.Tensor:
+        return db.attend(batch, temperature=temperature, rtol=rtol).output
 
-    def sdpa(asked: torch.Tensor) -> torch.Tensor:
-        columns = asked[None, None], keys[None, None], keys[None, None]
+    def sdpa(batch: torch.Tensor) -> torch.Tensor:
+        columns = batch[None, None], keys[None, None], keys[None, None]
         return torch.nn.functional.scaled_dot_product_attention(*columns, scale=1 / temperature)[0, 0]
 
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "rtol": rtol,
         "temperature": temperature,
         "within": round(float((error <= allowed).mean()), 4),
@@ -225,25 +234,25 @@ def tolerance(world: World, temperature: float, rtol: float) -> dict[str, Any]:
         "records_pooled": round(float(pooled.n_pooled.float().mean())),
     }
 
-    def exact(asked: torch.Tensor) -> torch.Tensor:
-        return db.attend(asked, temperature=temperature).output
+    def exact(batch: torch.Tensor) -> torch.Tensor:
+        return db.attend(batch, temperature=temperature).output
 
     code_bytes = len(world.keys) * (world.keys.shape[1] / 8 + 2)
     for q in (1, 64, 256):
-        estimated, whole, peer = _timed(queries, q, attend, exact, sdpa)
-        found[f"q={q}"] = {
+        estimated, scanned, peer = _timed(queries, q, attend, exact, sdpa)
+        row[f"q={q}"] = {
             "softdb_ms": round(float(np.median(estimated)), 3),
-            "exact_ms": round(float(np.median(whole)), 3),
+            "exact_ms": round(float(np.median(scanned)), 3),
             "sdpa_ms": round(float(np.median(peer)), 3),
-            "of_exact": round(float(np.median(estimated / whole)), 3),
+            "of_exact": round(float(np.median(estimated / scanned)), 3),
             "of_sdpa": round(float(np.median(estimated / peer)), 4),
             "codes_read_once_ms": round(code_bytes / _read_bandwidth() * 1e3, 3),  # a batch reads them once
         }
-    return found
+    return row
 
 
 def _read_bandwidth() -> float:
-    """Bytes a second that a sum over 256 MB reads."""
+    """Return the bytes per second that a sum over 256 MB reads."""
     numbers = torch.ones(1 << 26)
     seconds = []
     for _ in range(5):
@@ -254,22 +263,22 @@ def _read_bandwidth() -> float:
 
 
 def _timed(queries: torch.Tensor, q: int, *answers: Callable[[torch.Tensor], torch.Tensor]) -> list[Array]:
-    """Milliseconds of each answer, taken in turns, to other queries each time; the first turns warm up."""
+    """Return the milliseconds of each answer in each turn; a turn has other queries, and the first two warm up."""
     turns, times = 32 if q == 1 else 8, list[list[float]]()
     for turn in range(turns):
         low = turn * q % max(1, len(queries) - q)
         row = [0.0] * len(answers)
-        for place in range(len(answers)):  # each after each other one: they leave the caches as they do
-            which = (place + turn) % len(answers)
+        for place in range(len(answers)):  # in another order each time: each answer leaves its own data in the cache
+            number = (place + turn) % len(answers)
             start = time.perf_counter()
-            answers[which](queries[low : low + q])
-            row[which] = (time.perf_counter() - start) * 1e3
+            answers[number](queries[low : low + q])
+            row[number] = (time.perf_counter() - start) * 1e3
         times.append(row)
     return list(np.array(times[2:]).T)
 
 
 def main() -> None:
-    """Quality, comparison and tolerance, written as JSON."""
+    """Measure tolerance, comparison and quality, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="clustered", help="wordnet:DIR, clustered or uniform")
     parser.add_argument("--n", type=int, default=100_000)
@@ -279,16 +288,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="Draw error against time at temperature 0.05.")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        world = World(given.data, given.n, given.dim, given.queries, Path(folder))
+        world = World(args.data, args.n, args.dim, args.queries, Path(folder))
         result: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-            "command": command(),
-            "commit": commit(),
-            "data": {"name": given.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},
+            **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
+            "data": {"name": args.data.split(":")[0], "n": len(world.keys), "dim": world.keys.shape[1]},
             "index_mib": round(world.report.bytes / MIB, 1),
         }
         temperatures = (0.02, 0.05, 0.2)
@@ -296,18 +302,18 @@ def main() -> None:
         print(*result["tolerance"], sep="\n", flush=True)
         result["compared"] = {str(t): compared(world, t) for t in temperatures}
         print(*result["compared"].items(), sep="\n", flush=True)
-        if given.plot:
+        if args.plot:
             result["curve"] = {c: compared(world, 0.05, c) for c in (50, 100, 200, 400, 800, 1600)}
-            draw(result["curve"], given.plot)
+            draw(result["curve"], args.plot)
         result["quality"] = []
-        for temperature in temperatures if given.draws else ():
+        for temperature in temperatures if args.draws else ():
             for kind in world.dbs:
-                result["quality"].append(quality(world, kind, temperature, given.draws))
+                result["quality"].append(quality(world, kind, temperature, args.draws))
                 print(result["quality"][-1], flush=True)
         for db in world.dbs.values():
             db.close()
-    if given.out:
-        write_json(given.out, result)
+    if args.out:
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

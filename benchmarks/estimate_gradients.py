@@ -1,11 +1,11 @@
-"""Gradients of estimated soft queries against the exact ones: unbiased sums, and a bias of ratios that falls.
+"""Gradients of estimated soft queries against exact ones: bias of sums, and bias of ratios by the number of draws.
 
     python benchmarks/estimate_gradients.py --data wordnet:DIR --out benchmarks/results/estimate-gradients.json
 
-x W = q are the queries, W = 1. Over many draws, on 20 random projections of the gradients to q and to W: the
-t-statistics of Σ e^a and of Σ e^a v (their mean against the exact gradient); and the bias of the gradients of lse and
-of the output, relative to the exact ones, as more candidates are drawn: ‖mean - exact‖², less what the noise of the
-mean adds.
+The queries are q = x W with W = 1. The gradients with respect to q and W are projected on 20 random directions. Over
+many draws the script reports the t-statistics of the sums Σ e^a and Σ e^a v (mean against the exact gradient), and the
+relative bias of the gradients of lse and of the output by the number of candidates: ‖mean - exact‖², less the variance
+of the mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from estimate import World
 
 import softdb
@@ -27,25 +27,25 @@ TEMPERATURE = 0.05
 Loss = Callable[[softdb.Pooled], torch.Tensor]
 
 
-def gradients(db: softdb.SoftDB, x: torch.Tensor, losses: dict[str, Loss], **how: Any) -> dict[str, torch.Tensor]:
-    """The gradient of each loss to q and to W, in one vector."""
+def gradients(db: softdb.SoftDB, x: torch.Tensor, losses: dict[str, Loss], **options: Any) -> dict[str, torch.Tensor]:
+    """Return, for each loss, its gradients with respect to q and W in one vector."""
     weight = torch.eye(x.shape[1], requires_grad=True)
     queries = x @ weight
-    pooled = db.attend(queries, temperature=TEMPERATURE, **how)
-    found = {}
+    pooled = db.attend(queries, temperature=TEMPERATURE, **options)
+    vectors = {}
     for name, loss in losses.items():
-        parts = torch.autograd.grad(loss(pooled), (queries, weight), retain_graph=True)
-        found[name] = torch.cat([part.flatten() for part in parts])
-    return found
+        grads = torch.autograd.grad(loss(pooled), (queries, weight), retain_graph=True)
+        vectors[name] = torch.cat([grad.flatten() for grad in grads])
+    return vectors
 
 
 def measured(db: softdb.SoftDB, x: torch.Tensor, draws: int, candidates: int) -> dict[str, Any]:
-    """What many draws say of the exact gradients."""
+    """Compare the gradients of many draws with the exact gradients."""
     exact = db.attend(x, temperature=TEMPERATURE)
     cotangent = torch.randn(exact.output.shape, generator=torch.Generator().manual_seed(1))
 
     def sums(pooled: softdb.Pooled) -> torch.Tensor:
-        return (pooled.lse - exact.lse).exp()  # Ẑ / Z: the sum, scaled by a constant
+        return (pooled.lse - exact.lse).exp()  # Ẑ / Z, the sum scaled by a constant
 
     losses: dict[str, Loss] = {
         "sum": lambda pooled: sums(pooled).sum(),
@@ -57,13 +57,13 @@ def measured(db: softdb.SoftDB, x: torch.Tensor, draws: int, candidates: int) ->
     q = x.numel()
     generator = torch.Generator().manual_seed(2)
     onto_q, onto_w = (torch.randn(20, width, generator=generator) for width in (q, x.shape[1] ** 2))
-    means = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in truth.items()}
+    means = {name: torch.zeros_like(vector, dtype=torch.float64) for name, vector in truth.items()}
     squares = dict.fromkeys(truth, 0.0)
     projected: dict[str, list[torch.Tensor]] = {name: [] for name in truth}
     for seed in range(draws):
-        how = {"rtol": 1e-9, "max_draws": candidates, "generator": torch.Generator().manual_seed(seed)}
-        for name, one in gradients(db, x, losses, **how).items():
-            off = one - truth[name]
+        options = {"rtol": 1e-9, "max_draws": candidates, "generator": torch.Generator().manual_seed(seed)}
+        for name, vector in gradients(db, x, losses, **options).items():
+            off = vector - truth[name]
             means[name] += off.double() / draws
             squares[name] += float(off.double().square().sum()) / draws
             projected[name].append(torch.cat([onto_q @ off[:q], onto_w @ off[q:]]))
@@ -83,7 +83,7 @@ def measured(db: softdb.SoftDB, x: torch.Tensor, draws: int, candidates: int) ->
 
 
 def main() -> None:
-    """One line a number of candidates."""
+    """Measure several numbers of candidates and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="clustered", help="wordnet:DIR, clustered or uniform")
     parser.add_argument("--n", type=int, default=100_000)
@@ -92,16 +92,15 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        world = World(given.data, given.n, given.dim, given.queries, Path(folder))
+        world = World(args.data, args.n, args.dim, args.queries, Path(folder))
         x = torch.from_numpy(np.asarray(world.queries, np.float32))
-        found = [measured(world.dbs["keys"], x, given.draws, candidates) for candidates in (100, 200, 400)]
-        print(*found, sep="\n")
-    if given.out:
-        head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
-        write_json(given.out, {**head, "command": command(), "commit": commit(), "gradients": found})
+        rows = [measured(world.dbs["keys"], x, args.draws, candidates) for candidates in (100, 200, 400)]
+        print(*rows, sep="\n")
+    if args.out:
+        write_json(args.out, {**provenance(["softdb", "torch", "numpy", "faiss-cpu"]), "gradients": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Records, filters and queries of `filter_peers.py`, and the answers to expect."""
+"""Records, filters and queries of `filter_peers.py`, and the expected answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["KINDS", "NEAR", "SHARES", "Case", "World", "clustered", "wordnet"]
 
 SHARES = {"50 %": 0.5, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001}
 KINDS = ("uncorrelated", "correlated", "opposed")
-NEAR = 100  # nearest records by which a filter's correlation with a query is told
-ALIKE = 1e-5  # scores that float32 cannot tell apart for certain
+NEAR = 100  # nearest records of a query, among which the share of matches is its correlation with a filter
+ALIKE = 1e-5  # scores that differ by less may be in another order in float32
 
 
 @dataclass
@@ -27,16 +27,16 @@ class World:
 
     keys: Floats
     columns: Columns
-    tuning: Floats  # for softdb's index
-    pool: Floats  # for the cases
+    tuning: Floats  # queries that softdb's index is tuned on
+    pool: Floats  # queries that the cases choose from
     near: Rows = field(init=False)  # (pool, NEAR)
 
     def __post_init__(self) -> None:
-        """Who is near whom."""
+        """Find the NEAR nearest records of each query of the pool."""
         self.near = nearest(self.keys, self.pool, NEAR)[1]
 
     def filter(self, share: float, kind: str, shift: int) -> Filter:
-        """About that share of the records; another shift moves it by a record."""
+        """Return a filter that matches about this share of the records; each shift gives another filter."""
         n = len(self.keys)
         if kind == "uncorrelated":
             return Filter("rank", shift, shift + round(share * n))
@@ -48,17 +48,17 @@ class World:
         return Filter("rank", shift, shift + round(share * n * n / counts[value]), {name: values[value].item()})
 
     def queries(self, share: float, kind: str, count: int) -> tuple[Floats, float]:
-        """Of the pool, and the share of their nearest records that match."""
+        """Return `count` queries of the pool (count, d), and the share of their nearest records that match."""
         matching = self.filter(share, kind, 0).mask(self.columns)[self.near].mean(axis=1)
         order = np.random.default_rng(3).permutation(len(self.pool))
         if kind != "uncorrelated":
             order = order[np.argsort(matching[order] * (-1 if kind == "correlated" else 1), kind="stable")]
-        which = np.random.default_rng(4).permutation(order[:count])
-        return self.pool[which], float(matching[which].mean())
+        places = np.random.default_rng(4).permutation(order[:count])
+        return self.pool[places], float(matching[places].mean())
 
 
 def clustered(n: int, dim: int) -> World:
-    """Gaussian clusters; `side` numbers the records along the direction in which they differ most."""
+    """Return Gaussian clusters; the field `side` numbers the records along the direction in which they vary most."""
     keys = world(n, dim)
     sample = keys[:: max(1, n // 20_000)]
     direction = np.linalg.svd(sample - sample.mean(axis=0), full_matrices=False)[2][0]
@@ -72,8 +72,8 @@ def clustered(n: int, dim: int) -> World:
 
 
 def wordnet(folder: Path) -> World:
-    """Embedded glosses with their part of speech and topic; other dictionaries' definitions ask."""
-    keys, queries = (np.load(folder / f"{part}.npy").astype(np.float32) for part in ("keys", "queries"))
+    """Return WordNet's embedded glosses with part of speech and topic; queries are other dictionaries' definitions."""
+    keys, queries = (np.load(folder / f"{name}.npy").astype(np.float32) for name in ("keys", "queries"))
     with gzip.open(folder / "records.jsonl.gz", "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     columns = {name: np.array([record[name] for record in records]) for name in ("pos", "topic")}
@@ -83,42 +83,45 @@ def wordnet(folder: Path) -> World:
 
 
 def nearest(keys: Floats, queries: Floats, k: int) -> tuple[Floats, Rows]:
-    """The true scores (q, k), best first, and rows (q, k)."""
+    """Return the true nearest records: scores (q, k), best first, and rows (q, k)."""
     best = torch.full((len(queries), k), -torch.inf)
     rows = torch.full((len(queries), k), -1)
     for low in range(0, len(keys), 1 << 15):
         scores = torch.from_numpy(queries @ keys[low : low + (1 << 15)].T)
         top, order = scores.topk(min(k, scores.shape[1]), dim=1)
-        best, which = torch.cat([best, top], 1).topk(k, dim=1)
-        rows = torch.cat([rows, order + low], 1).gather(1, which)
+        best, places = torch.cat([best, top], 1).topk(k, dim=1)
+        rows = torch.cat([rows, order + low], 1).gather(1, places)
     return best.numpy(), rows.numpy()
 
 
 @dataclass
 class Case:
-    """A filter and queries, with the answers to expect."""
+    """A filter and queries, with the expected answers."""
 
     name: str
     wanted: Filter
     queries: Floats
     mask: NDArray[np.bool_]
-    least: Floats  # (q,) score that the K nearest have at least
+    least: Floats  # (q,) score of the K-th nearest match
 
     @classmethod
     def of(cls, name: str, world: World, wanted: Filter, queries: Floats) -> Case:
-        """Compares all that match."""
+        """Make a case, with the expected answers from a comparison of all matching records."""
         mask = wanted.mask(world.columns)
         if np.count_nonzero(mask) < K:
-            raise SystemExit(f"{name} leaves {np.count_nonzero(mask)} records, fewer than {K}: take a larger --n")
+            raise SystemExit(f"{name}: {np.count_nonzero(mask)} match; expected at least {K}; give a larger --n")
         return cls(name, wanted, queries, mask, nearest(world.keys[mask], queries, K)[0][:, -1])
 
     def recall(self, keys: Floats, engine: Engine, rows: Rows, start: int = 0) -> tuple[float, bool]:
-        """Of answers to the queries from `start` on, and whether all have K records. Raises SystemExit if one lies."""
+        """Return the recall of answers to the queries from `start` on, and whether each has K records.
+
+        Raises SystemExit if a record does not match or comes twice.
+        """
         inside = np.where(rows < 0, True, self.mask[rows])
         ordered = np.sort(np.where(rows < 0, -1 - np.arange(K), rows), axis=1)
         if not inside.all() or (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise SystemExit(f"{engine.name}: {self.name}: a record that does not match, or one twice")
-        part = slice(start, start + len(rows))
-        scores = np.einsum("qd,qkd->qk", self.queries[part], keys[rows])
-        found = (rows >= 0) & (scores >= self.least[part, None] - ALIKE)
-        return float(found.mean()), bool((rows >= 0).all())
+            raise SystemExit(f"{engine.name}: {self.name}: a record does not match or comes twice")
+        batch = slice(start, start + len(rows))
+        scores = np.einsum("qd,qkd->qk", self.queries[batch], keys[rows])
+        right = (rows >= 0) & (scores >= self.least[batch, None] - ALIKE)
+        return float(right.mean()), bool((rows >= 0).all())

@@ -1,9 +1,10 @@
-"""The first call of each verb in a fresh process, beside the second; and the CPU that importing and opening take.
+"""Time of the first call of each verb in a fresh process, beside the second; and CPU time of import and open.
 
     python benchmarks/first.py --out benchmarks/results/first.json
 
-Nothing is compiled at run time: what a first call takes longer is imports, memory mapped for the first time, and what
-is measured then. CPU time of all threads in seconds, beyond `import torch`.
+Nothing is compiled at run time. A first call takes longer because of imports, of memory that is mapped for the first
+time, and of measurements that softdb makes then. Each call has another query. CPU time is that of all threads, in
+seconds, without `import torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 
 import softdb
 
@@ -42,19 +43,19 @@ import softdb
 imported = time.process_time()
 db = softdb.open(sys.argv[1])
 opened = time.process_time()
-query = torch.ones(1, db.dim)
-found = {{"import": imported - start, "open": opened - imported}}
-for name in ("first", "second", "third"):
+queries = torch.randn(3, 1, db.dim, generator=torch.Generator().manual_seed(1))
+times = {{"import": imported - start, "open": opened - imported}}
+for name, query in zip(("first", "second", "third"), queries):
     before, cpu = time.perf_counter(), time.process_time()
     {call}
-    found[name] = time.perf_counter() - before
-    found[name + ", CPU"] = time.process_time() - cpu
-print(json.dumps({{name: round(seconds, 4) for name, seconds in found.items()}}))
+    times[name] = time.perf_counter() - before
+    times[name + ", CPU"] = time.process_time() - cpu
+print(json.dumps({{name: round(seconds, 4) for name, seconds in times.items()}}))
 """
 
 
-def made(folder: Path, n: int, dim: int) -> Path:
-    """A database with an index."""
+def make_database(folder: Path, n: int, dim: int) -> Path:
+    """Make a database with an index and return its path."""
     random = np.random.default_rng(0)
     centres = random.standard_normal((1000, dim), np.float32)
     keys = centres[random.integers(0, 1000, n)] + 0.7 * random.standard_normal((n, dim), np.float32)
@@ -65,22 +66,22 @@ def made(folder: Path, n: int, dim: int) -> Path:
 
 
 def main() -> None:
-    """Each verb in a process of its own."""
+    """Measure each verb in a process of its own and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    head = {"machine": machine(), "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"])}
+    args = parser.parse_args()
+    result = provenance(["softdb", "torch", "numpy", "faiss-cpu"])
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = made(Path(folder), options.n, options.dim)
+        path = make_database(Path(folder), args.n, args.dim)
         for name, call in VERBS.items():
             program = [sys.executable, "-c", PROGRAM.format(call=call), str(path)]
             rows[name] = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
             print(f"{name:20}", rows[name], flush=True)
-    if options.out:
-        write_json(options.out, {**head, "command": command(), "commit": commit(), "rows": rows})
+    if args.out:
+        write_json(args.out, {**result, "rows": rows})
 
 
 if __name__ == "__main__":

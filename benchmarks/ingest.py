@@ -1,21 +1,19 @@
-"""How fast records go in: softdb beside LanceDB, Chroma, Qdrant's local mode and Milvus Lite.
+"""Rate of inserts: softdb beside LanceDB, Chroma, Qdrant's local mode and Milvus Lite.
 
     python benchmarks/ingest.py --data synthetic --n 1000000 --dim 128 --engines softdb,lancedb,chroma,qdrant,milvus
     python benchmarks/ingest.py --data wordnet:FOLDER --repeats 3 --out results.json
 
-Each engine runs in a process of its own, at its own default durability, in its fastest documented bulk form, and does
-so in turn with the others, `--repeats` times. The clock runs only within the insert calls and the flush and close that
-follow: records are put into the form that an engine takes beforehand, and the time for that is reported beside
-(`prepare_s`).
+Each engine runs in a process of its own, at its default durability, with its fastest documented bulk insert. The
+engines run in turn, `--repeats` times. The clock runs only during the insert calls and the flush and close that follow.
+Records are converted to the form that an engine takes beforehand; `prepare_s` is the time of the conversion.
 
-Wrong answers raise: before the clock each process rehearses on a few records; after it another process opens the
-database, counts it, and compares 20 random records and their own nearest neighbours with what was stored.
+Wrong answers raise: before the clock starts, each process inserts and checks a few records; afterwards another process
+opens the database, counts the records, and compares 20 random ones and their nearest neighbours with what was stored.
 
-What an engine leaves in memory for the system to write some time later is shown too: `sync_s` is the time that an fsync
-of its files takes after the close. `first_answer_s` is the time from opening to the first answer of a search: work put
-off until then (loading, indexing) shows here.
+`sync_s` is the time of an fsync of the files after the close: the work that an engine leaves to the system.
+`first_answer_s` is the time from opening to the first answer of a search, which includes deferred loading and indexing.
 
-FOLDER holds keys.npy (n, d) and records.jsonl.gz, an object with "id" a line; the rest of the object is the payload.
+FOLDER holds keys.npy (n, d) and records.jsonl.gz, with an object in each line: "id", and other fields as the payload.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from ingest_report import summarise, table
 from numpy.typing import NDArray
 from peers import ENGINES, Batch, Engine, WrongAnswer
 
-REHEARSED = 256  # records inserted and checked before the clock starts; their time is thrown away
-PROBES = 20  # records compared after it
-SAMPLING_S = 0.02  # between two looks at the child's memory
+REHEARSED = 256  # records inserted and checked before the clock starts
+PROBES = 20  # records compared after the clock stops
+SAMPLING_S = 0.02  # seconds between two readings of the child's memory
 
 
 # --- the records -----------------------------------------------------------------------------------------------------
@@ -50,32 +48,32 @@ SAMPLING_S = 0.02  # between two looks at the child's memory
 
 @dataclass
 class Plan:
-    """What a child is told: which engine, which records, where."""
+    """Task of a child process: the engine, the records and the folder."""
 
     engine: str
     folder: str
-    keys: str  # the keys as float32, written once by the parent and mapped by every child
+    keys: str  # file of the keys in float32, written once by the parent and mapped by every child
     records: str | None  # records.jsonl.gz
     payload: bool
     batch: int
     cap: float | None
-    inserted: int = 0  # what the check must count
+    inserted: int = 0  # number of records that the check must count
 
     def engine_class(self) -> type[Engine]:
-        """The class of this engine."""
+        """Return the class of this engine."""
         return ENGINES[self.engine]
 
 
 @dataclass
 class Records:
-    """Every record of the workload. The keys stay mapped: they are not the engine's memory."""
+    """Every record of the workload. The keys stay mapped, so that they do not count as the engine's memory."""
 
     ids: list[Any]
     keys: NDArray[np.float32]  # (n, d)
     payloads: list[dict[str, Any]] | None
 
     def take(self, rows: NDArray[np.int64]) -> Batch:
-        """The records in these rows, in memory of their own."""
+        """Copy the records of these rows."""
         payloads = None if self.payloads is None else [self.payloads[row] for row in rows]
         return Batch([self.ids[row] for row in rows], np.array(self.keys[rows]), payloads)
 
@@ -85,7 +83,7 @@ def load(plan: Plan) -> Records:
     keys = np.load(plan.keys, mmap_mode="r")
     n = len(keys)
     for start in range(0, n, plan.batch):
-        keys[start : start + plan.batch].sum()  # into the page cache, so that no insert waits for a read
+        keys[start : start + plan.batch].sum()  # fills the page cache, so that no insert waits for a read
     if plan.records is not None:
         ids, payloads = _read_records(Path(plan.records), n)
     else:
@@ -102,12 +100,12 @@ def _read_records(path: Path, n: int) -> tuple[list[str], list[dict[str, Any]]]:
             ids.append(record.pop("id"))
             payloads.append(record)
     if len(ids) != n:
-        raise ValueError(f"{path.name} has {len(ids)} records but there are {n} keys; each key needs its line")
+        raise ValueError(f"{path.name} has {len(ids)} records; expected {n}, one line for each key")
     return ids, payloads
 
 
 def write_keys(args: argparse.Namespace, path: Path) -> None:
-    """The workload's keys as float32, so that no child spends memory or time on a conversion."""
+    """Write the workload's keys as float32, so that no child spends memory or time on a conversion."""
     if args.data == "synthetic":
         out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(args.n, args.dim))
         random = np.random.default_rng(0)
@@ -124,11 +122,11 @@ def write_keys(args: argparse.Namespace, path: Path) -> None:
 
 
 def ingest(plan: Plan) -> dict[str, Any]:
-    """Rehearse, then insert everything (or until the cap) with the clock on."""
+    """Rehearse, then insert all records, or as many as the cap allows, with the clock on."""
     records = load(plan)
     rehearse(plan, records)
     gc.collect()
-    gc.freeze()  # millions of ids and payloads are ours: the engine's garbage collections need not walk them
+    gc.freeze()  # the engine's garbage collections need not walk the millions of ids and payloads
     engine = plan.engine_class()(Path(plan.folder), records.keys.shape[1])
     engine.open()
     before = common.anonymous_bytes(os.getpid())
@@ -156,13 +154,13 @@ def ingest(plan: Plan) -> dict[str, Any]:
         "rows_per_s": inserted / (sum(seconds) + close_s),
         "rows_per_s_with_prepare": inserted / (sum(seconds) + close_s + prepare_s),
         "first_batches_s": seconds[:5],
-        "last_batches_s": seconds[-5:],  # an engine that slows down as it grows shows here
+        "last_batches_s": seconds[-5:],  # larger than the first ones if an engine slows down as it grows
         "anonymous_before": before,
     }
 
 
 def rehearse(plan: Plan, records: Records) -> None:
-    """Insert a few records into a database that is thrown away, reopen it and check its answers."""
+    """Insert a few records into a temporary database, reopen it and check its answers."""
     n = min(REHEARSED, len(records.keys))
     with tempfile.TemporaryDirectory(dir=Path(plan.folder).parent) as folder:
         engine = plan.engine_class()(Path(folder), records.keys.shape[1])
@@ -175,39 +173,39 @@ def rehearse(plan: Plan, records: Records) -> None:
 
 
 def check(plan: Plan) -> dict[str, Any]:
-    """Open what another process wrote and compare its answers."""
+    """Open the database that another process wrote, and check its answers."""
     records = load(plan)
     engine = plan.engine_class()(Path(plan.folder), records.keys.shape[1])
     start = time.perf_counter()
     engine.open()
     engine.answers(records.take(np.arange(1)))
     first_answer_s = time.perf_counter() - start
-    found = verify(engine, records, plan.inserted)
+    share = verify(engine, records, plan.inserted)
     engine.close()
-    return {"first_answer_s": first_answer_s, "found_themselves": found}
+    return {"first_answer_s": first_answer_s, "found_themselves": share}
 
 
 def verify(engine: Engine, records: Records, inserted: int) -> float:
-    """The share of probes that found themselves; anything that differs from what was stored raises."""
+    """Return the share of probes that found themselves; raise WrongAnswer if an answer differs from what was stored."""
     rows = np.random.default_rng(1).choice(inserted, size=min(PROBES, inserted), replace=False)
     probes = records.take(rows)
     answers = engine.answers(probes)
     name = type(engine).__name__
     if answers.count != inserted:
-        raise WrongAnswer(f"{name}: counts {answers.count} records where {inserted} were inserted")
+        raise WrongAnswer(f"{name}: counts {answers.count} records; expected {inserted}")
     form = _unit if engine.normalises else np.asarray
-    expected, got = form(probes.keys), form(answers.keys)
-    if got.shape != expected.shape or not np.allclose(got, expected, rtol=1e-5, atol=1e-6):
+    expected, fetched = form(probes.keys), form(answers.keys)
+    if fetched.shape != expected.shape or not np.allclose(fetched, expected, rtol=1e-5, atol=1e-6):
         raise WrongAnswer(f"{name}: fetched keys differ from those stored")
     if answers.payloads != probes.payloads:
         raise WrongAnswer(f"{name}: fetched payloads differ from those stored")
     row_of = {identifier: row for row, identifier in enumerate(records.ids)}
     best = _unit(np.array(records.keys[[row_of[identifier] for identifier in answers.nearest]]))
-    # by similarity, not by name: a duplicate of the record is as right an answer as the record
-    found = float(np.mean((best * _unit(probes.keys)).sum(1) > 1 - 1e-5))
-    if found < engine.least_found:
-        raise WrongAnswer(f"{name}: {found:.0%} of records are their own nearest, expected {engine.least_found:.0%}")
-    return found
+    # by similarity, not by id: a duplicate of the record is a right answer, too
+    share = float(np.mean((best * _unit(probes.keys)).sum(1) > 1 - 1e-5))
+    if share < engine.least_found:
+        raise WrongAnswer(f"{name}: {share:.0%} of records are their own nearest; expected {engine.least_found:.0%}")
+    return share
 
 
 def _unit(keys: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -218,7 +216,7 @@ def _unit(keys: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def child(role: str, plan: Plan) -> dict[str, Any]:
-    """Run one role in a process of its own, watching its memory from outside."""
+    """Run a role in a process of its own, and record the peak of its memory."""
     with tempfile.TemporaryDirectory(dir=Path(plan.folder).parent) as folder:
         log, answer = Path(folder) / "log", Path(folder) / "answer.json"
         command = [sys.executable, __file__, "--child", role, json.dumps(asdict(plan)), str(answer)]
@@ -230,17 +228,17 @@ def child(role: str, plan: Plan) -> dict[str, Any]:
                 time.sleep(SAMPLING_S)
         if process.returncode or not answer.exists():
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise RuntimeError(f"{role} ended with {process.returncode}: {lines[-1] if lines else 'no output'}")
+            raise RuntimeError(f"{role} exited with {process.returncode}: {lines[-1] if lines else 'no output'}")
         result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return result | {"peak_anonymous": peak}
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """One engine once: insert, sync, size, check; the database is removed."""
+    """Measure one engine once: insert, sync, size and check; then remove the database."""
     folder = Path(plan.folder)
     folder.mkdir()
     try:
-        os.sync()  # pages left behind by the run before must not be written during this one
+        os.sync()  # dirty pages of the run before must not be written during this one
         result = child("ingest", plan)
         start = time.perf_counter()
         for path in common.files_in(folder):
@@ -257,13 +255,13 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every engine `repeats` times, in turn; a failure is a result too."""
+    """Measure every engine `repeats` times, in turn; a failure is a result, too."""
     keys = scratch / "keys.npy"
     write_keys(args, keys)
     records = None if args.data == "synthetic" else str(Path(args.data.partition(":")[2]) / "records.jsonl.gz")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.engines}
     for repeat in range(args.repeats):
-        turn = repeat % len(args.engines)  # no engine always follows the same other
+        turn = repeat % len(args.engines)  # in another order each time
         for name in args.engines[turn:] + args.engines[:turn]:
             payload = args.payload or records is not None
             plan = Plan(name, str(scratch / "database"), str(keys), records, payload, args.batch, args.cap)
@@ -279,13 +277,13 @@ def run_all(args: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str,
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything: disk, engines, summary."""
+    """Measure the disk and the engines, and return the result."""
     with tempfile.TemporaryDirectory(prefix="ingest-", dir=args.scratch) as folder:
         scratch = Path(folder)
         if common.file_system(scratch) in common.IN_MEMORY:
-            raise SystemExit("ingest: the scratch folder is in memory, where an fsync is free; give --scratch DIR")
+            raise SystemExit(f"ingest: {scratch} is in memory, where an fsync costs nothing; give --scratch on a disk")
         disk = common.disk_write_rate(scratch, size=args.disk_mib * common.MIB)
-        started = {"machine": common.machine(), "disk": disk, "command": common.command(), "commit": common.commit()}
+        started = common.provenance(["softdb", "torch", "numpy"]) | {"disk": disk}
         runs = run_all(args, scratch)
         n, dim = np.load(scratch / "keys.npy", mmap_mode="r").shape
     payload = args.payload or args.data != "synthetic"
@@ -306,14 +304,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of %(default)s")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--cap", type=float, help="stop an engine's inserts after this many seconds of its clock")
-    parser.add_argument("--disk-mib", type=int, default=1024, help="how much to write to measure the disk")
-    parser.add_argument("--scratch", type=Path, help="where to put the databases: on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="write everything here as JSON")
+    parser.add_argument("--disk-mib", type=int, default=1024, help="MiB to write to measure the disk")
+    parser.add_argument("--scratch", type=Path, help="folder for the databases, on the disk to measure")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     args.engines = args.engines.split(",")
     unknown = set(args.engines) - set(ENGINES)
     if unknown:
-        parser.error(f"--engines: {sorted(unknown)} unknown; choose from {list(ENGINES)}")
+        parser.error(f"--engines: unknown {', '.join(sorted(unknown))}; choose from {', '.join(ENGINES)}")
     if args.data != "synthetic" and not args.data.startswith("wordnet:"):
         parser.error(f"--data: got {args.data!r}, expected synthetic or wordnet:FOLDER")
     if args.data == "synthetic" and args.n is None:
@@ -322,7 +320,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run as parent, or as the child that the parent started."""
+    """Run the benchmark, or the role of a child process."""
     if sys.argv[1:2] == ["--child"]:
         role, plan, answer = sys.argv[2:]
         result = {"ingest": ingest, "check": check}[role](Plan(**json.loads(plan)))

@@ -1,4 +1,4 @@
-"""What the runs of `ingest.py` come to: medians, ratios, and a table for people."""
+"""Medians, ratios and a table of the runs of `ingest.py`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ __all__ = ["summarise", "table"]
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians and spreads of the runs that succeeded, and softdb beside the best peers."""
+    """Return medians and spreads of the successful runs, and softdb's ratios to the best peers."""
     engines = {}
     for name, results in runs.items():
-        good = [result for result in results if "error" not in result]
+        succeeded = [result for result in results if "error" not in result]
         kind = ENGINES[name]
         facts: dict[str, Any] = {"synced": kind.synced, "durability": kind.durability, "index": kind.index}
         facts["versions"] = common.versions(kind.packages)
         facts["errors"] = [result["error"] for result in results if "error" in result]
-        if good:
+        if succeeded:
             measured = ("rows_per_s", "rows_per_s_with_prepare", "rows_per_s_synced", "sync_s", "first_answer_s")
-            facts |= {key: common.spread([result[key] for result in good]) for key in measured}
-            facts["rows"] = min(result["rows"] for result in good)
-            facts["capped"] = any(result["capped"] for result in good)
-            facts["peak_anonymous"] = max(result["peak_anonymous"] for result in good)
-            facts["anonymous_before"] = min(result["anonymous_before"] for result in good)
-            facts["disk"] = good[-1]["disk"]
-            facts["found_themselves"] = min(result["found_themselves"] for result in good)
+            facts |= {key: common.spread([result[key] for result in succeeded]) for key in measured}
+            facts["rows"] = min(result["rows"] for result in succeeded)
+            facts["capped"] = any(result["capped"] for result in succeeded)
+            facts["peak_anonymous"] = max(result["peak_anonymous"] for result in succeeded)
+            facts["anonymous_before"] = min(result["anonymous_before"] for result in succeeded)
+            facts["disk"] = succeeded[-1]["disk"]
+            facts["found_themselves"] = min(result["found_themselves"] for result in succeeded)
         engines[name] = facts | {"runs": results}
     return {"engines": engines, "ratios": ratios(engines)}
 
 
 def ratios(engines: dict[str, Any]) -> dict[str, Any]:
-    """softdb's median rate over that of the best peer: of all, of those on disk when they return, with preparation."""
+    """Return softdb's median rate over that of the best peer: of all, with an fsync, with preparation, if durable."""
     ours = engines.get("softdb", {})
     if "rows_per_s" not in ours:
         return {}
     peers = {name: facts for name, facts in engines.items() if name != "softdb" and "rows_per_s" in facts}
     durable = {name: facts for name, facts in peers.items() if facts["synced"] == "yes"}
-    found = {}
+    result = {}
     for label, among, key in (
         ("best peer", peers, "rows_per_s"),
         ("best peer, an fsync of its files included", peers, "rows_per_s_synced"),
@@ -49,12 +49,12 @@ def ratios(engines: dict[str, Any]) -> dict[str, Any]:
         if among:
             best = max(among, key=lambda name: float(among[name][key]["median"]))
             ratio = ours[key]["median"] / among[best][key]["median"]
-            found[label] = {"peer": best, "softdb_over_peer": round(ratio, 3)}
-    return found
+            result[label] = {"peer": best, "softdb_over_peer": round(ratio, 3)}
+    return result
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for a person to read."""
+    """Format the result as a table."""
     disk, machine, workload = result["disk"], result["machine"], result["workload"]
     lines = [
         f"{workload['data']}: {workload['n']:,} records x {workload['dim']}, "

@@ -1,11 +1,11 @@
-"""A language model with a memory: what it is worth, in its own domain and in another, and what a token costs.
+"""A language model with a memory: perplexity in its own domain and in another, and CPU time of a token.
 
     python benchmarks/knn_language_model.py --out benchmarks/results/knn-language-model.json
 
-The corpus are the 19,988 definitions of WordNet that ship with softdb. A GPT-2 of 0.7 million parameters is trained on
-the nouns', from nothing; the memory is of what the model was trained on (same domain), or of verbs, adjectives and
-adverbs, which it has never seen (another domain, without training the model). A tenth of each side's definitions is
-held out: of that one half learns λ and T, the other is measured. The ways differ in the memory's sum alone.
+The corpus is the 19,988 definitions of WordNet that ship with softdb. A GPT-2 with 0.7 million parameters is trained
+from scratch on the nouns. The memory holds the training texts of the model ("same domain"), or verbs, adjectives and
+adverbs, which the model has never seen ("another domain"). A tenth of the definitions of each domain is held out: one
+half of it learns λ and T, the other half is measured. The ways differ only in how they sum over the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -28,8 +28,8 @@ from softdb.data import load_wordnet
 from softdb.integrations.transformers import KNNLanguageModel
 
 NOUNS, OTHERS = ("noun",), ("verb", "adj", "adv")
-LONGEST = 48  # tokens of a definition; a few are cut
-LEARNED = 150  # definitions from which λ and T are learned
+LONGEST = 48  # tokens of a definition; longer ones are cut
+LEARNED = 150  # definitions that λ and T are learned from
 WAYS: dict[str, dict[str, Any] | None] = {
     "model alone": None,
     "exact": {},
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 
 def tokenizer_of(texts: list[str], size: int) -> Any:
-    """Pieces of words, learned from texts; each text between a beginning and an end."""
+    """Train a BPE tokenizer on the texts; it puts each text between <s> and </s>."""
     pieces = Tokenizer(models.BPE(unk_token="<unk>"))
     pieces.normalizer = normalizers.Lowercase()
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -57,48 +57,48 @@ def tokenizer_of(texts: list[str], size: int) -> Any:
 
 
 def trained(tokenizer: Any, texts: list[str], epochs: int, width: int, batch: int = 64) -> Any:
-    """A small GPT-2, from nothing."""
+    """Train a small GPT-2 from scratch."""
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     sizes = {"n_positions": LONGEST, "n_embd": width, "n_layer": 4, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes, **special))
-    tokens = [one[:LONGEST] for one in tokenizer(texts)["input_ids"]]
+    tokens = [ids[:LONGEST] for ids in tokenizer(texts)["input_ids"]]
     steps = -(-len(tokens) // batch) * epochs
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     rate = torch.optim.lr_scheduler.OneCycleLR(adam, 2e-3, steps)
     for number in range(1, epochs + 1):
         order, total = torch.randperm(len(tokens)).tolist(), 0.0
-        order.sort(key=lambda i: len(tokens[i]) + 4 * torch.rand(()).item())  # batches of like lengths
-        parts = [order[low : low + batch] for low in range(0, len(order), batch)]
-        for i in torch.randperm(len(parts)).tolist():
-            mine = [torch.tensor(tokens[j]) for j in parts[i]]
-            ids = torch.nn.utils.rnn.pad_sequence(mine, batch_first=True, padding_value=2)
-            there = torch.nn.utils.rnn.pad_sequence([torch.ones(len(one)) for one in mine], batch_first=True)
-            wanted = ids.masked_fill(there == 0, -100)
-            loss = model(input_ids=ids, attention_mask=there.long(), labels=wanted).loss
+        order.sort(key=lambda i: len(tokens[i]) + 4 * torch.rand(()).item())  # similar lengths in a batch
+        batches = [order[low : low + batch] for low in range(0, len(order), batch)]
+        for i in torch.randperm(len(batches)).tolist():
+            sequences = [torch.tensor(tokens[j]) for j in batches[i]]
+            ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=2)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in sequences], batch_first=True)
+            labels = ids.masked_fill(mask == 0, -100)
+            loss = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
             adam.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adam.step()
             rate.step()
             total += loss.item()
-        print(f"epoch {number}, loss {total / len(parts):.3f}", flush=True)
+        print(f"epoch {number}, loss {total / len(batches):.3f}", flush=True)
     return model.eval()
 
 
 def domain(parts: tuple[str, ...]) -> dict[str, list[str]]:
-    """The definitions of some parts of speech: to train on or to remember, to learn λ and T from, to measure on."""
+    """Return the definitions of these parts of speech: "train" (or remember), "learn" (λ and T) and "test"."""
     data = load_wordnet()
-    found: dict[str, list[str]] = {"train": [], "learn": [], "test": []}
+    splits: dict[str, list[str]] = {"train": [], "learn": [], "test": []}
     for name, payload in zip(data.ids, data.payloads, strict=True):
         if payload["pos"] in parts:
-            chance = hashlib.sha256(name.encode()).digest()[0]  # by name, so that a split stays what it is
-            found["train" if chance >= 26 else "learn" if chance >= 13 else "test"].append(payload["gloss"])
-    return found
+            byte = hashlib.sha256(name.encode()).digest()[0]  # by id, so that the split never changes
+            splits["train" if byte >= 26 else "learn" if byte >= 13 else "test"].append(payload["gloss"])
+    return splits
 
 
 def cpu_ms(run: Callable[[], object], tokens: int) -> float:
-    """Milliseconds of CPU time a token; other work of the machine does not count."""
+    """Return milliseconds of CPU time per token; other work of the machine does not count."""
     run()
     begin = time.process_time()
     run()
@@ -110,75 +110,76 @@ def measured(
     tokenizer: Any,
     texts: dict[str, list[str]],
     epochs: int,
-    found: dict[str, Any],
-    keep: Callable[[], None],
+    result: dict[str, Any],
+    save: Callable[[], None],
     path: Path | None,
-    ask_for: list[str],
+    chosen: list[str],
 ) -> None:
-    """A line for each way that is not found yet: perplexity of held-out texts, what was learned, what a token costs."""
-    ways = found.setdefault("ways", {})
-    if set(ask_for) <= set(ways):
+    """Measure each chosen way that the result lacks: perplexity of held-out texts, λ and T, CPU time per token."""
+    ways = result.setdefault("ways", {})
+    if set(chosen) <= set(ways):
         return
     test, few = texts["test"], texts["test"][:64]
-    count = sum(len(one) - 1 for one in tokenizer(few)["input_ids"])
+    count = sum(len(ids) - 1 for ids in tokenizer(few)["input_ids"])
     lm = KNNLanguageModel.from_corpus(model, texts["train"], path, tokenizer=tokenizer)
-    found["records"] = len(lm.db)
-    found["test_tokens"] = sum(len(one) - 1 for one in tokenizer(test)["input_ids"])
+    result["records"] = len(lm.db)
+    result["test_tokens"] = sum(len(ids) - 1 for ids in tokenizer(test)["input_ids"])
     if lm.db.stats().index is None:
         lm.db.build_index("ivf", recall=0.95)
-    for name, how in WAYS.items():
-        if name in ways or name not in ask_for:
+    for name, options in WAYS.items():
+        if name in ways or name not in chosen:
             continue
-        one = KNNLanguageModel(model, lm.db, tokenizer=tokenizer, **(how or {}))
+        knn_model = KNNLanguageModel(model, lm.db, tokenizer=tokenizer, **(options or {}))
         begin = time.process_time()
-        if how is not None:
-            one.fit(texts["learn"][:LEARNED], epochs=epochs, lr=0.2, batch_size=128)
-        learned = round(time.process_time() - begin, 1)
-        ask = functools.partial(one.perplexity, memory=how is not None)
+        if options is not None:
+            knn_model.fit(texts["learn"][:LEARNED], epochs=epochs, lr=0.2, batch_size=128)
+        learning_s = round(time.process_time() - begin, 1)
+        ask = functools.partial(knn_model.perplexity, memory=options is not None)
         ways[name] = {"perplexity": round(ask(test), 2), "ms_a_token": cpu_ms(functools.partial(ask, few), count)}
-        if how is not None:
-            share, heat = round(one.mixture.bias.sigmoid().item(), 3), round(one.mixture.temperature, 2)
-            ways[name] |= {"interpolation": share, "temperature": heat, "learning_s": learned}
+        if options is not None:
+            mixture = knn_model.mixture
+            share, temperature = round(mixture.bias.sigmoid().item(), 3), round(mixture.temperature, 2)
+            ways[name] |= {"interpolation": share, "temperature": temperature, "learning_s": learning_s}
         print(name, ways[name], flush=True)
-        keep()
+        save()
     lm.close()
 
 
 def main() -> None:
-    """Train, remember, measure, write."""
+    """Train the model, fill the memories, measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", type=Path, help="a folder: the model is kept there, and not trained again")
-    parser.add_argument("--memory", type=Path, help="a folder: the databases are kept there, and not made again")
+    parser.add_argument("--model", type=Path, help="folder to keep the trained model in, and to read it from")
+    parser.add_argument("--memory", type=Path, help="folder to keep the databases in, and to open them from")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--learning", type=int, default=3, help="epochs of λ and T")
-    given = parser.parse_args()
+    parser.add_argument("--learning", type=int, default=3, help="epochs to learn λ and T")
+    args = parser.parse_args()
     nouns, others = domain(NOUNS), domain(OTHERS)
-    if given.model is not None and given.model.is_dir():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(given.model)
-        model = GPT2LMHeadModel.from_pretrained(given.model).eval()
+    if args.model is not None and args.model.is_dir():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
+        model = GPT2LMHeadModel.from_pretrained(args.model).eval()
     else:
-        tokenizer = tokenizer_of(nouns["train"], given.vocabulary)
-        model = trained(tokenizer, nouns["train"], given.epochs, given.width)
-        if given.model is not None:
-            tokenizer.save_pretrained(given.model)
-            model.save_pretrained(given.model)
-    found: dict[str, Any] = {}
-    if given.out is not None and given.out.is_file():
-        found = json.loads(given.out.read_text())  # what was cut short goes on
-    found |= {"parameters": sum(one.numel() for one in model.parameters()), "machine": machine()}
-    found |= {"versions": versions(["torch", "transformers", "faiss-cpu"]), "commit": commit(), "command": command()}
+        tokenizer = tokenizer_of(nouns["train"], args.vocabulary)
+        model = trained(tokenizer, nouns["train"], args.epochs, args.width)
+        if args.model is not None:
+            tokenizer.save_pretrained(args.model)
+            model.save_pretrained(args.model)
+    result: dict[str, Any] = {}
+    if args.out is not None and args.out.is_file():
+        result = json.loads(args.out.read_text())  # a run that was cut short goes on
+    result |= provenance(["torch", "transformers", "faiss-cpu"])
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 
-    def keep() -> None:
-        if given.out is not None:
-            write_json(given.out, found)
+    def save() -> None:
+        if args.out is not None:
+            write_json(args.out, result)
 
     for name, texts in (("another domain", others), ("same domain", nouns)):
-        part, path = found.setdefault(name, {}), given.memory and given.memory / name.replace(" ", "-")
-        measured(model, tokenizer, texts, given.learning, part, keep, path, given.ways)
+        row, path = result.setdefault(name, {}), args.memory and args.memory / name.replace(" ", "-")
+        measured(model, tokenizer, texts, args.learning, row, save, path, args.ways)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/make_demo_data.py --dict /usr/share/wordnet [--model DIR_OR_NAME] [--out DIR]
 
-`--dict` is a folder holding WordNet's data.*, index.* and cntlist.rev (Debian: the package wordnet-base).
-Needs sentence-transformers. Prints what the reduction costs and what training gains.
+`--dict` is a folder with WordNet's data.*, index.* and cntlist.rev (Debian: the package wordnet-base). The script needs
+sentence-transformers. It prints the recall that the reduction to 96 numbers costs and the recall that training gains.
 """
 
 import argparse
@@ -29,11 +29,11 @@ SENSE_POS = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}  # 5 
 N_RECORDS = 20_000
 N_TRAIN, N_HELD_OUT = 8_000, 2_000
 WIDTH = 96  # 20,000 x 96 bytes stays under 2 MB
-# how WordNet's glosses mark words that a demonstration has no need to print
+# how WordNet's glosses mark offensive words
 OFFENSIVE = re.compile(
     r"(\((ethnic slur|slang)\) )?(extremely )?(offensive|obscene|disparaging) (and derogatory )?(term|name|word)"
 )
-COMMON_WORD = 10  # the credit of a word that the encoder's vocabulary holds whole
+COMMON_WORD = 10  # credit of a word that is one token of the encoder's vocabulary
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Synset:
     gloss: str
     examples: list[str]
     is_instance: bool  # a person, place or event with a name of its own
-    tagged: int = 0  # how often it was met in WordNet's sense-tagged text
+    tagged: int = 0  # count in WordNet's sense-tagged text
     first_sense_of: list[str] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class Query:
 
 
 def read_synsets(folder: Path) -> list[Synset]:
-    """All of WordNet's synsets, with how often each was tagged and which words have it as their first sense."""
+    """Return all of WordNet's synsets, with their counts in tagged text and the words whose first sense they are."""
     synsets: dict[str, Synset] = {}
     for pos in POS:
         for line in database_lines(folder / f"data.{pos}"):
@@ -68,32 +68,32 @@ def read_synsets(folder: Path) -> list[Synset]:
             synsets[synset.id] = synset
     tags: Counter[tuple[str, str, int]] = Counter()
     for line in (folder / "cntlist.rev").read_text("ascii").splitlines():
-        sense_key, number, count = line.split()
-        lemma, rest = sense_key.split("%")
-        tags[SENSE_POS[rest[0]], lemma, int(number)] += int(count)
+        sense_key, sense_number, count = line.split()
+        lemma, sense = sense_key.split("%")
+        tags[SENSE_POS[sense[0]], lemma, int(sense_number)] += int(count)
     for pos in POS:
         for line in database_lines(folder / f"index.{pos}"):
             parts = line.split()
             lemma, n_senses = parts[0], int(parts[2])
-            for sense, offset in enumerate(parts[-n_senses:], start=1):
+            for number, offset in enumerate(parts[-n_senses:], start=1):
                 synset = synsets[f"{pos}.{offset}"]
-                synset.tagged += tags[pos, lemma, sense]
-                if sense == 1:
+                synset.tagged += tags[pos, lemma, number]
+                if number == 1:
                     synset.first_sense_of.append(lemma.replace("_", " "))
     return list(synsets.values())
 
 
 def database_lines(path: Path) -> list[str]:
-    """The lines of a WordNet file without the licence, whose lines begin with two spaces."""
+    """Return the lines of a WordNet file without the licence, whose lines begin with two spaces."""
     return [line for line in path.read_text("ascii").splitlines() if not line.startswith("  ")]
 
 
 def parse_synset(line: str, pos: str) -> Synset:
-    """One line of data.*, its gloss parted from the quoted examples."""
+    """Parse a line of data.*, and separate the gloss from the quoted examples."""
     head, _, text = line.partition(" | ")
     parts = head.split()
     n_lemmas = int(parts[3], 16)
-    # An adjective may carry its syntactic position: "galore(ip)".
+    # an adjective may have its syntactic position: "galore(ip)"
     lemmas = [re.sub(r"\((a|p|ip)\)$", "", word).replace("_", " ") for word in parts[4 : 4 + 2 * n_lemmas : 2]]
     gloss, *quoted = re.split(r'[;:]\s*"', text.strip(), maxsplit=1)
     examples = re.findall(r'"([^"]+)"', '"' + quoted[0]) if quoted else []
@@ -101,11 +101,11 @@ def parse_synset(line: str, pos: str) -> Synset:
 
 
 def choose_records(synsets: list[Synset], vocabulary: set[str]) -> list[Synset]:
-    """The synsets of everyday words, in the order of their ids.
+    """Return the synsets of everyday words, in the order of their ids.
 
-    A synset scores how often it was tagged in text. The tagged text is small (it never met a giraffe), so the first
-    sense of a word is also credited with the word's use in WordNet's own glosses and examples, and with COMMON_WORD
-    where the encoder's vocabulary, built from a large text, holds the word whole. Ties: nouns first, then the id.
+    The score of a synset is its count in tagged text. That text is small (it has no giraffe), so the first sense of a
+    word also gets the word's count in WordNet's own glosses and examples, and COMMON_WORD if the word is one token of
+    the encoder's vocabulary, which was built from a large text. Ties: nouns first, then the id.
     """
     synsets = [synset for synset in synsets if not synset.is_instance]
     used: Counter[str] = Counter()
@@ -119,7 +119,7 @@ def choose_records(synsets: list[Synset], vocabulary: set[str]) -> list[Synset]:
         return used[word] + used[word + "s"] + used[word + "es"] + COMMON_WORD * (word in vocabulary)
 
     def rank(synset: Synset) -> tuple[int, int, str]:
-        # Words of one or two letters are mostly symbols ("as" is arsenic), and their use is another word's.
+        # words of one or two letters are mostly symbols ("as" is arsenic), and their counts belong to other words
         credits = [credit(word) for word in synset.first_sense_of if len(word) > 2]
         return -(synset.tagged + max(credits, default=0)), POS.index(synset.pos), synset.id
 
@@ -127,10 +127,10 @@ def choose_records(synsets: list[Synset], vocabulary: set[str]) -> list[Synset]:
 
 
 def choose_queries(records: list[Synset]) -> list[Query]:
-    """Single words that head a record; the right records are all that have the word among their lemmas.
+    """Return single words that are first lemma of a record; all records with the word among their lemmas are right.
 
-    Words are split by a hash. A training word that shares a right record with a held-out word is dropped,
-    so what is measured on held-out words was never shown as an answer.
+    Words are split by a hash. A training word that shares a right record with a held-out word is dropped, so that no
+    right record of a held-out word is seen in training.
     """
     answers: dict[str, list[int]] = {}
     for i, record in enumerate(records):
@@ -142,7 +142,7 @@ def choose_queries(records: list[Synset]) -> list[Query]:
     seen = {i for word in held_out for i in answers[word]}
     train = [word for word in shuffled[N_HELD_OUT:] if seen.isdisjoint(answers[word])][:N_TRAIN]
     if len(train) < N_TRAIN:
-        raise SystemExit(f"only {len(train)} training words are left, {N_TRAIN} were wanted; hold out fewer")
+        raise SystemExit(f"{len(train)} training words remain; expected {N_TRAIN}; hold out fewer words")
     chosen = set(held_out)
     return [Query(word, answers[word], word in chosen) for word in sorted(held_out + train)]
 
@@ -150,10 +150,10 @@ def choose_queries(records: list[Synset]) -> list[Query]:
 def principal_directions(
     keys: Tensor,  # (n, 384)
 ) -> Tensor:  # (384, WIDTH)
-    """PCA of the glosses, applied to any embedded text without subtracting the mean, so that it is one matrix."""
+    """Return the first principal directions of the glosses; they apply to a vector without subtracting the mean."""
     _, _, directions = torch.linalg.svd(keys - keys.mean(0), full_matrices=False)
     directions = directions[:WIDTH]
-    # The sign of a direction is arbitrary: fix it, so that two runs agree.
+    # the sign of a direction is arbitrary: fix it, so that two runs agree
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     signed: Tensor = directions * largest.sign()
     return signed.T.contiguous()
@@ -179,13 +179,13 @@ def recall(
     keys: Tensor,  # (n, d)
     right: list[list[int]],  # m lists
 ) -> str:
-    """Percent of queries with a right record in first place and in the first ten."""
+    """Return the percentages of queries with a right record in first place and in the first ten, as text."""
     at_1 = at_10 = 0
     for start in range(0, len(queries), 1000):
         top = (queries[start : start + 1000] @ keys.T).topk(10, dim=1).indices.tolist()
-        for found, rows in zip(top, right[start : start + 1000], strict=True):
-            at_1 += found[0] in rows
-            at_10 += not set(found).isdisjoint(rows)
+        for hits, rows in zip(top, right[start : start + 1000], strict=True):
+            at_1 += hits[0] in rows
+            at_10 += not set(hits).isdisjoint(rows)
     return f"recall@1 {100 * at_1 / len(right):5.2f}  recall@10 {100 * at_10 / len(right):5.2f}"
 
 
@@ -218,13 +218,13 @@ def train(
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """JSON lines, compressed; the same content gives the same bytes."""
+    """Write compressed JSON Lines; the same content gives the same bytes."""
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
-    path.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))  # mtime: no clock in the bytes
+    path.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))  # mtime=0: no time in the file
 
 
 def write_texts(out: Path, records: list[Synset], queries: list[Query], shown: tuple[list[bool], list[bool]]) -> None:
-    """The records and the queries in the order of their keys; answers are named by the records' ids."""
+    """Write the records and the queries in the order of their keys; answers are ids of records."""
     write_lines(
         out / "records.jsonl.gz",
         [
@@ -244,13 +244,13 @@ def write_texts(out: Path, records: list[Synset], queries: list[Query], shown: t
 
 
 def inoffensive(records: list[Synset], queries: list[Query]) -> tuple[list[bool], list[bool]]:
-    """Which records, and which queries with all their answers, can be shown to anyone."""
-    kept = [not OFFENSIVE.match(record.gloss) for record in records]
-    return kept, [all(kept[i] for i in query.answers) for query in queries]
+    """Return True for each record that is not offensive, and for each query whose answers are all not offensive."""
+    allowed = [not OFFENSIVE.match(record.gloss) for record in records]
+    return allowed, [all(allowed[i] for i in query.answers) for query in queries]
 
 
 def write_licence(dictionary: Path, path: Path) -> None:
-    """The licence stands at the head of every WordNet file, its lines numbered."""
+    """Write WordNet's licence, whose numbered lines are at the head of every WordNet file."""
     lines = (dictionary / "data.noun").read_text("ascii").splitlines()
     licence = [re.sub(r"^  \d+ ", "", line).rstrip() for line in lines if line.startswith("  ")]
     path.write_text("\n".join(licence) + "\n", "ascii")
@@ -262,20 +262,20 @@ def measure(
     stored: tuple[Tensor, Tensor],  # (m, d), (n, d)
     queries: list[Query],
 ) -> None:
-    """Print what the reduction and the rounding cost, and what training gains, on the held-out words."""
-    held = torch.tensor([query.held_out for query in queries])
+    """Print recall on the held-out words by width and rounding of the vectors, before and after training."""
+    held_out = torch.tensor([query.held_out for query in queries])
     right = [query.answers for query in queries if query.held_out]
     right_train = [query.answers for query in queries if not query.held_out]
     for name, (q, k) in (("384 float32", full), (f"{WIDTH} float32", reduced), (f"{WIDTH} int8", stored)):
-        print(f"untrained, {name:11}  {recall(q[held], k, right)}")
+        print(f"untrained, {name:11}  {recall(q[held_out], k, right)}")
         start = time.perf_counter()
-        learned = train(q[~held], k, right_train)
+        learned = train(q[~held_out], k, right_train)
         seconds = time.perf_counter() - start
-        print(f"trained,   {name:11}  {recall(q[held] @ learned, k, right)}  in {seconds:.1f} s")
+        print(f"trained,   {name:11}  {recall(q[held_out] @ learned, k, right)}  in {seconds:.1f} s")
 
 
 def main() -> None:
-    """Read WordNet, embed, write the files, measure."""
+    """Read WordNet, embed the texts, write the files and measure recall."""
     parser = argparse.ArgumentParser(description="Make the data of `softdb demo`.")
     parser.add_argument("--dict", type=Path, required=True, help="folder of WordNet 3.0's data.*, index.*, cntlist.rev")
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="name or folder")
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from sentence_transformers import SentenceTransformer  # slow to import: --help should not wait for it
+    from sentence_transformers import SentenceTransformer  # slow to import, and --help does not need it
 
     encoder = SentenceTransformer(arguments.model, device="cpu")
 

@@ -1,13 +1,14 @@
-"""A training step of `softdb.nn.Memory` as the records grow, against what people write by hand in its place.
+"""Time and memory of a training step of `softdb.nn.Memory` by the number of records, against hand-written peers.
 
     python benchmarks/memory.py --n 10000,100000,1000000 --out benchmarks/results/memory.json
 
-A step is forward, backward and the optimiser's: 256 queries, 64 records pooled for each, keys and values of width 128
-trained. Peers: FAISS by hand, a gather, a softmax and SparseAdam, once with full vectors in the lists and once with
-softdb's own codes and a refinement; torch's softmax over all keys, with Adam; and memorizing-transformers-pytorch's
-memory, whose records get no gradient. Before a clock starts every engine's answer is checked in float64 for the records
-that it found, and its recall. Rounds go over the engines in turn; a ratio is the median of the rounds' own. Memory is
-the growth of private memory (RssAnon) from the bare data to the end of some steps, each engine in a process of its own.
+A step is a forward pass, a backward pass and the optimiser's step, with 256 new queries, 64 pooled records for each,
+and trained keys and values of width 128. The peers are FAISS with a gather, a softmax and SparseAdam, once with full
+vectors in the lists and once with 4-bit codes and refinement; torch's softmax over all keys, with Adam; and the memory
+of memorizing-transformers-pytorch, whose records get no gradient. Before a clock starts, every output is checked in
+float64 for the records that the engine found, and its recall is measured. Rounds call the engines in turn, and a ratio
+is the median of the ratios of the rounds. Memory is the growth of private memory (RssAnon) from the bare data to the
+end of some steps, with each engine in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from common import MIB, Peak, command, commit, machine, spread, versions, write_json
+from common import MIB, Peak, provenance, spread, write_json
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,17 +36,17 @@ import softdb
 from softdb.nn import Memory
 
 LEARNING_RATE = 1e-3
-REPORTED = "codes", "lists", "records_per_match", "fetch_k", "recall"  # of the index
-PROBED = 32  # lists of FAISS that a search looks at
-STEPS = 5  # that memory is measured over
-LEAST = 0.9  # recall of softdb below which no time counts
+REPORTED = "codes", "lists", "records_per_match", "fetch_k", "recall"  # facts of the index in the result
+PROBED = 32  # nprobe of FAISS
+STEPS = 5  # steps over which memory is measured
+LEAST_RECALL = 0.9  # softdb's recall, below which the benchmark stops
 
 
 class World:
     """Keys in clusters, values, and queries near keys."""
 
-    def __init__(self, n: int, given: argparse.Namespace) -> None:
-        self.n, self.dim, self.k, self.batch, self.recall = n, given.dim, given.k, given.batch, given.recall
+    def __init__(self, n: int, args: argparse.Namespace) -> None:
+        self.n, self.dim, self.k, self.batch, self.recall = n, args.dim, args.k, args.batch, args.recall
         self.random = torch.Generator().manual_seed(0)
         centres = torch.randn(max(1, n // 100), self.dim, generator=self.random)
         self.keys = torch.randn(n, self.dim, generator=self.random)
@@ -53,14 +54,14 @@ class World:
         self.values = torch.randn(n, self.dim, generator=self.random)
 
     def queries(self) -> Tensor:
-        """A batch, each beside some key."""
+        """Draw a new batch of queries (q, d), each near a key."""
         near = self.keys[torch.randint(self.n, (self.batch,), generator=self.random)]
-        found: Tensor = (near + torch.randn(near.shape, generator=self.random)) / self.dim**0.5
-        return found
+        queries: Tensor = (near + torch.randn(near.shape, generator=self.random)) / self.dim**0.5
+        return queries
 
 
 class Engine(ABC):
-    """A memory that is trained."""
+    """A trained memory."""
 
     name: ClassVar[str]
     trains: ClassVar[str] = "queries, keys and values"
@@ -71,42 +72,42 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, folder: Path) -> None:
-        """Take the records in, and whatever finds them."""
+        """Insert the records and build the index."""
 
     @abstractmethod
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """The output (q, v) with its graph, and the records (q, k) that it is of."""
+        """Return the output (q, v) with its graph, and the pooled rows (q, k)."""
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of what is trained; made once."""
+        """Return the optimisers of the trained parameters; called once."""
         return []
 
     def step(self, queries: Tensor) -> None:
-        """One of training."""
-        if not hasattr(self, "_made"):
-            self._made = self.optimizers()
-        for optimizer in self._made:
+        """Take one training step."""
+        if not hasattr(self, "_optimizers"):
+            self._optimizers = self.optimizers()
+        for optimizer in self._optimizers:
             optimizer.zero_grad()
         leaf = queries.clone().requires_grad_()
         output, _ = self.ask(leaf)
         torch.autograd.backward(output.square().mean())
-        for optimizer in self._made:
+        for optimizer in self._optimizers:
             optimizer.step()
 
 
-class Ours(Engine):
-    """softdb.nn.Memory on a database on disk, by its index."""
+class SoftDBMemory(Engine):
+    """softdb.nn.Memory on a database on disk with an index."""
 
     name = "softdb"
 
     def begin(self, folder: Path) -> None:
-        """A database in the folder, or the one that is there."""
+        """Open the database in the folder, and fill and index it if it is new."""
         world, fresh = self.world, not folder.exists()
         self.db = softdb.open(folder, dim=world.dim, value_dim=world.dim)
         if fresh:
             for low in range(0, world.n, 1 << 16):
-                part = slice(low, min(world.n, low + (1 << 16)))
-                self.db.insert(range(part.start, part.stop), world.keys[part], world.values[part])
+                block = slice(low, min(world.n, low + (1 << 16)))
+                self.db.insert(range(block.start, block.stop), world.keys[block], world.values[block])
             self.db.build_index("ivf", recall=world.recall, k=world.k, queries=world.queries())
         index = self.db.stats().index
         assert index is not None
@@ -114,44 +115,44 @@ class Ours(Engine):
         self.memory = Memory(self.db, k=world.k)
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """As its users do."""
+        """Pool by the memory; raise SystemExit if it did not search by its index."""
         pooled = self.memory(queries)
         assert pooled.hits is not None
         if pooled.finder != "ivf":
-            raise SystemExit(f"softdb looked by {pooled.finder!r}, not by its index; no time counts")
+            raise SystemExit(f"softdb searched by {pooled.finder!r}; expected its index 'ivf'")
         return pooled.output, pooled.hits.rows
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """SparseAdam."""
+        """Return SparseAdam."""
         return [torch.optim.SparseAdam(list(self.memory.parameters()), lr=LEARNING_RATE)]
 
 
 class ByHand(Engine):
-    """Parameters, and a FAISS index of them beside."""
+    """Keys and values as parameters, and a FAISS index of the keys."""
 
     def begin(self, folder: Path) -> None:
-        """An index like softdb's."""
+        """Build an index with the settings of softdb's, which the folder holds."""
         import faiss
 
         self.keys = torch.nn.Parameter(self.world.keys.clone())
         self.values = torch.nn.Parameter(self.world.values.clone())
         self.faiss = faiss
-        self.index = self.made(json.loads((folder / "index.json").read_text()))
+        self.index = self.new_index(json.loads((folder / "index.json").read_text()))
 
     @abstractmethod
-    def made(self, like: dict[str, Any]) -> Any:
-        """A FAISS index of the keys, with the parameters that softdb's has."""
+    def new_index(self, like: dict[str, Any]) -> Any:
+        """Return a FAISS index of the keys with the settings of softdb's index."""
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Find, gather, score, weigh, pool."""
-        found = torch.from_numpy(self.index.search(queries.detach().numpy(), self.world.k)[1])
-        live, rows = found >= 0, found.clamp(min=0)  # -1 where the lists looked at held too few
+        """Find, gather, score, weigh and pool."""
+        labels = torch.from_numpy(self.index.search(queries.detach().numpy(), self.world.k)[1])
+        live, rows = labels >= 0, labels.clamp(min=0)  # -1 where the probed lists held too few
         scores = (F.embedding(rows, self.keys, sparse=True) @ queries.unsqueeze(-1)).squeeze(-1)
         weights = scores.masked_fill(~live, -torch.inf).softmax(1)
-        return (weights.unsqueeze(1) @ F.embedding(rows, self.values, sparse=True)).squeeze(1), found
+        return (weights.unsqueeze(1) @ F.embedding(rows, self.values, sparse=True)).squeeze(1), labels
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """SparseAdam."""
+        """Return SparseAdam."""
         return [torch.optim.SparseAdam([self.keys, self.values], lr=LEARNING_RATE)]
 
 
@@ -160,8 +161,8 @@ class Lists(ByHand):
 
     name = "faiss ivf-flat"
 
-    def made(self, like: dict[str, Any]) -> Any:
-        """Full vectors in lists."""
+    def new_index(self, like: dict[str, Any]) -> Any:
+        """Return lists of full vectors."""
         dim = self.world.dim
         index = self.faiss.IndexIVFFlat(
             self.faiss.IndexFlatIP(dim), dim, like["lists"], self.faiss.METRIC_INNER_PRODUCT
@@ -173,12 +174,12 @@ class Lists(ByHand):
 
 
 class Refined(ByHand):
-    """4-bit codes in as many lists, and the exact keys beside: what softdb's index is, in FAISS' own words."""
+    """4-bit codes in as many lists as softdb's index, refined by the exact keys."""
 
     name = "faiss refined codes"
 
-    def made(self, like: dict[str, Any]) -> Any:
-        """IndexRefineFlat over IndexIVFPQFastScan."""
+    def new_index(self, like: dict[str, Any]) -> Any:
+        """Return an IndexRefineFlat over IndexIVFPQFastScan."""
         dim = self.world.dim
         inner = self.faiss.index_factory(dim, f"IVF{like['lists']},PQ{dim // 2}x4fs", self.faiss.METRIC_INNER_PRODUCT)
         inner.train(self.world.keys[: max(1 << 14, like["lists"] * 64)].numpy())
@@ -195,17 +196,17 @@ class Everything(Engine):
     name = "torch, every key"
 
     def begin(self, folder: Path) -> None:
-        """Dense parameters."""
+        """Make dense parameters."""
         self.keys = torch.nn.Parameter(self.world.keys.clone())
         self.values = torch.nn.Parameter(self.world.values.clone())
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """softmax(QKᵀ)V."""
-        everything = torch.arange(self.world.n).expand(len(queries), -1)
-        return (queries @ self.keys.T).softmax(1) @ self.values, everything
+        """Return softmax(QKᵀ)V and all rows."""
+        rows = torch.arange(self.world.n).expand(len(queries), -1)
+        return (queries @ self.keys.T).softmax(1) @ self.values, rows
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Adam."""
+        """Return Adam."""
         return [torch.optim.Adam([self.keys, self.values], lr=LEARNING_RATE)]
 
 
@@ -216,35 +217,38 @@ class Memorizing(Engine):
     trains = "queries"
 
     def begin(self, folder: Path) -> None:
-        """One index, as for a batch of one."""
-        kept = import_module("memorizing_transformers_pytorch.knn_memory").KNNMemory
+        """Fill one memory, as for a batch of one."""
+        kind = import_module("memorizing_transformers_pytorch.knn_memory").KNNMemory
         world = self.world
-        self.file = tempfile.NamedTemporaryFile(suffix=".memmap", dir=folder)  # noqa: SIM115 # held as long as this
-        self.memory = kept(world.dim, max_memories=world.n, memmap_filename=self.file.name, multiprocessing=False)
+        self.file = tempfile.NamedTemporaryFile(suffix=".memmap", dir=folder)  # noqa: SIM115 # open while this object is
+        self.memory = kind(world.dim, max_memories=world.n, memmap_filename=self.file.name, multiprocessing=False)
         self.memory.add(torch.stack([world.keys, world.values], dim=1)[None])
 
     def ask(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """As its KNNAttention does, without its projections."""
-        found, live = self.memory.search(queries[None], self.world.k)
-        keys, values = found[0].unbind(-2)
+        """Pool as KNNAttention does, without its projections."""
+        records, live = self.memory.search(queries[None], self.world.k)
+        keys, values = records[0].unbind(-2)
         scores = (keys @ queries.unsqueeze(-1)).squeeze(-1).masked_fill(~live[0], -torch.finfo(queries.dtype).max)
         rows = torch.from_numpy(self.memory.knns[0].index.search(queries.detach().numpy(), self.world.k)[1])
         return (scores.softmax(1).unsqueeze(1) @ values).squeeze(1), rows
 
     def step(self, queries: Tensor) -> None:
-        """Forward and backward; there is nothing else to step."""
+        """Run forward and backward; no parameter is trained."""
         leaf = queries.clone().requires_grad_()
-        found, _ = self.memory.search(leaf[None], self.world.k)
-        keys, values = found[0].unbind(-2)
+        records, _ = self.memory.search(leaf[None], self.world.k)
+        keys, values = records[0].unbind(-2)
         weights = (keys @ leaf.unsqueeze(-1)).squeeze(-1).softmax(1)
         (weights.unsqueeze(1) @ values).squeeze(1).square().mean().backward()
 
 
-ENGINES: dict[str, type[Engine]] = {one.name: one for one in (Ours, Lists, Refined, Everything, Memorizing)}
+ENGINES: dict[str, type[Engine]] = {kind.name: kind for kind in (SoftDBMemory, Lists, Refined, Everything, Memorizing)}
 
 
 def checked(engine: Engine) -> dict[str, float]:
-    """The error of the outputs for the records that were found, and the recall; raises where an answer is wrong."""
+    """Return the largest error of the outputs for the records found, and the recall; raise SystemExit if one is wrong.
+
+    The recall of a peer may be low: it is published.
+    """
     world = engine.world
     queries = world.queries()[:32]
     output, rows = engine.ask(queries)
@@ -255,13 +259,15 @@ def checked(engine: Engine) -> dict[str, float]:
     error = float((output.detach() - expected).norm(dim=1).max() / expected.norm(dim=1).max())
     truth = (queries @ world.keys.T).topk(world.k).indices
     recall = float((truth[:, :, None] == rows[:, None, :]).any(2).double().mean()) if rows.shape[1] == world.k else 1.0
-    if not error <= 1e-4 or (recall < LEAST and isinstance(engine, Ours)):  # a peer's is published as it is
-        raise SystemExit(f"{engine.name} is off by {error:.1e} with a recall of {recall:.2f}; no time counts")
+    if not error <= 1e-4:
+        raise SystemExit(f"{engine.name} is off by {error:.1e}; expected at most 1e-4")
+    if recall < LEAST_RECALL and isinstance(engine, SoftDBMemory):
+        raise SystemExit(f"{engine.name} has recall {recall:.2f}; expected at least {LEAST_RECALL}")
     return {"error": error, "recall": round(recall, 4)}
 
 
 def timed(engines: list[Engine], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step, and softdb's over the engine's in the same round: below 1, softdb is faster."""
+    """Return milliseconds of a step, and softdb's time over the engine's in the same round."""
     times: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for i in range(rounds + 2):
         for engine in engines:
@@ -270,22 +276,22 @@ def timed(engines: list[Engine], rounds: int) -> dict[str, dict[str, float]]:
             engine.step(queries)
             if i > 1:  # the first rounds warm up
                 times[engine.name].append((time.perf_counter() - start) * 1e3)
-    ours = times["softdb"]
+    softdb_times = times["softdb"]
     return {
         name: {
-            **{key: round(value, 2) for key, value in spread(theirs).items()},
-            "softdb / this": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+            **{key: round(value, 2) for key, value in spread(column).items()},
+            "softdb / this": round(statistics.median(a / b for a, b in zip(softdb_times, column, strict=True)), 3),
         }
-        for name, theirs in times.items()
+        for name, column in times.items()
     }
 
 
-def chosen(n: int, given: argparse.Namespace) -> list[str]:
-    """The engines that can do with n records."""
-    names = [Ours.name, Lists.name, Refined.name]
-    if n <= given.most_dense:
+def chosen(n: int, args: argparse.Namespace) -> list[str]:
+    """Return the names of the engines that can handle n records."""
+    names = [SoftDBMemory.name, Lists.name, Refined.name]
+    if n <= args.most_dense:
         names.append(Everything.name)
-    if n <= given.most_graph:
+    if n <= args.most_graph:
         if find_spec("memorizing_transformers_pytorch") is None:
             print("memorizing-transformers-pytorch is not installed; left out", flush=True)
         else:
@@ -293,43 +299,41 @@ def chosen(n: int, given: argparse.Namespace) -> list[str]:
     return names
 
 
-def memory_of(name: str, n: int, folder: Path, given: argparse.Namespace) -> float:
-    """MiB that an engine takes beside the bare data, in a process of its own."""
-    words = [sys.executable, __file__, "--n", str(n), "--engine", name, "--folder", str(folder)]
-    for word in ("dim", "k", "batch", "recall", "threads"):
-        words += [f"--{word}", str(getattr(given, word))]
-    found = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(found.splitlines()[-1])
+def memory_of(name: str, n: int, folder: Path, args: argparse.Namespace) -> float:
+    """Return the MiB that an engine takes beside the bare data, measured in a process of its own."""
+    command = [sys.executable, __file__, "--n", str(n), "--engine", name, "--folder", str(folder)]
+    for option in ("dim", "k", "batch", "recall", "threads"):
+        command += [f"--{option}", str(getattr(args, option))]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return float(output.splitlines()[-1])
 
 
-def grown(given: argparse.Namespace) -> None:
-    """Print the growth of private memory, in MiB: what `memory_of` asks."""
-    world = World(int(given.n), given)
+def grown(args: argparse.Namespace) -> None:
+    """Print the growth of private memory in MiB, for `memory_of`."""
+    world = World(int(args.n), args)
     with Peak() as peak:
-        engine = ENGINES[given.engine](world, given.folder)
+        engine = ENGINES[args.engine](world, args.folder)
         for _ in range(STEPS):
             engine.step(world.queries())
     print(round(peak.more / MIB, 1))
 
 
-def measured(n: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything about n records."""
-    world = World(n, given)
+def measured(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every engine with n records."""
+    world = World(n, args)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "db"
-        ours = Ours(world, folder)
-        names = chosen(n, given)
-        (folder / "index.json").write_text(json.dumps(ours.index.asdict()))
-        engines = [ours, *(ENGINES[name](world, folder) for name in names[1:])]
+        memory_engine = SoftDBMemory(world, folder)
+        names = chosen(n, args)
+        (folder / "index.json").write_text(json.dumps(memory_engine.index.asdict()))
+        engines = [memory_engine, *(ENGINES[name](world, folder) for name in names[1:])]
         checks = {engine.name: checked(engine) for engine in engines}
-        times = timed(engines, given.rounds)
-        ours.db.close()
+        times = timed(engines, args.rounds)
+        memory_engine.db.close()
         engines.clear()
-        memory = {name: memory_of(name, n, folder, given) for name in names}
+        memory = {name: memory_of(name, n, folder, args) for name in names}
     return {
-        "index": {
-            name: getattr(ours.index, name) for name in ("codes", "lists", "records_per_match", "fetch_k", "recall")
-        },
+        "index": {name: getattr(memory_engine.index, name) for name in REPORTED},
         "checks": checks,
         "ms": times,
         "trains": {name: ENGINES[name].trains for name in names},
@@ -338,7 +342,7 @@ def measured(n: int, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure every number of records and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", default="10000,100000,1000000")
     parser.add_argument("--dim", type=int, default=128)
@@ -347,33 +351,30 @@ def main() -> None:
     parser.add_argument("--recall", type=float, default=0.95)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--most-dense", type=int, default=100_000, help="records that torch compares all of")
-    parser.add_argument("--most-graph", type=int, default=100_000, help="records that a graph is built of")
+    parser.add_argument("--most-dense", type=int, default=100_000, help="largest number of records for torch's softmax")
+    parser.add_argument("--most-graph", type=int, default=100_000, help="largest number of records for a graph")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)  # one of them, for its memory
+    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)  # measure the memory of one
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    if given.engine:
-        grown(given)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    if args.engine:
+        grown(args)
         return
     result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(["softdb", "torch", "faiss-cpu", "numpy", "memorizing-transformers-pytorch"]),
-        "command": command(),
-        "commit": commit(),
-        **{name: getattr(given, name) for name in ("dim", "k", "batch", "threads")},
+        **provenance(["softdb", "torch", "faiss-cpu", "numpy", "memorizing-transformers-pytorch"]),
+        **{name: getattr(args, name) for name in ("dim", "k", "batch", "threads")},
     }
-    sizes = [int(n) for n in given.n.split(",")]
+    sizes = [int(n) for n in args.n.split(",")]
     for n in sizes:
-        result[f"n = {n}"] = found = measured(n, given)
-        print(f"n = {n}: {json.dumps(found, indent=1)}", flush=True)
+        result[f"n = {n}"] = measured(n, args)
+        print(f"n = {n}: {json.dumps(result[f'n = {n}'], indent=1)}", flush=True)
     medians = [result[f"n = {n}"]["ms"]["softdb"]["median"] for n in sizes]
     result["growth"] = {"from": sizes[0], "to": sizes[-1], "ratio": round(medians[-1] / medians[0], 3)}
     print("growth", result["growth"])
-    if given.out:
-        write_json(given.out, result)
+    if args.out:
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""One database with a declared field for 100 namespaces of 1,000 records, against a directory for each of them.
+"""One database with a declared field for 100 namespaces of 1,000 records, against a directory for each namespace.
 
     python benchmarks/namespaces.py
 
-Checks that both answer the same, then times: opening, searches that go from namespace to namespace, and dropping one.
+The script checks that both give the same answers. Then it times opening, searches, and dropping a namespace. Each timed
+search has another query.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import softdb
 SPACES, EACH, DIM = 100, 1000, 384
 
 
-def timed(name: str, works: list[Callable[[], object]]) -> None:
-    """The median of some works, each timed alone, in milliseconds."""
+def timed(name: str, calls: list[Callable[[], object]]) -> None:
+    """Time each call alone, and print the median in milliseconds."""
     times = []
-    for work in works:
+    for call in calls:
         start = time.perf_counter()
-        work()
+        call()
         times.append(1000 * (time.perf_counter() - start))
     print(f"{name:55s} {statistics.median(times):9.2f} ms (first {times[0]:.2f})")
 
 
 def main() -> None:
-    """Fill both, compare, time."""
+    """Fill both, compare their answers, and time them."""
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((SPACES, EACH, DIM)).astype(np.float32)
     queries = rng.standard_normal((SPACES, DIM)).astype(np.float32)
@@ -47,28 +48,33 @@ def main() -> None:
                 db.insert([f"{i}/{j}" for j in range(EACH)], keys[i])
         timed("open the one database", [lambda: softdb.open(root / "one").close()] * 5)
         timed("open and close one directory of 100", [lambda: softdb.open(root / "many/0").close()] * 5)
-        one, many = softdb.open(root / "one"), [softdb.open(root / f"many/{i}") for i in range(SPACES)]
+        single, many = softdb.open(root / "one"), [softdb.open(root / f"many/{i}") for i in range(SPACES)]
 
-        def in_one(i: int) -> softdb.Hits:
-            return one.search(queries[i], where={"space": f"user {i}"})
+        def search(i: int, space: int) -> softdb.Hits:
+            return single.search(queries[i], where={"space": f"user {space}"})
 
         for i in range(0, SPACES, 9):
-            assert in_one(i).ids == many[i].search(queries[i]).ids
+            assert search(i, i).ids == many[i].search(queries[i]).ids
         timed(
-            "search, another namespace each time, one database", [functools.partial(in_one, i) for i in range(SPACES)]
+            "search, another namespace each time, one database",
+            [functools.partial(search, i, i) for i in range(SPACES)],
         )
-        timed("search, the same namespace again, one database", [lambda: in_one(3)] * 50)
+        timed(
+            "search, the same namespace again, one database", [functools.partial(search, i, 3) for i in range(SPACES)]
+        )
         timed("search, a directory each", [functools.partial(many[i].search, queries[i]) for i in range(SPACES)])
-        timed("drop one, one database", [functools.partial(one.delete, where={"space": f"user {i}"}) for i in range(5)])
-        timed("give back its room: compact", [one.compact])
+        timed(
+            "drop one, one database", [functools.partial(single.delete, where={"space": f"user {i}"}) for i in range(5)]
+        )
+        timed("compact after dropping, one database", [single.compact])
 
         def drop(i: int) -> None:
             many[i].close()
             shutil.rmtree(root / f"many/{i}")
 
         timed("drop one, a directory each", [functools.partial(drop, i) for i in range(5)])
-        print("bytes", one.stats().bytes, sum(db.stats().bytes for db in many[5:]))
-        one.close()
+        print("bytes", single.stats().bytes, sum(db.stats().bytes for db in many[5:]))
+        single.close()
         for db in many[5:]:
             db.close()
 

@@ -1,6 +1,6 @@
-"""The databases that `ingest.py` compares, softdb among them: how each is opened, filled in bulk, and asked.
+"""The databases that `ingest.py` compares, softdb among them: each is opened, filled in bulk, and queried.
 
-The peers are optional and untyped: each is imported by its own engine only.
+The peers are optional and untyped; the engine of a peer imports it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["ENGINES", "Answers", "Batch", "Engine", "WrongAnswer"]
 
 
 class WrongAnswer(Exception):
-    """An engine did not return what was stored, so its speed means nothing."""
+    """Raised if an engine does not return what was stored, so that its speed means nothing."""
 
 
 @dataclass
 class Batch:
-    """Records in columns, as a user would hold them."""
+    """Records in columns, as users have them."""
 
     ids: list[Any]
     keys: NDArray[np.float32]  # (n, d)
@@ -33,24 +33,24 @@ class Batch:
 
 @dataclass
 class Answers:
-    """What an engine returned for a batch of probes."""
+    """An engine's answers for a batch of probes."""
 
     count: int
     keys: NDArray[np.float32]  # (n, d), in the probes' order
     payloads: list[dict[str, Any]] | None
-    nearest: list[Any]  # n ids: the best hit of each probe's own key
+    nearest: list[Any]  # n ids, the best hit of each probe's key
 
 
 class Engine(ABC):
-    """One database: opened, given records in its own form, closed, asked."""
+    """One database, which inserts records in its own form and answers."""
 
-    packages: ClassVar[tuple[str, ...]]  # what to report the version of; the first is the engine
+    packages: ClassVar[tuple[str, ...]]  # packages to report the version of; the first is the engine
     synced: ClassVar[str]  # "yes": a returned insert survives a power loss; "no"; "partly"
     durability: ClassVar[str]
     index: ClassVar[str] = "none"
     integer_ids: ClassVar[bool] = False
-    normalises: ClassVar[bool] = False  # may return keys at unit length, so only their directions are compared
-    least_found: ClassVar[float] = 1.0  # share of probes that must find themselves; below 1 only for approximate search
+    normalises: ClassVar[bool] = False  # True: returns keys at unit length, so that only directions are compared
+    least_found: ClassVar[float] = 1.0  # share of probes that must find themselves; below 1 for approximate search
     largest_batch: int | None = None
 
     def __init__(self, folder: Path, dim: int) -> None:
@@ -59,11 +59,11 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Open the database, made first where it is missing."""
+        """Open the database, and make it if it does not exist."""
 
     @abstractmethod
     def prepare(self, batch: Batch) -> Any:
-        """The batch in the form that `insert` takes."""
+        """Return the batch in the form that `insert` takes."""
 
     @abstractmethod
     def insert(self, native: Any) -> None:
@@ -71,15 +71,15 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make everything visible to another process and let go of it."""
+        """Make everything visible to other processes and close the database."""
 
     @abstractmethod
     def answers(self, probes: Batch) -> Answers:
-        """Count, fetch by id, and search with k = 1."""
+        """Count the records, fetch the probes by id, and search with k = 1."""
 
 
 class SoftDB(Engine):
-    """softdb itself."""
+    """A softdb directory."""
 
     packages = ("softdb", "apsw", "torch", "numpy")
     synced = "yes"
@@ -90,23 +90,23 @@ class SoftDB(Engine):
         self.db = import_module("softdb").open(str(self.folder), dim=self.dim, metric="cosine", dtype="float32")
 
     def prepare(self, batch: Batch) -> Batch:
-        """As it is."""
+        """Return the batch unchanged."""
         return batch
 
     def insert(self, native: Batch) -> None:
-        """One insert."""
+        """Insert the batch."""
         self.db.insert(native.ids, native.keys, payloads=native.payloads)
 
     def close(self) -> None:
-        """Close."""
+        """Close the database."""
         self.db.close()
 
     def answers(self, probes: Batch) -> Answers:
-        """Exact search: no index is built here."""
+        """Answer by exact search: no index is built."""
         hits = self.db.search(probes.keys, k=1)
-        found = self.db.get(probes.ids)
-        payloads = None if probes.payloads is None else list(found.payloads)
-        return Answers(len(self.db), np.asarray(found.keys), payloads, [row[0] for row in hits.ids])
+        records = self.db.get(probes.ids)
+        payloads = None if probes.payloads is None else list(records.payloads)
+        return Answers(len(self.db), np.asarray(records.keys), payloads, [row[0] for row in hits.ids])
 
 
 class LanceDB(Engine):
@@ -117,12 +117,12 @@ class LanceDB(Engine):
     durability = "files and manifest are renamed into place; no fsync call before or after add() returns (strace)"
 
     def open(self) -> None:
-        """The table is made by the first insert, which knows the schema."""
+        """Connect; the first insert makes the table, because it knows the schema."""
         self.db: Any = import_module("lancedb").connect(str(self.folder))
         self.table: Any = self.db.open_table("records") if (self.folder / "records.lance").exists() else None
 
     def prepare(self, batch: Batch) -> Any:
-        """One Arrow table; the vectors are not copied."""
+        """Return an Arrow table; the vectors are not copied."""
         pa: Any = import_module("pyarrow")
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(batch.keys.reshape(-1)), self.dim)
         columns = {"id": pa.array(batch.ids), "vector": vectors}
@@ -131,18 +131,18 @@ class LanceDB(Engine):
         return pa.table(columns)
 
     def insert(self, native: Any) -> None:
-        """One add, which is one fragment and one version."""
+        """Add the table, as one fragment and one version."""
         if self.table is None:
             self.table = self.db.create_table("records", data=native)
         else:
             self.table.add(native)
 
     def close(self) -> None:
-        """There is nothing to close: an add is visible when it returns."""
+        """Drop the handles; an add is visible when it returns."""
         self.table = self.db = None
 
     def answers(self, probes: Batch) -> Answers:
-        """Exact search: without an index LanceDB scans."""
+        """Answer by exact search: without an index LanceDB scans."""
         quoted = ", ".join(f"'{name}'" for name in probes.ids)
         rows = self.table.search().where(f"id IN ({quoted})").limit(len(probes.ids)).to_arrow().to_pylist()
         rows = _in_order(rows, probes.ids)
@@ -161,20 +161,22 @@ class Chroma(Engine):
     least_found = 0.9
 
     def open(self) -> None:
-        """A cosine collection without an embedding function."""
+        """Open a cosine collection without an embedding function."""
         chromadb: Any = import_module("chromadb")
         settings = chromadb.config.Settings(anonymized_telemetry=False)
         self.client: Any = chromadb.PersistentClient(str(self.folder), settings=settings)
         self.largest_batch = self.client.get_max_batch_size()
-        named: dict[str, Any] = {"name": "records", "configuration": {"hnsw": {"space": "cosine"}}}
-        self.records: Any = self.client.get_or_create_collection(**named, embedding_function=None)
+        shape = {"hnsw": {"space": "cosine"}}
+        self.records: Any = self.client.get_or_create_collection(
+            "records", configuration=shape, embedding_function=None
+        )
 
     def prepare(self, batch: Batch) -> Batch:
-        """As it is."""
+        """Return the batch unchanged."""
         return batch
 
     def insert(self, native: Batch) -> None:
-        """One add, of at most `largest_batch` records."""
+        """Add the batch, of at most `largest_batch` records."""
         self.records.add(native.ids, embeddings=native.keys, metadatas=native.payloads)
 
     def close(self) -> None:
@@ -182,12 +184,12 @@ class Chroma(Engine):
         self.client.close()
 
     def answers(self, probes: Batch) -> Answers:
-        """Approximate search through HNSW."""
+        """Answer by approximate search through HNSW."""
         hits = self.records.query(query_embeddings=probes.keys, n_results=1, include=["distances"])
-        found = self.records.get(ids=probes.ids, include=["embeddings", "metadatas"])
+        fetched = self.records.get(ids=probes.ids, include=["embeddings", "metadatas"])
         rows = [
             {"id": name, "vector": vector, "payload": payload}
-            for name, vector, payload in zip(found["ids"], found["embeddings"], found["metadatas"], strict=True)
+            for name, vector, payload in zip(fetched["ids"], fetched["embeddings"], fetched["metadatas"], strict=True)
         ]
         rows = _in_order(rows, probes.ids)
         payloads = None if probes.payloads is None else [row["payload"] for row in rows]
@@ -196,7 +198,7 @@ class Chroma(Engine):
 
 
 class Qdrant(Engine):
-    """Qdrant's local mode; ids are integers, as it takes no other names but UUIDs."""
+    """Qdrant's local mode; ids are integers, because Qdrant takes only integers and UUIDs."""
 
     packages = ("qdrant-client",)
     synced = "yes"
@@ -206,7 +208,7 @@ class Qdrant(Engine):
     largest_batch = 1_000  # each point commits alone, so a small batch costs nothing and lets --cap end a slow run
 
     def open(self) -> None:
-        """A cosine collection; opening reads every point into memory."""
+        """Open a cosine collection; Qdrant reads every point into memory."""
         self.models: Any = import_module("qdrant_client.models")
         self.client: Any = import_module("qdrant_client").QdrantClient(path=str(self.folder))
         if not self.client.collection_exists("records"):
@@ -214,20 +216,20 @@ class Qdrant(Engine):
             self.client.create_collection("records", vectors_config=shape)
 
     def prepare(self, batch: Batch) -> Batch:
-        """As it is: upload_collection takes columns."""
+        """Return the batch unchanged: upload_collection takes columns."""
         return batch
 
     def insert(self, native: Batch) -> None:
-        """One upload; it waits for the write in local mode."""
+        """Upload the batch; in local mode the call waits for the write."""
         columns = {"ids": native.ids, "vectors": native.keys, "payload": native.payloads}
         self.client.upload_collection("records", **columns, wait=True)
 
     def close(self) -> None:
-        """Close, which gives up the lock."""
+        """Close the client, which releases the lock."""
         self.client.close()
 
     def answers(self, probes: Batch) -> Answers:
-        """Exact search: local mode compares with every point."""
+        """Answer by exact search: local mode compares with every point."""
         rows = self.client.retrieve("records", ids=probes.ids, with_vectors=True)
         rows = _in_order([{"id": row.id, "vector": row.vector, "payload": row.payload} for row in rows], probes.ids)
         nearest = [self.client.query_points("records", query=key, limit=1).points[0].id for key in probes.keys]
@@ -244,7 +246,7 @@ class Milvus(Engine):
     index = "none (FLAT)"
 
     def open(self) -> None:
-        """FLAT, so that no index is built; the client starts a server in a thread."""
+        """Open a FLAT collection, without an index; the client starts a server in a thread."""
         pymilvus: Any = import_module("pymilvus")
         self.path = str(self.folder / "records.db")
         self.client: Any = pymilvus.MilvusClient(self.path)
@@ -257,23 +259,23 @@ class Milvus(Engine):
             self.client.create_collection("records", schema=schema, index_params=index)
 
     def prepare(self, batch: Batch) -> list[dict[str, Any]]:
-        """One dict a record, the only form that insert takes."""
+        """Return one dict per record, the only form that insert takes."""
         payloads = batch.payloads or [{}] * len(batch.ids)
         records = zip(batch.ids, batch.keys, payloads, strict=True)
         return [{"id": name, "vector": key, **payload} for name, key, payload in records]
 
     def insert(self, native: list[dict[str, Any]]) -> None:
-        """One insert call."""
+        """Insert the batch in one call."""
         self.client.insert("records", native)
 
     def close(self) -> None:
-        """Flush, then stop the server: it holds the lock on the folder."""
+        """Flush, then stop the server, which holds the lock on the folder."""
         self.client.flush("records")
         self.client.close()
         import_module("milvus_lite.server_manager").server_manager_instance.release_server(self.path)
 
     def answers(self, probes: Batch) -> Answers:
-        """Exact search."""
+        """Answer by exact search."""
         self.client.load_collection("records")
         hits = self.client.search("records", probes.keys.tolist(), limit=1, output_fields=["id"])
         rows = _in_order(self.client.get("records", probes.ids, output_fields=["*"]), probes.ids)
@@ -294,11 +296,11 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def _in_order(rows: list[dict[str, Any]], ids: list[Any]) -> list[dict[str, Any]]:
-    """Rows in the order of the ids asked for."""
+    """Return the rows in the order of the ids; raise WrongAnswer if one is missing."""
     by_id = {row["id"]: row for row in rows}
     missing = [name for name in ids if name not in by_id]
     if missing:
-        raise WrongAnswer(f"fetch: {len(missing)} of {len(ids)} ids are not there, the first is {missing[0]!r}")
+        raise WrongAnswer(f"fetch: {len(missing)} of {len(ids)} ids are missing, the first is {missing[0]!r}")
     return [by_id[name] for name in ids]
 
 

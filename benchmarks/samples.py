@@ -1,10 +1,10 @@
-"""Records drawn from the soft distribution: by codes, against a pass over all records and the exact soft query.
+"""Sampling from the soft distribution: by codes, by a pass over all records, and beside the exact soft query.
 
     python benchmarks/samples.py --data clustered --n 1000000 --out benchmarks/results/samples-1m.json
     python benchmarks/samples.py --data wordnet:DIR --out benchmarks/results/samples-wordnet.json
 
-Samples are checked first: the chi-square test over groups of records of about equal probability, against float64. Times
-are medians of turns that go over the three answers, with another query each time.
+Samples are checked first, by a chi-square test over groups of records of about equal probability, computed in float64.
+Times are medians of rounds that take the three answers in turn; each round has other queries.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, commit, machine, versions, write_json
+from common import provenance, write_json
 from scipy import stats
 
 import softdb
 from softdb.tools.bench.datasets import load
 
-TURNS, GROUPS, LEAST = 16, 40, 1e-4
+TURNS = 16
+GROUPS = 40  # groups of the chi-square test
+LEAST_P = 1e-4  # p-value below which the benchmark stops
 
 
 def checked(db: softdb.SoftDB, keys: Any, query: torch.Tensor, temperature: float) -> float:
-    """p of 8,000 samples of one query. Raises where they cannot be right."""
+    """Return the p-value of 8,000 samples of one query; raise SystemExit below LEAST_P."""
     scores = keys.astype(np.float64) @ query.double().numpy() / temperature
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
@@ -39,63 +41,60 @@ def checked(db: softdb.SoftDB, keys: Any, query: torch.Tensor, temperature: floa
     draws = [db.sample(query[None], 100, temperature=temperature, generator=generator).hits.rows for _ in range(80)]
     rows = torch.cat(draws).flatten().numpy()
     expected, counts = np.bincount(groups, weights, GROUPS) * len(rows), np.bincount(groups[rows], minlength=GROUPS)
-    some = expected > 0
-    p = float(stats.chisquare(counts[some], expected[some]).pvalue)
-    if p < LEAST:
-        raise SystemExit(f"samples at temperature {temperature} are not as likely as their weights: p = {p:.2g}")
+    present = expected > 0
+    p = float(stats.chisquare(counts[present], expected[present]).pvalue)
+    if p < LEAST_P:
+        raise SystemExit(f"samples at temperature {temperature} have p = {p:.2g}; expected at least {LEAST_P:g}")
     return p
 
 
 def timed(db: softdb.SoftDB, queries: torch.Tensor, temperature: float, q: int, n: int) -> dict[str, Any]:
-    """Milliseconds of each way, in turn."""
-    every = torch.ones(q, len(db), dtype=torch.bool)  # a mask goes by a pass
+    """Measure the milliseconds of each way, in turn."""
+    everything = torch.ones(q, len(db), dtype=torch.bool)  # a mask makes softdb take the pass
     scanned = []
 
-    def by_codes(asked: torch.Tensor) -> None:
-        scanned.append(float(db.sample(asked, n, temperature=temperature).scanned.float().mean()))
+    def by_codes(batch: torch.Tensor) -> None:
+        scanned.append(float(db.sample(batch, n, temperature=temperature).scanned.float().mean()))
 
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "by_codes": by_codes,
-        "by_a_pass": lambda asked: db.sample(asked, n, temperature=temperature, mask=every),
-        "attend_exactly": lambda asked: db.attend(asked, temperature=temperature),
+        "by_a_pass": lambda batch: db.sample(batch, n, temperature=temperature, mask=everything),
+        "attend_exactly": lambda batch: db.attend(batch, temperature=temperature),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(TURNS):
-        asked = queries[turn * q : turn * q + q]
+        batch = queries[turn * q : turn * q + q]
         for name, way in ways.items():
             start = time.perf_counter()
-            way(asked)
+            way(batch)
             times[name].append((time.perf_counter() - start) * 1e3)
-    found = {f"{name}_ms": round(float(np.median(column[2:])), 3) for name, column in times.items()}
-    return {"temperature": temperature, "q": q, "n": n, "scanned": round(float(np.mean(scanned)), 3), **found}
+    medians = {f"{name}_ms": round(float(np.median(column[2:])), 3) for name, column in times.items()}
+    return {"temperature": temperature, "q": q, "n": n, "scanned": round(float(np.mean(scanned)), 3), **medians}
 
 
 def main() -> None:
-    """Checks, then times, written as JSON."""
+    """Check the samples, time the ways and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="clustered", help="wordnet:DIR, clustered or uniform")
     parser.add_argument("--n", type=int, default=100_000)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    size = {} if given.data.startswith("wordnet:") else {"n": given.n, "dim": 128}
-    data = load(given.data, **size, most=2000)
-    keys, queries = np.concatenate([part for _, part in data.blocks()]), torch.from_numpy(data.queries)
+    args = parser.parse_args()
+    size = {} if args.data.startswith("wordnet:") else {"n": args.n, "dim": 128}
+    data = load(args.data, **size, most=2000)
+    keys, queries = np.concatenate([block for _, block in data.blocks()]), torch.from_numpy(data.queries)
     with tempfile.TemporaryDirectory() as folder, softdb.open(folder, dim=keys.shape[1]) as db:
         for low in range(0, len(keys), 100_000):
             db.insert(range(low, low + len(keys[low : low + 100_000])), keys[low : low + 100_000])
         db.build_index("ivf", queries=data.queries[1000:])
         result: dict[str, Any] = {
-            "machine": machine(),
-            "versions": versions(["softdb", "torch", "numpy", "faiss-cpu"]),
-            "command": command(),
-            "commit": commit(),
-            "data": {"name": given.data.split(":")[0], "n": len(keys), "dim": keys.shape[1]},
+            **provenance(["softdb", "torch", "numpy", "faiss-cpu"]),
+            "data": {"name": args.data.split(":")[0], "n": len(keys), "dim": keys.shape[1]},
             "p": {str(t): round(checked(db, keys, queries[0], t), 4) for t in (0.02, 0.05, 0.2)},
         }
         result["times"] = [timed(db, queries, t, q, 10) for t in (0.02, 0.05, 0.2) for q in (1, 16)]
         print(result["p"], *result["times"], sep="\n")
-    if given.out:
-        write_json(given.out, result)
+    if args.out:
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

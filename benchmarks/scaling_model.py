@@ -1,13 +1,13 @@
-"""What a cluster of 1e8 to 1e11 records would need: a model, fitted to what `cluster.py` measured on one machine.
+"""Model of the hosts, latency and price of a cluster of 1e8 to 1e11 records, fitted to the measurements of cluster.py.
 
     python benchmarks/scaling_model.py --plot docs/images/cluster-scale.png
     python benchmarks/scaling_model.py --host-memory-gb 500 --price 4.0 --records 1e9 1e10
 
-No cluster of more than one machine has run: hosts, network and price are arguments, each with the source of its default
-in --help. What is measured: how long a shard's pass takes by its bytes, and a round of draws by its records; the
-caller's own work by the answers that it merges; what Ray takes of the caller's processor for each actor; bytes a
-question. `errors` says how far the fit is from each measurement. Not modelled: hosts that are slower than others,
-callers that ask at once, a busy network, hosts that fail.
+No cluster of more than one machine has run. Hosts, network and price are arguments, and --help names the source of each
+default. Measured are the time of a shard's pass by its bytes, the time of a round of draws by its records, the caller's
+own work by the number of answers that it merges, the caller's processor time that Ray takes for each actor, and the
+bytes of a query. `errors` compares the fit with each measurement. The model leaves out slow hosts, concurrent callers,
+a busy network and failures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RESULTS = Path(__file__).with_name("results") / "cluster.json"
-ACTORS = 16  # flat fan-out from Python, beyond which nothing was measured near
+ACTORS = 16  # calls from one Python process; larger numbers are far from what was measured
 MOST_SHARDS = 1 << 16  # softdb.cluster.placement.MOST
 
 ASSUMED: dict[str, tuple[float, str]] = {
@@ -51,7 +51,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
 
 
 class Given(NamedTuple):
-    """The assumptions."""
+    """Assumptions of the model, as in ASSUMED."""
 
     dim: float
     value_dim: float
@@ -73,42 +73,42 @@ DEFAULT = Given(*(value for value, _ in ASSUMED.values()))
 
 
 class Line(NamedTuple):
-    """y = base + slope x, in milliseconds."""
+    """The line y = base + slope x, y in milliseconds."""
 
     base: float
     slope: float
 
     def at(self, x: float) -> float:
-        """y."""
+        """Return y at x."""
         return self.base + self.slope * x
 
 
 class Power(NamedTuple):
-    """y = factor x^exponent, in milliseconds."""
+    """The power law y = factor x^exponent, y in milliseconds."""
 
     factor: float
     exponent: float
 
     def at(self, x: float) -> float:
-        """y."""
+        """Return y at x."""
         return float(self.factor * x**self.exponent)
 
 
 class Fit(NamedTuple):
-    """What was measured, as lines; x in brackets."""
+    """Fits to the measurements; x in brackets."""
 
-    a_pass: Line  # of one shard and query [GB read]
-    a_round: Power  # of draws, of one shard and query [records]
+    a_pass: Line  # pass of one shard for one query [GB read]
+    a_round: Power  # round of draws of one shard for one query [records]
     merging: Line  # the caller's work for an exact answer [answers]
-    judging: Line  # and for a round of an estimate [answers]
-    sending: Line  # of the caller's processor, for Ray to send and take [actors]
-    read_gb_s: float  # of the machine that was measured
-    exact_bytes: float  # back from each host a query
-    round_bytes: float  # back from each shard a query and round
+    judging: Line  # the caller's work for a round of an estimate [answers]
+    sending: Line  # the caller's processor time for Ray to send and receive [actors]
+    read_gb_s: float  # read rate of the measured machine
+    exact_bytes: float  # reply of a host to a query
+    round_bytes: float  # reply of a shard to a query and round
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """With the least squares of the errors relative to y; neither base nor slope is negative."""
+    """Fit a line by least squares of the errors relative to y; neither base nor slope is negative."""
     x, y = np.array(points).T
     columns = np.stack([1 / y, x / y], 1)
     base, slope = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0]
@@ -120,26 +120,26 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def power_through(points: Sequence[tuple[float, float]]) -> Power:
-    """With the least squares of log y; it does not fall."""
+    """Fit a power law by least squares of log y; the exponent is not negative."""
     x, y = np.log(np.array(points)).T
     exponent = max(0.0, float(np.polyfit(x, y, 1)[0]))
     return Power(float(np.exp((y - exponent * x).mean())), exponent)
 
 
 def measured(results: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The points that each line is fitted to."""
+    """Return the measured points (x, y) of each fit."""
     growth = results["growth"]
     return {
-        "a_pass": [(one["bytes"] / 1e9, one["pass"]["median"]) for one in growth["shards"]],
-        "a_round": [(one["n"], one["round"]["median"]) for one in growth["shards"]],
-        "merging": [(one["hosts"], one["exact"]["median"]) for one in growth["callers"]],
-        "judging": [(one["hosts"], one["estimate"]["median"]) for one in growth["callers"]],
-        "sending": [(one["hosts"], one["processor"]) for one in growth["fan-out"]],
+        "a_pass": [(row["bytes"] / 1e9, row["pass"]["median"]) for row in growth["shards"]],
+        "a_round": [(row["n"], row["round"]["median"]) for row in growth["shards"]],
+        "merging": [(row["hosts"], row["exact"]["median"]) for row in growth["callers"]],
+        "judging": [(row["hosts"], row["estimate"]["median"]) for row in growth["callers"]],
+        "sending": [(row["hosts"], row["processor"]) for row in growth["fan-out"]],
     }
 
 
 def fitted(results: dict[str, Any]) -> Fit:
-    """The model's measured part."""
+    """Fit the model to the results of cluster.py."""
     points = measured(results)
     sent = results["bytes"]["records"]
     line = sent[max(sent, key=int)]["each shard on a host"]
@@ -156,19 +156,19 @@ def fitted(results: dict[str, Any]) -> Fit:
 
 
 def errors(results: dict[str, Any]) -> dict[str, list[tuple[float, float, float]]]:
-    """By line: x, what was measured, and what the model says of it."""
+    """Return, for each fit, x, the measured y and the fitted y of each point."""
     fit = fitted(results)
     return {name: [(x, y, getattr(fit, name).at(x)) for x, y in points] for name, points in measured(results).items()}
 
 
 class Needed(NamedTuple):
-    """What so many records need, and how long one query takes when nobody else asks."""
+    """Hosts, memory, latency of one query on an idle cluster, and price for a number of records."""
 
     records: float
     hosts: int  # of one replica
-    memory_gb: float  # of all of these
+    memory_gb: float  # of all hosts of a replica
     exact_ms: float
-    exact_caller_ms: float  # of these: sending, taking and merging
+    exact_caller_ms: float  # part of exact_ms for sending, receiving and merging
     estimate_ms: float
     estimate_caller_ms: float
     dollars_an_hour: float
@@ -176,23 +176,23 @@ class Needed(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """P, the power of two that gives each host at least one."""
+        """Number of shards P: the power of two that gives each host at least one."""
         return 1 << math.ceil(math.log2(self.hosts))
 
 
 def needed(records: float, fit: Fit, given: Given = DEFAULT) -> Needed:
-    """The model."""
+    """Apply the model to a number of records."""
     columns = (given.dim + given.value_dim) * given.number_bytes
     memory = records * (columns + given.code_bytes + given.other_bytes) / 1e9
     hosts = math.ceil(memory / (given.host_memory_gb * given.usable))
-    per_ms = given.network_gbit_s * 1e9 / 8 / 1e3  # bytes
-    here = given.host_read_gb_s / fit.read_gb_s  # times as fast as what was measured
+    per_ms = given.network_gbit_s * 1e9 / 8 / 1e3  # bytes per millisecond
+    speedup = given.host_read_gb_s / fit.read_gb_s  # over the measured machine
     read = columns * records / hosts / 1e9
     exact_caller = fit.sending.at(hosts) + fit.merging.at(hosts) + hosts * fit.exact_bytes / per_ms
-    exact = given.round_trip_ms + exact_caller + fit.a_pass.base + fit.a_pass.slope * read / here
+    exact = given.round_trip_ms + exact_caller + fit.a_pass.base + fit.a_pass.slope * read / speedup
     answers = hosts * given.shards_a_host
     caller = fit.sending.at(hosts) + fit.judging.at(answers) + answers * fit.round_bytes / per_ms
-    # the shards of a host draw side by side; each has its part of the records
+    # the shards of a host draw in parallel, each from its part of the records
     draws = fit.a_round.at(max(1.0, records / answers))
     estimate = given.rounds * (given.round_trip_ms + caller + draws)
     hourly = hosts * given.replicas * given.price
@@ -202,27 +202,27 @@ def needed(records: float, fit: Fit, given: Given = DEFAULT) -> Needed:
 
 
 def breaks(fit: Fit, given: Given = DEFAULT) -> list[tuple[str, float]]:
-    """Where each part breaks: what happens there, and from how many records on, whatever more they are."""
+    """Return each limit with the number of records from which on it is always exceeded."""
     grid = [10 ** (power / 50) for power in range(300, 701)]
-    told: list[tuple[str, Callable[[Needed], bool]]] = [
-        ("one host's memory is full", lambda one: one.hosts > 1),
-        ("an exact query takes more than 100 ms", lambda one: one.exact_ms > 100),
-        (f"more than {ACTORS} actors: nothing was measured near", lambda one: one.hosts > ACTORS),
-        ("an estimate takes more than 100 ms", lambda one: one.estimate_ms > 100),
-        ("the caller is most of an estimate", lambda one: 2 * one.estimate_caller_ms > one.estimate_ms),
-        ("an estimate takes longer than an exact answer", lambda one: one.estimate_ms > one.exact_ms),
-        (f"{MOST_SHARDS:,} shards are too few", lambda one: one.hosts > MOST_SHARDS),
+    limits: list[tuple[str, Callable[[Needed], bool]]] = [
+        ("one host's memory is full", lambda need: need.hosts > 1),
+        ("an exact query takes more than 100 ms", lambda need: need.exact_ms > 100),
+        (f"more than {ACTORS} actors: nothing was measured near", lambda need: need.hosts > ACTORS),
+        ("an estimate takes more than 100 ms", lambda need: need.estimate_ms > 100),
+        ("the caller is most of an estimate", lambda need: 2 * need.estimate_caller_ms > need.estimate_ms),
+        ("an estimate takes longer than an exact answer", lambda need: need.estimate_ms > need.exact_ms),
+        (f"{MOST_SHARDS:,} shards are too few", lambda need: need.hosts > MOST_SHARDS),
     ]
-    found = [needed(n, fit, given) for n in grid]
-    ends = []
-    for what, holds in told:
-        from_here = list(itertools.takewhile(holds, reversed(found)))
-        ends.append((what, from_here[-1].records if from_here else math.inf))
-    return ends
+    needs = [needed(n, fit, given) for n in grid]
+    starts = []
+    for limit, exceeded in limits:
+        above = list(itertools.takewhile(exceeded, reversed(needs)))
+        starts.append((limit, above[-1].records if above else math.inf))
+    return starts
 
 
 def table(records: Sequence[float], fit: Fit, given: Given = DEFAULT) -> str:
-    """In Markdown, as docs/cluster.md has it."""
+    """Format the table of docs/cluster.md."""
     head = [
         "records",
         "hosts",
@@ -234,38 +234,39 @@ def table(records: Sequence[float], fit: Fit, given: Given = DEFAULT) -> str:
         "USD an hour",
     ]
     lines = [head, ["---"] * len(head)]
-    for one in (needed(n, fit, given) for n in records):
+    for need in (needed(n, fit, given) for n in records):
         lines.append([
-            f"{one.records:.0e}".replace("e+", "e"), f"{one.hosts:,}", f"{one.memory_gb:,.0f}", f"{one.exact_ms:,.0f}",
-            f"{one.exact_caller_ms:,.1f}", f"{one.estimate_ms:,.0f}", f"{one.estimate_caller_ms:,.0f}",
-            f"{one.dollars_an_hour:,.0f}",
+            f"{need.records:.0e}".replace("e+", "e"), f"{need.hosts:,}", f"{need.memory_gb:,.0f}",
+            f"{need.exact_ms:,.0f}", f"{need.exact_caller_ms:,.1f}", f"{need.estimate_ms:,.0f}",
+            f"{need.estimate_caller_ms:,.0f}", f"{need.dollars_an_hour:,.0f}",
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def broken(fit: Fit, given: Given = DEFAULT) -> str:
-    """`breaks` in Markdown."""
+    """Format `breaks` as Markdown."""
     lines = [
-        f"| {what} | {'not up to 1e14' if math.isinf(n) else f'{n:.0e}'.replace('e+', 'e')} |"
-        for what, n in breaks(fit, given)
+        f"| {limit} | {'not up to 1e14' if math.isinf(n) else f'{n:.0e}'.replace('e+', 'e')} |"
+        for limit, n in breaks(fit, given)
     ]
     return "\n".join(["| what breaks | from so many records on |", "| --- | --- |", *lines])
 
 
 def draw(path: Path, fit: Fit, given: Given = DEFAULT) -> None:
-    """A picture of latency and of hosts by the number of records."""
+    """Draw latency and hosts by the number of records."""
     from matplotlib.figure import Figure
 
     grid = np.logspace(8, 11, 61)
-    found = [needed(float(n), fit, given) for n in grid]
+    needs = [needed(float(n), fit, given) for n in grid]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, style in (("exact", "-"), ("estimate", "--")):
-        left.plot(grid, [getattr(one, f"{name}_ms") for one in found], f"C0{style}", label=f"{name}, one query")
-        left.plot(grid, [getattr(one, f"{name}_caller_ms") for one in found], f"C1{style}", label="of which the caller")
+        left.plot(grid, [getattr(need, f"{name}_ms") for need in needs], f"C0{style}", label=f"{name}, one query")
+        caller_ms = [getattr(need, f"{name}_caller_ms") for need in needs]
+        left.plot(grid, caller_ms, f"C1{style}", label="of which the caller")
     left.set(xscale="log", yscale="log", xlabel="records", ylabel="milliseconds", title="a model: latency")
-    right.plot(grid, [one.hosts for one in found], label="hosts")
-    right.plot(grid, [one.dollars_an_hour for one in found], "--", label="USD an hour")
+    right.plot(grid, [need.hosts for need in needs], label="hosts")
+    right.plot(grid, [need.dollars_an_hour for need in needs], "--", label="USD an hour")
     right.axhline(ACTORS, color="grey", linewidth=0.8, linestyle=":", label=f"{ACTORS} actors")
     right.set(xscale="log", yscale="log", xlabel="records", title="a model: hosts and cost")
     for axes in (left, right):
@@ -275,7 +276,7 @@ def draw(path: Path, fit: Fit, given: Given = DEFAULT) -> None:
 
 
 def main() -> None:
-    """Print the fit, the table and where it breaks; draw."""
+    """Print the fit, the table and the limits, and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--records", type=float, nargs="+", default=[1e8, 1e9, 1e10, 1e11])
@@ -284,16 +285,16 @@ def main() -> None:
         parser.add_argument(
             f"--{name}", type=float, default=value, help=f"{source} (default {value:g})".replace("%", "%%")
         )
-    words = vars(parser.parse_args())
-    results, given = json.loads(words["results"].read_text()), Given(*(words[name] for name in Given._fields))
+    options = vars(parser.parse_args())
+    results, given = json.loads(options["results"].read_text()), Given(*(options[name] for name in Given._fields))
     fit = fitted(results)
     for name, points in errors(results).items():
-        off = max(abs(said / true - 1) for _, true, said in points)
+        off = max(abs(fitted_y / y - 1) for _, y, fitted_y in points)
         print(f"{name:8} {getattr(fit, name)}, off by {off:.0%} at most at {len(points)} measured points")
-    print("\n" + table(words["records"], fit, given))
+    print("\n" + table(options["records"], fit, given))
     print("\n" + broken(fit, given))
-    if words["plot"]:
-        draw(words["plot"], fit, given)
+    if options["plot"]:
+        draw(options["plot"], fit, given)
 
 
 if __name__ == "__main__":

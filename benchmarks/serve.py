@@ -1,9 +1,10 @@
-"""Reading: how fast a large database opens and answers, and in how much private memory.
+"""Reading: time and private memory of a large database to open and answer.
 
     python benchmarks/serve.py --n 1000000 --dim 128 --out benchmarks/results/serve.json
 
-One child process a question, so that memory is its own. Every answer is checked before its time counts:
-exact search and attention against numpy in float64 on a few queries, records against what was stored.
+Each question runs in a process of its own, so that its memory can be measured. Every answer is checked before its time
+counts: exact search and attention against numpy in float64 on a few queries, records against those that were stored.
+Each timed query is another one.
 """
 
 from __future__ import annotations
@@ -19,59 +20,60 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import MIB, Peak, command, commit, in_turn, machine, spread, versions, write_json
+from common import MIB, Peak, each_of, in_turn, provenance, spread, write_json
 from numpy.typing import NDArray
 
 from softdb.tools.bench.datasets import queries_near, world
 
-__all__ = ["queries_near", "world"]  # the other benchmarks' world, too
+__all__ = ["queries_near", "world"]  # other benchmarks import them from here
 
 Floats = NDArray[np.float32]
 TEMPERATURE = 0.05
 
 
 def times(call: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Milliseconds: median, least and most, the first call thrown away."""
+    """Return milliseconds of a call: median, min and max; a first call warms up."""
     (seconds,) = in_turn({"call": call}, repeats).values()
     return {name: round(value * 1e3, 4) for name, value in spread(seconds).items()}
 
 
 def ask_open(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Opening, and one `get` of 10,000 random ids."""
+    """Measure opening, and `get` of 10,000 random ids."""
     import softdb
 
-    random, open_database = np.random.default_rng(2), softdb.open  # naming it imports torch: that is not opening
+    random, open_database = np.random.default_rng(2), softdb.open  # this imports torch, before the clock starts
     with Peak() as peak:
         start = time.perf_counter()
         db = open_database(path, mode="r")
         seconds = time.perf_counter() - start
     opened = peak.bytes - peak.before
     keys = np.load(path.parent / "keys.npy", mmap_mode="r")
-    found = []
+    milliseconds = []
     for _ in range(9):
         rows = random.integers(0, args.n, 10_000)
         ids = [f"r{row:07d}" for row in rows]
         start = time.perf_counter()
         records = db.get(ids)
-        found.append((time.perf_counter() - start) * 1e3)
-        assert np.array_equal(records.keys.numpy(), keys[rows]), "get gave other keys than were stored"
+        milliseconds.append((time.perf_counter() - start) * 1e3)
+        assert np.array_equal(records.keys.numpy(), keys[rows]), "get returned other keys than were stored"
     return {
         "open_ms": round(seconds * 1e3, 2),
         "open_private_mib": round(opened / MIB, 1),
         "imported_private_mib": round(peak.before / MIB, 1),
-        "get_10000_ms": {name: round(value, 2) for name, value in spread(found[1:]).items()},
-        "get_10000_first_ms": round(found[0], 2),
+        "get_10000_ms": {name: round(value, 2) for name, value in spread(milliseconds[1:]).items()},
+        "get_10000_first_ms": round(milliseconds[0], 2),
     }
 
 
 def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Exact search and exact attention over a database larger than the memory they may take; right, and how large."""
+    """Check and measure exact search and exact attention, and their private memory."""
     import torch
 
     import softdb
 
     torch.set_num_threads(args.threads)
-    queries, open_database = np.load(path.parent / "queries.npy")[:4], softdb.open
+    stored, open_database = np.load(path.parent / "queries.npy"), softdb.open
+    queries, singles = stored[:4], [stored[i : i + 1] for i in range(4, 20)]
     with Peak() as peak:
         db = open_database(path, mode="r")
         hits = db.search(queries, k=10, exact=True)
@@ -79,24 +81,18 @@ def ask_memory(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         large = db.attend(np.repeat(queries, 64, axis=0), temperature=TEMPERATURE)
     check_exact(np.load(path.parent / "keys.npy", mmap_mode="r"), queries, hits, pooled)
     assert torch.allclose(large.output[::64], pooled.output, atol=1e-5), "attention depends on the batch"
-    one = queries[:1]
     return {
         "database_mib": round(sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) / MIB, 1),
         "peak_private_mib": round(peak.bytes / MIB, 1),
         "imported_private_mib": round(peak.before / MIB, 1),
-        "exact_search_1_ms": times(lambda: db.search(one, k=10, exact=True), 7),
-        "exact_attend_1_ms": times(lambda: db.attend(one, temperature=TEMPERATURE), 7),
+        "exact_search_1_ms": times(each_of(singles, lambda query: db.search(query, k=10, exact=True)), 7),
+        "exact_attend_1_ms": times(each_of(singles, lambda query: db.attend(query, temperature=TEMPERATURE)), 7),
         "bytes_floor_ms_at_40_gb_s": round(args.n * args.dim * 4 / 40e9 * 1e3, 2),
     }
 
 
-def recall(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
-    """Share of the true nearest that were found, (q, k) each."""
-    return float(np.mean([np.isin(b, a).mean() for a, b in zip(found, truth, strict=True)]))
-
-
 def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
-    """Hits, output and lse against float64, a block of records at a time."""
+    """Compare hits, output and lse with float64, a block of records at a time; raise AssertionError if one is wrong."""
     wide = queries.astype(np.float64)
     scores = np.concatenate(
         [wide @ keys[i : i + 65536].astype(np.float64).T for i in range(0, len(keys), 65536)], axis=1
@@ -115,7 +111,7 @@ def check_exact(keys: Floats, queries: Floats, hits: Any, pooled: Any) -> None:
 
 
 def prepare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Make the database, in batches of 10,000."""
+    """Make the database in batches of 10,000."""
     import softdb
 
     keys = world(args.n, args.dim)
@@ -133,7 +129,7 @@ QUESTIONS = {"prepare": prepare, "open": ask_open, "memory": ask_memory}
 
 
 def main() -> None:
-    """Ask every question in a process of its own and write the answers down."""
+    """Ask every question in a process of its own and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=128)
@@ -146,20 +142,19 @@ def main() -> None:
     if args.question:
         print(json.dumps(QUESTIONS[args.question](args.scratch / "db", args)))
         return
-    facts = {"command": command(), "commit": commit(), "machine": machine()}
+    facts = provenance(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         answers: dict[str, Any] = {}
         for question in QUESTIONS:
-            words = [sys.executable, *sys.argv, "--question", question, "--scratch", scratch]
+            command = [sys.executable, *sys.argv, "--question", question, "--scratch", scratch]
             runs = 1 if question == "prepare" else args.repeats
             answers[question] = [
-                json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+                json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
                 for _ in range(runs)
             ]
             print(question, json.dumps(answers[question], indent=1))
     if args.out:
-        packages = versions(["softdb", "torch", "numpy", "apsw", "faiss-cpu"])
-        write_json(args.out, {**facts, "versions": packages, "n": args.n, "dim": args.dim, "answers": answers})
+        write_json(args.out, {**facts, "n": args.n, "dim": args.dim, "answers": answers})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Runs the tests of trust in full, while its minutes last; makes the table of docs/durability.md from what they count.
+"""Run the tests of tests/trust in full within a number of minutes, and make the table of docs/durability.md.
 
-    python benchmarks/trust.py --minutes 120             # everything
-    python benchmarks/trust.py --minutes 20 --only kill  # the others stay as they were taken
+    python benchmarks/trust.py --minutes 120             # all suites
+    python benchmarks/trust.py --minutes 20 --only kill  # the results of the others stay
 
-A suite that fails leaves file and table alone. One that is cut off when its minutes are over counts what it has tried
-by then; the table says so.
+If a suite fails, neither the file nor the table changes. A suite that is cut off when its minutes are over counts what
+it has tried until then, and the table says "cut off".
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import shlex
@@ -22,20 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import commit, machine, versions, write_json
+from common import provenance, write_json
 
 __all__ = ["DOCS", "RESULTS", "shown", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/trust.json"
 DOCS = ROOT / "docs/durability.md"
-INTERRUPTED = 2  # pytest's exit code
+INTERRUPTED = 2  # pytest's exit code of an interrupted run
 
 Figures = dict[str, int]
 
 
 class Line(NamedTuple):
-    """A line of the table."""
+    """A line of the table, with functions of a run's figures for its two last cells."""
 
     tried: str
     much: Callable[[Figures], str]
@@ -43,36 +42,36 @@ class Line(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """Some files of tests, and what they show."""
+    """Test files that run together, and their lines of the table."""
 
     marks: str
     files: tuple[str, ...]
     share: int  # of the minutes
     lines: tuple[Line, ...]
-    only: str = ""  # which of their tests
+    only: str = ""  # pytest's -k: the tests to run
 
     @property
     def command(self) -> str:
-        """What is run, less the options of the run."""
+        """Command line of the suite, without the options of a run."""
         only = f'-k "{self.only}" ' if self.only else ""
         return f'pytest -m "{self.marks}" {only}{" ".join(self.paths)}'
 
     @property
     def paths(self) -> list[str]:
-        """The files, from the root."""
+        """Paths of the files from the root."""
         return [
             f"tests/{place or 'trust'}/test_{name}.py" for place, _, name in (x.rpartition("/") for x in self.files)
         ]
 
 
 def counted(*names: str) -> Callable[[Figures], str]:
-    """The sum of some figures. Raises KeyError where a run has not counted one."""
+    """Return a function that formats the sum of these figures; it raises KeyError if a run has not counted one."""
     return lambda figures: f"{sum(figures[name] for name in names):,}"
 
 
-def none_of(*names: str, say: str = "") -> Callable[[Figures], str]:
-    """The same, and what it is that there were so many of."""
-    return lambda figures: counted(*names)(figures) + say
+def none_of(*names: str, suffix: str = "") -> Callable[[Figures], str]:
+    """Return a function that formats the sum of these figures, followed by a suffix."""
+    return lambda figures: counted(*names)(figures) + suffix
 
 
 WRONG = ("acknowledged records lost", "half-applied writes seen", "wrong answers")
@@ -125,7 +124,7 @@ SUITES = {
         Line(
             "hostile directories and files; fuzzed inputs",
             lambda f: f"{f['hostile: directories tried'] + f['hostile: files tried']:,}; {f['fuzz: inputs']:,}",
-            none_of("hostile: code runs", "fuzz: crashes", say=" ran code or crashed"),
+            none_of("hostile: code runs", "fuzz: crashes", suffix=" ran code or crashed"),
         ),
     )),
     "signals": Suite("exhaustive", ("signals",), 10, (
@@ -167,67 +166,63 @@ SUITES = {
 
 
 def run(suite: Suite, minutes: float) -> dict[str, Any]:
-    """What a suite counts in so many minutes. Raises SystemExit where it fails."""
-    words = ["-q", "-x", "-p", "no:cacheprovider", "--minutes", f"{minutes:g}"]
+    """Run a suite for at most `minutes` and return its figures; raise SystemExit if it fails."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--minutes", f"{minutes:g}"]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", *shlex.split(suite.command), *words, "--figures", str(figures)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        found: Figures = json.loads(figures.read_text()) if figures.exists() else {}
-    cut_off = bool(found.pop("cut off", 0))
-    if done.returncode != (INTERRUPTED if cut_off else 0):
-        raise SystemExit(f"{suite.command} ended with {done.returncode}:\n{done.stdout[-8000:]}{done.stderr[-2000:]}")
-    return {
+        command = [sys.executable, "-m", *shlex.split(suite.command), *options, "--figures", str(figures)]
+        completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        counts: Figures = json.loads(figures.read_text()) if figures.exists() else {}
+    cut_off = bool(counts.pop("cut off", 0))
+    if completed.returncode != (INTERRUPTED if cut_off else 0):
+        output = completed.stdout[-8000:] + completed.stderr[-2000:]
+        raise SystemExit(f"{suite.command} exited with {completed.returncode}:\n{output}")
+    return provenance(("numpy", "apsw", "torch", "faiss-cpu")) | {
         "command": suite.command,
-        "made": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(("numpy", "apsw", "torch", "faiss-cpu")),
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "whole": not cut_off,
-        "figures": found,
+        "figures": counts,
     }
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of docs/durability.md."""
+    """Format the table of docs/durability.md."""
     rows = ["| tried | how much | lost, or answered wrongly | command |", "|---|---:|---|---|"]
-    for name, found in results.items():
+    for name, result in results.items():
         for line in SUITES[name].lines:
             try:
-                much, wrong = line.much(found["figures"]), line.wrong(found["figures"])
-            except KeyError:  # it was cut off before the first of them
+                much, wrong = line.much(result["figures"]), line.wrong(result["figures"])
+            except KeyError:  # cut off before the first one was counted
                 much, wrong = "none", ""
-            said = [*([] if found["whole"] else ["cut off"]), *([found["note"]] if "note" in found else [])]
-            more = f" ({', '.join(said)})" if said else ""
-            rows.append(f"| {line.tried} | {much}{more} | {wrong} | `{found['command']}` |")
+            remarks = [*([] if result["whole"] else ["cut off"]), *([result["note"]] if "note" in result else [])]
+            suffix = f" ({', '.join(remarks)})" if remarks else ""
+            rows.append(f"| {line.tried} | {much}{suffix} | {wrong} | `{result['command']}` |")
     return "\n".join(rows) + "\n"
 
 
 def shown(page: str, results: dict[str, Any]) -> str:
-    """The page with the table of these results."""
-    found, count = re.subn(r"^\| tried \|.*\n(\|.*\n)*", lambda _: table(results), page, flags=re.MULTILINE)
+    """Return the page with the table of these results."""
+    text, count = re.subn(r"^\| tried \|.*\n(\|.*\n)*", lambda _: table(results), page, flags=re.MULTILINE)
     if count != 1:
-        raise ValueError(f"{DOCS.name} has {count} tables that begin with 'tried', one expected")
-    return found
+        raise ValueError(f"{DOCS.name} has {count} tables that begin with 'tried'; expected 1")
+    return text
 
 
 def main() -> None:
-    """Run the suites, one after the other."""
+    """Run the suites one after the other; write the result and the page after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=120, help="for all suites, or those of --only")
-    parser.add_argument("--only", help=f"some of {','.join(SUITES)}")
+    parser.add_argument("--minutes", type=float, default=120, help="minutes for all suites, or for those of --only")
+    parser.add_argument("--only", help=f"suites to run, comma-separated, of {','.join(SUITES)}")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else list(SUITES)
     shares = sum(SUITES[name].share for name in chosen)
     for name in chosen:
-        found = run(SUITES[name], args.minutes * SUITES[name].share / shares)
-        print(
-            f"{name}: {found['minutes']} min, {'whole' if found['whole'] else 'cut off'}", found["figures"], flush=True
-        )
-        results = {**json.loads(RESULTS.read_text()), name: found}
-        results = {one: results[one] for one in SUITES if one in results}
+        result = run(SUITES[name], args.minutes * SUITES[name].share / shares)
+        end = "whole" if result["whole"] else "cut off"
+        print(f"{name}: {result['minutes']} min, {end}", result["figures"], flush=True)
+        results = {**json.loads(RESULTS.read_text()), name: result}
+        results = {suite: results[suite] for suite in SUITES if suite in results}
         write_json(RESULTS, results)
         DOCS.write_text(shown(DOCS.read_text(), results))
 

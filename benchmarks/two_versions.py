@@ -1,13 +1,12 @@
-"""Times of two checkouts of softdb, side by side: what a change costs.
+"""Times of two checkouts of softdb by turns, to measure the cost of a change.
 
     python benchmarks/two_versions.py ../old . --out benchmarks/results/two_versions.json
 
-Each checkout answers in a process of its own, with the kernels that lie in it, from copies of one database with one
-index. Exact answers are compared first. What a way costs each measures for itself, so that a choice between ways that
-cost about the same may differ.
-The two are then called by turns in random order, each time with other queries and after a call that does not count, so
-that whatever else the machine does slows them alike. A ratio is the median over turns of new / old; its spread, the
-middle half of the turns.
+Each checkout answers in a process of its own, with its own kernels, from a copy of one database with one index. Exact
+answers are compared first. Each process measures for itself which way is faster, so that the two may choose differently
+where the ways cost about the same. The checkouts are called by turns in random order, each time with other queries and
+after a call that does not count, so that other work on the machine slows them alike. A ratio is the median of new / old
+over the turns; its spread is the middle half of the turns.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ VERBS = ("search", "exact search", "attend", "attend rtol", "attend k", "backwar
 
 
 def world(n: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Keys in clusters, and 4,096 queries from them."""
+    """Return keys in clusters (n, d), and queries of the same clusters (4,096, d)."""
     random = np.random.default_rng(0)
     centres = random.standard_normal((max(10, n // 100), dim), np.float32)
 
-    def some(count: int) -> np.ndarray[Any, Any]:
+    def drawn(count: int) -> np.ndarray[Any, Any]:
         return centres[random.integers(0, len(centres), count)] + 0.7 * random.standard_normal((count, dim), np.float32)
 
-    return some(n), some(4096)
+    return drawn(n), drawn(4096)
 
 
 def calls(n: int, dim: int, folder: Path) -> dict[str, Callable[[int, int], Any]]:
-    """The verbs over a world, each a function of the number of queries and of the turn."""
+    """Return the verbs over a world, each a function of the number of queries and of the turn."""
     import torch
 
     import softdb
@@ -51,31 +50,31 @@ def calls(n: int, dim: int, folder: Path) -> dict[str, Callable[[int, int], Any]
     keys, queries = world(n, dim)
     path = folder / f"{n}-{dim}"
     if not path.exists():
-        with softdb.open(path, dim=dim, value_dim=dim) as made:
-            made.insert(range(n), keys, keys)
-            made.build_index("ivf")
+        with softdb.open(path, dim=dim, value_dim=dim) as new:
+            new.insert(range(n), keys, keys)
+            new.build_index("ivf")
     db = softdb.open(path)
     assert db.stats().index is not None
     db.watch(share=0)
-    warm, fresh = 0.1 * dim**0.5, iter(range(n, 10**9))
+    temperature, fresh_ids = 0.1 * dim**0.5, iter(range(n, 10**9))
 
-    def asked(q: int, turn: int) -> np.ndarray[Any, Any]:
+    def batch(q: int, turn: int) -> np.ndarray[Any, Any]:
         return queries[(turn * q) % (4096 - q) :][:q]
 
     def backward(q: int, turn: int) -> Any:
-        wanted = torch.from_numpy(asked(q, turn).copy()).requires_grad_()
-        db.attend(wanted, temperature=warm).output.sum().backward()  # type: ignore[no-untyped-call]
-        return wanted.grad
+        leaf = torch.from_numpy(batch(q, turn).copy()).requires_grad_()
+        db.attend(leaf, temperature=temperature).output.sum().backward()  # type: ignore[no-untyped-call]
+        return leaf.grad
 
     def insert(q: int, turn: int) -> Any:
-        return db.insert([next(fresh) for _ in range(q)], asked(q, turn), asked(q, turn))
+        return db.insert([next(fresh_ids) for _ in range(q)], batch(q, turn), batch(q, turn))
 
     return {
-        "search": lambda q, turn: db.search(asked(q, turn), k=10).rows,
-        "exact search": lambda q, turn: db.search(asked(q, turn), k=10, exact=True).rows,
-        "attend": lambda q, turn: db.attend(asked(q, turn), temperature=warm).output,
-        "attend rtol": lambda q, turn: db.attend(asked(q, turn), temperature=warm, rtol=0.05).output,
-        "attend k": lambda q, turn: db.attend(asked(q, turn), temperature=warm, k=32).output,
+        "search": lambda q, turn: db.search(batch(q, turn), k=10).rows,
+        "exact search": lambda q, turn: db.search(batch(q, turn), k=10, exact=True).rows,
+        "attend": lambda q, turn: db.attend(batch(q, turn), temperature=temperature).output,
+        "attend rtol": lambda q, turn: db.attend(batch(q, turn), temperature=temperature, rtol=0.05).output,
+        "attend k": lambda q, turn: db.attend(batch(q, turn), temperature=temperature, k=32).output,
         "backward": backward,
         "get": lambda q, turn: db.get([(turn * q + i) % n for i in range(q)]).keys,
         "insert": insert,
@@ -83,7 +82,10 @@ def calls(n: int, dim: int, folder: Path) -> dict[str, Callable[[int, int], Any]
 
 
 def serve(folder: Path) -> None:
-    """Read a world, a verb, queries and a turn a line; write the seconds, and the answer of the first turn."""
+    """Answer requests on standard input: a world, a verb, a number of queries and a turn in each line.
+
+    Write the seconds of each, and the answer of the first turn.
+    """
     verbs: dict[str, Callable[[int, int], Any]] = {}
     for line in sys.stdin:
         n, dim, verb, q, turn = json.loads(line)
@@ -111,7 +113,7 @@ class Version:
         )  # fmt: skip
 
     def call(self, *words: Any) -> dict[str, Any]:
-        """One request and its reply."""
+        """Send a request and return its reply."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(words) + "\n")
@@ -121,7 +123,7 @@ class Version:
 
 
 def rows(versions: list[Version], turns: int, worlds: list[tuple[int, int]], verbs: list[str]) -> Iterator[Any]:
-    """A row for each world, verb and number of queries."""
+    """Yield a row for each world, verb and number of queries."""
     random = np.random.default_rng(0)
     for n, dim in worlds:
         versions[0].call(n, dim, "", 0, 0)
@@ -145,32 +147,32 @@ def rows(versions: list[Version], turns: int, worlds: list[tuple[int, int]], ver
 
 
 def main() -> None:
-    """Print a line a row, and the ratios of each verb at the end."""
+    """Print a line for each row and the ratios of each verb, and write the result."""
     if sys.argv[1:2] == ["--serve"]:
         serve(Path(sys.argv[2]))
         return
-    from common import command, commit, machine, versions, write_json
+    from common import provenance, write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--turns", type=int, default=41)
-    parser.add_argument("--most", type=int, default=10**9, help="records of a world at most")
+    parser.add_argument("--most", type=int, default=10**9, help="largest number of records of a world")
     parser.add_argument("--verbs", nargs="+", default=list(VERBS), choices=VERBS)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    head = {"command": command(), "commit": commit(), "machine": machine()}
-    found, worlds = [], [world for world in WORLDS if world[0] <= options.most]
+    args = parser.parse_args()
+    about = provenance(["torch", "numpy", "faiss-cpu"])
+    table, worlds = [], [world for world in WORLDS if world[0] <= args.most]
     with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
-        pair = [Version(options.old, Path(old)), Version(options.new, Path(new))]
-        for row in rows(pair, options.turns, worlds, options.verbs):
+        pair = [Version(args.old, Path(old)), Version(args.new, Path(new))]
+        for row in rows(pair, args.turns, worlds, args.verbs):
             print("{n} x {dim} {verb}, {q}: {old_ms} -> {new_ms} ms, {ratio} {spread}".format(**row), flush=True)
-            found.append(row)
-    for verb in options.verbs:
-        ratios = [row["ratio"] for row in found if row["verb"] == verb]
+            table.append(row)
+    for verb in args.verbs:
+        ratios = [row["ratio"] for row in table if row["verb"] == verb]
         print(f"{verb}: median {np.median(ratios):.3f}, {min(ratios)} to {max(ratios)}")
-    if options.out:
-        write_json(options.out, head | {"versions": versions(["torch", "numpy", "faiss-cpu"]), "rows": found})
+    if args.out:
+        write_json(args.out, about | {"rows": table})
 
 
 if __name__ == "__main__":

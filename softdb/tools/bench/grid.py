@@ -123,6 +123,7 @@ def run(
             rows += _measured(entries, exams, goal, grid, leave_out, progress)
     packages = ["softdb", "torch", "numpy", *(package for kind in kinds for package in kind.packages)]
     return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": command(),
         "commit": commit(),
         "machine": machine(),

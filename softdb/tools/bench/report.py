@@ -59,8 +59,7 @@ def commit() -> str | None:
     source = Path(__file__).resolve()
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=source.parent, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["git", *words], cwd=source.parent, text=True, stderr=subprocess.DEVNULL).strip()
 
     try:
         git("ls-files", "--error-unmatch", source.name)  # an installed softdb may be inside another repository

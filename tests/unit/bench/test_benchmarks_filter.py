@@ -86,7 +86,7 @@ def test_an_engine_that_lies_is_refused(peers: Any, world: Any, lie: str) -> Non
     case, engine = case_of(peers, world), Laggard(world)
     rows = engine.search(case.queries, engine.prepare(case.wanted), (10,))
     rows[7, 3] = rows[7, 2] if lie == "twice" else np.flatnonzero(~case.mask)[0]
-    with pytest.raises(SystemExit, match="laggard: case: a record that does not match, or one twice"):
+    with pytest.raises(SystemExit, match="laggard: case: a record does not match or comes twice"):
         case.recall(world.keys, engine, rows)
 
 

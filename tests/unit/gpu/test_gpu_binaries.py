@@ -26,10 +26,10 @@ def binaries(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_results_are_of_what_is_launched(binaries: Any) -> None:
     told = json.loads((BENCHMARKS / "results" / "gpu_binaries.json").read_text())["binaries"]
     launched = [
-        {"target": target, "case": case.name, **one.told}
+        {"target": target, "case": case.name, **launched.facts}
         for target, (_, processors, _) in binaries.TARGETS.items()
         for case in binaries.CASES
-        for one in binaries.recorded(case, processors)
+        for launched in binaries.recorded(case, processors)
     ]
     assert [{name: row[name] for name in launched[0]} for row in told] == launched
     assert {one["kernel"] for one in launched} == {name for names in binaries.KERNELS.values() for name in names}

@@ -1,0 +1,197 @@
+"""Figures that pages quote from benchmarks/results: each is computed from its file, and no page quotes another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PARTED = ("cluster", "mutants", "trust")  # files whose parts are measured in runs of their own
+NAMED = ("machine", "date", "commit", "command")
+
+
+class Figure(NamedTuple):
+    """One quoted figure: what the page says once the numbers of the file are filled in."""
+
+    text: str  # a format string: its precision is the rounding rule
+    file: str
+    numbers: Callable[[Any], list[Any]]  # from the file's content
+
+
+def best(result: Any, engines: str) -> Any:
+    """Return the fastest row in batches of the engines whose name matches, at recall 0.95."""
+    rows = [row for row in result["rows"] if row["goal"] == "recall 0.95" and row["met"]]
+    return max(
+        (row for row in rows if re.fullmatch(engines, row["engine"])), key=lambda row: row["batch_queries_s"]["median"]
+    )
+
+
+def over(result: Any, engines: str) -> float:
+    """Return softdb's queries a second in batches over those of the best of these engines."""
+    rates = [best(result, name)["batch_queries_s"]["median"] for name in ("softdb-ivf", engines)]
+    return float(rates[0] / rates[1])
+
+
+PEER = "(?!softdb).*"
+WORDS = {8: "eight"}
+
+FIGURES = {
+    "README.md": [
+        Figure("{:,} WordNet embeddings", "find-wordnet", lambda r: [r["data"]["n"]]),
+        Figure("recall {:.2f}", "find-wordnet", lambda r: [r["setup"]["recalls"][0]]),
+        Figure("{:.1f} times the queries", "find-wordnet", lambda r: [over(r, PEER)]),
+        Figure("the best of {} peers", "find-wordnet", lambda r: [WORDS[len(r["setup"]["engines"]) - 1]]),
+        Figure("({:.0f} times the best HNSW)", "find-wordnet", lambda r: [over(r, "hnswlib|faiss-hnsw")]),
+        Figure("one query in {:.2f} ms", "find-wordnet", lambda r: [best(r, "softdb-ivf")["single_ms"]["median"]]),
+        Figure(
+            "a {:.0f}th as large",
+            "find-wordnet",
+            lambda r: [best(r, PEER)["index_bytes"] / best(r, "softdb-ivf")["index_bytes"]],
+        ),
+        Figure(
+            "takes {:.2f} to {:.2f} of the time of torch's own attention",
+            "estimate-1m",
+            lambda r: extremes(times["exact_ms"] / times["sdpa_ms"] for times in timed(r)),
+        ),
+        Figure(
+            "an estimate within {:.0f} % takes {:.2f} to {:.2f}",
+            "estimate-1m",
+            lambda r: [100 * r["tolerance"][0]["rtol"], *extremes(line["q=1"]["of_sdpa"] for line in r["tolerance"])],
+        ),
+    ],
+    "docs/benchmarks.md": [],
+    "docs/results.md": [],
+}
+SECTION = {"README.md": "## How fast"}  # the part of a page that quotes figures; of the others, all
+
+
+def extremes(ratios: Iterable[float]) -> list[float]:
+    """Return the least and the greatest."""
+    in_order = sorted(ratios)
+    return [in_order[0], in_order[-1]]
+
+
+def timed(result: Any) -> list[Any]:
+    """Return the times of every temperature and number of queries of estimate.py."""
+    return [line[q] for line in result["tolerance"] for q in line if q.startswith("q=")]
+
+
+def loaded(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def expected(figure: Figure, result: Any) -> str:
+    """Return the words that the page must have, with the numbers of the result."""
+    return figure.text.format(*figure.numbers(result))
+
+
+def prose(page: str) -> str:
+    """Return the words that quote figures: without code and link targets, spaces made one."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page in SECTION:
+        text = text.partition(SECTION[page] + "\n")[2].partition("\n## ")[0]
+        assert text, f"{page} has no section {SECTION[page]!r}"
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_are_those_of_the_results(page: str) -> None:
+    text = prose(page)
+    for figure in FIGURES[page]:
+        words = expected(figure, loaded(figure.file))
+        assert words in text, f"{page} does not say {words!r}, which results/{figure.file}.json gives"
+        text = text.replace(words, " ", 1)
+    left = re.findall(r"(?<![\w-])\d[\d.,]*.{,20}", text)
+    assert not left, f"{page} quotes figures that no line of FIGURES finds in a result: {left}"
+
+
+WORLDS = {"1m": "1M clustered × 128", "wordnet": "WordNet"}
+
+
+def estimate_rows(name: str) -> list[str]:
+    """Return the rows of the table of estimate.py in benchmarks/README.md."""
+    world = WORLDS[name] + (" 117,659 × 384" if name == "wordnet" else "")
+    return [
+        f"| {world}, T = {line['temperature']}, {label} | {times['softdb_ms']:.2f} ms | {times['exact_ms']:.2f} ms | "
+        f"{times['sdpa_ms']:.1f} ms | {times['of_exact']:.2f} | {times['of_sdpa']:.3f} | "
+        f"{times['codes_read_once_ms']:.2f} ms | {100 * line['answered_exactly']:.0f} % |"
+        for line in loaded(f"estimate-{name}")["tolerance"]
+        for label, times in zip(("one query", "batch of 64", "batch of 256"), timed({"tolerance": [line]}), strict=True)
+    ]
+
+
+def sample_rows(name: str) -> list[str]:
+    """Return the rows of the table of samples.py in benchmarks/README.md."""
+    return [
+        f"| {WORLDS[name]}, T = {line['temperature']}, {'1 query' if line['q'] == 1 else '16 queries'} | "
+        f"{line['by_codes_ms']:.2f} ms | {100 * line['scanned']:.0f} % | {line['by_a_pass_ms']:.1f} ms | "
+        f"{line['attend_exactly_ms']:.1f} ms |"
+        for line in loaded(f"samples-{name}")["times"]
+    ]
+
+
+def lines_of_report() -> list[str]:
+    return (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_tables_of_estimates_and_samples_are_those_of_the_results() -> None:
+    rows = [row for name in WORLDS for row in (*estimate_rows(name), *sample_rows(name))]
+    assert [row for row in rows if row not in lines_of_report()] == []
+
+
+def test_the_table_of_error_bars_is_that_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("error_bars_report").table([RESULTS / "error-bars.json"])
+    quoted = (0, 2, 6, 7, 9, 11, 13, 14)  # columns: world, verb, inside, least, met, bar / error, pooled, ms
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if " | candidates | " in line]
+    assert len(rows) == 102
+    assert [
+        row for row in (f"| {' | '.join(row[i] for i in quoted)} |" for row in rows) if row not in lines_of_report()
+    ] == []
+
+
+def agrees(quoted: str, value: float) -> bool:
+    """Return whether the quoted number is the value, rounded to the digits that it shows."""
+    digits = quoted.replace(",", "")
+    decimals = len(digits.partition(".")[2])
+    unit = 10.0**-decimals if decimals else 10.0 ** (len(digits) - len(digits.rstrip("0")))
+    return abs(value - float(digits)) <= 0.5001 * unit
+
+
+@pytest.mark.parametrize(("name", "rows"), [("find-wordnet", 17), ("find-clustered", 4)])
+def test_rows_of_the_finding_tables_are_rows_of_the_results(name: str, rows: int) -> None:
+    lines = lines_of_report()
+    start = next(i for i, line in enumerate(lines) if line.endswith(f"](results/{name}.png)")) + 4  # after the header
+    table = [line.replace("**", "").split(" | ") for line in lines[start : start + rows]]
+    measured = [
+        (row["recall"], row["batch_queries_s"]["median"], row["single_ms"]["median"]) for row in loaded(name)["rows"]
+    ]
+    for _, *cells in table:
+        quoted = [cell.removesuffix(" ms") for cell in cells[:3]]
+        assert any(all(map(agrees, quoted, figures)) for figures in measured), quoted
+
+
+def test_a_changed_result_shows() -> None:
+    result = loaded("find-wordnet")
+    figure = FIGURES["README.md"][2]
+    assert expected(figure, result) in prose("README.md")
+    best(result, "softdb-ivf")["batch_queries_s"]["median"] *= 1.1
+    assert expected(figure, result) not in prose("README.md")
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_each_result_names_machine_date_commit_and_command(file: Path) -> None:
+    result = loaded(file.stem)
+    for part in result.values() if file.stem in PARTED else [result]:
+        assert all(part.get(name) for name in NAMED), [name for name in NAMED if not part.get(name)]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", part["date"])
+        assert part["machine"]["cpu"]
