@@ -72,7 +72,8 @@ def count_drawn(
     if len(open_queries):
         value[open_queries], bar[open_queries], exact[open_queries] = ball.exactly(open_queries, ball.keep), 0.0, True
     met = bar <= ball.allowed(value)
-    return Estimate(*map(torch.from_numpy, (value, bar, met, exact)))
+    tensor = torch.from_numpy
+    return Estimate(tensor(value), tensor(bar), tensor(met), tensor(exact))
 
 
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)

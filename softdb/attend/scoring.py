@@ -38,9 +38,9 @@ def score_rows(
     live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
     if metric is not None:
-        scores = scores_at(snapshot, queries.detach().numpy(), positions, metric)
-        if not np.isnan(scores).any():  # NaN: too large for float32; torch scores instead
-            return torch.from_numpy(scores)
+        numbers = scores_at(snapshot, queries.detach().numpy(), positions, metric)
+        if not np.isnan(numbers).any():  # NaN: too large for float32; torch scores instead
+            return torch.from_numpy(numbers)
     metric = metric_in_place(score, queries, snapshot, gradient=True)
     if snapshot.placed is None and metric in (Metric.DOT, Metric.L2):
         scores = (dots if metric is Metric.DOT else distances)(queries, Rowwise(snapshot, positions, False))

@@ -182,7 +182,7 @@ def test_the_name_of_an_index_does_not_lead_out(
 ) -> None:
     """Its form is checked; the number of a segment is, too: see the catalogues."""
     monkeypatch.setenv("SOFTDB_KEY_FILE", str(tmp_path / "key"))
-    entry = dict.fromkeys(("kind", "metric", "bytes", "sha256", *cache._KEPT), 0) | {"file": name}
+    entry = dict.fromkeys(("kind", "metric", "bytes", "sha256", *cache._ATTRIBUTES), 0) | {"file": name}
     if signed:
         entry["hmac"] = cache._signature(entry)
     monkeypatch.setattr(files, "open_regular", lambda path, *_: pytest.fail(f"{path} is opened"))
