@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from reports import index_report
+from worlds import holding
 
 import softdb
 
@@ -68,8 +69,7 @@ class IndexContract:
         keys, queries = world(4)
         queries = np.concatenate([queries + np.float32(0.01 * i) for i in range(10)])
         truth = scores(metric, queries, keys)
-        with softdb.open(None, dim=D, metric=metric) as db:
-            db.insert(range(N), keys)
+        with holding(keys, metric=metric) as db:
             db.build_index(self.kind, recall=0.8)
             index = db.core.finder.index
             assert index is not None
@@ -84,8 +84,7 @@ class IndexContract:
     @pytest.mark.slow
     def test_tune_changes_effort_alone(self, tmp_path: Path) -> None:
         keys, queries = world(4)
-        with softdb.open(tmp_path / "db", dim=D) as db:
-            db.insert(range(N), keys)
+        with holding(keys, path=tmp_path / "db") as db:
             low = db.build_index(self.kind, recall=0.5)
             before = db.core.finder.index
             high = db.tune(0.99, queries=queries)

@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.attend import Request, Source
@@ -33,8 +34,7 @@ class World(NamedTuple):
 
 def database(keys: Array, values: Array) -> softdb.SoftDB:
     """All records but one, which is deleted again."""
-    db = softdb.open(None, dim=D, value_dim=V)
-    db.insert(range(len(keys)), keys, values)
+    db = holding(keys, values)
     db.delete([GONE])
     return db
 

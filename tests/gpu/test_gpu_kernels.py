@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb import device as gpu
@@ -114,8 +115,7 @@ def database(device: torch.device, path: Path | None = None) -> softdb.SoftDB:
     """Some records, asked on a device."""
     n = 200_000 if device.type == "cuda" else 2000
     torch.manual_seed(4)
-    db = softdb.open(path, dim=32, value_dim=8, device=str(device))
-    db.insert(list(range(n)), torch.randn(n, 32), torch.randn(n, 8))
+    db = holding(torch.randn(n, 32), torch.randn(n, 8), path=path, device=str(device))
     return db
 
 
@@ -138,8 +138,7 @@ def test_a_delete_under_a_resident_column(anywhere: torch.device) -> None:
 
 
 def test_a_memory_on_a_full_device_loses_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    db = softdb.open(None, dim=4, value_dim=2)
-    db.insert(list(range(30)), torch.randn(30, 4), torch.randn(30, 2))
+    db = holding(torch.randn(30, 4), torch.randn(30, 2))
     memory: Any = Memory(db, k=3).to(device)
     memory(torch.randn(2, 4)).output.sum().backward()
     torch.optim.SGD(memory.parameters(), lr=0.1).step()

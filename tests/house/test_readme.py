@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worlds import holding
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -157,14 +158,12 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
 
 
 def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
-    import softdb
     from softdb.store import format
 
     text = (ROOT / "docs" / "format.md").read_text()
     assert f"0x{format.APPLICATION:X}" in text
     assert f"format version, {format.FORMAT}," in text
-    with softdb.open(tmp_path / "db", dim=2, value_dim=1) as db:
-        db.insert(["a"], [[1, 2]], [[3]])
+    with holding([[1, 2]], [[3]], ids=["a"], path=tmp_path / "db"):
         names = {path.name for path in (tmp_path / "db").iterdir()}
     assert {"catalog.sqlite", "lock", "keys-00000000.npy", "values-00000000.npy"} <= names
 

@@ -11,6 +11,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 import softdb.train
@@ -53,8 +54,7 @@ def called(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> list[St
 @pytest.fixture(scope="module")
 def db() -> Iterator[softdb.SoftDB]:
     random = np.random.default_rng(0)
-    with softdb.open(None, dim=16) as opened:
-        opened.insert(range(30_000), random.standard_normal((30_000, 16)))
+    with holding(random.standard_normal((30_000, 16))) as opened:
         opened.build_index("ivf", recall=0.8)
         yield opened
 

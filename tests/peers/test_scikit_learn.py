@@ -10,8 +10,8 @@ import pytest
 import torch
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.neighbors import KernelDensity
+from worlds import holding
 
-import softdb
 from softdb.functional import attention
 from softdb.nn import KernelClassifier
 from softdb.scores import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular
@@ -57,8 +57,7 @@ def test_a_classifier_is_bayes_rule_under_its_densities() -> None:
     torch.manual_seed(4)
     keys, labels = torch.randn(60, 2), torch.randint(3, (60,))  # the last class has no record
     keys[1], keys[2] = keys[0], 0
-    db = softdb.open(None, dim=2, num_classes=4)
-    db.insert(list(range(60)), keys, labels)
+    db = holding(keys, labels, num_classes=4)
     found = KernelClassifier(db, bandwidth=0.6)(queries := torch.randn(9, 2))
     joint = np.zeros((9, 4))
     for label in range(3):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor
+from worlds import holding
 
-import softdb
 from softdb.functional import attention
 from softdb.index.watch import upper_bound
 from softdb.nn import KernelRegressor
@@ -30,8 +30,7 @@ def local_constant(keys: Any, values: Any, bandwidth: Any) -> Any:
 
 
 def regressor(keys: Tensor, values: Tensor, **options: Any) -> KernelRegressor:
-    db = softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1])
-    db.insert(list(range(len(keys))), keys, values)
+    db = holding(keys, values)
     return KernelRegressor(db, **options)
 
 

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import apsw
 import numpy as np
+from worlds import holding
 
 import softdb
 
@@ -227,7 +228,6 @@ def journal(victim: str | None, pages: bool = False) -> Craft:
 def foreign_log(path: Path) -> None:
     """The log of another database beside this one."""
     other = path.with_name(path.name + " other")
-    with softdb.open(other, dim=WIDTH) as db:
-        db.insert(["z"], [[7.0] * WIDTH])
+    with holding([[7.0] * WIDTH], ids=["z"], path=other):
         shutil.copy(other / "catalog.sqlite-wal", path / "catalog.sqlite-wal")
     shutil.rmtree(other)

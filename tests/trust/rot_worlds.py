@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from oracle import State, differences, held
+from worlds import holding
 
 import softdb
 
@@ -91,8 +92,7 @@ def plain(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[St
 def indexed(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[State]]:
     """Enough records for an index file."""
     schema: dict[str, Any] = {"metric": "l2"}
-    with softdb.open(path, dim=3, **schema) as db:
-        db.insert(range(1000), rng.standard_normal((1000, 3)), payloads=list(map(payload, range(1000))))
+    with holding(rng.standard_normal((1000, 3)), payloads=list(map(payload, range(1000))), path=path, **schema) as db:
         db.build_index("ivf", recall=1.0)
     return schema, []
 

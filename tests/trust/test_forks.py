@@ -21,6 +21,7 @@ import pytest
 import torch
 from crowd_process import SECONDS, Failure, Forked, other, when_a_fork_waits
 from reports import index_report
+from worlds import holding
 
 import softdb
 from softdb.store.catalog import Catalog
@@ -37,8 +38,7 @@ def made(path: Path, count: int = 20) -> softdb.SoftDB:
 
 def clustered(path: Path) -> softdb.SoftDB:
     """Enough records for an index to be asked."""
-    db = softdb.open(path, dim=16)
-    db.insert(range(8000), np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000)
+    db = holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
     return db
 
 
@@ -343,8 +343,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
             asked = queries.clone().requires_grad_()
             db.attend(asked, k=8).output.sum().backward()  # type: ignore[no-untyped-call]
             exact = db.search(queries, k=5, exact=True).rows.tolist()
-            mine = softdb.open(None, dim=16)
-            mine.insert(range(6000), np.random.default_rng(0).standard_normal((6000, 16)))
+            mine = holding(np.random.default_rng(0).standard_normal((6000, 16)))
             mine.build_index("ivf")  # FAISS in the child, with one thread
             assert mine.search(queries, k=1).live.all()
             return db.search(queries, k=5).rows.tolist(), exact, bool(asked.grad is not None), db.verify()

@@ -14,6 +14,7 @@ import apsw
 import hostile_catalog
 import pytest
 from hostile_catalog import sparse, sql, state, tower
+from worlds import holding
 
 import softdb
 from softdb.store.generation import SnapshotLoader
@@ -135,8 +136,7 @@ def test_a_snapshot_copies_no_sparse_catalogue(path: Path, tmp_path: Path) -> No
 
 
 def test_a_snapshot_copies_no_sparse_index(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=8) as db:
-        db.insert(range(2000), [[float(i % 7)] * 8 for i in range(2000)])
+    with holding([[float(i % 7)] * 8 for i in range(2000)], path=tmp_path / "db") as db:
         db.build_index("ivf")
     (index,) = (tmp_path / "db" / "index").iterdir()
     os.truncate(index, HUGE)

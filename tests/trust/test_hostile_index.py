@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hostile_child import Nursery
 from hostile_files import contents
+from worlds import holding
 
 import softdb
 from softdb import check
@@ -219,8 +220,7 @@ def test_without_a_key_the_index_serves_this_handle_and_why_is_said_once(
 ) -> None:
     keys = np.random.default_rng(0).standard_normal((3000, 8))
     _unusable(tmp_path / "key", kind, monkeypatch)
-    with softdb.open(tmp_path / "db", dim=8, metric="l2") as db:
-        db.insert(range(3000), keys)
+    with holding(keys, path=tmp_path / "db", metric="l2") as db:
         assert db.build_index("ivf").kind == "ivf"
         assert db.search(keys[:1], k=1).ids == [[0]]
     assert [record.message for record in caplog.records if "not kept" in record.message][1:] == []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hostile_child import Nursery
 from hostile_files import pickled
+from worlds import holding
 
 import softdb
 
@@ -164,8 +165,8 @@ def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None
 
     evil = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\x85\u202egnp.exe\u2066\x7f\x00\r\n[red]b[/]"
     path, out = tmp_path / "db", tmp_path / "x.jsonl"
-    with softdb.open(path, dim=2, fields=[evil.replace("\x00", "")]) as db:
-        db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: evil}, evil])
+    fields = [evil.replace("\x00", "")]
+    with holding(np.eye(2), payloads=[{evil: evil}, evil], ids=[evil, "b"], path=path, fields=fields) as db:
         db.core.store.note_encoder(evil.replace("\x00", ""))
     runner = CliRunner()
     arguments = [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from json_drawn import NAMES, NUMBERS, TEXTS, VAST
 from reference_filters import MISSING, OPERATORS, as_filtered, meets, spelled
+from worlds import holding
 
 import softdb
 from softdb.formats import Fields, export_records, import_records, read_records
@@ -126,8 +127,7 @@ BAD_PAYLOADS: list[Any] = [
 @pytest.mark.parametrize("verb", ["insert", "upsert"])
 @pytest.mark.parametrize("i", range(len(BAD_IDS)))
 def test_an_id_that_cannot_be_one_changes_nothing(tmp_path: Path, verb: str, i: int) -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a"], [[1]])
+    with holding([[1]], ids=["a"]) as db:
         for ids in ([BAD_IDS[i]], ["b", BAD_IDS[i]]):
             with pytest.raises(softdb.BadInput, match="id"):
                 getattr(db, verb)(ids, [[1]] * len(ids))
@@ -137,8 +137,7 @@ def test_an_id_that_cannot_be_one_changes_nothing(tmp_path: Path, verb: str, i: 
 
 @pytest.mark.parametrize("i", range(len(BAD_PAYLOADS)))
 def test_a_payload_that_cannot_be_one_changes_nothing(i: int) -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a"], [[1]], payloads=["kept"])
+    with holding([[1]], payloads=["kept"], ids=["a"]) as db:
         bad = BAD_PAYLOADS[i]
         for change, payloads in (
             (partial(db.insert, ["b", "c"], [[1], [1]]), [1, bad]),
@@ -196,8 +195,7 @@ def nested(word: str, depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize("word", ["$and", "$or", "$not"])
 @pytest.mark.parametrize("depth", [1, 10, 63, 64, 65, 1000, 100_000])
 def test_filters_nest_up_to_a_depth(word: str, depth: int) -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert([1, 2], [[1], [1]], payloads=[{"x": 1}, {"x": 2}])
+    with holding([[1], [1]], payloads=[{"x": 1}, {"x": 2}], ids=[1, 2]) as db:
         if depth < 64:
             assert db.count(nested(word, depth)) == 1
             return
@@ -230,8 +228,7 @@ def test_wide_filters_are_answered(name: str) -> None:
     if name == "64 levels of 400":
         for _ in range(61):
             where = {"$or": [where, *[{"x": None}] * 400]}
-    with softdb.open(None, dim=1) as db:
-        db.insert([0, 1], [[1], [1]], payloads=[{"x": 0}, {"x": 1}])
+    with holding([[1], [1]], payloads=[{"x": 0}, {"x": 1}], ids=[0, 1]) as db:
         assert db.count(where) == count
 
 
@@ -248,8 +245,7 @@ def test_wide_filters_are_answered(name: str) -> None:
     ids=["$or", "$and", "nothing", "fields", "marks"],
 )
 def test_more_conditions_than_sqlite_takes_are_refused(where: dict[str, Any]) -> None:
-    with softdb.open(None, dim=1, fields=["x"]) as db:
-        db.insert([0], [[1]], payloads=[{"x": 0}])
+    with holding([[1]], payloads=[{"x": 0}], ids=[0], fields=["x"]) as db:
         for ask in (db.count, partial(db.delete, None), partial(db.search, [[1]], 1)):
             with pytest.raises(softdb.BadFilter, match=r"where has [\d,]+ conditions, too many"):
                 ask(where=where)
@@ -261,8 +257,7 @@ def test_every_operator_takes_or_refuses_every_value(operator: str) -> None:
     values = [None, True, 0, 0.5, "", "a", [], [1], {}, {"a": 1}, {"$eq": 1}, 2**63, 10**5000, math.nan, math.inf, DEEP,
               LOOP, "\ud800", ["\ud800"], b"", {1}, object(), Unspeakable(), [Unspeakable()], 1j, np.float64(1),
               np.int64(1), np.array([1]), (1, "a")]  # fmt: skip
-    with softdb.open(None, dim=1) as db:
-        db.insert([0, 1, 2], [[1]] * 3, payloads=[{"x": 0}, {"x": "a"}, None])
+    with holding([[1]] * 3, payloads=[{"x": 0}, {"x": "a"}, None], ids=[0, 1, 2]) as db:
         for value in values:
             for where in ({"x": {operator: value}}, {operator: value}, {"x": [value]}, {"x": {"$in": [value]}}):
                 with contextlib.suppress(softdb.BadFilter):  # and nothing else

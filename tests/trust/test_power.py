@@ -21,6 +21,7 @@ from power_mutate import mutations, violation, without
 from power_reasons import NOT_NEEDED, TOGETHER
 from power_twice import after_a_cut, after_a_kill, commits_in_the_air, with_a_named_wal
 from power_work import a_life, another_model, labels, relaxed, rounds, without_values
+from worlds import holding
 
 import softdb
 from softdb.index import build
@@ -358,7 +359,6 @@ def test_a_path_through_a_link_is_made_durable_where_it_leads(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "other").symlink_to(tmp_path / "real" / "empty")
     for path in (tmp_path / "link" / "db", tmp_path / "other"):
-        with softdb.open(path, dim=2) as db:
-            db.insert(["a"], [[1, 2]])
+        holding([[1, 2]], ids=["a"], path=path).close()
     assert sorted(one.name for one in (tmp_path / "real").iterdir()) == ["db", "empty"]
     assert (tmp_path / "real" / "empty" / "catalog.sqlite").exists()

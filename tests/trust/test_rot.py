@@ -16,6 +16,7 @@ import pytest
 import torch
 from oracle import differences, held
 from rot_worlds import KINDS, Damage, World, answers, coarse, copied, files_of, flips, make, same
+from worlds import holding
 
 import softdb
 
@@ -211,8 +212,8 @@ def attended(path: Path, count: int, how: dict[str, Any], labels: bytes, *, late
 @pytest.mark.parametrize(("count", "queries", "how"), [(40, 3, {}), (20_000, 64, {}), (20_000, 64, {"rtol": 0.1})])
 def test_a_label_that_no_class_has_is_named(tmp_path: Path, count: int, queries: int, how: dict[str, Any]) -> None:
     """A database from a stranger, or rot, must not have memory written to that is nobody's."""
-    with softdb.open(tmp_path / "db", dim=3, num_classes=5) as db:
-        db.insert(range(count), np.random.default_rng(0).standard_normal((count, 3)), np.zeros(count, np.int64))
+    keys, labels = np.random.default_rng(0).standard_normal((count, 3)), np.zeros(count, np.int64)
+    holding(keys, labels, path=tmp_path / "db", num_classes=5).close()
     wild = np.full(count, 1 << 30, "<i4").tobytes()
     assert attended(tmp_path / "db", queries, how, bytes(4 * count), late=True) == 1
     assert attended(tmp_path / "db", queries, how, wild, late=True) >= 0  # whatever it says, no signal

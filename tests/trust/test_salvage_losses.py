@@ -21,6 +21,7 @@ from oracle import State, differences, held
 from rot_intact import salvaged, wrong
 from rot_worlds import Damage, World, files_of, make
 from tap import Failing, tapped
+from worlds import holding
 
 import softdb
 from softdb.salvaging import placing, run, sifting
@@ -127,10 +128,8 @@ def test_words_must_agree_with_settings_that_are_intact(
 def large(path: Path, *, deleted: int = 0) -> State:
     """So many records that their trees have pages above their leaves."""
     rng = np.random.default_rng(3)
-    with softdb.open(path, dim=2) as db:
-        db.insert(
-            [f"r{i}" for i in range(3000)], rng.standard_normal((3000, 2)), payloads=[{"n": i} for i in range(3000)]
-        )
+    ids, payloads = [f"r{i}" for i in range(3000)], [{"n": i} for i in range(3000)]
+    with holding(rng.standard_normal((3000, 2)), payloads=payloads, ids=ids, path=path) as db:
         if deleted:
             db.delete([f"r{i}" for i in range(deleted)])
         return held(db)

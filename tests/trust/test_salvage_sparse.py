@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from worlds import holding
 
 import softdb
 from softdb.salvaging import pages
@@ -17,8 +18,7 @@ SPARSE = 64 << 30
 
 @pytest.fixture
 def damaged(path: Path) -> Path:
-    with softdb.open(path, dim=2) as db:
-        db.insert(range(500), [[i, 1] for i in range(500)], payloads=[{"text": "x" * 200}] * 500)
+    holding([[i, 1] for i in range(500)], payloads=[{"text": "x" * 200}] * 500, path=path).close()
     return path
 
 

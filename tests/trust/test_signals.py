@@ -21,6 +21,7 @@ import pytest
 import torch
 from crowd_interrupt import Interruption, moments
 from crowd_process import SECONDS, other
+from worlds import holding
 
 import softdb
 
@@ -238,8 +239,7 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
 @pytest.mark.slow
 def test_an_interrupt_while_an_index_is_loaded_leaves_its_lock_free(path: Path, tally: Counter[str]) -> None:
     keys = np.random.default_rng(0).standard_normal((5000, 8))
-    with softdb.open(path, dim=8) as db:
-        db.insert(range(5000), keys)
+    with holding(keys, path=path) as db:
         db.build_index("ivf")
     with softdb.open(path) as db:
         count = moments(lambda: db.search(keys[:1], k=3))

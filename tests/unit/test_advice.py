@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from advice import Steps, advice, three
+from worlds import holding
 
 import softdb
 from softdb.text import HashedNGrams
@@ -181,8 +182,7 @@ def test_a_large_id_is_text(folder: Path) -> Steps:
 @advice("store and compare dates as ISO text: .isoformat()")
 def test_dates_are_compared_as_text(folder: Path) -> Steps:
     day = datetime.date(2020, 1, 2)
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a"], [[1, 1]], payloads=[{"day": day.isoformat()}])
+    with holding([[1, 1]], payloads=[{"day": day.isoformat()}], ids=["a"]) as db:
         yield lambda: db.count({"day": {"$gte": day}})
         assert db.count({"day": {"$gte": day.isoformat()}}) == 1
 
@@ -197,8 +197,7 @@ def test_sparse_tensors_are_made_dense(folder: Path) -> Steps:
 
 @advice("name the field of the payload that has it with field=")
 def test_reembedding_needs_the_texts(folder: Path) -> Steps:
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a"], [[1, 1]], payloads=[{"body": "a fox"}])
+    with holding([[1, 1]], payloads=[{"body": "a fox"}], ids=["a"]) as db:
         yield lambda: db.reembed(HashedNGrams(8))
         db.reembed(HashedNGrams(8), field="body")
         assert db.search("fox", k=1).ids == [["a"]]

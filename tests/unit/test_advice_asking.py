@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from advice import Steps, advice, three
+from worlds import holding
 
 import softdb
 from softdb.formats import Fields, export_records, import_records, read_records
@@ -20,8 +21,7 @@ RANDOM = np.random.default_rng(0).normal(size=(1200, 8)).astype(np.float32)
 
 
 def many() -> softdb.SoftDB:
-    db = softdb.open(None, dim=8)
-    db.insert(range(len(RANDOM)), RANDOM)
+    db = holding(RANDOM)
     return db
 
 
@@ -30,8 +30,7 @@ def many() -> softdb.SoftDB:
 
 @advice("give queries=, too, or an encoder")
 def test_hybrid_needs_vectors(folder: Path) -> Steps:
-    with softdb.open(folder / "db", dim=8) as db:
-        db.insert(["a"], HashedNGrams(8)(["a fox"]), texts=["a fox"])
+    with holding(HashedNGrams(8)(["a fox"]), ids=["a"], texts=["a fox"], path=folder / "db") as db:
         db.index_text()
         yield lambda: db.search(texts="fox", mode="hybrid")
         assert db.search(queries=HashedNGrams(8)(["fox"]), texts="fox", mode="hybrid").ids == [["a"]]

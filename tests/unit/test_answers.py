@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import Hit, Record
@@ -13,8 +14,7 @@ from softdb import Hit, Record
 
 @pytest.fixture
 def db() -> softdb.SoftDB:
-    db = softdb.open(None, dim=2, num_classes=3)
-    db.insert(["a", 7, "c"], [[3, 0], [2, 0], [1, 0]], [0, 1, 2], payloads=[{"x": 1}, None, "p" * 500])
+    db = holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
     return db
 
 
@@ -124,8 +124,7 @@ def test_answers_print_briefly(db: softdb.SoftDB, answer: Any, text: str) -> Non
 def test_long_answers_stay_short() -> None:
     record = Record("a", torch.zeros(384), torch.zeros(100), {"text": "long " * 1000})
     assert len(repr(record)) < 250
-    with softdb.open(None, dim=384) as db:
-        db.insert(range(5000), torch.randn(5000, 384), payloads=["long " * 100] * 5000)
+    with holding(torch.randn(5000, 384), payloads=["long " * 100] * 5000) as db:
         hits, read = db.search(torch.randn(1000, 384), k=100), list[int]()
 
         def watched(rows: Any, payloads: bool = True, texts: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import BadInput, SoftDB
@@ -20,8 +21,8 @@ TWO = np.ones((2, 3), np.float32)
 
 @pytest.fixture(params=["memory", "disk"])
 def db(request: pytest.FixtureRequest, tmp_path: Path) -> SoftDB:
-    db = softdb.open(None if request.param == "memory" else tmp_path / "db", dim=3, value_dim=2)
-    db.insert(["a", 1], [[1, 0, 0], [0, 1, 0]], np.ones((2, 2)), [{"x": 1}, None])
+    path = None if request.param == "memory" else tmp_path / "db"
+    db = holding(np.eye(2, 3), np.ones((2, 2)), [{"x": 1}, None], ids=["a", 1], path=path)
     return db
 
 
@@ -207,15 +208,13 @@ def test_tensors_whose_numbers_cannot_be_read_are_refused(db: SoftDB, kind: str,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8], ids=str)
 def test_a_list_of_tensors_is_taken_as_one_tensor_is(dtype: torch.dtype) -> None:
     rows = list(torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype))
-    with softdb.open(None, dim=3) as db:
-        db.insert(["a", "b"], rows)
+    with holding(rows, ids=["a", "b"]) as db:
         assert db.get(["a", "b"]).keys.tolist() == [[1, 2, 3], [4, 5, 6]]
         assert db.search(rows, k=1).scores.tolist() == [[32], [77]]
 
 
 def test_no_queries_have_empty_answers() -> None:
-    with softdb.open(None, dim=3, metric="l2") as db:
-        db.insert(range(4), np.eye(4, 3))
+    with holding(np.eye(4, 3), metric="l2") as db:
         none = np.zeros((0, 3), np.float32)
         for found in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
             assert found.value.shape == found.bar.shape == found.met.shape == found.exact.shape == (0,)
@@ -224,8 +223,7 @@ def test_no_queries_have_empty_answers() -> None:
 
 
 def test_a_radius_whose_square_is_not_finite_is_refused() -> None:
-    with softdb.open(None, dim=3, metric="l2") as db:
-        db.insert(["a"], ONE)
+    with holding(ONE, ids=["a"], metric="l2") as db:
         for ask in (lambda: db.search(ONE, radius=1e200), lambda: db.count_within(ONE, 1e200)):
             with pytest.raises(BadInput, match="radius is 1e\\+200, whose square is not finite"):
                 ask()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import BadInput, MissingDependency, SoftDB, StaleRead
@@ -67,8 +68,7 @@ def page(answer: Any) -> Page:
 
 @pytest.fixture
 def db() -> SoftDB:
-    db = softdb.open(None, dim=2, num_classes=3)
-    db.insert(["a", 7, "c"], [[3, 0], [2, 0], [1, 0]], [0, 1, 2], payloads=[{"x": 1}, None, "p" * 500])
+    db = holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
     return db
 
 
@@ -91,8 +91,7 @@ def test_tables_say_what_lists_say(db: SoftDB) -> None:
 
 
 def test_what_is_off_is_said() -> None:
-    with softdb.open(None, dim=2, value_dim=5) as db:
-        db.insert(range(4), torch.eye(4)[:, :2], torch.arange(20.0).reshape(4, 5))
+    with holding(torch.eye(4)[:, :2], torch.arange(20.0).reshape(4, 5)) as db:
         soft = page(db.attend([[1.0, 0]], k=1))
         assert soft.cells[1][1:5] == ["[0, 1, 2, …]", "1", "52.46% missed", "1"]
         assert soft.caption == "queries 1, output (1, 5) float32, finder 'flat'"
@@ -101,8 +100,7 @@ def test_what_is_off_is_said() -> None:
 
 @pytest.mark.parametrize("evil", EVIL)
 def test_a_hostile_payload_is_text(evil: str) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: [evil]}, evil])
+    with holding([[1, 0], [0, 1]], payloads=[{evil: [evil]}, evil], ids=[evil, "b"]) as db:
         soft = db.attend([[1.0, 0]], k=2)
         answers = [db.search([[1, 0]]), db.search([[1, 0]])[0], db.get([evil, "b"]), db[evil], soft, soft.explain()[0]]
         for answer in answers:
@@ -117,8 +115,7 @@ def test_a_hostile_payload_is_text(evil: str) -> None:
 
 
 def test_tables_stay_small_and_look_up_what_they_show() -> None:
-    with softdb.open(None, dim=8) as db:
-        db.insert(range(3000), torch.randn(3000, 8), payloads=["&" * 10_000] * 3000)
+    with holding(torch.randn(3000, 8), payloads=["&" * 10_000] * 3000) as db:
         hits, read = db.search(torch.randn(1000, 8), k=100), list[int]()
 
         def watched(rows: Any, payloads: bool = True, texts: bool = False) -> Any:

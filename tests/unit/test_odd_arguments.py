@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import nn, scores
@@ -61,8 +62,7 @@ FEW = ("nested", "meta number", "several", "array >f4", "line >i8", "huge")
 
 
 def labelled() -> softdb.SoftDB:
-    db = softdb.open(None, dim=3, num_classes=4)
-    db.insert(["a", 1], [[1, 0, 0], [0, 1, 0]], [0, 1])
+    db = holding([[1, 0, 0], [0, 1, 0]], [0, 1], ids=["a", 1], num_classes=4)
     return db
 
 

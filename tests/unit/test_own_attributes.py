@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.formats import read_records
@@ -58,10 +59,9 @@ SURFACES: dict[str, tuple[str, Callable[[Any, softdb.SoftDB, Path], Any]]] = {
 @pytest.mark.parametrize("surface", SURFACES)
 def test_a_property_that_fails_shows_its_own_error(surface: str, tmp_path: Path) -> None:
     attribute, use = SURFACES[surface]
-    with softdb.open(None, dim=3) as db:
-        db.insert([1], ONE, texts=["one"])
-        with pytest.raises(AttributeError, match=f"^the mistake in {attribute}$"):
-            use(failing(attribute), db, tmp_path)
+    mistake = pytest.raises(AttributeError, match=f"^the mistake in {attribute}$")
+    with holding(ONE, ids=[1], texts=["one"]) as db, mistake:
+        use(failing(attribute), db, tmp_path)
 
 
 def test_an_attribute_that_is_not_there_is_none() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 from softdb import SoftDB, formats
@@ -118,8 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept_is_refused_whole(name: str) -> None:
     words, message = REFUSED[name]
-    with softdb.open(None, dim=3, value_dim=1) as db:
-        db.insert(["b"], [[1, 2, 3]], [[1]], texts=["before"])
+    with holding([[1, 2, 3]], [[1]], ids=["b"], texts=["before"]) as db:
         for write in (db.insert, db.upsert):
             with pytest.raises(softdb.BadInput, match=message):
                 write(["a", "b"], **words)
@@ -129,8 +129,7 @@ def test_what_cannot_be_kept_is_refused_whole(name: str) -> None:
 def test_a_text_of_ten_megabytes_is_kept(tmp_path: Path) -> None:
     long = "é 🦉 word " * 800_000
     assert len(long.encode()) > 10_000_000
-    with softdb.open(tmp_path / "db", dim=1) as db:
-        db.insert(["long"], [[1]], texts=[long])
+    with holding([[1]], ids=["long"], texts=[long], path=tmp_path / "db") as db:
         db.snapshot(tmp_path / "copy")
     for path in (tmp_path / "db", tmp_path / "copy"):
         with softdb.open(path, mode="r", verify=True) as db:

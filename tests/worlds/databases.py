@@ -15,7 +15,7 @@ N, D, V = 40, 5, 3  # of `filled`
 
 
 def holding(
-    keys: Any,  # (n, d)
+    keys: Any = None,  # (n, d); ones by default, for tests of payloads
     values: Any = None,  # (n, v) or labels (n,)
     payloads: Sequence[Any] | None = None,
     *,
@@ -25,6 +25,8 @@ def holding(
     **schema: Any,
 ) -> softdb.SoftDB:
     """Open a database of these records. The widths of its columns are those of `keys` and of vector `values`."""
+    if keys is None:
+        keys = np.ones((len(payloads or ()), 1))
     schema.setdefault("dim", np.shape(keys)[1])
     if np.ndim(values) == 2:
         schema.setdefault("value_dim", np.shape(values)[1])

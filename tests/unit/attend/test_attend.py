@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb import scores
@@ -41,8 +42,7 @@ def world(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def filled(keys: np.ndarray, values: np.ndarray | None, **words: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], value_dim=None if values is None else values.shape[1], **words)
-    db.insert(list(range(len(keys))), keys, values, [{"even": i % 2 == 0} for i in range(len(keys))])
+    db = holding(keys, values, [{"even": i % 2 == 0} for i in range(len(keys))], **words)
     return db
 
 
@@ -66,8 +66,7 @@ def test_attention_over_everything(
 
 
 def test_a_score_that_bears_no_zeros_is_asked_of_live_keys_only() -> None:
-    with softdb.open(None, dim=3) as few:
-        few.insert(range(3), [[1, 0, 0], [0, 2, 0], [1, 1, 1]])
+    with holding([[1, 0, 0], [0, 2, 0], [1, 1, 1]]) as few:
         found = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
         assert found.n_pooled.item() == 3
         assert found.lse.isfinite().all()
@@ -75,8 +74,7 @@ def test_a_score_that_bears_no_zeros_is_asked_of_live_keys_only() -> None:
 
 def test_autocast_around_changes_no_answer(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    with softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1]) as db:
-        db.insert(range(len(keys)), keys, values)
+    with holding(keys, values) as db:
         plain, effective = db.attend(queries), db.attend(queries).explain(2)[0].effective
         with torch.autocast("cpu", torch.bfloat16):
             cast = db.attend(queries)
@@ -158,8 +156,7 @@ def test_the_missed_mass_is_estimated(rng: np.random.Generator) -> None:
         random = np.random.default_rng(seed)
         keys = random.standard_normal((3000, 8)).astype(np.float32) / 2
         queries = random.standard_normal((3, 8)).astype(np.float32)
-        db = softdb.open(None, dim=8)
-        db.insert(list(range(3000)), keys)
+        db = holding(keys)
         db.delete(list(range(0, 3000, 4)))
         truncated, whole = db.attend(queries, k=50), db.attend(queries)
         truth = 1 - (truncated.lse - whole.lse).exp()

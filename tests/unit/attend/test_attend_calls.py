@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from with_kernels import NEEDS_KERNELS
+from worlds import holding
 
 import softdb
 from softdb import kernels
@@ -34,8 +35,7 @@ def depth(frame: FrameType | None) -> int:
 def db() -> Iterator[softdb.SoftDB]:
     rng = np.random.default_rng(0)
     keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 30_000)] + rng.standard_normal((30_000, 16))
-    with softdb.open(None, dim=16) as opened:
-        opened.insert(range(len(keys)), keys)
+    with holding(keys) as opened:
         opened.build_index("ivf")
         opened.watch(share=0)
         yield opened

@@ -12,7 +12,7 @@ import torch
 import worlds
 from drawn import errors_of, pooled_at
 from scipy import stats
-from worlds import exact, suite
+from worlds import exact, holding, suite
 
 import softdb
 from softdb.attend.error import ErrorEstimate, bars, joined, sure
@@ -114,8 +114,7 @@ def test_what_is_extreme_is_set_apart() -> None:
     values = np.random.default_rng(1).standard_normal((N, 3)).astype(np.float32)
     keys[17] *= 30
     values[4711] *= 1e4
-    with softdb.open(None, dim=16, value_dim=3) as db:
-        db.insert(range(N), keys, values)
+    with holding(keys, values) as db:
         db.build_index("ivf")
         drawable = db._finder.sampler(db._store.snapshot, None)
         assert drawable is not None
@@ -158,8 +157,7 @@ def test_a_code_far_above_all_weights_spoils_no_correction() -> None:
     """Skewed features: a record far from the others has a code that makes it e^30 times as heavy as all are."""
     random = np.random.default_rng(0)
     keys, queries = (0.2 * random.exponential(1, (count, 100)) ** 2 for count in (30_000, 64))
-    with softdb.open(None, dim=100, metric="l2") as db:
-        db.insert(range(len(keys)), keys)
+    with holding(keys, metric="l2") as db:
         db.build_index("ivf")
         scores = -np.square(queries[:, None] - keys[None, ::20]).sum(2)
         temperature = float(scores.std(1).mean()) / 16
@@ -233,8 +231,7 @@ def test_features_that_few_records_have_cannot_hide() -> None:
     keys[flagged, 48 + random.integers(0, 16, len(flagged))] = 1
     queries = np.concatenate([unit(10), np.eye(16)[:10]], axis=1).astype(np.float32)
     scores = queries.astype(float) @ keys.T.astype(float)
-    with softdb.open(None, dim=64) as db:
-        db.insert(range(N), keys)
+    with holding(keys) as db:
         db.build_index("ivf")
         for temperature in (0.05, 0.1):
             weights = np.exp(scores / temperature - scores.max(1, keepdims=True) / temperature)

@@ -12,6 +12,7 @@ import worlds
 from drawn import errors_of, pooled_at, sampled
 from scipy import stats
 from sklearn.neighbors import KernelDensity
+from worlds import holding
 
 import softdb
 from softdb.attend.error import bars, f_quantile
@@ -348,8 +349,7 @@ def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, mo
 
 
 def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> None:
-    with softdb.open(None, dim=D) as bare:
-        bare.insert(range(100), clusters(n=100))
+    with holding(clusters(n=100)) as bare:
         asked = torch.tensor(queries, requires_grad=True)
         found = bare.log_partition(asked, temperature=0.2)
         assert found.exact.all()
@@ -373,8 +373,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
         assert found.exact.all() == (name == "exponential")
         error = np.abs(np.expm1(found.value.numpy() - truth))
         assert (error <= found.bar.numpy() + 1e-4).mean() > 0.85
-    with softdb.open(None, dim=D, metric="l2") as bare:
-        bare.insert(range(50), clusters(n=50))
+    with holding(clusters(n=50), metric="l2") as bare:
         asked = torch.tensor(queries, requires_grad=True)
         bare.log_density(asked, kernel).value.sum().backward()  # type: ignore[no-untyped-call]
         assert asked.grad is not None
@@ -415,8 +414,7 @@ def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries:
 
 
 def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
-    with softdb.open(None, dim=D, metric="l2") as world:
-        world.insert(range(N), clusters(), payloads=[{"part": i % 3} for i in range(N)])
+    with holding(clusters(), payloads=[{"part": i % 3} for i in range(N)], metric="l2") as world:
         world.build_index("ivf")
         truth = (world.search(queries, radius=1.3, where={"part": 1}).rows >= 0).sum(1).double()
         found = world.count_within(queries, 1.3, where={"part": 1}, max_draws=5)
@@ -459,8 +457,7 @@ def test_counts_end_within_their_tolerance_or_exactly(
 def test_records_are_drawn_by_their_weights(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.blocks.BLOCK_ROWS", 7)
     keys = clusters(2, 40)
-    with softdb.open(None, dim=D) as few:
-        few.insert(range(40), keys, payloads=[{"part": i % 2} for i in range(40)])
+    with holding(keys, payloads=[{"part": i % 2} for i in range(40)]) as few:
         few.delete([3])
         asked = torch.tensor(clusters(4, 2), requires_grad=True)
         found = few.sample(asked, 20_000, temperature=0.3, where=where, generator=torch.Generator().manual_seed(0))
@@ -495,8 +492,7 @@ def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queri
         pooled = db.attend(queries[:3], rtol=0.1, **more)
         assert pooled.exact.all()
         assert pooled.met.all()
-    with softdb.open(None, dim=D) as bare:
-        bare.insert(range(N), clusters())
+    with holding(clusters()) as bare:
         assert bare.attend(queries[:3], rtol=0.1).exact.all()
         bare.build_index("ivf")
         bare.delete(where={})
@@ -551,8 +547,7 @@ def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more
 
 def test_a_density_of_double_queries_is_double() -> None:
     keys, queries = torch.randn(33, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-    with softdb.open(None, dim=3, metric="l2") as db:
-        db.insert(range(33), keys)
+    with holding(keys, metric="l2") as db:
         found = db.log_density(queries, Gaussian(0.7)).value
     squares = torch.cdist(queries, keys.float().double()).square() / (2 * 0.49)
     expected = (-squares).logsumexp(1) - math.log(33) - 1.5 * math.log(2 * math.pi * 0.49)
@@ -562,8 +557,7 @@ def test_a_density_of_double_queries_is_double() -> None:
 
 def test_a_list_is_as_precise_as_a_tensor() -> None:
     numbers = [[0.1, 0.2], [0.3, -0.7]]
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(2), numbers)
+    with holding(numbers) as db:
         for asked in (numbers, torch.tensor(numbers), tuple(map(tuple, numbers)), np.array(numbers, np.float32)):
             assert torch.equal(db.search(asked, 2).scores, db.search(torch.tensor(numbers), 2).scores)
             assert db.attend(asked).output.dtype is torch.float32

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy import stats
+from worlds import holding
 
 import softdb
 
@@ -35,8 +36,7 @@ def clustered(seed: int = 0) -> Array:
 
 
 def indexed(metric: Any, **how: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=D, metric=metric, **how)
-    db.insert(range(N), clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)])
+    db = holding(clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)], metric=metric, **how)
     db.build_index("ivf")
     return db
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 
@@ -61,8 +62,7 @@ def lengths(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def test_exact_search_agrees_with_the_reference(metric: Any, dtype: Any, k: int, rng: np.random.Generator) -> None:
     keys = world(500, 8).astype(dtype)
     queries = np.concatenate([rng.standard_normal((6, 8)), keys[-3:].astype(np.float64)]).astype(np.float32)
-    with softdb.open(None, dim=8, metric=metric, dtype=dtype) as db:
-        db.insert(list(range(500)), keys)
+    with holding(keys, metric=metric, dtype=dtype) as db:
         db.delete(list(range(0, 500, 7)))
         scores = reference(metric, queries, keys)
         scores[:, ::7] = -np.inf
@@ -89,8 +89,7 @@ def test_the_checker_accepts_ties_and_refuses_swaps() -> None:
 
 def test_a_query_of_any_kind_gives_the_same_answer() -> None:
     keys = world(100, 4)
-    with softdb.open(None, dim=4) as db:
-        db.insert(list(range(100)), keys)
+    with holding(keys) as db:
         expected = db.search(keys[:1], k=5).rows.tolist()
         for query in (
             keys[0],
@@ -120,8 +119,7 @@ def test_shapes_never_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("k", [10**6, 10**9, 2**62])
 @pytest.mark.parametrize("more", [{}, {"where": {"n": 3}}, {"exclude_ids": [0, 1]}, {"diversity": 0.5}])
 def test_k_beyond_the_records_costs_nothing(k: int, more: dict[str, Any]) -> None:
-    with softdb.open(None, dim=4) as db:
-        db.insert(list(range(32)), world(32, 4), payloads=[{"n": i % 8} for i in range(32)])
+    with holding(world(32, 4), payloads=[{"n": i % 8} for i in range(32)]) as db:
         hits = db.search(np.ones((3, 4), np.float32), k=k, **more)
         found = {"where": 4, "exclude_ids": 30}.get(next(iter(more), ""), 32)
         assert hits.rows.shape == hits.scores.shape == (3, 32)
@@ -132,8 +130,7 @@ def test_k_beyond_the_records_costs_nothing(k: int, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_scores_carry_the_gradient_of_their_equation(metric: Any, rng: np.random.Generator) -> None:
     keys = torch.from_numpy(world(60, 5)).double()
-    with softdb.open(None, dim=5, metric=metric) as db:
-        db.insert(list(range(60)), keys)
+    with holding(keys, metric=metric) as db:
         queries = torch.from_numpy(rng.standard_normal((3, 5))).requires_grad_()
 
         def top(queries: Tensor) -> Tensor:
@@ -147,24 +144,21 @@ def test_a_filter_gives_every_match_up_to_k(share: float, rng: np.random.Generat
     keys = world(400, 6)
     queries = rng.standard_normal((5, 6)).astype(np.float32)
     group = rng.random(400) < share
-    with softdb.open(None, dim=6) as db:
-        db.insert(list(range(400)), keys, payloads=[{"in": bool(one)} for one in group])
+    with holding(keys, payloads=[{"in": bool(one)} for one in group]) as db:
         scores = np.where(group[None], reference("dot", queries, keys), -np.inf)
         check(db.search(queries, k=20, where={"in": True}), scores, 20, lengths(queries, keys))
         assert db.search(queries, k=3, where={"in": "never"}).rows.tolist() == [[-1] * 3] * 5
 
 
 def test_ids_and_payloads_come_with_the_hits() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a", 7, "c"], [[3, 0], [2, 0], [1, 0]], payloads=[{"x": 1}, None, [1]])
+    with holding([[3, 0], [2, 0], [1, 0]], payloads=[{"x": 1}, None, [1]], ids=["a", 7, "c"]) as db:
         hits = db.search([[1, 0], [-1, 0]], k=4)
         assert hits.ids == [["a", 7, "c"], ["c", 7, "a"]]
         assert hits.payloads == [[{"x": 1}, None, [1]], [[1], None, {"x": 1}]]
 
 
 def test_a_search_asks_the_catalogue_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a"], [[1, 0]])
+    with holding([[1, 0]], ids=["a"]) as db:
         asked: list[Any] = []
         read = type(db._store).read
 
@@ -195,8 +189,7 @@ def test_text_goes_through_the_encoder() -> None:
 
 def test_scores_of_search_and_attend_are_one() -> None:
     keys = world(80, 4)
-    with softdb.open(None, dim=4, metric="l2") as db:
-        db.insert(list(range(80)), keys)
+    with holding(keys, metric="l2") as db:
         queries = keys[:3] + 0.1
         hits, pooled = db.search(queries, k=6), db.attend(queries, k=6)
         assert pooled.hits is not None

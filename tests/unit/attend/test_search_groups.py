@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import BadInput, SoftDB, UnknownField
@@ -61,8 +62,7 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
     payloads, keys = world(seed, groups=[1, 2, 9, 60][seed % 4])
     queries = np.random.default_rng(seed).standard_normal((5, 6)).astype(np.float32)
     scores = queries @ keys.T
-    with softdb.open(None, dim=6) as db:
-        db.insert(range(200), keys[:200], payloads=payloads[:200])
+    with holding(keys[:200], payloads=payloads[:200]) as db:
         if seed % 2:
             db.search(queries, group_by="doc")  # what is remembered grows
         db.insert(range(200, 300), keys[200:], payloads=payloads[200:])
@@ -96,8 +96,7 @@ def test_an_index_finds_as_many_groups_as_there_are(kind: str) -> None:
     groups = np.minimum(rng.geometric(0.02, 6000) - 1, 399)
     keys = (centres[groups] + rng.standard_normal((6000, 16)) / 4).astype(np.float32)
     queries = centres[:20]
-    with softdb.open(None, dim=16, metric="l2") as db:
-        db.insert(range(6000), keys, payloads=[{"doc": int(one)} for one in groups])
+    with holding(keys, payloads=[{"doc": int(one)} for one in groups], metric="l2") as db:
         exact = db.search(queries, k=30, group_by="doc", group_size=2)
         db.build_index(kind, recall=0.99)
         found = db.search(queries, k=30, group_by="doc", group_size=2)
@@ -137,8 +136,7 @@ def test_groups_follow_every_write(tmp_path: Any) -> None:
 
 
 def test_groups_keep_the_gradient_and_the_precision() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(4), [[4, 0], [3, 1], [2, 2], [1, 3]], payloads=[{"doc": i % 2} for i in range(4)])
+    with holding([[4, 0], [3, 1], [2, 2], [1, 3]], payloads=[{"doc": i % 2} for i in range(4)]) as db:
         queries = torch.tensor([[1.0, 0], [0, 1.0]], dtype=torch.float64, requires_grad=True)
         for size, rows in ((1, [[0, 1], [3, 2]]), (2, [[0, 2, 1, 3], [3, 1, 2, 0]])):
             hits = db.search(queries, k=2, group_by="doc", group_size=size)
@@ -150,8 +148,7 @@ def test_groups_keep_the_gradient_and_the_precision() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"diversity": 0.5, "fetch_k": 70}, {"exclude_ids": [0, 1]}, {"exact": True}])
 def test_pages_are_those_of_one_long_answer(more: dict[str, Any], rng: np.random.Generator) -> None:
-    with softdb.open(None, dim=4) as db:
-        db.insert(range(57), rng.standard_normal((57, 4)))
+    with holding(rng.standard_normal((57, 4))) as db:
         queries = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
         whole = db.search(queries, k=57, **{**more, "fetch_k": 57} if "fetch_k" in more else more)
         pages = [db.search(queries, k=10, offset=start, **more) for start in range(0, 70, 10)]
@@ -182,17 +179,14 @@ def test_pages_are_those_of_one_long_answer(more: dict[str, Any], rng: np.random
     ],
 )
 def test_what_makes_no_sense_is_refused(ask: dict[str, Any], message: str) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert([1], [[1, 0]])
-        with pytest.raises(BadInput, match=message):
-            db.search([[1, 0]], **ask)
+    with holding([[1, 0]], ids=[1]) as db, pytest.raises(BadInput, match=message):
+        db.search([[1, 0]], **ask)
 
 
 def test_a_field_that_no_record_has_warns() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert([1], [[1, 0]], payloads=[{"document": 1}])
-        with pytest.warns(UnknownField, match="did you mean 'document'"):
-            assert db.search([[1, 0]], group_by="documnt").ids == [[]]
+    warned = pytest.warns(UnknownField, match="did you mean 'document'")
+    with holding([[1, 0]], payloads=[{"document": 1}]) as db, warned:
+        assert db.search([[1, 0]], group_by="documnt").ids == [[]]
 
 
 def test_a_group_may_lie_deep() -> None:

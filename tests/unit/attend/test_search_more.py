@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import awkward, snapshot
+from worlds import awkward, holding, snapshot
 
 import softdb
 from softdb import BadInput, SoftDB
@@ -206,8 +206,7 @@ def test_a_stored_query_leaves_itself_out(rng: np.random.Generator) -> None:
 
 def test_exclusion_through_an_index_and_across_a_commit(tmp_path: Any, rng: np.random.Generator) -> None:
     keys = rng.standard_normal((6000, 8)).astype(np.float32)
-    with softdb.open(tmp_path / "db", dim=8, metric="cosine") as db:
-        db.insert(range(6000), keys)
+    with holding(keys, path=tmp_path / "db", metric="cosine") as db:
         db.build_index("ivf")
         hits = db.search(keys[:20], k=5, exclude_ids=[[i] for i in range(20)])
         assert all(i not in row and len(row) == hits.rows.shape[1] for i, row in enumerate(hits.ids))

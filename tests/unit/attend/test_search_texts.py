@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 
@@ -20,8 +21,8 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
     """60 records with a key and a text, one with a text alone, one with a key alone."""
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(N)]
-    with softdb.open(None, dim=D, metric=request.param) as db:
-        db.insert(range(N), random.standard_normal((N, D)), texts=texts, payloads=[{"x": i % 3} for i in range(N)])
+    keys, payloads = random.standard_normal((N, D)), [{"x": i % 3} for i in range(N)]
+    with holding(keys, payloads=payloads, texts=texts, metric=request.param) as db:
         db.insert(["text alone"], texts=["gold gold gold"], payloads=[{"x": 0}])
         db.insert(["key alone"], np.ones((1, D)), payloads=[{"x": 0}])
         db.index_text()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sources import stored
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb import SoftDB, scores
@@ -219,8 +220,7 @@ def test_a_record_outside_a_compact_kernel_proves_the_answer(
 @pytest.mark.slow
 def test_an_approximate_finder_proves_nothing(rng: np.random.Generator) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
-    db = softdb.open(None, dim=8)
-    db.insert(range(6000), rng.standard_normal((6000, 8)).astype(np.float32))
+    db = holding(rng.standard_normal((6000, 8)).astype(np.float32))
     queries = rng.standard_normal((4, 8))
     before = db.attend(queries, weights="sparsemax", temperature=0.1, k=50)
     assert before.finder == "flat"
@@ -269,8 +269,7 @@ def test_the_order_of_the_records_changes_nothing(
     by: str, db: SoftDB, records: tuple[Array, Array], queries: Tensor, rng: np.random.Generator
 ) -> None:
     order = rng.permutation(N)
-    other = softdb.open(None, dim=D, value_dim=V)
-    other.insert(order, records[0][order], records[1][order])
+    other = holding(records[0][order], records[1][order], ids=order)
     close(
         other.attend(queries, weights=by), (db.attend(queries, weights=by).output, db.attend(queries, weights=by).lse)
     )
@@ -278,8 +277,7 @@ def test_the_order_of_the_records_changes_nothing(
 
 def test_labels_are_pooled_by_every_weighting(rng: np.random.Generator, records: tuple[Array, Array]) -> None:
     labels = rng.integers(0, 3, N)
-    db = softdb.open(None, dim=D, num_classes=3)
-    db.insert(range(N), records[0], labels)
+    db = holding(records[0], labels, num_classes=3)
     queries = torch.from_numpy(rng.standard_normal((4, D)))
     one_hot = np.eye(3, dtype=np.float32)[labels]
     for by in WEIGHTINGS:
@@ -463,8 +461,7 @@ def test_sparse_weightings_are_exact_on_disk(by: Any, tmp_path: Path, rng: np.ra
 def test_argmax_breaks_ties_of_a_score_by_row(kernel: Any, k: int | None) -> None:
     """An index orders by distance, more finely than a kernel that is flat, or 0 outside its support."""
     keys, values = np.array([[1.0], [0.5], [0.4], [1.5]], np.float32), np.arange(4.0)[:, None]
-    with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
-        db.insert(range(4), keys, values)
+    with holding(keys, values, metric="l2") as db:
         query = torch.zeros(1, 1)
         answer = db.attend(query, score=kernel, weights="argmax", k=k)
         tensors = softdb.attention(
@@ -474,8 +471,7 @@ def test_argmax_breaks_ties_of_a_score_by_row(kernel: Any, k: int | None) -> Non
 
 
 def test_a_query_does_not_walk_over_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(500), np.ones((500, 2)))
+    with holding(np.ones((500, 2))) as db:
         db.upsert(range(500), np.ones((500, 2)))  # every record was replaced once
         visited: list[tuple[int, int]] = []
         blocks = Snapshot.blocks

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from source_contract import GONE, Array, D, LocalContract, N, SourceContract, T, World, close, database
+from worlds import holding
 
 import softdb
 from softdb.attend import Columns, Request, Source
@@ -63,8 +64,7 @@ def sharded(keys: Array, values: Array) -> Sharded:
     shards = []
     for shard in range(2):
         names = [name for name in range(N) if name != GONE and name % 2 == shard]
-        db = softdb.open(None, dim=D, value_dim=values.shape[1])
-        db.insert(names, keys[names], values[names])
+        db = holding(keys[names], values[names], ids=names)
         shards.append(DatabaseShard(db, shard, 2))
     return Sharded(Caller(Local(shards), 30.0, False), None)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from typed import answer, fails, lines, run
+from worlds import holding
 
 import softdb
 from softdb.formats import export_records
@@ -47,8 +48,7 @@ def test_the_encoder_is_the_one_of_the_keys(texts: Path) -> None:
 
 
 def test_keys_of_nobody_knows_what(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=D) as db:
-        db.insert(["a", "b"], HashedNGrams(D)(["a red fox", "a blue whale"]))
+    holding(HashedNGrams(D)(["a red fox", "a blue whale"]), ids=["a", "b"], path=tmp_path / "db").close()
     error = fails("search", tmp_path / "db", "fox")
     assert "does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
     assert answer("search", tmp_path / "db", "fox", "-k", 1, "--encoder", "ngrams")[0][0]["id"] == "a"
@@ -144,8 +144,7 @@ def test_reembedding_names_its_encoder(texts: Path, tmp_path: Path) -> None:
 
 
 def test_training_names_its_checkpoint(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=2) as db:
-        db.insert(range(8), np.random.default_rng(0).normal(size=(8, 2)))
+    holding(np.random.default_rng(0).normal(size=(8, 2)), path=tmp_path / "db").close()
     pairs = lines(tmp_path / "pairs.jsonl", [{"query": [1, i / 9], "positives": [i % 8]} for i in range(16)])
     words: list[Any] = ["train", tmp_path / "db", pairs, "--out", tmp_path / "p.pt", "--epochs", 1, "--patience", 0]
     error = fails(*words, "--resume")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from typed import BOOK, answer, fails, lines, run
+from worlds import holding
 
 import softdb
 from softdb.tools.cli.commands import COMMANDS
@@ -66,8 +67,7 @@ def test_attend_may_be_cut_to_the_nearest(plane: Path) -> None:
 def test_attend_may_be_estimated(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     keys = random.standard_normal((30_000, 8)).astype(np.float32)
-    with softdb.open(tmp_path / "db", dim=8) as db:
-        db.insert(range(30_000), keys)
+    with holding(keys, path=tmp_path / "db") as db:
         db.build_index("ivf")
     asked = [1.0] * 8
     (found,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1, "--rtol", 0.2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from clock import Clock
 from rich.console import Console
+from worlds import holding
 
 import softdb
 from softdb.data import DemoData, load_wordnet
@@ -121,8 +122,7 @@ def test_the_first_search_is_not_the_one_that_is_timed(
 
 
 def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
-    with softdb.open(tmp_path / "mine", dim=96) as db:
-        db.insert(["precious"], np.ones((1, 96)))
+    holding(np.ones((1, 96)), ids=["precious"], path=tmp_path / "mine").close()
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "precious").touch()

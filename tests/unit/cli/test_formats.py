@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 from softdb.formats import Fields, Header, Rows, export_records, import_records, read_header, read_records
@@ -287,8 +288,7 @@ def test_what_is_exported_comes_back_the_same(tmp_path: Path, dtype: Any, value:
 
 
 def test_an_export_may_be_filtered_and_must_be_json_lines(tmp_path: Path) -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a", "b"], [[1], [2]], payloads=[{"year": 1}, {"year": 2}])
+    with holding([[1], [2]], payloads=[{"year": 1}, {"year": 2}], ids=["a", "b"]) as db:
         assert export_records(db, tmp_path / "r.jsonl", where={"year": 2}) == 1
         header, line = (tmp_path / "r.jsonl").read_text().splitlines()
         assert json.loads(header).keys() == {"softdb"}
@@ -298,8 +298,7 @@ def test_an_export_may_be_filtered_and_must_be_json_lines(tmp_path: Path) -> Non
 
 
 def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
-    with softdb.open(None, dim=2, value_dim=1, dtype="float16", metric="cosine") as db:
-        db.insert(["a"], [[1, 2]], [[3]], [{"softdb": {}}])
+    with holding([[1, 2]], [[3]], [{"softdb": {}}], ids=["a"], dtype="float16", metric="cosine") as db:
         db.index_field("year")
         db.core.store.note_encoder("ngrams")
         export_records(db, tmp_path / "r.jsonl.gz")
@@ -313,8 +312,7 @@ def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
 
 
 def test_an_export_of_another_metric_is_refused(tmp_path: Path) -> None:
-    with softdb.open(None, dim=2, metric="cosine") as db:
-        db.insert(["a"], [[1, 2]])
+    with holding([[1, 2]], ids=["a"], metric="cosine") as db:
         export_records(db, tmp_path / "r.jsonl")
     with softdb.open(None, dim=2, metric="l2") as other:
         with pytest.raises(softdb.BadInput, match="made for databases that compare by cosine, this one does by l2"):
@@ -323,8 +321,7 @@ def test_an_export_of_another_metric_is_refused(tmp_path: Path) -> None:
 
 
 def test_keys_beside_an_export_go_with_its_records(tmp_path: Path) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a", "b"], [[1, 2], [3, 4]])
+    with holding([[1, 2], [3, 4]], ids=["a", "b"]) as db:
         export_records(db, tmp_path / "r.jsonl")
         np.save(tmp_path / "k.npy", np.array([[5, 6], [7, 8]], np.float32))
         rows = next(read_records(tmp_path / "r.jsonl", keys=tmp_path / "k.npy"))
@@ -356,8 +353,7 @@ def test_a_record_with_a_field_of_that_name_is_a_record(tmp_path: Path) -> None:
 def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / f"{name}.tmp").symlink_to(tmp_path / "mine")
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a"], [[1]])
+    with holding([[1]], ids=["a"]) as db:
         export_records(db, tmp_path / name)
     assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / name).is_symlink()
@@ -365,8 +361,7 @@ def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow", "a.npz", "a.npy"])
 def test_an_export_that_the_disk_refuses_is_typed_and_leaves_nothing(tmp_path: Path, name: str) -> None:
-    with softdb.open(None, dim=64) as db:
-        db.insert(range(500), np.random.default_rng(1).normal(size=(500, 64)))
+    with holding(np.random.default_rng(1).normal(size=(500, 64))) as db:
         (tmp_path / name).write_bytes(b"what was there")
         before = {one: one.read_bytes() for one in tmp_path.iterdir()}
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

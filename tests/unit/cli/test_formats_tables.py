@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from typed import answer, fails, run
+from worlds import holding
 
 import softdb
 from softdb.formats import Fields, export_records, import_records, read_records
@@ -222,8 +223,7 @@ def test_vectors_go_out_and_come_back(tmp_path: Path, suffix: str) -> None:
         pytest.importorskip("h5py", reason="HDF5 needs h5py")
     keys = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     file, notes = tmp_path / f"k{suffix}", list[str]()
-    with softdb.open(None, dim=3, num_classes=9, metric="l2") as db:
-        db.insert(range(100, 140), keys, np.arange(40) % 9)
+    with holding(keys, np.arange(40) % 9, ids=range(100, 140), num_classes=9, metric="l2") as db:
         assert export_records(db, file, batch_size=7, note=notes.append) == 40
         db.insert(["x"], texts=["no key"])
         with pytest.raises(softdb.BadInput, match=f"record 'x' has no key, which {suffix} cannot say"):

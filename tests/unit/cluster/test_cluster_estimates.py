@@ -9,6 +9,7 @@ import pytest
 import torch
 from cluster_contract import Counted, near
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.attend.error import ErrorEstimate
@@ -58,8 +59,7 @@ def parted(kind: str, shards: int = P) -> Parted:
         mine = np.flatnonzero(home == shard)
         part.insert(mine.tolist(), keys[mine], values[mine])
     cluster = Cluster(Local([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)]))
-    one = softdb.open(None, dim=D, value_dim=V)
-    one.insert(range(N), keys, values)
+    one = holding(keys, values)
     for db in (one, cluster):
         db.build_index("ivf", recall=0.9)
     asked = centres[random.integers(0, CENTRES, 150)] + 0.6 * random.standard_normal((150, D))

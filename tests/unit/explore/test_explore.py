@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from explore_site import Site, served
+from worlds import holding
 
 import softdb
 from softdb.text import HashedNGrams
@@ -97,8 +98,7 @@ def question(**given: Any) -> tuple[Question, Weighing]:
 
 def test_the_effective_number_is_that_of_the_weights(rng: np.random.Generator) -> None:
     keys = rng.normal(size=(3000, 4)).astype(np.float32)
-    with softdb.open(None, dim=4, metric="l2", fields=["x"]) as db:
-        db.insert(range(3000), keys, payloads=[{"x": i} for i in range(3000)])
+    with holding(keys, payloads=[{"x": i} for i in range(3000)], metric="l2", fields=["x"]) as db:
         answers = Answers(Served(None, db=db))
         for where, least in (({}, 0), ({"where": '{"x": {"$gte": 500}}'}, 500)):
             for t in (0.01, 0.5, 20):
@@ -118,8 +118,7 @@ def test_the_end_of_an_answer_does_not_wait_for_the_browser() -> None:
 
 def test_a_map_comes_with_the_order_of_declared_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.filters.masks.LARGE", 0)
-    with softdb.open(None, dim=2, fields=["x"]) as db:
-        db.insert(range(40), np.ones((40, 2)), payloads=[{"x": i} for i in range(40)])
+    with holding(np.ones((40, 2)), payloads=[{"x": i} for i in range(40)], fields=["x"]) as db:
         answers = Answers(Served(None, db=db))
         asked = list[str]()
 
@@ -145,8 +144,7 @@ def test_an_estimated_effective_number_is_no_more_than_there_are(
         return dataclasses.replace(pooled, lse=pooled.lse + 0.01 * math.log(temperature))  # as estimates are
 
     monkeypatch.setattr(softdb.SoftDB, "attend", off)
-    with softdb.open(None, dim=4) as db:
-        db.insert(range(30), rng.normal(size=(30, 4)))
+    with holding(rng.normal(size=(30, 4))) as db:
         answers = Answers(Served(None, db=db))
         given = {"vector": "1 2 3 4", "way": "estimate", "temperature": "1e6"}
         assert answers.ask(Question.of(given), Weighing.of(given), lambda: None)["soft"]["effective"] == 30
@@ -155,8 +153,7 @@ def test_an_estimated_effective_number_is_no_more_than_there_are(
 @pytest.mark.parametrize("way", ["exact", "nearest", "estimate"])
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_at_any_temperature_weights_are_weights(metric: Any, way: str, rng: np.random.Generator) -> None:
-    with softdb.open(None, dim=4, metric=metric) as db:
-        db.insert(range(30), 1e3 * rng.normal(size=(30, 4)))
+    with holding(1e3 * rng.normal(size=(30, 4)), metric=metric) as db:
         answers = Answers(Served(None, db=db))
         for t in ("1e-320", "1e-38", "1e-10", "1e-3", "1", "1e30", "1e300"):
             given = {"vector": "1 2 3 4e3", "way": way, "k": "5", "temperature": t, "shown": "50"}
@@ -432,8 +429,7 @@ def test_writes_are_seen_and_a_database_that_is_gone_is_said(tmp_path: Path) -> 
         db.close()
         shutil.rmtree(path)
         assert site.call("ask", 503, vector="1 0")["type"] == "NotADatabase"
-        with softdb.open(path, dim=3) as other:
-            other.insert(["c"], [[0, 0, 1]])
+        holding([[0, 0, 1]], ids=["c"], path=path).close()
         assert site.call("ask", vector="[0, 0, 1]")["hits"][0]["id"] == "c"
         assert site.call("ask", 400, vector="1 0")["message"].endswith("3 wide; encode them alike")
 
@@ -496,8 +492,7 @@ def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> Non
 def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
     for n, d in ((300, 8), (20, 50)):
         keys = rng.normal(size=(n, d)) * np.linspace(3, 1, d) + 5
-        with softdb.open(None, dim=d, metric="l2") as db:
-            db.insert(range(n), keys)
+        with holding(keys, metric="l2") as db:
             plane = Plane.of(db)
             left, singular, _ = np.linalg.svd(keys - keys.mean(0), full_matrices=False)
             np.testing.assert_allclose(np.abs(plane.at(plane.keys)), np.abs(left * singular)[:, :2], atol=1e-3)
@@ -510,8 +505,7 @@ def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("keys", [[[1.0, 1.0]], [[1.0, 1.0]] * 5, [[0.0, 0.0], [1.0, 0.0]]])
 def test_the_plane_of_next_to_nothing(keys: list[list[float]]) -> None:
-    with softdb.open(None, dim=2, metric="cosine") as db:
-        db.insert(range(len(keys)), keys)
+    with holding(keys, metric="cosine") as db:
         plane = Plane.of(db)
         assert np.isfinite(plane.at(plane.keys)).all()
         assert 0 < plane.temperatures.low < plane.temperatures.start < plane.temperatures.high < math.inf
@@ -536,8 +530,7 @@ def test_the_slider_starts_at_a_soft_query(n: int, kind: str, metric: Any, rng: 
 
 
 def test_a_sample_stays_when_records_come(rng: np.random.Generator) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(5000), rng.normal(size=(5000, 2)))
+    with holding(rng.normal(size=(5000, 2))) as db:
         first = Plane.of(db)
         db.insert(range(5000, 5100), rng.normal(size=(100, 2)))
         second = Plane.of(db)

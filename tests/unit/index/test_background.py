@@ -20,6 +20,7 @@ import torch
 from builds import goes_on_once_waited_for
 from index_contract import Floats, N, recall, scores, world
 from reports import index_report
+from worlds import holding
 
 import softdb
 from softdb.errors import Cancelled
@@ -47,8 +48,7 @@ class Held:
 
 
 def filled(path: Path | None = None, **words: Any) -> softdb.SoftDB:
-    db = softdb.open(path, dim=16, **words)
-    db.insert(range(N), world()[0], payloads=[{"i": i} for i in range(N)])
+    db = holding(world()[0], payloads=[{"i": i} for i in range(N)], path=path, **words)
     return db
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 
@@ -22,8 +23,7 @@ CALLS, FRAMES = 45, 10  # Python calls of a search; frames of softdb from the ve
 def db(request: pytest.FixtureRequest) -> softdb.SoftDB:
     rng = np.random.default_rng(0)
     keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 20_000)] + rng.standard_normal((20_000, 16))
-    db = softdb.open(None, dim=16, metric=request.param)
-    db.insert(range(len(keys)), keys)
+    db = holding(keys, metric=request.param)
     db.build_index("ivf")
     db.watch(share=0)
     return db

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from reports import index_report
+from worlds import holding
 
 import softdb
 
@@ -28,8 +29,7 @@ def payloads() -> list[Any]:
 
 @pytest.fixture
 def indexed() -> Iterator[softdb.SoftDB]:
-    with softdb.open(None, dim=D, metric="dot") as db:
-        db.insert(range(N), KEYS, payloads=payloads())
+    with holding(KEYS, payloads=payloads(), metric="dot") as db:
         db.build_index("ivf", recall=0.99)
         yield db
 
@@ -63,8 +63,7 @@ def test_it_follows_what_is_written(indexed: softdb.SoftDB) -> None:
 
 def test_a_reader_follows_another_s_writing(tmp_path: Path) -> None:
     where = {"n": {"$lt": 4000}}
-    with softdb.open(tmp_path / "db", dim=D, metric="dot") as writer:
-        writer.insert(range(N), KEYS, payloads=payloads())
+    with holding(KEYS, payloads=payloads(), path=tmp_path / "db", metric="dot") as writer:
         writer.build_index("ivf")
         with softdb.open(tmp_path / "db", mode="r") as reader:
             best = [reader.search(QUERIES[:1], 1, where=where).ids[0][0] for _ in range(2)][1]

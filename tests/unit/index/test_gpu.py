@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import DEVICE, FakeGpu, fake, recall
-from index_contract import D, IndexContract, N, scores, world
+from index_contract import IndexContract, N, scores, world
 from reports import index_report
-from worlds import awkward, snapshot
+from worlds import awkward, holding, snapshot
 
 import softdb
 from softdb.check import Metric
@@ -294,8 +294,7 @@ def nearest_by(records: Snapshot, index: Index, query: Query) -> Rows:
 
 def opened(path: Path | None = None, kind: str = "ivf", **words: Any) -> tuple[softdb.SoftDB, Array, Array]:
     keys, queries = world()
-    db = softdb.open(path, dim=D, **words)
-    db.insert(range(N), keys, payloads=[{"x": float(one)} for one in keys[:, 0]])
+    db = holding(keys, payloads=[{"x": float(one)} for one in keys[:, 0]], path=path, **words)
     assert db.build_index(kind, recall=0.95).met
     return db, keys, queries
 
@@ -527,8 +526,7 @@ def test_young_records_are_taken_in(fake: FakeGpu, monkeypatch: Any) -> None:
 
 def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
     keys, queries = world(d=20)
-    with softdb.open(None, dim=20) as db:
-        db.insert(range(N), keys)
+    with holding(keys) as db:
         few = db.build_index()
         assert (few.kind, few.device) == ("flat", "cpu:0")
         monkeypatch.setattr("softdb.device.board.SMALL", 1)
@@ -594,8 +592,7 @@ def test_the_methods_of_other_indexes_stay_what_they_are(fake: FakeGpu) -> None:
 @pytest.fixture
 def db() -> softdb.SoftDB:
     keys, _ = world()
-    db = softdb.open(None, dim=D)
-    db.insert(range(N), keys)
+    db = holding(keys)
     return db
 
 

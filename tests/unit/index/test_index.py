@@ -13,6 +13,7 @@ import pytest
 import torch
 from index_contract import Floats, IndexContract, recall, scores, world
 from reports import index_report
+from worlds import holding
 
 import softdb
 from softdb.index import build, choose, finder, lists, tune
@@ -30,8 +31,7 @@ class TestHNSW(IndexContract):
 @pytest.fixture
 def db() -> softdb.SoftDB:
     keys, _ = world()
-    db = softdb.open(None, dim=16)
-    db.insert(list(range(len(keys))), keys)
+    db = holding(keys)
     return db
 
 
@@ -43,10 +43,8 @@ def test_few_records_need_no_index(db: softdb.SoftDB) -> None:
 
 
 def test_too_few_records_to_train_on() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(50), np.ones((50, 2)))
-        with pytest.raises(softdb.BadInput, match="50 records are too few"):
-            db.build_index("ivf")
+    with holding(np.ones((50, 2))) as db, pytest.raises(softdb.BadInput, match="50 records are too few"):
+        db.build_index("ivf")
 
 
 def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> None:
@@ -68,8 +66,7 @@ def test_k_beyond_the_records_is_cut_to_their_number(db: softdb.SoftDB) -> None:
 def test_progress_is_told() -> None:
     keys, _ = world(d=64)
     told: list[tuple[str, int, int]] = []
-    with softdb.open(None, dim=64) as wide:
-        wide.insert(range(6000), keys)
+    with holding(keys) as wide:
         wide.build_index("ivf", progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(what for what, _, _ in told)) == ["choosing", "training", "adding", "measuring"]
     assert ("adding", 6000, 6000) in told
@@ -91,8 +88,7 @@ def test_many_young_records_are_taken_in(db: softdb.SoftDB, monkeypatch: pytest.
 def test_what_was_taken_in_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 100)
     keys, queries = world()
-    with softdb.open(tmp_path / "db", dim=16) as db:
-        db.insert(range(3000), keys[:3000])
+    with holding(keys[:3000], path=tmp_path / "db") as db:
         db.build_index("ivf")
         db.insert(range(3000, 6000), keys[3000:])
         expected = db.search(queries, k=5).rows.tolist()
@@ -105,28 +101,25 @@ def test_what_was_taken_in_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_a_reader_takes_up_a_newer_index(tmp_path: Path) -> None:
     keys, queries = world()
-    with softdb.open(tmp_path / "db", dim=16) as db:
-        db.insert(range(6000), keys)
-        with softdb.open(tmp_path / "db", mode="r") as reader:
-            assert reader.stats().index is None
-            db.build_index("hnsw")
-            reader.refresh()
-            assert index_report(reader).kind == "hnsw"
-            db.build_index("ivf")
-            reader.refresh()
-            assert index_report(reader).kind == "ivf"
-            assert reader.search(queries, k=5).rows.tolist() == db.search(queries, k=5).rows.tolist()
-            db.build_index("flat")
-            reader.refresh()
-            assert reader.stats().index is None
+    with holding(keys, path=tmp_path / "db") as db, softdb.open(tmp_path / "db", mode="r") as reader:
+        assert reader.stats().index is None
+        db.build_index("hnsw")
+        reader.refresh()
+        assert index_report(reader).kind == "hnsw"
+        db.build_index("ivf")
+        reader.refresh()
+        assert index_report(reader).kind == "ivf"
+        assert reader.search(queries, k=5).rows.tolist() == db.search(queries, k=5).rows.tolist()
+        db.build_index("flat")
+        reader.refresh()
+        assert reader.stats().index is None
 
 
 def test_the_index_folder_may_be_deleted(tmp_path: Path) -> None:
     import shutil
 
     keys, queries = world()
-    with softdb.open(tmp_path / "db", dim=16) as db:
-        db.insert(range(6000), keys)
+    with holding(keys, path=tmp_path / "db") as db:
         db.build_index("ivf")
         exact = db.search(queries, k=5, exact=True).rows.tolist()
     shutil.rmtree(tmp_path / "db" / "index")
@@ -137,8 +130,7 @@ def test_the_index_folder_may_be_deleted(tmp_path: Path) -> None:
 def test_the_signing_key_is_private(key_file: Path, tmp_path: Path) -> None:
     key_file.unlink(missing_ok=True)
     keys, _ = world()
-    with softdb.open(tmp_path / "db", dim=16) as db:
-        db.insert(range(6000), keys)
+    with holding(keys, path=tmp_path / "db") as db:
         db.build_index("ivf")
     assert key_file.stat().st_size == 32
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
@@ -166,8 +158,7 @@ def test_a_database_with_an_index_opens_without_faiss(
 ) -> None:
     """Lists need none; of a graph the extra is named, and search is exact."""
     keys, queries = world()
-    with softdb.open(tmp_path / "db", dim=16) as db:
-        db.insert(range(6000), keys)
+    with holding(keys, path=tmp_path / "db") as db:
         db.build_index(kind, recall=0.99)
     monkeypatch.setitem(sys.modules, "faiss", None)
     with softdb.open(tmp_path / "db", mode="r") as db:
@@ -202,8 +193,7 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, 
         if what == moment and done:
             raise error("stop")
 
-    with softdb.open(tmp_path / "db", dim=64) as db:
-        db.insert(range(6000), keys)
+    with holding(keys, path=tmp_path / "db") as db:
         db.build_index("hnsw")
         before, stats = db.core.finder.index, db.stats().index
         with pytest.raises(error, match="stop"):
@@ -230,8 +220,7 @@ def dense(n: int, d: int, q: int) -> tuple[Floats, Floats]:
 @pytest.mark.slow
 def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
     keys, queries = dense(20_000, 64, 600)
-    with softdb.open(None, dim=64) as db:
-        db.insert(range(20_000), keys)
+    with holding(keys) as db:
         report = db.build_index(recall=0.95, queries=queries[300:])
         assert report.kind == "ivf"
         assert report.codes != "PQ16x4"
@@ -300,8 +289,7 @@ def test_a_memory_that_nothing_meets(db: softdb.SoftDB) -> None:
 
 def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = dense(20_000, 64, 300)
-    with softdb.open(None, dim=64) as db:
-        db.insert(range(20_000), keys)
+    with holding(keys) as db:
         monkeypatch.setattr(lists.Lists, "levels", (1,))
         monkeypatch.setattr(lists, "LEAST", 1)
         with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+ of 0.99; give about \d+ bytes"):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from with_kernels import NEEDS_KERNELS
+from worlds import holding
 
 import softdb
 from softdb.index import cache, reach
@@ -32,8 +33,7 @@ def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftD
     random = np.random.default_rng(seed)
     keys = 3 * random.standard_normal((50, DIM))[random.integers(0, 50, N)] + random.standard_normal((N, DIM))
     values = random.integers(0, 3, N if "num_classes" in shape else (N, 3))
-    with softdb.open(path, dim=DIM, **shape) as db:
-        db.insert(range(N), keys, values if len(shape) > 1 and "dtype" not in shape else None)
+    with holding(keys, values if len(shape) > 1 and "dtype" not in shape else None, path=path, **shape) as db:
         db.build_index(kind, recall=0.5)
     return db
 

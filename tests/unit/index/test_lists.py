@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from worlds import holding
 
 import softdb
 from softdb.check import Metric
@@ -236,8 +237,7 @@ def test_one_thread_and_two_give_the_same_index_and_answers(metric: Any) -> None
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            with softdb.open(None, dim=D, metric=metric) as db:
-                db.insert(range(len(keys)), keys)
+            with holding(keys, metric=metric) as db:
                 db.build_index("ivf", recall=0.9)
                 index = db.core.finder.index
                 assert isinstance(index, Lists)
@@ -252,8 +252,7 @@ def test_one_thread_and_two_give_the_same_index_and_answers(metric: Any) -> None
 def test_recall_holds_under_filters_that_go_with_the_keys(share: float) -> None:
     keys = keys_of(0, 20_000)
     rank = np.argsort(np.argsort(keys[:, 0])) / len(keys)
-    with softdb.open(None, dim=D, metric="l2") as db:
-        db.insert(range(len(keys)), keys, payloads=[{"rank": float(r)} for r in rank])
+    with holding(keys, payloads=[{"rank": float(r)} for r in rank], metric="l2") as db:
         db.build_index("ivf", recall=0.95)
         queries, where = keys_of(9, 200), {"rank": {"$gte": 1 - share}}
         exact, hits = (db.search(queries, k=10, where=where, exact=way) for way in (True, False))

@@ -13,7 +13,7 @@ import torch
 from clock import Clock
 from reports import index_report
 from with_kernels import WITH_AND_WITHOUT
-from worlds import snapshot
+from worlds import holding, snapshot
 
 import softdb
 from softdb.check import Metric
@@ -244,8 +244,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
     keys = directions(5000, 8, rng) * rng.uniform(0.8, 1.2, (5000, 1))
     if metric != "dot":
         keys *= lengths("Pareto 3", 5000, rng)
-    with softdb.open(None, dim=8, metric=metric) as db:
-        db.insert(range(5000), keys)
+    with holding(keys, metric=metric) as db:
         report = db.build_index("ivf", recall=0.3)
         db.search(keys[:5], k=3)
         index = db.core.finder.index
@@ -257,8 +256,7 @@ def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.G
 
 @pytest.mark.slow
 def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
-    with softdb.open(None, dim=8) as db:
-        db.insert(range(5000), directions(5000, 8, rng))
+    with holding(directions(5000, 8, rng)) as db:
         classes = db.build_index("ivf", recall=0.3).recall_by_norm
     assert [classes[name]["of"] for name in ("longest 1%", "next 9%")] == [0, 0]
     assert classes["rest"]["of"] > 1000
@@ -303,8 +301,7 @@ def items() -> tuple[Array, Array]:
 
 def made(path: Path | None = None, **words: Any) -> softdb.SoftDB:
     """A database whose index finds little by itself."""
-    db = softdb.open(path, dim=W, **words)
-    db.insert(range(M), items()[0], payloads=[{"g": i % 2} for i in range(M)])
+    db = holding(items()[0], payloads=[{"g": i % 2} for i in range(M)], path=path, **words)
     assert db.build_index("ivf", recall=0.2, queries=items()[1]).outliers >= outliers.LEAST
     return db
 
@@ -359,8 +356,7 @@ def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.
     keys, queries = items()
     order = np.argsort(-np.linalg.norm(keys, axis=1))
     keys[order[:60]] *= 10  # nothing else is ever the nearest
-    with softdb.open(None, dim=W) as db:
-        db.insert(range(M), keys, payloads=[{"long": bool(one)} for one in np.isin(np.arange(M), order[:60])])
+    with holding(keys, payloads=[{"long": bool(one)} for one in np.isin(np.arange(M), order[:60])]) as db:
         report = db.build_index("ivf", recall=0.7, queries=queries)
         assert report.outliers == 60
         assert report.recall == report.recall_by_norm["longest 1%"]["recall"] == 1

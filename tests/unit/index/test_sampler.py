@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from worlds import holding
 
 import softdb
 from softdb.index.contract import prepared
@@ -76,8 +77,7 @@ def made(metric: Any, dtype: Any = "float32", extreme: int = 0) -> World:
     keys = (centres[(40 * random.random(N) ** 2).astype(int)] + 0.6 * random.standard_normal((N, D))).astype(dtype)
     values = (keys[:, :V] + 0.5 * random.standard_normal((N, V))).astype(dtype)
     values[:extreme] *= 1000
-    db = softdb.open(None, dim=D, metric=metric, dtype=dtype, value_dim=V)
-    db.insert(range(N), keys, values)
+    db = holding(keys, values, metric=metric, dtype=dtype)
     db.build_index("ivf")
     queries = (centres[:4] + 0.5 * random.standard_normal((4, D))).astype(np.float32)
     return World(db, keys.astype(np.float64), values.astype(np.float64), queries)
@@ -316,8 +316,7 @@ def test_errors_of_codes_are_known(metric: Any, dim: int) -> None:
     keys = 2 * random.standard_normal((30, dim))[random.integers(0, 30, 5000)] + random.standard_normal((5000, dim))
     keys[7] *= 40
     keys = keys.astype(np.float32)
-    with softdb.open(None, dim=dim, metric=metric) as db:
-        db.insert(range(len(keys)), keys)
+    with holding(keys, metric=metric) as db:
         db.build_index("ivf")
         index = db._finder.index
     assert isinstance(index, Lists)
@@ -359,8 +358,7 @@ def test_counts_lie_within_their_bars(metric: str, width: float) -> None:
 
 def test_a_count_of_few_records_is_exact() -> None:
     here = world("dot")
-    with softdb.open(None, dim=D) as few:
-        few.insert(range(2000), here.keys[:2000])
+    with holding(here.keys[:2000]) as few:
         few.build_index("ivf")
         counted = few.count_within(here.queries, 1.0)
         truth = (here.queries.astype(np.float64) @ here.keys[:2000].T >= 1.0).sum(1)
@@ -394,8 +392,7 @@ def hard(kind: str) -> Hard:
         few = random.permutation(n)[: 20 * 5]
         keys[few] = np.repeat(queries, 5, 0) + 0.1 * random.standard_normal((100, d))
     values[few] += 3
-    db = softdb.open(None, dim=d, value_dim=V)
-    db.insert(range(n), keys, values)
+    db = holding(keys, values)
     db.build_index("ivf")
     return Hard(db, keys.astype(np.float32), values.astype(np.float32), queries.astype(np.float32))
 

@@ -16,6 +16,7 @@ from index_contract import scores
 from numpy.typing import NDArray
 from reports import index_report
 from with_kernels import NEEDS_KERNELS
+from worlds import holding
 
 import softdb
 from softdb.check import Metric
@@ -52,8 +53,7 @@ def world(seed: int = 0) -> World:
 
 
 def filled(kind: str, metric: Any = "dot", path: Path | None = None) -> softdb.SoftDB:
-    db = softdb.open(path, dim=D, metric=metric, value_dim=V)
-    db.insert(range(N), world().keys, world().values)
+    db = holding(world().keys, world().values, path=path, metric=metric)
     db.build_index(kind, recall=0.5)
     return db
 
@@ -163,8 +163,7 @@ def test_the_report_counts_them() -> None:
 
 
 def test_where_they_cannot_be_made_estimates_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    with softdb.open(None, dim=D) as db:
-        db.insert(range(N), world().keys)
+    with holding(world().keys) as db:
         for memory, faiss in ((1000, True), (None, False)):
             if not faiss:
                 monkeypatch.setitem(sys.modules, "faiss", None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from clock import Clock
 from reports import index_report
+from worlds import holding
 
 import softdb
 from softdb import BadInput, RecallWarning, SoftDB
@@ -161,8 +162,7 @@ def drifting(rng: np.random.Generator) -> tuple[SoftDB, np.ndarray[Any, Any]]:
     """A database tuned for queries along the wide directions of its keys, and queries along the narrow ones."""
     wide = np.arange(64) < 8
     keys = (np.where(wide, 1, 0.2) * rng.standard_normal((9000, 64))).astype(np.float32)
-    db = softdb.open(None, dim=64, metric="l2")
-    db.insert(range(9000), keys)
+    db = holding(keys, metric="l2")
     db.build_index("ivf", recall=0.9)
     narrow = np.where(wide, 0, rng.standard_normal((400, 64))).astype(np.float32)
     return db, narrow

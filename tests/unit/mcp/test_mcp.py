@@ -18,6 +18,7 @@ import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 from mcp.types import TextContent
 from typer.testing import CliRunner
+from worlds import holding
 
 import softdb
 from softdb.terminal import dumps
@@ -129,8 +130,7 @@ def test_over_pipes_what_is_stored_is_data_and_what_is_gone_is_one_line(library:
         gone = await call("count", fails=True)
         assert "NotADatabase" in gone
         assert "\n" not in gone
-        with softdb.open(library, dim=2) as db:  # another one in its place
-            db.insert([1], [[1, 0]])
+        holding([[1, 0]], ids=[1], path=library).close()
         assert await call("count") == {"count": 1}
 
     asked(library, ask, piped(library))

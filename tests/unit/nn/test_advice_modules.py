@@ -11,6 +11,7 @@ import pytest
 import torch
 from advice import KEYS, QUERIES, VALUES, Steps, advice, filled, labelled
 from torch import nn
+from worlds import holding
 
 import softdb
 import softdb.train
@@ -22,8 +23,7 @@ from softdb import scores
 
 @advice("pass k=, or ask db.attend(attention.fold(query).queries, score=Dot()).explain()")
 def test_weights_of_a_module_are_of_the_nearest(folder: Path) -> Steps:
-    with softdb.open(None, dim=4, value_dim=4) as db:
-        db.insert(range(50), KEYS, KEYS)
+    with holding(KEYS, KEYS) as db:
         attention = soft.Attention(db, 4, 2, batch_first=True)
         query = QUERIES[None]
         yield lambda: attention(query, need_weights=True)
@@ -34,8 +34,7 @@ def test_weights_of_a_module_are_of_the_nearest(folder: Path) -> Steps:
 
 @advice("pass k= to drop from those of the k nearest, or make the module with dropout=0")
 def test_dropout_is_of_the_nearest(folder: Path) -> Steps:
-    with softdb.open(None, dim=4, value_dim=4) as db:
-        db.insert(range(50), KEYS, KEYS)
+    with holding(KEYS, KEYS) as db:
         attention = soft.Attention(db, 4, 2, dropout=0.5)
         yield lambda: attention(QUERIES)
         assert attention(QUERIES, k=5)[0].shape == QUERIES.shape
@@ -44,8 +43,7 @@ def test_dropout_is_of_the_nearest(folder: Path) -> Steps:
 
 @advice("or use db=None with the records as tensors")
 def test_masks_of_records_are_bool(folder: Path) -> Steps:
-    with softdb.open(None, dim=4, value_dim=4) as db:
-        db.insert(range(50), KEYS, KEYS)
+    with holding(KEYS, KEYS) as db:
         attention, keys = soft.Attention(db, 4, 2), torch.from_numpy(KEYS)
         mask = torch.full((3, 50), 0.5)
         yield lambda: attention(QUERIES, attn_mask=mask)
@@ -162,8 +160,7 @@ def test_a_commit_waits_for_a_build(folder: Path) -> Steps:
         begun.set()
         go.wait(60)
 
-    with softdb.open(None, dim=4) as db:
-        db.insert(range(1200), np.random.default_rng(3).normal(size=(1200, 4)))
+    with holding(np.random.default_rng(3).normal(size=(1200, 4))) as db:
         memory = soft.Memory(db, k=5)
         build = db.build_index("ivf", background=True, progress=hold)
         assert begun.wait(60)
@@ -214,8 +211,7 @@ def test_training_holds_some_pairs_out(folder: Path) -> Steps:
 
 @advice("the records stay as they are; train with keys (--keys)")
 def test_only_trained_keys_are_applied(folder: Path) -> Steps:
-    with softdb.open(None, dim=4) as db:
-        db.insert(range(50), KEYS)
+    with holding(KEYS) as db:
         queries = torch.from_numpy(KEYS)
         fitted = softdb.train.fit(db, queries, list(range(50)), epochs=1)
         yield lambda: softdb.train.apply(db, fitted.projection)

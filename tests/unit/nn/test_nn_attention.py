@@ -8,6 +8,7 @@ import pytest
 import torch
 from attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, columns, filled, pair, torch_mask
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.errors import StaleRead
@@ -187,8 +188,7 @@ def test_the_fold_scores_as_the_projections_do() -> None:
 def test_dropout_drops_candidates_unfolded(words: dict[str, Any], labels: bool) -> None:
     db = filled()
     if labels:
-        db = softdb.open(None, dim=D, num_classes=3)
-        db.insert(list(range(RECORDS)), torch.randn(RECORDS, D), torch.randint(3, (RECORDS,)))
+        db = holding(torch.randn(RECORDS, D), torch.randint(3, (RECORDS,)), num_classes=3)
     mine, _ = pair(db, torch.float64, dropout=0.4, **words)
     query = torch.randn(L, N, E, dtype=torch.float64)
     output, weights = mine(query, k=6, need_weights=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
+from worlds import holding
 
 import softdb
 import softdb.nn.attention
@@ -80,8 +81,7 @@ def digest(path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=D, value_dim=V) as db:
-        db.insert(list(range(RECORDS)), torch.randn(RECORDS, D), torch.randn(RECORDS, V))
+    with holding(torch.randn(RECORDS, D), torch.randn(RECORDS, V), path=tmp_path / "db") as db:
         before, generation = digest(tmp_path), db.stats().generation
         mine = Attention(db, E, HEADS)
         query, wanted = torch.randn(L, E), torch.randn(L, E)

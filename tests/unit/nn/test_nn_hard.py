@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import awkward
+from worlds import awkward, holding
 
 import softdb
 import softdb.nn.hard
@@ -280,8 +280,7 @@ def _straight(k: int | None) -> Callable[[softdb.SoftDB, Tensor, Tensor, torch.G
 def test_a_projection_learns_to_draw_the_record_that_is_rewarded(loss: Any) -> None:
     random = seeded(1)
     keys = torch.nn.functional.normalize(torch.randn(6, 6, generator=random), dim=1)
-    db = softdb.open(None, dim=6, num_classes=6)
-    db.insert(range(6), keys, torch.arange(6))
+    db = holding(keys, torch.arange(6), num_classes=6)
     asked = torch.randn(6, 6, generator=random)  # what stands for record i, in a space of its own
     projection = torch.nn.Linear(6, 6, bias=False)
     torch.nn.init.normal_(projection.weight, std=0.3, generator=random)

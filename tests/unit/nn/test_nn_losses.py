@@ -12,7 +12,7 @@ import pytest
 import torch
 from retrieval import CLASSES, POSITIVES, D, N, Q, asking, clustered, filled, log_sum, logits_of
 from torch import Tensor
-from worlds import awkward
+from worlds import awkward, holding
 
 import softdb
 from softdb.errors import UnknownId
@@ -104,8 +104,7 @@ def test_a_filter_and_deletions_leave_records_out(k: int | None) -> None:
 @pytest.mark.parametrize("k", [None, 6])
 def test_half_precision_on_disk_after_a_compaction(tmp_path: Path, k: int | None) -> None:
     keys = awkward(np.random.default_rng(3), N, D).astype(np.float16)
-    with softdb.open(tmp_path / "db", dim=D, num_classes=CLASSES, dtype="float16") as db:
-        db.insert(range(N), keys, np.arange(N) % CLASSES)
+    with holding(keys, np.arange(N) % CLASSES, path=tmp_path / "db", num_classes=CLASSES, dtype="float16") as db:
         db.delete([0, 5, 12])
         db.compact()
         among, positives = [i for i in range(N) if i not in (0, 5, 12)], [[3], [1, 6], [7, 20, 8], [39]]
@@ -129,8 +128,7 @@ def test_ids_come_as_lists_arrays_and_tensors(form: Any) -> None:
 
 
 def test_ids_that_are_text_and_one_query_alone() -> None:
-    db = softdb.open(None, dim=2)
-    db.insert(["a", "b", 7], [[1, 0], [0, 1], [1, 1]])
+    db = holding([[1, 0], [0, 1], [1, 1]], ids=["a", "b", 7])
     query = torch.tensor([1.0, 0.0])
     expected = -math.log((math.e + 1) / (2 * math.e + 1))
     assert retrieval_loss(db, query, [["a", "b"]]).item() == pytest.approx(expected, abs=1e-6)
@@ -284,8 +282,7 @@ def test_negatives_drawn_among_the_nearest() -> None:
 
 
 def test_all_positives_leave_nothing_to_tell_apart() -> None:
-    db = softdb.open(None, dim=2)
-    db.insert([1, 2], [[1, 0], [0, 1]])
+    db = holding([[1, 0], [0, 1]], ids=[1, 2])
     queries = torch.ones(2, 2, requires_grad=True)
     loss = info_nce(db, queries, [[1, 2], [2, 1]])
     assert loss.item() == pytest.approx(0, abs=1e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval import CLASSES, POSITIVES, D, N, Q, asking, clustered, filled, log_sum, logits_of
+from worlds import holding
 
 import softdb
 import softdb.nn.losses
@@ -53,8 +54,7 @@ def test_the_gradient_of_labels(k: int | None) -> None:
 
 
 def test_a_label_without_weight_costs_100_and_its_gradient_is_zero() -> None:
-    db = softdb.open(None, dim=2, num_classes=3)
-    db.insert(range(4), [[1, 0], [1, 0], [0, 1], [0, 1]], [0, 0, 1, 1])
+    db = holding([[1, 0], [1, 0], [0, 1], [0, 1]], [0, 0, 1, 1], num_classes=3)
     queries = torch.tensor([[5.0, 0.0], [5.0, 0.0], [500.0, 0.0]], requires_grad=True)
     loss = label_loss(db, queries, [2, 0, 1], reduction="none")  # none has it, all have it, it underflows
     assert loss.tolist() == [100, pytest.approx(0.0067, abs=1e-4), 100]
@@ -70,8 +70,7 @@ def test_a_label_without_weight_costs_100_and_its_gradient_is_zero() -> None:
 
 
 def test_impossible_logits_of_a_model() -> None:
-    db = softdb.open(None, dim=2, num_classes=2)
-    db.insert([1], [[1, 0]], [0])
+    db = holding([[1, 0]], [0], ids=[1], num_classes=2)
     model = torch.tensor([[0.0, -torch.inf]], requires_grad=True)
     queries = torch.ones(1, 2, requires_grad=True)
     loss = label_loss(db, queries, [1], logits=model)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb import nn
@@ -18,8 +19,7 @@ def small() -> tuple[softdb.SoftDB, Tensor, Tensor, list[list[int]]]:
     """A database with deleted records, its keys by id, queries and positives."""
     draws = torch.Generator().manual_seed(5)
     keys = torch.randn(40, 4, generator=draws)
-    db = softdb.open(None, dim=4, num_classes=3)
-    db.insert(range(40), keys, [i % 3 for i in range(40)])
+    db = holding(keys, [i % 3 for i in range(40)], num_classes=3)
     db.delete([3, 17])
     return db, keys, torch.randn(5, 4, generator=draws), [[0], [1, 2], [39, 5, 7], [8], [2]]
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from memories import D, N, V, filled, large, moved, stored, trained
+from worlds import holding
 
 import softdb
 from softdb.errors import BadInput, ReadOnly, StaleRead
@@ -161,8 +162,7 @@ while True:  # every value grows by 1 a step
 
 @pytest.mark.slow
 def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) -> None:
-    db = softdb.open(tmp_path / "db", dim=4, value_dim=3)
-    db.insert(range(100), torch.randn(100, 4), torch.zeros(100, 3))
+    db = holding(torch.randn(100, 4), torch.zeros(100, 3), path=tmp_path / "db")
     db.close()
     told = 0
     for round_ in range(2):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from memories import D, N, V, filled, large, stored, trained
 from torch import Tensor
+from worlds import holding
 
 import softdb
 import softdb.nn.memory
@@ -71,8 +72,7 @@ def test_a_state_finds_its_records_whatever_their_order(assign: bool) -> None:
 def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
     memory = Memory(filled(), k=4)
     keys = memory.keys.detach().clone()  # type: ignore[union-attr]
-    others = softdb.open(None, dim=D, value_dim=V)
-    others.insert([*range(N - 1), "3"], torch.randn(N, D), torch.randn(N, V))
+    others = holding(torch.randn(N, D), torch.randn(N, V), ids=[*range(N - 1), "3"])
     with pytest.raises(BadInput, match=f"the state lacks 1 of this memory's {N} records and holds 1 others"):
         memory.load_state_dict(Memory(others).state_dict())
     with pytest.raises(BadInput, match=f"the state lacks 0 of this memory's {N} records and holds 2 others"):

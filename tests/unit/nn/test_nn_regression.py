@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 import softdb.nn.regression as regression_module
@@ -35,14 +36,12 @@ def keys_of(n: int = N, d: int = D) -> Tensor:
 
 
 def regression(keys: Tensor, values: Tensor, **words: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1], **words)
-    db.insert(list(range(len(keys))), keys, values)
+    db = holding(keys, values, **words)
     return db
 
 
 def classes(keys: Tensor, labels: Tensor) -> softdb.SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], num_classes=CLASSES)
-    db.insert(list(range(len(keys))), keys, labels)
+    db = holding(keys, labels, num_classes=CLASSES)
     return db
 
 

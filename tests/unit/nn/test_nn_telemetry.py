@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import awkward
+from worlds import awkward, holding
 
 import softdb
 import softdb.nn.telemetry
@@ -105,8 +105,7 @@ def clustered() -> tuple[softdb.SoftDB, Tensor]:
     centres = random.standard_normal((60, 16))
     keys = centres[random.integers(0, 60, 30_000)] + 0.7 * random.standard_normal((30_000, 16))
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    db = softdb.open(None, dim=16)
-    db.insert(range(30_000), keys)
+    db = holding(keys)
     db.build_index("ivf", recall=0.9)
     return db, torch.tensor(keys[:8] + 0.1 * random.standard_normal((8, 16)), dtype=torch.float32)
 

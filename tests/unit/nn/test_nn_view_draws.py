@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from views import move
 from with_kernels import NEEDS_KERNELS
+from worlds import holding
 
 import softdb
 from softdb.nn import View, label_loss, pooled_loss, retrieval_loss
@@ -29,8 +30,7 @@ def made(shape: dict[str, Any], index: str = "ivf", metric: Any = "l2") -> tuple
         values = keys[:, :V] + 0.3 * torch.randn(N, V, generator=random)
     elif "num_classes" in shape:
         values = (keys[:, 0] > 0).long() + 2 * (keys[:, 1] > 0)
-    db = softdb.open(None, dim=D, **shape)
-    db.insert(range(N), keys, values, [{"odd": i % 2 == 1} for i in range(N)])
+    db = holding(keys, values, [{"odd": i % 2 == 1} for i in range(N)], **shape)
     torch.manual_seed(0)
     view = View(db, torch.nn.Linear(D, 6), metric=metric, index=index, recall=0.5)
     view.reindex()

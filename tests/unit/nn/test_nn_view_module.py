@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from views import KINDS, WIDE, D, Gated, N, V, dense, filled, loops, mlp, move, true_ids
+from worlds import holding
 
 import softdb
 import softdb.nn.view
@@ -362,8 +363,7 @@ def test_an_encoder_learns_to_look_past_loud_noise(policy: Any) -> None:
         return torch.cat([told, 3 * torch.randn(count, d // 2)], 1), labels
 
     keys, labels = drawn(n)
-    db = softdb.open(None, dim=d, num_classes=classes, metric="l2")
-    db.insert(list(range(n)), keys, labels)
+    db = holding(keys, labels, num_classes=classes, metric="l2")
     encoder = torch.nn.Linear(d, 8)
     view = View(db, encoder, reindex=policy)
     held_out, true = drawn(300)

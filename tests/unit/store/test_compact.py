@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reports import index_report
+from worlds import holding
 
 import softdb
 from softdb.store import compact as compaction
@@ -254,8 +255,7 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_catalogue_shrinks_with_the_records(path: Path) -> None:
-    with softdb.open(path, dim=2) as db:
-        db.insert(list(range(5000)), np.ones((5000, 2)), payloads=[{"text": "x" * 200}] * 5000)
+    with holding(np.ones((5000, 2)), payloads=[{"text": "x" * 200}] * 5000, path=path) as db:
         db.delete(list(range(4900)))
         db.compact()
         assert (path / "catalog.sqlite").stat().st_size < 300_000
@@ -389,8 +389,7 @@ def repeated(work: Callable[[int], None], times: int, errors: list[BaseException
 
 
 def test_threads_write_read_and_compact_at_once(place: Path | None) -> None:
-    with softdb.open(place, dim=3) as db:
-        db.insert([f"start{i}" for i in range(50)], np.ones((50, 3)))
+    with holding(np.ones((50, 3)), ids=[f"start{i}" for i in range(50)], path=place) as db:
         errors: list[BaseException] = []
         kept: set[str] = {f"start{i}" for i in range(50)}
 
@@ -566,8 +565,7 @@ def test_a_damaged_rows_column_is_named(path: Path, damage: str) -> None:
 
 
 def test_only_a_writer_compacts(path: Path) -> None:
-    with softdb.open(path, dim=4) as db:
-        db.insert(["a"], np.ones((1, 4)))
+    holding(np.ones((1, 4)), ids=["a"], path=path).close()
     with softdb.open(path, mode="r") as db, pytest.raises(softdb.ReadOnly, match="compact: this handle is read-only"):
         db.compact()
     with pytest.raises(softdb.Closed, match="compact: this handle is closed"):
@@ -705,8 +703,7 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with softdb.open(path, dim=4) as db:
-        db.insert(["a"], np.ones((1, 4)))
+    with holding(np.ones((1, 4)), ids=["a"], path=path) as db:
         for target, why in [
             (tmp_path / "file", "is a file"),
             (tmp_path / "full", "something in it"),
@@ -751,8 +748,7 @@ def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: st
 def test_a_segment_is_copied_part_by_part(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "AT_ONCE", 16)
     keys = np.arange(400.0).reshape(100, 4)
-    with softdb.open(place, dim=4, value_dim=2) as db:
-        db.insert(list(range(100)), keys, keys[:, :2])
+    with holding(keys, keys[:, :2], path=place) as db:
         db.delete(list(range(0, 100, 3)))
         db.compact()
         rest = [i for i in range(100) if i % 3]

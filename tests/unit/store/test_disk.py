@@ -14,6 +14,7 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 from softdb.store import disk, files
@@ -245,8 +246,7 @@ def test_a_creation_cut_short_is_finished(path: Path) -> None:
     path.mkdir()
     (path / "lock").write_text("1\n")
     apsw.Connection(str(path / "catalog.sqlite")).execute("PRAGMA journal_mode = WAL")
-    with softdb.open(path, dim=2) as db:
-        db.insert(["a"], [[1, 2]])
+    holding([[1, 2]], ids=["a"], path=path).close()
     assert len(softdb.open(path, mode="r")) == 1
 
 
@@ -369,8 +369,7 @@ def test_a_mark_that_cannot_be_written_fails_no_insert(path: Path, monkeypatch: 
 
 def test_a_transaction_larger_than_sqlite_s_cache_is_committed(path: Path) -> None:
     """SQLite writes pages of it to the log before the commit."""
-    with softdb.open(path, dim=4) as db:
-        db.insert(list(range(60)), np.ones((60, 4)), payloads=["x" * 200_000] * 60)
+    with holding(np.ones((60, 4)), payloads=["x" * 200_000] * 60, path=path) as db:
         db.insert(["next"], np.ones((1, 4)))
         assert len(db) == 61
 

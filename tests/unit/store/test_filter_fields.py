@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_filters import meets, parts_of, spelled
+from worlds import holding
 
 import softdb
 from softdb.filters import fieldorder, masks, matching, parse
@@ -127,8 +128,7 @@ def test_a_text_that_begins_so_bounds_one_search_on_both_sides() -> None:
     ids=repr,
 )
 def test_negations_ask_the_index_for_what_they_leave_out(where: dict[str, Any]) -> None:
-    with softdb.open(None, dim=1, fields=["year"]) as db:
-        db.insert(range(50), np.ones((50, 1)), payloads=[{"year": i % 7} for i in range(50)])
+    with holding(payloads=[{"year": i % 7} for i in range(50)], fields=["year"]) as db:
         with Trace(db) as asked:
             db.count(where)
         assert len(asked) >= 1
@@ -156,8 +156,7 @@ def test_where_most_records_match_the_index_lists_the_others(
     monkeypatch.setattr(masks, "LARGE", 100)
     odd: list[Any] = [None, {"year": "5", "lang": 5, "new": None}]
     payloads = [{"year": i, "lang": "fr" if i == 7 else "de", "new": i != 3} for i in range(98)] + odd
-    with softdb.open(None, dim=1, fields=["year", "lang", "new"]) as db:
-        db.insert(range(100), np.ones((100, 1)), payloads=payloads)
+    with holding(payloads=payloads, fields=["year", "lang", "new"]) as db:
         with Trace(db) as asked:
             found = [one for batch in db.scan(where=where) for one in batch.ids]
         assert found == [i for i, payload in enumerate(payloads) if meets(payload, where)]
@@ -174,8 +173,7 @@ def test_where_most_records_match_the_index_lists_the_others(
 
 
 def test_what_has_no_index_is_read_only_where_the_indexed_part_matches() -> None:
-    with softdb.open(None, dim=1, fields=["year"]) as db:
-        db.insert(range(100), np.ones((100, 1)), payloads=[{"year": i, "note": "a"} for i in range(100)])
+    with holding(payloads=[{"year": i, "note": "a"} for i in range(100)], fields=["year"]) as db:
         with Trace(db) as asked:
             assert db.count({"note": "a", "year": {"$gte": 95}}) == 5
         assert len(asked) == 2
@@ -186,8 +184,7 @@ def test_what_has_no_index_is_read_only_where_the_indexed_part_matches() -> None
 
 
 def test_both_ends_of_a_range_bound_one_search_and_the_last_few_are_read() -> None:
-    with softdb.open(None, dim=1, fields=["year", "lang"]) as db:
-        db.insert(range(600), np.ones((600, 1)), payloads=[{"year": i, "lang": "de"} for i in range(600)])
+    with holding(payloads=[{"year": i, "lang": "de"} for i in range(600)], fields=["year", "lang"]) as db:
         with Trace(db) as asked:
             assert db.count({"$and": [{"year": {"$gte": 50}}, {"year": {"$lt": 52}}]}) == 2
         assert len(asked) == 1
@@ -235,7 +232,7 @@ NAMES = [
 ]
 
 
-def holding(name: str) -> Any:
+def nested(name: str) -> Any:
     found: Any = 1
     for part in reversed(parts_of(name)):
         found = {part: found}
@@ -245,7 +242,7 @@ def holding(name: str) -> Any:
 def test_fields_of_any_name(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=1, fields=NAMES) as db:
         assert db.stats().fields == sorted(NAMES)
-        db.insert(NAMES, np.ones((len(NAMES), 1)), payloads=[holding(name) for name in NAMES])
+        db.insert(NAMES, np.ones((len(NAMES), 1)), payloads=[nested(name) for name in NAMES])
     with softdb.open(tmp_path / "db", verify=True) as db:  # the schema is looked through, to the letter
         assert db.stats().fields == sorted(NAMES)
         for name in NAMES:
@@ -360,8 +357,7 @@ def test_any_order_of_changes_agrees_with_brute_force(
 
 
 def test_after_a_commit_only_appended_rows_are_asked() -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(range(20), np.ones((20, 1)), payloads=[{"x": i % 2} for i in range(20)])
+    with holding(payloads=[{"x": i % 2} for i in range(20)]) as db:
         assert db.count({"x": 1}) == 10
         db.insert([20, 21], np.ones((2, 1)), payloads=[{"x": 1}, {"x": 0}])
         with Trace(db) as asked:
@@ -381,8 +377,7 @@ def test_after_many_appended_rows_an_index_is_quicker(
     monkeypatch: pytest.MonkeyPatch, fields: list[str], anew: bool
 ) -> None:
     monkeypatch.setattr(matching, "MANY", 3)
-    with softdb.open(None, dim=1, fields=fields) as db:
-        db.insert([9], np.ones((1, 1)), payloads=[{"x": 1}])
+    with holding(payloads=[{"x": 1}], ids=[9], fields=fields) as db:
         assert db.count({"x": 1}) == 1
         db.insert(range(4), np.ones((4, 1)), payloads=[{"x": 1}] * 4)
         with Trace(db) as asked:
@@ -391,8 +386,7 @@ def test_after_many_appended_rows_an_index_is_quicker(
 
 
 def test_a_filter_given_out_does_not_change() -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(range(4), np.ones((4, 1)), payloads=[{"x": 1}] * 4)
+    with holding(payloads=[{"x": 1}] * 4) as db:
         before = db._store.matching({"x": 1})[1]
         db.delete([0])
         after = db._store.matching({"x": 1})[1]
@@ -412,8 +406,7 @@ def test_a_reader_hears_of_payloads_replaced_by_the_writer(tmp_path: Path, field
 
 
 def test_compaction_moves_the_records_a_filter_matches() -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(range(40), np.ones((40, 1)), payloads=[{"x": i % 3} for i in range(40)])
+    with holding(payloads=[{"x": i % 3} for i in range(40)]) as db:
         truth = {i: {"x": i % 3} for i in range(40)}
         assert db.count({"x": 1}) == 13
         db.delete(range(0, 40, 4))
@@ -427,7 +420,6 @@ def test_compaction_moves_the_records_a_filter_matches() -> None:
 def test_more_rows_than_one_text_holds() -> None:
     import apsw
 
-    with softdb.open(None, dim=1) as db:
-        db.insert(range(1000), np.ones((1000, 1)), payloads=[{"x": i % 2} for i in range(1000)])
+    with holding(payloads=[{"x": i % 2} for i in range(1000)]) as db:
         db._store.catalog.connection.limit(apsw.SQLITE_LIMIT_LENGTH, 1500)
         assert db.count({"x": 1}) == 500

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_filters import MISSING, meets
+from worlds import holding
 
 import softdb
 from softdb.filters import fieldorder, masks
@@ -44,15 +45,13 @@ PAYLOADS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def db() -> Iterator[softdb.SoftDB]:
-    with softdb.open(None, dim=2) as db:
-        db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
+    with holding(np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS) as db:
         yield db
 
 
 def indexed() -> softdb.SoftDB:
     """The same records, with an index on every field that can have one."""
-    db = softdb.open(None, dim=2, fields=["year", "lang", "draft", "tags"])
-    db.insert(list(range(len(PAYLOADS))), np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS)
+    db = holding(np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS, fields=["year", "lang", "draft", "tags"])
     db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
     db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
     return db
@@ -419,8 +418,7 @@ def test_elements_within_elements_nest_as_filters_do(db: softdb.SoftDB, inner: d
 )
 def test_a_name_that_no_record_has_is_met_with_the_nearest(where: dict[str, Any], hint: str | None) -> None:
     payload = {"year": 1, "nested": {"year": 2}, "dot.ted": 3, "new\nline": 4, "by": [{"name": "Ann"}]}
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a", "b", "c"], [[1], [1], [1]], payloads=[payload, None, [7]])
+    with holding([[1], [1], [1]], payloads=[payload, None, [7]], ids=["a", "b", "c"]) as db:
         if hint is None:
             with pytest.raises(softdb.BadFilter, match="unknown operator"):
                 db.count(where)
@@ -431,8 +429,7 @@ def test_a_name_that_no_record_has_is_met_with_the_nearest(where: dict[str, Any]
 
 
 def test_a_remembered_filter_sees_the_next_commit() -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a", "b"], [[1], [2]], payloads=[{"x": 1}, {"x": 2}])
+    with holding([[1], [2]], payloads=[{"x": 1}, {"x": 2}], ids=["a", "b"]) as db:
         assert db.count({"x": 1}) == db.count({"x": 1}) == 1
         db.update("b", payloads=[{"x": 1}])
         assert db.count({"x": 1}) == 2
@@ -447,8 +444,7 @@ def test_a_long_list_of_alternatives_is_no_deep_expression(db: softdb.SoftDB, de
 
 @pytest.mark.parametrize("where", [[], "", 0])
 def test_nothing_is_deleted_by_what_is_no_filter(where: Any) -> None:
-    with softdb.open(None, dim=1) as db:
-        db.insert(["a"], [[1]], payloads=[{"x": 1}])
+    with holding([[1]], payloads=[{"x": 1}], ids=["a"]) as db:
         with pytest.raises(softdb.BadFilter, match="expected a dict"):
             db.delete(where=where)
         assert len(db) == 1

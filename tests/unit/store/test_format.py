@@ -9,6 +9,7 @@ from pathlib import Path
 import apsw
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 from softdb.store import committed, format
@@ -18,8 +19,8 @@ from softdb.store.soundness import Damage
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "db"
-    with softdb.open(path, dim=3, value_dim=2, fields=["n"]) as db:
-        db.insert([f"r{i}" for i in range(20)], np.eye(20, 3), np.eye(20, 2), [{"n": i} for i in range(20)])
+    ids, payloads = [f"r{i}" for i in range(20)], [{"n": i} for i in range(20)]
+    with holding(np.eye(20, 3), np.eye(20, 2), payloads, ids=ids, path=path, fields=["n"]) as db:
         db.delete(["r3"])
     return path
 

@@ -11,6 +11,7 @@ import apsw
 import numpy as np
 import pytest
 from reference import bm25
+from worlds import holding
 
 import softdb
 from softdb.errors import BadFilter, BadInput, CorruptionError
@@ -74,8 +75,7 @@ def require_like(db: softdb.SoftDB, texts: dict[Any, str], queries: list[str], k
 
 @pytest.fixture
 def db() -> Iterator[softdb.SoftDB]:
-    with softdb.open(None, dim=2) as db:
-        db.insert([0, 1, 2], np.eye(3, 2), texts=["the quick fox", "a lazy dog", None])
+    with holding(np.eye(3, 2), ids=[0, 1, 2], texts=["the quick fox", "a lazy dog", None]) as db:
         db.index_text()
         yield db
 
@@ -84,8 +84,7 @@ def db() -> Iterator[softdb.SoftDB]:
 def test_any_history_is_searched_as_fts5_and_plain_python_would(tmp_path: Path, seed: int) -> None:
     chance, texts, payloads = random.Random(seed), dict[int, str](), dict[int, int]()
     path, fresh = tmp_path / "db", 0
-    db = softdb.open(path, dim=2)
-    db.insert([-1], [[0, 1]], texts=["before the index"], payloads=[{"x": 0}])
+    db = holding([[0, 1]], payloads=[{"x": 0}], ids=[-1], texts=["before the index"], path=path)
     texts[-1], payloads[-1] = "before the index", 0
     db.index_text()
     reader = softdb.open(path, mode="r")
@@ -252,8 +251,7 @@ UNSEEN = ("forgets", "lies", "longer")  # a search cannot tell; a record that it
 
 @pytest.mark.parametrize("how", TAMPERED)
 def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Path, how: str) -> None:
-    with softdb.open(tmp_path, dim=2) as db:
-        db.insert([0, 1], np.eye(2), texts=["the quick fox", "a lazy dog"])
+    with holding(np.eye(2), ids=[0, 1], texts=["the quick fox", "a lazy dog"], path=tmp_path) as db:
         db.index_text()
     raw = apsw.Connection(str(tmp_path / "catalog.sqlite"))
     raw.execute(TAMPERED[how])
@@ -277,8 +275,7 @@ def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Pa
 def test_a_write_that_a_damaged_index_refuses_says_so_and_changes_nothing(
     tmp_path: Path, how: str, durability: Any
 ) -> None:
-    with softdb.open(tmp_path, dim=2) as db:
-        db.insert([0, 1], np.eye(2), texts=["the quick fox", "a lazy dog"])
+    with holding(np.eye(2), ids=[0, 1], texts=["the quick fox", "a lazy dog"], path=tmp_path) as db:
         db.index_text()
     raw = apsw.Connection(str(tmp_path / "catalog.sqlite"))
     raw.execute(TAMPERED[how])

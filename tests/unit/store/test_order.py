@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_filters import meets
 from test_filter_fields import Trace
+from worlds import holding
 
 import softdb
 from softdb.filters import fieldorder, masks, parse
@@ -114,8 +115,8 @@ def agrees(db: softdb.SoftDB, where: dict[str, Any]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(CHANGES, st.booleans(), FILTERS), min_size=1, max_size=12), st.integers(1, 3))
 def test_any_commits_and_filters_agree_with_sqlite(steps: list[tuple[Any, bool, dict[str, Any]]], runs: int) -> None:
-    with small(runs), softdb.open(None, dim=1, fields=["x", "y"]) as db:
-        db.insert(range(12), np.ones((12, 1)), payloads=[{"x": one, "y": i} for i, one in enumerate(VALUES[:12])])
+    payloads = [{"x": value, "y": i} for i, value in enumerate(VALUES[:12])]
+    with small(runs), holding(payloads=payloads, fields=["x", "y"]) as db:
         db._store.order_fields()
         for what, caught_up, where in steps:
             change(db, what)
@@ -134,8 +135,7 @@ class Listed(Trace):
 
 
 def filled(**more: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=1, fields=["x", "y"], **more)
-    db.insert(range(400), np.ones((400, 1)), payloads=[{"x": i % 100, "y": i} for i in range(400)])
+    db = holding(payloads=[{"x": i % 100, "y": i} for i in range(400)], fields=["x", "y"], **more)
     return db
 
 
@@ -179,8 +179,7 @@ def test_the_index_gives_its_order_without_sorting() -> None:
 
 
 def test_the_orders_of_the_last_fields_are_kept() -> None:
-    with small(), softdb.open(None, dim=1, fields=[*"abcdef"]) as db:
-        db.insert(range(10), np.ones((10, 1)), payloads=[dict.fromkeys("abcdef", i) for i in range(10)])
+    with small(), holding(payloads=[dict.fromkeys("abcdef", i) for i in range(10)], fields=[*"abcdef"]) as db:
         db.order_fields()
         known = db._store.matches.orders._known
         assert list(known) == [*"abcd"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import holding
 
 import softdb
 
@@ -28,10 +29,8 @@ def test_a_path_that_cannot_be_is_refused_and_leaves_nothing(
     for mode in ("rw", "r"):
         with pytest.raises(softdb.BadInput, match=why):
             softdb.open(wrong, dim=2, mode=mode)
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a"], [[1, 2]])
-        with pytest.raises(softdb.BadInput, match=why):
-            db.snapshot(wrong)
+    with holding([[1, 2]], ids=["a"]) as db, pytest.raises(softdb.BadInput, match=why):
+        db.snapshot(wrong)
     with pytest.raises(softdb.BadInput, match=why):
         softdb.salvage(wrong, "saved")
     assert not list(tmp_path.iterdir())
@@ -39,8 +38,7 @@ def test_a_path_that_cannot_be_is_refused_and_leaves_nothing(
 
 def test_a_path_in_other_letters_is_fine(tmp_path: Path) -> None:
     for name in ("日本語", "with space", "naïve#?%41", "x" * 255):
-        with softdb.open(tmp_path / name, dim=2) as db:
-            db.insert(["a"], [[1, 2]])
+        with holding([[1, 2]], ids=["a"], path=tmp_path / name) as db:
             db.snapshot(tmp_path / "copies" / name)
         with softdb.open(tmp_path / "copies" / name, mode="r", verify=True) as copy:
             assert "a" in copy

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 from softdb.store import disk
@@ -172,8 +173,7 @@ def test_what_other_files_rest_on_is_flushed_first(path: Path, tmp_path: Path, v
 
 @pytest.mark.usefixtures("never")
 def test_an_index_never_knows_more_than_the_disk(path: Path) -> None:
-    with softdb.open(path, dim=4, durability="relaxed") as db:
-        db.insert(list(range(1200)), np.random.default_rng(0).standard_normal((1200, 4)))
+    with holding(np.random.default_rng(0).standard_normal((1200, 4)), path=path, durability="relaxed") as db:
         db.build_index(kind="ivf")
         with softdb.open(path, mode="r") as reader:
             assert len(reader) == 1200

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 
@@ -178,15 +179,13 @@ def test_every_kind_of_column_survives_many_segments(place: Path | None, dtype: 
 
 
 def test_labels_come_back_as_int() -> None:
-    with softdb.open(None, dim=1, num_classes=3) as db:
-        db.insert(["a"], [[1.0]], [2])
+    with holding([[1.0]], [2], ids=["a"], num_classes=3) as db:
         assert db["a"].value == 2
         assert isinstance(db["a"].value, int)
 
 
 def test_a_phone_book_takes_kilobytes(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=384) as db:
-        db.insert(["x"], np.ones((1, 384)))
+    holding(np.ones((1, 384)), ids=["x"], path=tmp_path / "db").close()
     assert sum(f.stat().st_size for f in (tmp_path / "db").rglob("*")) < 200_000
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from trainings import SMALL, D, M, N, drawn, keys_of, same, world
+from worlds import holding
 
-import softdb
 from softdb.errors import BadInput
 from softdb.train import fit
 
@@ -94,10 +94,9 @@ def test_a_checkpoint_of_other_pairs_or_records_is_refused(tmp_path: Path) -> No
         fit(db, queries, positives, **words, resume=True)
     names = [f"r{i}" if i % 3 == 0 else i for i in range(N)]
     for ids, keys in ((names, keys_of() * 2), ([names[-1], *names[:-1]], keys_of())):
-        with softdb.open(None, dim=D) as other:
-            other.insert(ids, keys)
-            with pytest.raises(BadInput, match="another run: keys others there, these here"):
-                fit(other, queries, positives, **words, resume=True)
+        other_run = pytest.raises(BadInput, match="another run: keys others there, these here")
+        with holding(keys, ids=ids) as other, other_run:
+            fit(other, queries, positives, **words, resume=True)
 
 
 def test_a_checkpoint_is_of_the_index_where_candidates_count(tmp_path: Path) -> None:
@@ -140,8 +139,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_first(tmp_path: Path, mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with softdb.open(tmp_path / "db", dim=D) as db:
-        db.insert([f"r{i}" if i % 3 == 0 else i for i in range(N)], keys_of())
+    with holding(keys_of(), ids=[f"r{i}" if i % 3 == 0 else i for i in range(N)], path=tmp_path / "db") as db:
         for name, message in (("run.pt", "cannot be written"), ("db/run.pt", "is inside the database")):
             with pytest.raises(BadInput, match=message):
                 fit(db, queries, positives, checkpoint=tmp_path / name, progress=lambda *one: said.append(one))
@@ -242,8 +240,7 @@ def test_pairs_that_make_no_sense() -> None:
 
 
 def test_ids_of_arrays_and_a_checkpoint_that_is_no_path() -> None:
-    with softdb.open(None, dim=D) as db:
-        db.insert(range(N), keys_of())
+    with holding(keys_of()) as db:
         one = fit(db, keys_of(), list(range(N)), epochs=1)
         same(one, fit(db, keys_of(), np.arange(N), epochs=1))
         same(one, fit(db, keys_of(), torch.arange(N), epochs=1))

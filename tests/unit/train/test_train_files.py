@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from trainings import SMALL, D, M, N, keys_of, run, world
+from worlds import holding
 
 import softdb
 import softdb.train.projection
@@ -75,8 +76,7 @@ def test_numbers_in_tables_and_queries_from_elsewhere(tmp_path: Path) -> None:
 
 def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
     path = write(tmp_path / "p.csv", "query,positives", "x,7", "x,8", 'x,"[8, ""8""]"')
-    with softdb.open(None, dim=1) as db:
-        db.insert(["7", 7, 8, "8"], [[1], [2], [3], [4]])
+    with holding([[1], [2], [3], [4]], ids=["7", 7, 8, "8"]) as db:
         pairs = read_pairs(path)
         pairs.resolve(db)
         assert pairs.positives == [["7"], ["8"], [8, "8"]]
@@ -198,8 +198,7 @@ def fails(*arguments: object) -> str:
 def stored(tmp_path: Path) -> tuple[Path, Path]:
     """A database on disk and its pairs."""
     _, queries, positives = world()
-    with softdb.open(tmp_path / "db", dim=D) as db:
-        db.insert([f"r{i}" if i % 3 == 0 else i for i in range(N)], keys_of())
+    holding(keys_of(), ids=[f"r{i}" if i % 3 == 0 else i for i in range(N)], path=tmp_path / "db").close()
     rows = [{"query": one.tolist(), "positives": mine} for one, mine in zip(queries, positives, strict=True)]
     return tmp_path / "db", write(tmp_path / "pairs.jsonl", *rows)
 

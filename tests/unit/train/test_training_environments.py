@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from worlds import holding
 
 import softdb
 from softdb.nn import Attention
@@ -28,8 +29,7 @@ def path(tmp_path: Path) -> Path:
     draw = torch.Generator().manual_seed(3)
     keys = torch.randn(N, D, generator=draw)
     keys[1], keys[2] = keys[0], 0
-    with softdb.open(tmp_path / "db", dim=D, value_dim=5) as db:
-        db.insert(list(range(N)), keys, torch.randn(N, 5, generator=draw))
+    holding(keys, torch.randn(N, 5, generator=draw), path=tmp_path / "db").close()
     return tmp_path / "db"
 
 
@@ -292,8 +292,7 @@ def test_workers_ask_the_database(path: Path, start: str, mode: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_worker_cannot_ask_a_database_in_memory() -> None:
     queries = torch.randn(6, D, generator=torch.Generator().manual_seed(8))
-    with softdb.open(None, dim=D) as db:
-        db.insert(list(range(N)), torch.randn(N, D, generator=torch.Generator().manual_seed(9)))
+    with holding(torch.randn(N, D, generator=torch.Generator().manual_seed(9))) as db:
         words: dict[str, Any] = {"num_workers": 1, "collate_fn": by_itself, "timeout": 60}
         loader = DataLoader(Hard(db, queries), 3, multiprocessing_context="fork", **words)
         with pytest.raises(softdb.Closed, match="in the memory of the process that opened it; give one with a path"):
