@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import worlds
 from torch import Tensor
 
 import softdb
@@ -16,13 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DTYPES = [torch.float32, torch.float64]
 
 
-def filled(d: int = D, v: int | None = V, n: int = RECORDS, **words: Any) -> softdb.SoftDB:
-    """A database in memory whose ids are 0 … n - 1, with an exact twin of its first record and a zero key."""
-    db = softdb.open(None, dim=d, value_dim=v, **words)
-    keys = torch.randn(n, d)
-    keys[1], keys[2] = keys[0], 0
-    db.insert(list(range(n)), keys, None if v is None else torch.randn(n, v), [{"odd": i % 2 == 1} for i in range(n)])
-    return db
+filled = functools.partial(worlds.filled, n=RECORDS, d=D, value_dim=V)
 
 
 def columns(db: softdb.SoftDB, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

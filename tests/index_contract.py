@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from reports import index_report
-from worlds import holding
+from worlds import clusters, holding
 
 import softdb
 
@@ -22,8 +22,7 @@ N, D, Q = 6000, 16, 40
 def world(seed: int = 0, d: int = D) -> tuple[Floats, Floats]:
     """Clustered keys with duplicates and a zero vector, and queries near them."""
     random = np.random.default_rng(seed)
-    centres = random.standard_normal((60, d)) * 2
-    keys = centres[random.integers(0, 60, N)] + random.standard_normal((N, d))
+    keys = clusters(random, N, d, 60, 1, apart=2)
     keys[100:110] = keys[0]
     keys[50] = 0
     queries = keys[random.integers(0, N, Q)] + 0.3 * random.standard_normal((Q, d))

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from worlds import N, V, clusters, holding
 
 import softdb
 from softdb.nn import Memory
 
-N, D, V = 40, 5, 3
 
-
-def filled(n: int = N, d: int = D, v: int | None = V, path: Any = None, **words: Any) -> softdb.SoftDB:
-    """Ids 0 … n - 1; with ties, a duplicate and a zero key."""
-    db = softdb.open(path, dim=d, value_dim=v, **words)
-    keys = torch.randn(n, d)
-    if n > 3:
-        keys[1], keys[2], keys[3] = keys[0], 0, -keys[0]
-    values = torch.arange(n) % 4 if "num_classes" in words else None if v is None else torch.randn(n, v)
-    if n:
-        db.insert(list(range(n)), keys, values, [{"odd": i % 2 == 1} for i in range(n)])
-    return db
-
-
-def large(n: int = 12_000, d: int = 16, **words: Any) -> softdb.SoftDB:
-    """Enough records for an index, in clusters."""
-    centres = torch.randn(64, d) * 3
-    db = softdb.open(None, dim=d, value_dim=V, **words)
-    db.insert(list(range(n)), centres[torch.arange(n) % 64] + torch.randn(n, d), torch.randn(n, V))
-    return db
+def large(n: int = 12_000, **schema: Any) -> softdb.SoftDB:
+    """Open a database of enough records for an index, in clusters."""
+    random = np.random.default_rng(0)
+    return holding(clusters(random, n, spread=1, apart=3), random.standard_normal((n, V)), **schema)
 
 
 def stored(db: softdb.SoftDB, n: int = N) -> tuple[Tensor, Tensor]:

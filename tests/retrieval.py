@@ -9,28 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+import worlds
 from reference import Floats, cosine, dot, negative_l2
 from torch import Tensor
-from worlds import awkward
+from worlds import D, N, clusters, indexed
 
 import softdb
 
-N, D, Q, CLASSES = 40, 5, 4, 3
+Q, CLASSES = 4, 3
 POSITIVES: list[Any] = [3, [0, 1], [7, 20, 8], [39]]  # a zero key, a pair of duplicates
 SCORES: dict[Any, Callable[[Floats, Floats], float]] = {"dot": dot, "cosine": cosine, "l2": negative_l2}
 
 
-def filled(metric: Any = "dot", **words: Any) -> tuple[softdb.SoftDB, Floats]:
-    """A database of awkward records, ids 0 … N - 1, and its keys."""
-    keys = awkward(np.random.default_rng(3), N, D)
-    db = softdb.open(None, dim=D, metric=metric, **words)
-    values: Any = None
-    if "value_dim" in words:
-        values = np.random.default_rng(4).standard_normal((N, words["value_dim"]))
-    elif "num_classes" in words:
-        values = np.arange(N) % words["num_classes"]
-    db.insert(range(N), keys, values, [{"odd": i % 2 == 1} for i in range(N)])
-    return db, keys.astype(np.float64)
+def filled(metric: Any = "dot", value_dim: int | None = None, **schema: Any) -> tuple[softdb.SoftDB, Floats]:
+    """Open a database of awkward records with ids 0 … N - 1; return it and its keys."""
+    db = worlds.filled(N, D, value_dim, metric=metric, **schema)
+    return db, db.get(range(N)).keys.double().numpy()
 
 
 def asking(seed: int = 0, q: int = Q) -> Tensor:
@@ -52,12 +46,9 @@ def logits_of(queries: Tensor, keys: Floats, metric: str, temperature: float) ->
 def clustered() -> tuple[softdb.SoftDB, Tensor, list[list[int]]]:
     """30 000 records of 60 clusters with an IVF index; queries near their positives."""
     random = np.random.default_rng(0)
-    centres = random.standard_normal((60, 16))
-    keys = centres[random.integers(0, 60, 30_000)] + 0.7 * random.standard_normal((30_000, 16))
+    keys = clusters(random, 30_000)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    db = softdb.open(None, dim=16)
-    db.insert(range(30_000), keys)
-    db.build_index("ivf", recall=0.9)
+    db = indexed(keys, recall=0.9)
     positives = random.integers(0, 30_000, (6, 2))
     queries = keys[positives[:, 0]] + 0.1 * random.standard_normal((6, 16))
     return db, torch.tensor(queries, dtype=torch.float32), positives.tolist()

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from worlds import D
 
 import softdb
 from softdb.nn import View
 
-N, D, WIDE, V, CLASSES = 31, 5, 4, 3, 6
-KINDS: list[dict[str, Any]] = [{"value_dim": V}, {"num_classes": CLASSES}, {}]
-
-
-def filled(n: int = N, d: int = D, path: Path | None = None, **words: Any) -> softdb.SoftDB:
-    """A database whose ids are 0 … n - 1, with an exact twin of its first record and a zero key."""
-    db = softdb.open(path, dim=d, **words)
-    keys = torch.randn(n, d)
-    if n > 2:
-        keys[1], keys[2] = keys[0], 0
-    values: Tensor | None = None
-    if "value_dim" in words:
-        values = torch.randn(n, words["value_dim"])
-    elif "num_classes" in words:
-        values = torch.randint(words["num_classes"], (n,))
-    db.insert(list(range(n)), keys, values, [{"odd": i % 2 == 1} for i in range(n)])
-    return db
+WIDE, CLASSES = 4, 6
+KINDS: list[dict[str, Any]] = [{}, {"num_classes": CLASSES}, {"value_dim": None}]
 
 
 def mlp(d: int = D, wide: int = WIDE, dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from memories import D, N, V, filled, large
+from memories import large
 from pretended import Pretended
 from torch import Tensor
+from worlds import D, N, V, filled
 
 import softdb
 from softdb.errors import BadInput

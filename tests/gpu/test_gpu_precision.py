@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from memories import D, V, filled
 from torch import Tensor
+from worlds import D, V, filled
 
 from softdb.nn import Memory, View, retrieval_loss
 

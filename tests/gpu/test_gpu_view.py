@@ -9,21 +9,18 @@ import pytest
 import torch
 from pretended import Pretended
 from torch import Tensor
+from worlds import V, filled
 
 import softdb
 from softdb.nn import View, pooled_loss, retrieval_loss
 
-N, D, E, V = 60, 6, 4, 3
+N, D, E = 60, 6, 4
 
 
 @pytest.fixture
 def db() -> softdb.SoftDB:
     torch.manual_seed(3)
-    db = softdb.open(None, dim=D, value_dim=V)
-    keys = torch.randn(N, D)
-    keys[1], keys[2] = keys[0], 0
-    db.insert(list(range(N)), keys, torch.randn(N, V), [{"odd": i % 2 == 1} for i in range(N)])
-    return db
+    return filled(N, D)
 
 
 def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[Any, Any]:

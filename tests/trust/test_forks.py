@@ -38,8 +38,7 @@ def made(path: Path, count: int = 20) -> softdb.SoftDB:
 
 def clustered(path: Path) -> softdb.SoftDB:
     """Enough records for an index to be asked."""
-    db = holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
-    return db
+    return holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
 
 
 # -- a child outlives what it was forked from --------------------------------------------------------------------------

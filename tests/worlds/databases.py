@@ -47,7 +47,8 @@ def filled(
 ) -> softdb.SoftDB:
     """Open a database of n `awkward` keys with ids 0 … n - 1 and the payload {"odd": true} or {"odd": false}."""
     random = np.random.default_rng(seed)
-    keys, values = awkward(random, n, d), None
+    keys = awkward(random, n, d)
+    values: Any = None
     if num_classes:
         values, schema["num_classes"] = np.arange(n) % num_classes, num_classes
     elif value_dim:
@@ -61,7 +62,7 @@ def indexed(
     payloads: Sequence[Any] | None = None,
     *,
     kind: Any = "ivf",
-    recall: float = 0.9,
+    recall: float = 0.95,
     **schema: Any,
 ) -> softdb.SoftDB:
     """Open a database that answers by an index."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from with_kernels import NEEDS_KERNELS
-from worlds import holding
+from worlds import clusters, indexed
 
 import softdb
 from softdb import kernels
@@ -33,10 +33,7 @@ def depth(frame: FrameType | None) -> int:
 
 @pytest.fixture(scope="module")
 def db() -> Iterator[softdb.SoftDB]:
-    rng = np.random.default_rng(0)
-    keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 30_000)] + rng.standard_normal((30_000, 16))
-    with holding(keys) as opened:
-        opened.build_index("ivf")
+    with indexed(clusters(np.random.default_rng(0), 30_000)) as opened:
         opened.watch(share=0)
         yield opened
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy import stats
-from worlds import holding
+from worlds import clusters, indexed
 
 import softdb
 
@@ -31,14 +31,12 @@ def few_records_are_worth_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def clustered(seed: int = 0) -> Array:
     random = np.random.default_rng(seed)
-    centres = random.standard_normal((30, D))
-    return (centres[random.integers(0, 30, N)] + 0.5 * random.standard_normal((N, D))).astype(np.float32)
+    return clusters(random, N, D, 30, 0.5).astype(np.float32)
 
 
-def indexed(metric: Any, **how: Any) -> softdb.SoftDB:
-    db = holding(clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)], metric=metric, **how)
-    db.build_index("ivf")
-    return db
+def halves(metric: Any, **schema: Any) -> softdb.SoftDB:
+    """Open a database with an index, of whose records every second is even."""
+    return indexed(clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)], metric=metric, **schema)
 
 
 def temperature_of(db: softdb.SoftDB) -> float:
@@ -81,7 +79,7 @@ def weights(db: softdb.SoftDB, query: Array, temperature: float, **how: Any) -> 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_samples_are_as_likely_as_their_weights(metric: str, dtype: str) -> None:
-    db = indexed(metric, dtype=dtype)
+    db = halves(metric, dtype=dtype)
     temperature, query = temperature_of(db), clustered(1)[:1]
     rows, scanned = drawn(db, query, temperature)
     assert scanned == 0
@@ -89,7 +87,7 @@ def test_samples_are_as_likely_as_their_weights(metric: str, dtype: str) -> None
 
 
 def test_samples_of_filtered_deleted_and_young_records() -> None:
-    db = indexed("dot")
+    db = halves("dot")
     db.delete(range(0, 3000))
     extra = clustered(5)[:300]
     db.insert(range(N, N + 300), extra, payloads=[{"even": True}] * 300)
@@ -102,14 +100,14 @@ def test_samples_of_filtered_deleted_and_young_records() -> None:
 
 
 def test_one_record_that_holds_nearly_all_is_drawn_again_and_again() -> None:
-    db = indexed("l2")
+    db = halves("l2")
     query = clustered()[7:8]
     samples = db.sample(query, 50, temperature=1e-3 * temperature_of(db))
     assert (samples.hits.rows == 7).all()
 
 
 def test_equal_queries_have_independent_samples() -> None:
-    db = indexed("dot")
+    db = halves("dot")
     temperature, query = temperature_of(db), clustered(1)[:1]
     rows = db.sample(np.repeat(query, 24, axis=0), 5, temperature=temperature).hits.rows.numpy()
     assert len({tuple(line) for line in rows.tolist()}) == 24
@@ -117,7 +115,7 @@ def test_equal_queries_have_independent_samples() -> None:
 
 
 def test_threads_that_share_a_batch_draw_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    db = indexed("dot")
+    db = halves("dot")
     temperature, queries = temperature_of(db), np.repeat(clustered(1)[:3], 4, axis=0)
     rows = []
     for threads in (1, 2, 3):
@@ -129,7 +127,7 @@ def test_threads_that_share_a_batch_draw_the_same_samples(monkeypatch: pytest.Mo
 
 
 def test_a_generator_decides_the_samples() -> None:
-    db = indexed("dot")
+    db = halves("dot")
     temperature, query = temperature_of(db), clustered(1)[:2]
     first, again, other = (
         db.sample(query, 9, temperature=temperature, generator=torch.Generator().manual_seed(seed)).hits.rows
@@ -140,7 +138,7 @@ def test_a_generator_decides_the_samples() -> None:
 
 
 def test_log_probabilities_are_exact_and_carry_the_gradient() -> None:
-    db = indexed("dot")
+    db = halves("dot")
     temperature = temperature_of(db)
     query = torch.from_numpy(clustered(1)[:2]).requires_grad_()
     samples = db.sample(query, 6, temperature=temperature)
@@ -157,7 +155,7 @@ def test_log_probabilities_are_exact_and_carry_the_gradient() -> None:
 
 def test_loose_codes_send_a_query_to_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.sample.PROPOSED", 1000)
-    db = indexed("dot")
+    db = halves("dot")
     samples = db.sample(clustered(1)[:2], 200, temperature=temperature_of(db))
     assert samples.scanned.all()
     assert (samples.hits.rows >= 0).all()

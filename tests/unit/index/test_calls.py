@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import holding
+from worlds import indexed
 
 import softdb
 
@@ -21,10 +21,7 @@ CALLS, FRAMES = 45, 10  # Python calls of a search; frames of softdb from the ve
 
 @pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
 def db(request: pytest.FixtureRequest) -> softdb.SoftDB:
-    rng = np.random.default_rng(0)
-    keys = (2 * rng.standard_normal((100, 16)))[rng.integers(0, 100, 20_000)] + rng.standard_normal((20_000, 16))
-    db = holding(keys, metric=request.param)
-    db.build_index("ivf")
+    db = indexed(metric=request.param)
     db.watch(share=0)
     return db
 

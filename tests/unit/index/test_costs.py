@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import holding
+from worlds import clusters, indexed
 
 import softdb
 from softdb.index.planner import Planner, draw_cost, pass_cost
@@ -19,10 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 def made(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
-    rng = np.random.default_rng(0)
-    keys = (2 * rng.standard_normal((100, 24)))[rng.integers(0, 100, 12_000)] + rng.standard_normal((12_000, 24))
-    db = holding(keys, metric=metric)
-    db.build_index(kind)
+    db = indexed(clusters(np.random.default_rng(0), 12_000, 24), metric=metric, kind=kind)
     db.watch(share=0)
     return db
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from with_kernels import NEEDS_KERNELS
-from worlds import holding
+from worlds import clusters, indexed
 
 import softdb
 from softdb.index import cache, reach
@@ -31,10 +31,11 @@ N, DIM = 11_000, 16  # a little more than are worth an estimate
 def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftDB:
     """A database with an index, closed."""
     random = np.random.default_rng(seed)
-    keys = 3 * random.standard_normal((50, DIM))[random.integers(0, 50, N)] + random.standard_normal((N, DIM))
+    keys = clusters(random, N, DIM, 50, 1, apart=3)
     values = random.integers(0, 3, N if "num_classes" in shape else (N, 3))
-    with holding(keys, values if len(shape) > 1 and "dtype" not in shape else None, path=path, **shape) as db:
-        db.build_index(kind, recall=0.5)
+    values = values if len(shape) > 1 and "dtype" not in shape else None
+    db = indexed(keys, values, kind=kind, recall=0.5, path=path, **shape)
+    db.close()
     return db
 
 

@@ -31,7 +31,7 @@ def _seeded() -> None:
 def test_a_database_answers_as_torch_does_with_its_records(
     dtype: torch.dtype, words: dict[str, Any], widths: tuple[int, int | None], k: int | None
 ) -> None:
-    db = filled(*widths)
+    db = filled(d=widths[0], value_dim=widths[1])
     mine, other = pair(db, dtype, **words)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, dtype))
     if mine.batch_first:

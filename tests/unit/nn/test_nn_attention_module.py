@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import worlds
 from attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
-from worlds import holding
+from worlds import clusters, holding
 
 import softdb
 import softdb.nn.attention
@@ -30,7 +31,7 @@ def _seeded() -> None:
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("d", [D, E])
 def test_parameters_travel_both_ways(words: dict[str, Any], d: int) -> None:
-    db = filled(d, E)
+    db = filled(d=d, value_dim=E)
     torch.manual_seed(5)
     mine = Attention(db, E, HEADS, **words)
     torch.manual_seed(5)
@@ -67,7 +68,8 @@ def test_the_example_runs() -> None:
 def test_widths_come_from_the_database() -> None:
     mine = Attention(filled(), E, HEADS, kdim=D, vdim=V)
     assert (mine.kdim, mine.vdim) == (D, V)
-    assert (Attention(filled(D, None), E, HEADS).kdim, Attention(filled(D, None), E, HEADS).vdim) == (D, D)
+    keys_alone = Attention(filled(value_dim=None), E, HEADS)
+    assert (keys_alone.kdim, keys_alone.vdim) == (D, D)
     assert Attention(None, E, HEADS).kdim == E
 
 
@@ -103,14 +105,9 @@ def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -
 
 
 def indexed(path: Path | None = None) -> softdb.SoftDB:
-    """More records than are compared one by one, in clusters, with an index."""
-    random = np.random.default_rng(0)
-    db = softdb.open(path, dim=16, value_dim=V)
-    centres = random.standard_normal((50, 16))
-    keys = centres[random.integers(0, 50, 20_000)] + 0.4 * random.standard_normal((20_000, 16))
-    db.insert(range(20_000), keys, 1 + keys[:, :V])
-    db.build_index("ivf", recall=0.95)
-    return db
+    """Open a database that answers by an index, its values 1 + the first numbers of its keys."""
+    keys = clusters(np.random.default_rng(0), spread=0.4)
+    return worlds.indexed(keys, 1 + keys[:, :V], recall=0.95, path=path)
 
 
 @pytest.mark.slow

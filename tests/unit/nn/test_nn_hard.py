@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import worlds
 from torch import Tensor
-from worlds import awkward, holding
+from worlds import holding
 
 import softdb
 import softdb.nn.hard
@@ -23,17 +23,9 @@ N, D, V, Q = 12, 4, 3, 2
 TEXT: Any = "db"
 
 
-def filled(**words: Any) -> softdb.SoftDB:
-    """N awkward records, some of them deleted again: ids 0 … N - 1 stay."""
-    words = words or {"value_dim": V}
-    db = softdb.open(None, dim=D, **words)
-    keys = awkward(np.random.default_rng(1), N + 2, D)
-    values: Any = None
-    if "value_dim" in words:
-        values = np.random.default_rng(2).standard_normal((N + 2, V))
-    elif "num_classes" in words:
-        values = np.arange(N + 2) % words["num_classes"]
-    db.insert([-1, *range(N), -2], keys, values, [{"odd": i % 2 == 1} for i in range(-1, N + 1)])
+def filled(**schema: Any) -> softdb.SoftDB:
+    """Open a database of awkward records, some of them deleted again: ids 0 … N - 1 stay."""
+    db = worlds.filled(N + 2, D, ids=[*range(N), -1, -2], **schema)
     db.delete([-1, -2])
     return db
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from memories import D, N, V, filled, large, stored
+from memories import large, stored
 from torch import Tensor
+from worlds import D, N, V, filled
 
 import softdb
 from softdb.errors import BadInput, Closed
@@ -208,7 +209,7 @@ def test_optimisers_that_cannot_are_named_with_those_that_can() -> None:
 
 
 def test_labels_stay_and_keys_train() -> None:
-    db = filled(v=None, num_classes=4)
+    db = filled(num_classes=4)
     memory = Memory(db, k=N)
     assert memory.values is None
     pooled = memory(torch.randn(3, D))
@@ -226,7 +227,7 @@ def test_labels_stay_and_keys_train() -> None:
 
 
 def test_where_the_key_serves_the_trained_key_is_the_value() -> None:
-    db = filled(v=None)
+    db = filled(value_dim=None)
     memory = Memory(db, k=N)
     queries = torch.randn(4, D)
     pooled = memory(queries)
@@ -287,7 +288,7 @@ def test_what_cannot_be_made_or_asked() -> None:
     with pytest.raises(BadInput, match="neither keys nor values would be trained"):
         Memory(db, keys=False, values=False)
     with pytest.raises(BadInput, match="neither keys nor values would be trained"):
-        Memory(filled(v=None), keys=False)
+        Memory(filled(value_dim=None), keys=False)
     with pytest.raises(BadInput, match="keys is 1 and values None; expected True or False"):
         Memory(db, keys=1)  # type: ignore[arg-type]
     for word in ("k", "overfetch", "reindex", "temperature"):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import filled, large, moved
+from memories import large, moved
 from reports import index_report
+from worlds import filled
 
 import softdb
 from softdb.errors import BadInput, Cancelled

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import awkward, holding
+from worlds import D, N, V, clusters, filled, indexed, near
 
 import softdb
 import softdb.nn.telemetry
@@ -18,16 +18,9 @@ from softdb.errors import BadInput, Closed
 from softdb.nn import GradientReport, Telemetry, gradient_report
 from softdb.scores import Gaussian
 
-N, D, V, Q = 40, 5, 3, 4
+Q = 4
 NOTHING: Any = None
 TEXT: Any = "text"
-
-
-def filled() -> softdb.SoftDB:
-    db = softdb.open(None, dim=D, value_dim=V)
-    values = np.random.default_rng(2).standard_normal((N, V))
-    db.insert(range(N), awkward(np.random.default_rng(1), N, D), values, [{"odd": i % 2 == 1} for i in range(N)])
-    return db
 
 
 def asking(q: int = Q) -> Tensor:
@@ -102,12 +95,9 @@ def test_a_filter_a_kernel_and_more_candidates() -> None:
 def clustered() -> tuple[softdb.SoftDB, Tensor]:
     """30 000 records of 60 clusters with an IVF index, and queries among them."""
     random = np.random.default_rng(0)
-    centres = random.standard_normal((60, 16))
-    keys = centres[random.integers(0, 60, 30_000)] + 0.7 * random.standard_normal((30_000, 16))
+    keys = clusters(random, 30_000)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    db = holding(keys)
-    db.build_index("ivf", recall=0.9)
-    return db, torch.tensor(keys[:8] + 0.1 * random.standard_normal((8, 16)), dtype=torch.float32)
+    return indexed(keys, recall=0.9), torch.tensor(near(random, keys, 8, 0.1), dtype=torch.float32)
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from views import CLASSES, KINDS, WIDE, D, N, V, dense, filled, loops, mlp, move, true_ids
+from views import CLASSES, KINDS, WIDE, dense, loops, mlp, move, true_ids
+from worlds import D, N, V, filled
 
 import softdb
 from softdb.nn import View
@@ -110,7 +111,7 @@ def test_second_gradients_pass() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_search_gives_fresh_scores_in_order_with_gradient(metric: str) -> None:
-    view = View(filled(), mlp(), metric=metric)  # type: ignore[arg-type]
+    view = View(filled(value_dim=None), mlp(), metric=metric)  # type: ignore[arg-type]
     view.reindex()
     move(view.encoder, 1.0)
     queries = torch.randn(4, WIDE, dtype=torch.float64, requires_grad=True)
@@ -127,7 +128,7 @@ def test_search_gives_fresh_scores_in_order_with_gradient(metric: str) -> None:
 
 
 def test_ties_come_by_row() -> None:
-    view = View(filled(), lambda keys: keys, metric="l2")
+    view = View(filled(value_dim=None), lambda keys: keys, metric="l2")
     assert view.search(view.db[0].key, 2).ids == [[0, 1]]
     assert view.search(view.db[0].key, 2, exact=True).ids == [[0, 1]]
 
@@ -137,7 +138,7 @@ def test_ties_come_by_row() -> None:
 )
 @pytest.mark.parametrize("k", [None, 5])
 def test_other_scores_are_asked_of_the_encoded_keys(score: Any, k: int | None) -> None:
-    view = View(filled(value_dim=V), mlp(dtype=torch.float32), metric="dot", overfetch=7)
+    view = View(filled(), mlp(dtype=torch.float32), metric="dot", overfetch=7)
     queries = torch.randn(3, WIDE)
     pooled = view.attend(queries, k=k, score=score)
     twin = softdb.open(None, dim=WIDE, value_dim=V)
@@ -153,7 +154,7 @@ def test_other_scores_are_asked_of_the_encoded_keys(score: Any, k: int | None) -
 
 def test_parameters_of_a_score_get_gradients() -> None:
     score = Gaussian(1.3, learnable=True)
-    view = View(filled(value_dim=V), mlp(), batch_size=6)
+    view = View(filled(), mlp(), batch_size=6)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     grads = [
         torch.autograd.grad(view.attend(queries, score=score, k=k).output.sum(), list(score.parameters()))[0]
@@ -165,13 +166,13 @@ def test_parameters_of_a_score_get_gradients() -> None:
 
 @pytest.mark.parametrize("k", [None, 4])
 def test_a_filter_is_kept(k: int | None) -> None:
-    view = View(filled(value_dim=V), mlp())
+    view = View(filled(), mlp())
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     odd = view.attend(queries, k=k, where={"odd": True})
     assert odd.n_pooled.tolist() == [N // 2 if k is None else k] * 3
     assert all(one % 2 for row in view.search(queries, 40, where={"odd": True}).ids for one in row)
     # all of the odd ones: the answer of a database that holds nothing else
-    rest = View(filled(value_dim=V), view.encoder)
+    rest = View(filled(), view.encoder)
     rest.db.delete(where={"odd": False})
     kept = view.db.get(list(range(1, N, 2)))
     rest.db.update(kept.ids, keys=kept.keys, values=kept.values)
@@ -194,7 +195,7 @@ def test_nothing_stored_gives_zeros_and_no_gradient(k: int | None) -> None:
 
 
 def test_fewer_records_than_k() -> None:
-    view = View(filled(3, value_dim=V), mlp())
+    view = View(filled(3), mlp())
     hits = view.search(torch.randn(2, WIDE), 5)
     assert hits.rows.shape == hits.scores.shape == (2, 3)
     assert bool(hits.live.all())
@@ -215,7 +216,7 @@ def test_explanations_name_the_heaviest_records(k: int | None, words: dict[str, 
 
 
 def test_explanations_show_the_users_own_scores() -> None:
-    view = View(filled(value_dim=V), mlp(), metric="l2")
+    view = View(filled(), mlp(), metric="l2")
     queries = torch.randn(1, WIDE, dtype=torch.float64)
     shown = [view.attend(queries, k=k, score=Gaussian(0.9)).explain(3)[0].scores for k in (None, N)]
     assert shown[0] == pytest.approx(shown[1])
@@ -229,7 +230,7 @@ def test_candidates_are_encoded_once_and_only_the_best_with_gradient() -> None:
         seen.append((len(keys), torch.is_grad_enabled()))
         return keys * 2
 
-    view = View(filled(200, value_dim=V), encoder, overfetch=4)
+    view = View(filled(200), encoder, overfetch=4)
     view.reindex()
     seen.clear()
     view.attend(torch.randn(8, D), k=5)
@@ -255,7 +256,7 @@ def test_memory_of_all_records_is_that_of_a_block() -> None:
             alive.append(len(keys))
             return torch.tanh(self.inner(keys))
 
-    view = View(filled(40), Counting(), batch_size=8)
+    view = View(filled(40, value_dim=None), Counting(), batch_size=8)
     alive.clear()
     output = view.attend(torch.randn(2, WIDE)).output
     assert alive == [8] * 5
@@ -266,7 +267,7 @@ def test_memory_of_all_records_is_that_of_a_block() -> None:
 @pytest.mark.parametrize("k", [None, N])
 def test_dropout_acts_on_scores_in_training_and_never_on_finding(k: int | None) -> None:
     encoder = torch.nn.Sequential(torch.nn.Linear(D, WIDE), torch.nn.Dropout(0.5)).double()
-    view = View(filled(value_dim=V), encoder, metric="l2")
+    view = View(filled(), encoder, metric="l2")
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.reindex()
     assert all(part.training for part in encoder)

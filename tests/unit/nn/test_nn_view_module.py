@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from views import KINDS, WIDE, D, Gated, N, V, dense, filled, loops, mlp, move, true_ids
-from worlds import holding
+from views import KINDS, WIDE, Gated, dense, loops, mlp, move, true_ids
+from worlds import D, N, V, filled, holding
 
 import softdb
 import softdb.nn.view
@@ -36,7 +36,7 @@ def _seeded() -> None:
 
 
 def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> None:
-    view = View(filled(200), mlp(), metric="l2", overfetch=1)
+    view = View(filled(200, value_dim=None), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(5, WIDE, dtype=torch.float64)
     assert list(view.state_dict()) == [f"encoder.{name}" for name in view.encoder.state_dict()]
     assert [name for name, _ in view.named_modules()] == ["", "encoder", "encoder.0", "encoder.1", "encoder.2"]
@@ -51,7 +51,7 @@ def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> No
 
 
 def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
-    view = View(filled(), mlp(), metric="l2", reindex=4)
+    view = View(filled(value_dim=None), mlp(), metric="l2", reindex=4)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     view.step()
@@ -68,7 +68,7 @@ def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
 
 
 def test_a_pickle_travels_and_reads_only(tmp_path: Path) -> None:
-    with filled(path=tmp_path / "db") as db:
+    with filled(path=tmp_path / "db", value_dim=None) as db:
         view = View(db, mlp(), metric="l2")
         queries = torch.randn(2, WIDE, dtype=torch.float64)
         ids = view.search(queries, 3).ids
@@ -90,7 +90,7 @@ def _nan_for_the_zero_key(keys: Tensor) -> Tensor:
 
 
 def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
-    view = View(filled(), _nan_for_the_zero_key, batch_size=2)
+    view = View(filled(value_dim=None), _nan_for_the_zero_key, batch_size=2)
     queries = torch.randn(1, D)
     asks: list[Callable[[], Any]] = [
         lambda: view.search(queries),
@@ -113,7 +113,7 @@ def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
 
 
 def test_bad_input_is_refused_by_name() -> None:
-    db = filled()
+    db = filled(value_dim=None)
 
     def changing(keys: Tensor) -> Tensor:
         return keys if len(keys) == 2 else keys[:, :3]
@@ -173,7 +173,7 @@ def test_policies_refuse_what_they_cannot_keep() -> None:
 
 
 def test_float16_keys_and_a_metric_of_its_own() -> None:
-    db = filled(dtype="float16", metric="cosine")
+    db = filled(dtype="float16", metric="cosine", value_dim=None)
     view = View(db, torch.nn.Linear(D, D))
     assert view.metric is Metric.COSINE
     queries = torch.randn(3, D)
@@ -223,7 +223,7 @@ def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -> None:
-    view = View(filled(value_dim=V), mlp(dtype=torch.float64), metric="dot")
+    view = View(filled(), mlp(dtype=torch.float64), metric="dot")
     queries = torch.randn(3, WIDE)
     pooled = view.attend(queries, k=k, score=lambda q, keys: q @ keys.mT)
     expected = view.attend(queries, k=k, score=Dot())
@@ -234,7 +234,7 @@ def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -
 
 def test_explaining_after_a_step_is_refused() -> None:
     encoder = mlp()
-    view = View(filled(value_dim=V), encoder, metric="l2")
+    view = View(filled(), encoder, metric="l2")
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     whole, some = view.attend(queries), view.attend(queries, k=4)
     known = some.explain(2)
@@ -277,7 +277,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
                 leave.wait(0.5)
             return keys * 1.0
 
-    view = View(filled(value_dim=V), Slow(), metric="l2")
+    view = View(filled(), Slow(), metric="l2")
     modes.clear()
     other = threading.Thread(target=view.reindex)
     other.start()
@@ -290,7 +290,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
 
 
 def test_a_score_that_no_index_serves_makes_none() -> None:
-    view = View(filled(value_dim=V), mlp(), metric="dot", max_age=0)
+    view = View(filled(), mlp(), metric="dot", max_age=0)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"
     assert view.report().version == 0
@@ -303,7 +303,7 @@ def test_a_score_that_no_index_serves_makes_none() -> None:
 
 def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2")
+    view = View(filled(value_dim=None), Gated(gate), metric="l2")
     view.reindex()
     view.encoder.held.broken = True
     build = view.reindex(background=True)
@@ -317,7 +317,7 @@ def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
 
 
 def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
-    db = filled()
+    db = filled(value_dim=None)
     with pytest.raises(BadInput, match=r"the encoder failed on two keys of zeros, 5 wide .* takes \(m, 5\)"):
         View(db, torch.nn.Linear(4, 4))
     with pytest.raises(BadInput, match="of which no copy can be frozen while training goes on"):
@@ -333,7 +333,7 @@ def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
 
 
 def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> None:
-    view = View(filled(40), mlp(), metric="l2")
+    view = View(filled(40, value_dim=None), mlp(), metric="l2")
     view.reindex()
     version, store = view._stale.now, view.db._store
     view.db.delete([3])

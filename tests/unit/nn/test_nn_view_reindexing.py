@@ -12,7 +12,8 @@ import pytest
 import torch
 from builds import goes_on_once_waited_for
 from torch import Tensor
-from views import WIDE, D, Gated, V, filled, loops, mlp, move, true_ids
+from views import WIDE, Gated, loops, mlp, move, true_ids
+from worlds import D, V, filled
 
 from softdb.errors import BadInput, Closed, StaleRead
 from softdb.nn import EverySteps, InBackground, Never, OnRecall, View
@@ -33,7 +34,7 @@ def shared(found: list[list[Any]], true: list[list[Any]]) -> float:
 
 
 def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
-    db, encoder = filled(400), mlp()
+    db, encoder = filled(400, value_dim=None), mlp()
     view = View(db, encoder, metric="l2", overfetch=2)
     queries = torch.randn(20, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 5).ids == true_ids(view, queries, 5)
@@ -57,7 +58,7 @@ def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
 
 
 def test_inserted_records_become_candidates_and_deleted_ones_stay_away() -> None:
-    view = View(filled(300, value_dim=V), mlp(), metric="l2", overfetch=1)
+    view = View(filled(300), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(6, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 6).ids == true_ids(view, queries, 6)
     gone = sorted({row[0] for row in view.search(queries, 6).ids if row})
@@ -79,7 +80,7 @@ def test_inserted_records_become_candidates_and_deleted_ones_stay_away() -> None
 
 
 def test_a_index_older_than_allowed_is_refused() -> None:
-    view = View(filled(value_dim=V), mlp(), max_age=2, metric="l2")
+    view = View(filled(), mlp(), max_age=2, metric="l2")
     queries = torch.randn(2, WIDE)
     view.attend(queries, k=3)
     for _ in range(2):
@@ -98,7 +99,7 @@ def test_a_index_older_than_allowed_is_refused() -> None:
 
 
 def test_every_so_many_steps() -> None:
-    view = View(filled(), mlp(), reindex=3)
+    view = View(filled(value_dim=None), mlp(), reindex=3)
     assert view.policy == EverySteps(3)
     assert [view.step() for _ in range(4)] == ["kept"] * 4  # nobody asked: there is nothing to refresh
     view.search(torch.randn(1, WIDE), 1)
@@ -109,7 +110,8 @@ def test_every_so_many_steps() -> None:
 
 
 def test_on_a_drop_of_recall() -> None:
-    view = View(filled(600), mlp(), metric="l2", reindex=OnRecall(0.8, every=2, sample=600, k=5), overfetch=2)
+    policy = OnRecall(0.8, every=2, sample=600, k=5)
+    view = View(filled(600, value_dim=None), mlp(), metric="l2", reindex=policy, overfetch=2)
     queries = torch.randn(16, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 5)
     assert [view.step() for _ in range(4)] == ["kept", "measured", "kept", "measured"]
@@ -125,7 +127,7 @@ def test_on_a_drop_of_recall() -> None:
 
 
 def test_a_sample_tells_the_recall_about() -> None:
-    view = View(filled(2000), mlp(), metric="l2", overfetch=2)
+    view = View(filled(2000, value_dim=None), mlp(), metric="l2", overfetch=2)
     queries = torch.randn(64, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 10)
     move(view.encoder, 0.25)
@@ -138,7 +140,7 @@ def test_a_sample_tells_the_recall_about() -> None:
 
 def test_in_the_background_training_goes_on() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
+    view = View(filled(value_dim=None), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     assert [view.step() for _ in range(2)] == ["kept", "started"]
@@ -166,7 +168,7 @@ def test_in_the_background_training_goes_on() -> None:
 
 def test_a_background_failure_is_raised_by_the_next_step() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2")
+    view = View(filled(value_dim=None), Gated(gate), metric="l2")
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     before = view.search(queries, 3).ids
     view.encoder.held.broken = True
@@ -184,7 +186,7 @@ def test_a_background_failure_is_raised_by_the_next_step() -> None:
 
 def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2", batch_size=4)
+    view = View(filled(value_dim=None), Gated(gate), metric="l2", batch_size=4)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.reindex()
     build = view.reindex(background=True)
@@ -199,7 +201,7 @@ def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.
 
 
 def test_never_is_left_to_the_user() -> None:
-    view = View(filled(), mlp(), reindex=Never())
+    view = View(filled(value_dim=None), mlp(), reindex=Never())
     view.reindex()
     assert [view.step() for _ in range(50)] == ["kept"] * 50
     assert view.report().version == 1
@@ -247,7 +249,7 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
 
 
 def test_a_view_may_be_searched_while_others_write_and_refresh() -> None:
-    view = View(filled(200, value_dim=V), mlp().eval(), metric="l2", batch_size=32)
+    view = View(filled(200), mlp().eval(), metric="l2", batch_size=32)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     errors: list[BaseException] = []
     ended = threading.Event()

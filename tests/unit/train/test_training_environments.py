@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from worlds import holding
+from worlds import filled, holding
 
 import softdb
 from softdb.nn import Attention
@@ -25,11 +25,8 @@ HOWS: list[dict[str, Any]] = [{}, {"k": 9}, {"rtol": 0.1}]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A database of N records with ids 0 … N - 1, twins and a zero key among them, values 5 wide."""
-    draw = torch.Generator().manual_seed(3)
-    keys = torch.randn(N, D, generator=draw)
-    keys[1], keys[2] = keys[0], 0
-    holding(keys, torch.randn(N, 5, generator=draw), path=tmp_path / "db").close()
+    """A database of N records with values of 5 numbers."""
+    filled(N, D, 5, path=tmp_path / "db").close()
     return tmp_path / "db"
 
 
