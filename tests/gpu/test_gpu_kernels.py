@@ -115,8 +115,7 @@ def database(device: torch.device, path: Path | None = None) -> softdb.SoftDB:
     """Some records, asked on a device."""
     n = 200_000 if device.type == "cuda" else 2000
     torch.manual_seed(4)
-    db = holding(torch.randn(n, 32), torch.randn(n, 8), path=path, device=str(device))
-    return db
+    return holding(torch.randn(n, 32), torch.randn(n, 8), path=path, device=str(device))
 
 
 def test_a_delete_under_a_resident_column(anywhere: torch.device) -> None:

@@ -21,8 +21,7 @@ RANDOM = np.random.default_rng(0).normal(size=(1200, 8)).astype(np.float32)
 
 
 def many() -> softdb.SoftDB:
-    db = holding(RANDOM)
-    return db
+    return holding(RANDOM)
 
 
 # -- searching ---------------------------------------------------------------------------------------------------------

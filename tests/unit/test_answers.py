@@ -14,8 +14,7 @@ from softdb import Hit, Record
 
 @pytest.fixture
 def db() -> softdb.SoftDB:
-    db = holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
-    return db
+    return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
 
 
 def test_hits_are_what_is_there(db: softdb.SoftDB) -> None:

@@ -22,8 +22,7 @@ TWO = np.ones((2, 3), np.float32)
 @pytest.fixture(params=["memory", "disk"])
 def db(request: pytest.FixtureRequest, tmp_path: Path) -> SoftDB:
     path = None if request.param == "memory" else tmp_path / "db"
-    db = holding(np.eye(2, 3), np.ones((2, 2)), [{"x": 1}, None], ids=["a", 1], path=path)
-    return db
+    return holding(np.eye(2, 3), np.ones((2, 2)), [{"x": 1}, None], ids=["a", 1], path=path)
 
 
 def deep(levels: int) -> Any:

@@ -68,8 +68,7 @@ def page(answer: Any) -> Page:
 
 @pytest.fixture
 def db() -> SoftDB:
-    db = holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
-    return db
+    return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
 
 
 def test_tables_say_what_lists_say(db: SoftDB) -> None:

@@ -62,8 +62,7 @@ FEW = ("nested", "meta number", "several", "array >f4", "line >i8", "huge")
 
 
 def labelled() -> softdb.SoftDB:
-    db = holding([[1, 0, 0], [0, 1, 0]], [0, 1], ids=["a", 1], num_classes=4)
-    return db
+    return holding([[1, 0, 0], [0, 1, 0]], [0, 1], ids=["a", 1], num_classes=4)
 
 
 def drawn(**more: Any) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def world(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def filled(keys: np.ndarray, values: np.ndarray | None, **words: Any) -> softdb.SoftDB:
-    db = holding(keys, values, [{"even": i % 2 == 0} for i in range(len(keys))], **words)
-    return db
+    return holding(keys, values, [{"even": i % 2 == 0} for i in range(len(keys))], **words)
 
 
 def close(pooled: softdb.Pooled, output: np.ndarray, lse: np.ndarray, values: np.ndarray) -> None:

@@ -48,8 +48,7 @@ class Held:
 
 
 def filled(path: Path | None = None, **words: Any) -> softdb.SoftDB:
-    db = holding(world()[0], payloads=[{"i": i} for i in range(N)], path=path, **words)
-    return db
+    return holding(world()[0], payloads=[{"i": i} for i in range(N)], path=path, **words)
 
 
 @contextlib.contextmanager

@@ -592,8 +592,7 @@ def test_the_methods_of_other_indexes_stay_what_they_are(fake: FakeGpu) -> None:
 @pytest.fixture
 def db() -> softdb.SoftDB:
     keys, _ = world()
-    db = holding(keys)
-    return db
+    return holding(keys)
 
 
 @pytest.mark.parametrize(

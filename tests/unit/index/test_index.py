@@ -31,8 +31,7 @@ class TestHNSW(IndexContract):
 @pytest.fixture
 def db() -> softdb.SoftDB:
     keys, _ = world()
-    db = holding(keys)
-    return db
+    return holding(keys)
 
 
 def test_few_records_need_no_index(db: softdb.SoftDB) -> None:

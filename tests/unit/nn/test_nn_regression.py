@@ -36,13 +36,11 @@ def keys_of(n: int = N, d: int = D) -> Tensor:
 
 
 def regression(keys: Tensor, values: Tensor, **words: Any) -> softdb.SoftDB:
-    db = holding(keys, values, **words)
-    return db
+    return holding(keys, values, **words)
 
 
 def classes(keys: Tensor, labels: Tensor) -> softdb.SoftDB:
-    db = holding(keys, labels, num_classes=CLASSES)
-    return db
+    return holding(keys, labels, num_classes=CLASSES)
 
 
 def wave(n: int = 60) -> tuple[Tensor, Tensor]:

@@ -135,8 +135,7 @@ class Listed(Trace):
 
 
 def filled(**more: Any) -> softdb.SoftDB:
-    db = holding(payloads=[{"x": i % 100, "y": i} for i in range(400)], fields=["x", "y"], **more)
-    return db
+    return holding(payloads=[{"x": i % 100, "y": i} for i in range(400)], fields=["x", "y"], **more)
 
 
 @pytest.mark.parametrize(
