@@ -79,7 +79,7 @@ def cuda() -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The device that is pretended, which notes what crosses to it and back."""
-    from pretended import NAME, Module, Pretended, autocast
+    from doubles.pretended import NAME, Module, Pretended, autocast
 
     monkeypatch.setattr("torch.autocast", autocast)
     monkeypatch.setattr(f"torch.{NAME}", Module(), raising=False)

@@ -20,7 +20,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 pytest.importorskip("ray", reason="actors are Ray's")
 
 import ray
-from cluster_contract import ClusterContract
+from contracts.cluster import ClusterContract
 from ray_kills import RayKills
 
 import softdb

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
-from cluster_contract import near
+from contracts.cluster import near
 from lance_tables import DIM, batch, made
 
 import softdb

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from memories import large
-from pretended import Pretended
+from doubles.pretended import Pretended
 from torch import Tensor
 from worlds import D, N, V, filled
+from worlds.memories import large
 
 import softdb
 from softdb.errors import BadInput

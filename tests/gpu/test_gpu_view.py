@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended import Pretended
+from doubles.pretended import Pretended
 from torch import Tensor
 from worlds import V, filled
 

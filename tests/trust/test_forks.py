@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 from crowd_process import SECONDS, Failure, Forked, other, when_a_fork_waits
-from reports import index_report
-from worlds import holding
+from worlds import holding, index_report
 
 import softdb
 from softdb.store.catalog import Catalog

@@ -7,12 +7,13 @@
     awkward(random), clusters(random), near(random, keys, q)    keys and queries alone
 
 `softdb.open(None, dim=2)` is the empty database. `worlds.suite` has the 34 worlds on which error bars must hold, and
-`worlds.exact` their exact answers.
+`worlds.exact` their exact answers. The modules `attentions`, `memories`, `retrieval`, `trainings` and `views` serve the
+tests of `softdb.nn` and `softdb.train`.
 """
 
-from worlds.databases import D, N, V, filled, holding, indexed
+from worlds.databases import D, N, V, filled, holding, index_report, indexed
 from worlds.records import Array, awkward, clusters, near, snapshot
 
 __all__ = [
-    "Array", "D", "N", "V", "awkward", "clusters", "filled", "holding", "indexed", "near", "snapshot",
+    "Array", "D", "N", "V", "awkward", "clusters", "filled", "holding", "index_report", "indexed", "near", "snapshot",
 ]  # fmt: skip

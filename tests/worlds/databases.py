@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import softdb
+from softdb.reports import IndexReport
 from worlds.records import awkward, clusters
 
 N, D, V = 40, 5, 3  # of `filled`
@@ -69,3 +70,10 @@ def indexed(
     db = holding(clusters(np.random.default_rng(0)) if keys is None else keys, values, payloads, **schema)
     db.build_index(kind, recall=recall)
     return db
+
+
+def index_report(db: softdb.SoftDB) -> IndexReport:
+    """Return `db.stats().index`, which must not be None."""
+    report = db.stats().index
+    assert report is not None
+    return report

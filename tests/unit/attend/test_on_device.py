@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_gpu import pretend
+from doubles.fake_gpu import pretend
 
 import softdb
 from softdb.answers import Hits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from source_contract import GONE, Array, D, LocalContract, N, SourceContract, T, World, close, database
+from contracts.source import GONE, Array, D, LocalContract, N, SourceContract, T, World, close, database
 from worlds import holding
 
 import softdb

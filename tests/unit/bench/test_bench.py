@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
+from doubles.clock import Clock
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 

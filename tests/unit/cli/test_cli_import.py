@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
+from doubles.clock import Clock
 from rich.console import Console
 from typed import answer, fails, lines, run
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clock import Clock
+from doubles.clock import Clock
 from rich.console import Console
 from worlds import holding
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cluster_contract import N, differentiated, filled, near
+from contracts.cluster import N, differentiated, filled, near
 from torch.nn.parallel import DistributedDataParallel
 
 import softdb

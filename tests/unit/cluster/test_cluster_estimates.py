@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cluster_contract import Counted, near
+from contracts.cluster import Counted, near
 from torch import Tensor
 from worlds import holding
 

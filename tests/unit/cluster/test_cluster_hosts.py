@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_contract import ClusterContract, D, N, V, differentiated, filled, near
-from cluster_hosts import Hosts
+from contracts.cluster import ClusterContract, D, N, V, differentiated, filled, near
+from contracts.cluster_hosts import Hosts
 
 import softdb
 from softdb import scores

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_contract import ClusterContract, Counted, D, filled
+from contracts.cluster import ClusterContract, Counted, D, filled
 
 import softdb
 from softdb.cluster import Cluster, DatabaseShard, Local

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builds import goes_on_once_waited_for
-from index_contract import Floats, N, recall, scores, world
-from reports import index_report
-from worlds import holding
+from contracts.index import Floats, N, recall, scores, world
+from doubles.held_builds import goes_on_once_waited_for
+from worlds import holding, index_report
 
 import softdb
 from softdb.errors import Cancelled

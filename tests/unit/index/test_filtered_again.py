@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reports import index_report
-from worlds import holding
+from worlds import holding, index_report
 
 import softdb
 

@@ -12,10 +12,9 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from fake_gpu import DEVICE, FakeGpu, fake, recall
-from index_contract import IndexContract, N, scores, world
-from reports import index_report
-from worlds import awkward, holding, snapshot
+from contracts.index import IndexContract, N, scores, world
+from doubles.fake_gpu import DEVICE, FakeGpu, fake, recall
+from worlds import awkward, holding, index_report, snapshot
 
 import softdb
 from softdb.check import Metric

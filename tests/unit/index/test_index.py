@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from index_contract import Floats, IndexContract, recall, scores, world
-from reports import index_report
-from worlds import holding
+from contracts.index import Floats, IndexContract, recall, scores, world
+from worlds import holding, index_report
 
 import softdb
 from softdb.index import build, choose, finder, lists, tune

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from clock import Clock
-from reports import index_report
+from doubles.clock import Clock
 from with_kernels import WITH_AND_WITHOUT
-from worlds import holding, snapshot
+from worlds import holding, index_report, snapshot
 
 import softdb
 from softdb.check import Metric

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fake_gpu import DEVICE, FakeGpu, fake
-from index_contract import scores
+from contracts.index import scores
+from doubles.fake_gpu import DEVICE, FakeGpu, fake
 from numpy.typing import NDArray
-from reports import index_report
 from with_kernels import NEEDS_KERNELS
-from worlds import holding
+from worlds import holding, index_report
 
 import softdb
 from softdb.check import Metric

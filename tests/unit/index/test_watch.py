@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from clock import Clock
-from reports import index_report
-from worlds import holding
+from doubles.clock import Clock
+from worlds import holding, index_report
 
 import softdb
 from softdb import BadInput, RecallWarning, SoftDB

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, columns, filled, pair, torch_mask
 from torch import Tensor
 from worlds import holding
+from worlds.attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, columns, filled, pair, torch_mask
 
 import softdb
 from softdb.errors import StaleRead

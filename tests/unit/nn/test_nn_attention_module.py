@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import worlds
-from attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
 from worlds import clusters, holding
+from worlds.attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
 
 import softdb
 import softdb.nn.attention

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, filled, pair, torch_mask
 from torch import Tensor
+from worlds.attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, filled, pair, torch_mask
 
 from softdb.errors import BadInput, Closed
 from softdb.nn import Attention

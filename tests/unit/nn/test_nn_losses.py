@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
 from torch import Tensor
 from worlds import D, N, awkward, holding
+from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
 
 import softdb
 from softdb.errors import UnknownId

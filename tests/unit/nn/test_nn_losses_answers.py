@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
 from worlds import D, N, holding
+from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
 
 import softdb
 import softdb.nn.losses

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from memories import large, stored
 from torch import Tensor
 from worlds import D, N, V, filled
+from worlds.memories import large, stored
 
 import softdb
 from softdb.errors import BadInput, Closed

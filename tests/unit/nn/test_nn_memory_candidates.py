@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import large, moved
-from reports import index_report
-from worlds import filled
+from worlds import filled, index_report
+from worlds.memories import large, moved
 
 import softdb
 from softdb.errors import BadInput, Cancelled

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import large, moved, stored, trained
 from worlds import D, N, V, filled, holding
+from worlds.memories import large, moved, stored, trained
 
 import softdb
 from softdb.errors import BadInput, ReadOnly, StaleRead

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from memories import large, stored, trained
 from torch import Tensor
 from worlds import D, N, V, filled, holding
+from worlds.memories import large, stored, trained
 
 import softdb
 import softdb.nn.memory

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from views import CLASSES, KINDS, WIDE, dense, loops, mlp, move, true_ids
 from worlds import D, N, V, filled
+from worlds.views import CLASSES, KINDS, WIDE, dense, loops, mlp, move, true_ids
 
 import softdb
 from softdb.nn import View

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from views import move
 from with_kernels import NEEDS_KERNELS
 from worlds import holding
+from worlds.views import move
 
 import softdb
 from softdb.nn import View, label_loss, pooled_loss, retrieval_loss

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from views import KINDS, WIDE, Gated, dense, loops, mlp, move, true_ids
 from worlds import D, N, V, filled, holding
+from worlds.views import KINDS, WIDE, Gated, dense, loops, mlp, move, true_ids
 
 import softdb
 import softdb.nn.view

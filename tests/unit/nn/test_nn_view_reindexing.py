@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builds import goes_on_once_waited_for
+from doubles.held_builds import goes_on_once_waited_for
 from torch import Tensor
-from views import WIDE, Gated, loops, mlp, move, true_ids
 from worlds import D, V, filled
+from worlds.views import WIDE, Gated, loops, mlp, move, true_ids
 
 from softdb.errors import BadInput, Closed, StaleRead
 from softdb.nn import EverySteps, InBackground, Never, OnRecall, View

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reports import index_report
-from worlds import holding
+from worlds import holding, index_report
 
 import softdb
 from softdb.store import compact as compaction

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainings import SMALL, D, M, N, drawn, keys_of, same, world
 from worlds import holding
+from worlds.trainings import SMALL, D, M, N, drawn, keys_of, same, world
 
 import softdb
 from softdb.check import Id

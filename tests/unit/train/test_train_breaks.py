@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import SMALL, D, M, N, drawn, keys_of, same, world
 from worlds import holding
+from worlds.trainings import SMALL, D, M, N, drawn, keys_of, same, world
 
 from softdb.errors import BadInput
 from softdb.train import fit

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import SMALL, D, M, N, keys_of, run, world
 from worlds import holding
+from worlds.trainings import SMALL, D, M, N, keys_of, run, world
 
 import softdb
 import softdb.train.projection

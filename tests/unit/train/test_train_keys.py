@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainings import SMALL, run, same
+from worlds.trainings import SMALL, run, same
 
 import softdb
 from softdb.check import Id

@@ -211,9 +211,7 @@ DRIVEN = {  # where a driver dies
 
 def driven(url: str, address: str, step: str, tally: Counter[str]) -> None:
     """A driver in a process of its own dies; the actors live on, and another driver has all that it acknowledged."""
-    paths = json.dumps(
-        [str(HERE), str(HERE / "cluster"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    )
+    paths = json.dumps([str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     command = [sys.executable, "-c", DRIVER, url, address, *DRIVEN[step], paths]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
@@ -249,7 +247,7 @@ with opened(sys.argv[1]) as db:
 
 def writer_killed(url: str, address: str, seconds: float, tally: Counter[str]) -> None:
     """A driver in a process of its own is killed so long after its first write; all that it acknowledged is there."""
-    paths = json.dumps([str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    paths = json.dumps([str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, url, address, paths],
         stdout=subprocess.PIPE,

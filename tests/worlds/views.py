@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from worlds import D
 
 import softdb
 from softdb.nn import View
+from worlds import D
 
 WIDE, CLASSES = 4, 6
 KINDS: list[dict[str, Any]] = [{}, {"num_classes": CLASSES}, {"value_dim": None}]

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import worlds
 from reference import Floats, cosine, dot, negative_l2
 from torch import Tensor
-from worlds import D, N, clusters, indexed
 
 import softdb
+import worlds
+from worlds import D, N, clusters, indexed
 
 Q, CLASSES = 4, 3
 POSITIVES: list[Any] = [3, [0, 1], [7, 20, 8], [39]]  # a zero key, a pair of duplicates

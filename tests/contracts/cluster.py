@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cluster_hosts import nbytes
 from torch import Tensor
 
 import softdb
+from contracts.cluster_hosts import nbytes
 from softdb import scores
 from softdb.cluster.handle import Cluster
 from softdb.cluster.shard import Message, ShardReplies, Transport

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import worlds
 from torch import Tensor
 
 import softdb
+import worlds
 from softdb.nn import Attention
 
 N, L, E, HEADS, D, V, RECORDS = 3, 4, 12, 3, 5, 7, 29

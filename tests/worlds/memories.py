@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from worlds import N, V, clusters, holding
 
 import softdb
 from softdb.nn import Memory
+from worlds import N, V, clusters, holding
 
 
 def large(n: int = 12_000, **schema: Any) -> softdb.SoftDB:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from reports import index_report
-from worlds import clusters, holding
+from worlds import clusters, holding, index_report
 
 import softdb
 
