@@ -65,7 +65,7 @@ def followed() -> set[str]:
     """The texts in the tests of advice."""
     return {
         node.value
-        for path in (ROOT / "tests" / "unit").rglob("test_advice*.py")
+        for path in (ROOT / "tests" / "unit").rglob("test_*advice*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 12
     }

@@ -188,7 +188,7 @@ DRIVER = """
 import sys, json
 sys.path[:0] = json.loads(sys.argv[5])
 import ray
-from test_kills import die_at
+from test_table_writer_killed import die_at
 from ray_kills import Turns, opened
 url, address, where, late = sys.argv[1:5]
 ray.init(address=address, log_to_driver=False)
