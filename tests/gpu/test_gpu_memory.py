@@ -42,12 +42,12 @@ def same(one: Tensor | None, other: Tensor | None, tolerance: float = 1e-5) -> N
 
 
 @pytest.mark.parametrize("words", [{}, {"keys": False}, {"values": False}])
-@pytest.mark.parametrize("kind", [{"metric": "dot"}, {"metric": "cosine"}, {"metric": "l2", "v": None}])
+@pytest.mark.parametrize("kind", [{"metric": "dot"}, {"metric": "cosine"}, {"metric": "l2", "value_dim": None}])
 def test_answers_and_gradients_are_those_of_the_ram(
     device: torch.device, kind: dict[str, Any], words: dict[str, Any]
 ) -> None:
     db = filled(**kind)
-    if "v" in kind:
+    if "value_dim" in kind:
         words = {}
     here, there = both(db, device, k=6, temperature=0.7, **words)
     db.delete([0, 7, 9])  # gone, and not let go by reload()

@@ -1,6 +1,6 @@
 """The kernels of a processor that this one is not, NEON's, under an emulator; and what their object files hold.
 
-Those of this processor, at each of its levels, are tested where they are used: `tests/unit/attend/test_attend_fused_kernel.py`.
+Those of this processor, at each of its levels, are tested where they are used, in `test_attend_fused_kernel.py`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def plain(ids: list[list[Any]]) -> list[list[Any]]:
 @pytest.mark.parametrize("k", [None, N, 9])
 def test_output_and_gradients_are_those_of_all_encoded_keys(metric: str, words: dict[str, Any], k: int | None) -> None:
     db, encoder = filled(**words), mlp()
-    view = View(db, encoder, metric=metric, batch_size=7, overfetch=4)  # type: ignore[arg-type]
+    view = View(db, encoder, metric=metric, batch_size=7, overfetch=5)  # type: ignore[arg-type]
     view.reindex()
     move(encoder, 0.5)  # the index is wrong now, the answer may not be
     queries = torch.randn(3, WIDE, dtype=torch.float64, requires_grad=True)
@@ -115,12 +115,12 @@ def test_search_gives_fresh_scores_in_order_with_gradient(metric: str) -> None:
     view.reindex()
     move(view.encoder, 1.0)
     queries = torch.randn(4, WIDE, dtype=torch.float64, requires_grad=True)
-    hits = view.search(queries, 8)  # 4 · 8 candidates are all
-    assert plain(hits.ids) == plain(true_ids(view, queries.detach(), 8, metric))
-    assert plain(hits.ids) == plain(view.search(queries, 8, exact=True).ids)
+    hits = view.search(queries, 10)  # 4 · 10 candidates are all
+    assert plain(hits.ids) == plain(true_ids(view, queries.detach(), 10, metric))
+    assert plain(hits.ids) == plain(view.search(queries, 10, exact=True).ids)
     assert bool((hits.scores.detach().diff(dim=1) <= 0).all())
     encoded = view.encoder(view.db.get([one for row in hits.ids for one in row]).keys.double())
-    expected = torch.cat([loops(metric, q[None], e) for q, e in zip(queries, encoded.view(4, 8, -1), strict=True)])
+    expected = torch.cat([loops(metric, q[None], e) for q, e in zip(queries, encoded.view(4, 10, -1), strict=True)])
     assert torch.allclose(hits.scores, expected)
     found = torch.autograd.grad(hits.scores.sum(), tuple(view.parameters()), retain_graph=True)
     for mine, other in zip(found, torch.autograd.grad(expected.sum(), tuple(view.parameters())), strict=True):

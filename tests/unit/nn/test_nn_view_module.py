@@ -100,14 +100,14 @@ def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
         view.reindex,
     ]
     for ask in asks:
-        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
+        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 3;"):
             ask()
     assert view.report().version == 0
-    view.db.delete([2])
+    view.db.delete([3])
     view.search(queries)
-    view.db.insert([2], torch.zeros(1, D))  # younger than the index
+    view.db.insert([3], torch.zeros(1, D))  # younger than the index
     for ask in asks:
-        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
+        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 3;"):
             ask()
     assert view.report().version == 1
 
@@ -138,7 +138,7 @@ def test_bad_input_is_refused_by_name() -> None:
             View(db, encoder, **words)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="db is None; expected an open softdb database"):
         View(None, mlp())  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"returned shape \(31, 3\) for 31 keys; expected a floating tensor \(31, 5\)"):
+    with pytest.raises(BadInput, match=r"returned shape \(40, 3\) for 40 keys; expected a floating tensor \(40, 5\)"):
         View(db, changing).reindex()
     view, queries = View(db, mlp()), torch.randn(2, WIDE)
     for k in (0, 1.5, True):
