@@ -2,8 +2,8 @@
 
     python tests/golden/make.py format-1
 
-is run once, by the release that owns the format, and what it writes is never changed again: `test_golden_formats.py` (in
-tests/trust) compares it with `SHA256SUMS`. What a database must hold stands in its `expected.json`, and comes from the
+is run once, by the release that owns the format, and what it writes is never changed again: `test_golden_formats.py`
+compares it with `SHA256SUMS`. What a database must hold stands in its `expected.json`, and comes from the
 plan below, not from the database.
 """
 
