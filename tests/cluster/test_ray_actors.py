@@ -237,7 +237,7 @@ class TestTable:
                 os.kill(pid, signal.SIGKILL)
             as_one(db)
 
-    def test_what_was_acknowledged_outlives_every_actor_and_its_directory(self, url: str) -> None:
+    def test_acknowledged_writes_survive_the_loss_of_all_actors_and_directories(self, url: str) -> None:
         with opened(url) as db:
             db.upsert(["late"], np.ones((1, DIM)))
             shutil.rmtree(Path(url).parent / "cache")
@@ -247,7 +247,7 @@ class TestTable:
             assert ("late" in db, len(db)) == (True, N + 1)
             assert db.delete(["late"]) == 1
 
-    def test_replicas_are_ready_before_they_are_asked(self, url: str) -> None:
+    def test_replicas_are_ready_before_the_first_question(self, url: str) -> None:
         """After a write, and after Ray has brought one back."""
 
         def flushed(host: Any) -> None:
@@ -263,7 +263,7 @@ class TestTable:
             os.kill(pids(db)[1], signal.SIGKILL)
             all_at(db, db.version)
 
-    def test_a_replica_that_was_busy_follows_what_was_written_meanwhile(self, url: str) -> None:
+    def test_a_busy_replica_catches_up_with_writes(self, url: str) -> None:
         """As one that Ray brings back is: the first write's call waits in it while the second write is made."""
         with opened(url) as db:
             transport: Any = db.caller.transport

@@ -28,7 +28,7 @@ def truth(tmp_path: Path) -> Truth:
     return truth
 
 
-def test_what_somebody_else_has_put_there_goes(truth: Truth, tmp_path: Path) -> None:
+def test_foreign_files_in_a_cache_directory_are_removed(truth: Truth, tmp_path: Path) -> None:
     with softdb.open(tmp_path / "cache" / "0-of-2", dim=DIM) as stranger:
         stranger.insert(["stranger"], np.ones((1, DIM)))
     followed = hydrated(truth, tmp_path / "cache")
@@ -48,7 +48,7 @@ def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Trut
     assert len({*numbers[0]}) == 2, "each directory has its own"
 
 
-def test_directories_that_have_changed_places_are_made_anew(truth: Truth, tmp_path: Path) -> None:
+def test_swapped_directories_are_rebuilt(truth: Truth, tmp_path: Path) -> None:
     hydrated(truth, tmp_path / "cache").close()
     first, second, aside = (tmp_path / "cache" / name for name in ("0-of-2", "1-of-2", "aside"))
     for one, other in ((first, aside), (second, first), (aside, second)):
@@ -60,7 +60,7 @@ def test_directories_that_have_changed_places_are_made_anew(truth: Truth, tmp_pa
     followed.close()
 
 
-def test_other_columns_of_one_table_are_other_records(tmp_path: Path) -> None:
+def test_other_columns_of_one_table_have_directories_of_their_own(tmp_path: Path) -> None:
     url, vectors = str(tmp_path / "t.lance"), pa.array([[1.0, 0.0], [0.0, 1.0]])
     lance.write_dataset(
         pa.table({"id": ["a", "b"], "left": vectors, "right": pa.array(vectors[::-1].to_pylist())}), url
@@ -70,7 +70,7 @@ def test_other_columns_of_one_table_are_other_records(tmp_path: Path) -> None:
             assert db.search([[1.0, 0.0]], k=1).ids == [[nearest]]
 
 
-def test_only_a_table_that_has_grown_for_good_lets_its_older_shards_go(truth: Truth, tmp_path: Path) -> None:
+def test_old_shards_are_removed_only_after_the_growth_is_final(truth: Truth, tmp_path: Path) -> None:
     hydrated(truth, tmp_path / "cache").close()
     older, other = (tmp_path / "cache" / name for name in ("0-of-2", "notes-of-mine"))
     other.mkdir()
@@ -90,7 +90,7 @@ def test_tables_of_others_are_answered_by_any_number_of_shards(tmp_path: Path) -
     assert [*(tmp_path / "cache").rglob("0-of-2")], "nobody said that the other number is no more asked for"
 
 
-def test_a_directory_is_made_anew_when_nobody_reads_it(truth: Truth, tmp_path: Path) -> None:
+def test_a_directory_is_rebuilt_once_no_reader_uses_it(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     old = followed.databases[0]
     again = threading.Thread(target=followed.remake, args=(0,))

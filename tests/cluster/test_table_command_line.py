@@ -90,7 +90,7 @@ READS: list[tuple[object, ...]] = [
 ]
 
 
-def test_what_reads_prints_the_same(places: tuple[Path, Path]) -> None:
+def test_reading_commands_print_the_same_as_for_one_database(places: tuple[Path, Path]) -> None:
     one, table = places
     for command, *words in READS:
         found, right = (answer(command, place, *words) for place in (table, one))
@@ -109,7 +109,7 @@ def test_what_reads_prints_the_same(places: tuple[Path, Path]) -> None:
     assert "r3" in run("search", table, ASKED).stdout
 
 
-def test_what_writes_changes_the_same(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_writing_commands_change_the_same_as_in_one_database(places: tuple[Path, Path], tmp_path: Path) -> None:
     new = json.dumps({"id": "new", "key": KEYS[0].tolist(), "value": [0, 0, 1], "payload": {"n": -1}, "text": "a"})
     again = new.replace('"n": -1', '"n": -2')
     for place in places:
@@ -209,7 +209,7 @@ def test_an_export_holds_the_same_and_makes_the_same_database(places: tuple[Path
     assert printed[0] == printed[1]
 
 
-def test_an_export_of_whole_ids_and_of_nothing(tmp_path: Path, places: tuple[Path, Path]) -> None:
+def test_integer_ids_and_an_empty_table_are_exported(tmp_path: Path, places: tuple[Path, Path]) -> None:
     with cluster.create(tmp_path / "whole.lance", dim=DIM, shards=2, ids="int", num_classes=3) as db:
         answer("export", tmp_path / "whole.lance", tmp_path / "none.parquet")
         db.insert(range(5), KEYS[:5], [0, 1, 2, 0, 1])
@@ -225,7 +225,7 @@ def test_an_export_of_whole_ids_and_of_nothing(tmp_path: Path, places: tuple[Pat
     assert list(read_records(tmp_path / "none.parquet")) == []
 
 
-def test_a_terminal_is_told_how_the_shards_are_made(
+def test_a_terminal_shows_progress_while_shards_are_built(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     table, shown = places[1], StringIO()
@@ -251,7 +251,7 @@ def test_a_terminal_is_told_how_the_shards_are_made(
 
 
 @pytest.mark.parametrize("words", [("tune",), ("fields",), ("reembed", "--encoder", "ngrams")], ids=str)
-def test_what_needs_one_database_says_so(places: tuple[Path, Path], words: tuple[str, ...]) -> None:
+def test_commands_that_need_one_database_refuse_a_table(places: tuple[Path, Path], words: tuple[str, ...]) -> None:
     command, *others = words
     refused = error(command, places[1], *others)
     assert refused["type"] == "NotADatabase"
@@ -262,13 +262,13 @@ def test_verify_compares_the_shards_with_the_table(places: tuple[Path, Path]) ->
     assert answer("verify", places[1]) == {"records": N}
 
 
-def test_what_a_cluster_does_not_answer_is_an_error(places: tuple[Path, Path]) -> None:
+def test_questions_that_a_cluster_cannot_answer_are_errors(places: tuple[Path, Path]) -> None:
     for words in (("search", places[1], "text 3", "--mode", "text"), ("search", places[1], ASKED, "--group-by", "odd")):
         assert "a cluster does not search" in error(*words)["message"]
     assert "created with" not in error("import", places[1], places[0])["message"]
 
 
-def test_without_the_extra_it_is_named(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lance", None)
     for command in ("count", "info", "compact"):
         assert error(command, places[1]) == {

@@ -115,7 +115,7 @@ def ruined(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "catalogue", "columns", "another"])
-def test_what_is_lost_or_damaged_is_made_again(truth: Truth, tmp_path: Path, how: str) -> None:
+def test_lost_and_damaged_files_are_rebuilt(truth: Truth, tmp_path: Path, how: str) -> None:
     hydrated(truth, tmp_path / "cache").close()
     ruined(tmp_path / "cache" / "2-of-4", how)
     again = hydrated(truth, tmp_path / "cache")
@@ -124,7 +124,7 @@ def test_what_is_lost_or_damaged_is_made_again(truth: Truth, tmp_path: Path, how
 
 
 @pytest.mark.parametrize("how", ["lost", "columns"])
-def test_a_directory_that_goes_while_it_is_served_comes_back(truth: Truth, tmp_path: Path, how: str) -> None:
+def test_a_directory_removed_while_served_is_rebuilt(truth: Truth, tmp_path: Path, how: str) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     ruined(followed.path(1), how)
     truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
@@ -139,7 +139,7 @@ def test_a_directory_that_goes_while_it_is_served_comes_back(truth: Truth, tmp_p
 
 
 @pytest.mark.parametrize("step", range(1, 9))
-def test_cut_short_at_any_step_it_goes_on(
+def test_a_hydration_stopped_at_any_step_is_resumed(
     truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Making a directory is resumed where it was; following is one transaction."""
@@ -205,7 +205,7 @@ def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monk
     assert all(len({*only}) == len(answers) == 1 for answers in seen.values() for only in answers), seen
 
 
-def test_what_is_there_is_not_made_again(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intact_directories_are_reused(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hydrated(truth, tmp_path / "cache").close()
     rows: list[int] = []
     apply = Store.apply
@@ -222,7 +222,7 @@ def test_what_is_there_is_not_made_again(truth: Truth, tmp_path: Path, monkeypat
     assert sum(rows) == 3  # one goes, two come
 
 
-def test_at_another_version_or_made_anew_it_refuses(truth: Truth, tmp_path: Path) -> None:
+def test_a_shard_at_another_version_or_rebuilt_refuses(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     shard = HydratedShard(followed, 0)
     before = shard.answer(Describe(NEWEST)).version
@@ -264,7 +264,7 @@ def test_a_version_that_was_cleaned_up_is_made_anew(truth: Truth, tmp_path: Path
     followed.close()
 
 
-def test_a_table_that_was_made_again_at_its_place_is_not_mistaken(truth: Truth, tmp_path: Path) -> None:
+def test_a_table_recreated_at_the_same_path_is_recognised(truth: Truth, tmp_path: Path) -> None:
     version = truth.newest()
     hydrated(truth, tmp_path / "cache").close()
     shutil.rmtree(truth.url)
@@ -276,7 +276,7 @@ def test_a_table_that_was_made_again_at_its_place_is_not_mistaken(truth: Truth, 
     again.close()
 
 
-def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
+def test_two_handles_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
     first = hydrated(truth, tmp_path / "cache")
     with pytest.raises(errors.DatabaseLocked, match="is being written by process"):
         hydrated(truth, tmp_path / "cache")
@@ -290,7 +290,7 @@ def test_two_of_one_folder_are_refused(truth: Truth, tmp_path: Path) -> None:
         (lambda ids: [*ids, None], (None, "column 'id' is None; an id is a str or an int")),
     ],
 )
-def test_rows_whose_ids_name_no_one_record_are_left_out(
+def test_rows_with_ambiguous_ids_are_left_out(
     tmp_path: Path, wrong: Callable[[list[Any]], list[Any]], error: tuple[str | None, str]
 ) -> None:
     import lance
@@ -326,7 +326,7 @@ def test_more_rows_than_a_few_that_are_no_records_are_refused(
     followed.close()
 
 
-def test_an_answer_that_finds_damage_is_asked_again_of_a_shard_made_anew(truth: Truth, tmp_path: Path) -> None:
+def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(truth: Truth, tmp_path: Path) -> None:
     """Once: what is damaged again is told."""
     followed = hydrated(truth, tmp_path / "cache")
     seen = list[int]()
@@ -361,9 +361,7 @@ def test_a_shard_is_made_anew_at_the_version_of_the_others(truth: Truth, tmp_pat
     followed.close()
 
 
-def test_what_cannot_be_opened_lets_go_of_its_folder(
-    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_opening_releases_its_folder(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.StaleRead, match=r"version 99 .* is not there") as told_of:
         Hydrated(truth, tmp_path / "cache", range(4), 99)
     real = Hydrated._open

@@ -38,7 +38,7 @@ def records(n: int = N) -> dict[str, Any]:
     return {"ids": [f"r{i}" for i in range(n)], "keys": keys, "payloads": [{"n": i} for i in range(n)]}
 
 
-def test_how_the_shards_are_made_is_told_while_it_is_opened(url: str, tmp_path: Path) -> None:
+def test_progress_is_reported_while_opening_builds_the_shards(url: str, tmp_path: Path) -> None:
     with cluster.create(url, dim=DIM, shards=2) as db:
         db.insert(**records())
     told = list[tuple[str, int, int]]()
@@ -56,7 +56,7 @@ def test_how_the_shards_are_made_is_told_while_it_is_opened(url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_it_is_used_as_a_database(url: str, shards: int) -> None:
+def test_a_table_answers_the_verbs_of_a_database(url: str, shards: int) -> None:
     one = softdb.open(None, dim=DIM)
     with cluster.create(url, dim=DIM, shards=shards) as db:
         each: Any
@@ -79,7 +79,7 @@ def test_it_is_used_as_a_database(url: str, shards: int) -> None:
         db.count()
 
 
-def test_what_one_handle_writes_another_sees_when_it_refreshes(url: str) -> None:
+def test_a_refresh_shows_writes_of_another_handle(url: str) -> None:
     with cluster.create(url, dim=DIM, shards=2) as db, cluster.open(url, "r") as other:
         version = other.version
         db.insert(**records())
@@ -95,7 +95,7 @@ def test_what_one_handle_writes_another_sees_when_it_refreshes(url: str) -> None
         assert len(db) == N
 
 
-def test_it_grows_while_others_read(url: str) -> None:
+def test_shards_double_while_others_read(url: str) -> None:
     with cluster.create(url, dim=DIM, shards=2) as db, cluster.open(url, "r") as other:
         db.insert(**records())
         other.refresh()
@@ -124,7 +124,7 @@ def lancedb_table(folder: Path) -> str:
     return str(folder / "t.lance")
 
 
-def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
+def test_a_lancedb_table_is_served_unchanged(tmp_path: Path) -> None:
     import lancedb
 
     url = lancedb_table(tmp_path)
@@ -146,7 +146,7 @@ def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "classes"), [(None, 2), (5, 5)])
-def test_labels_may_be_of_more_classes_than_there_are_as_yet(url: str, given: int | None, classes: int) -> None:
+def test_labels_may_name_classes_without_records(url: str, given: int | None, classes: int) -> None:
     lance.write_dataset(table(label=pa.array([1, 0])), url)
     with cluster.serve(url, values="label", num_classes=given) as db:
         assert db.num_classes == classes
@@ -155,14 +155,14 @@ def test_labels_may_be_of_more_classes_than_there_are_as_yet(url: str, given: in
         assert near.shape == (1, classes)
 
 
-def test_half_precision_stays_what_it_is(url: str) -> None:
+def test_half_precision_is_preserved(url: str) -> None:
     halves = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(4, dtype=np.float16)), 2)
     lance.write_dataset(table(vector=halves), url)
     with cluster.serve(url) as db:
         assert (db.dtype, db["b"].key.tolist()) == ("float16", [2, 3])
 
 
-def test_a_table_that_its_owner_has_mended_is_served_again(url: str) -> None:
+def test_a_repaired_table_is_served_again(url: str) -> None:
     """A row that names another's id is left out; when both are gone, so is the record."""
     vectors = pa.array([[float(i), 1.0] for i in range(40)])
     lance.write_dataset(pa.table({"id": list(range(40)), "vector": vectors}), url)
@@ -266,12 +266,12 @@ def test_a_table_that_cannot_be_served_is_refused(url: str, rows: pa.Table, word
         ({"dim": 3, "replicas": 0}, "replicas"),
     ],
 )
-def test_what_cannot_be_made_is_refused_by_name(url: str, words: dict[str, Any], match: str) -> None:
+def test_impossible_settings_are_refused_by_name(url: str, words: dict[str, Any], match: str) -> None:
     with pytest.raises(errors.BadInput, match=f"(create|open): .*{match}"):
         cluster.create(url, **words)
 
 
-def test_a_place_where_nothing_can_be_made_is_told(url: str, tmp_path: Path) -> None:
+def test_an_unwritable_place_is_reported(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.WriteFailed, match=r"open: .* cannot be made .*give another place for shards, cache="):
         cluster.create(url, dim=DIM, cache=tmp_path / "file")

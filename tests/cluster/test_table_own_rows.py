@@ -43,7 +43,7 @@ def test_both_ways_bring_the_same_rows(
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("mine", [[0, 1, 2, 3], [2]])
-def test_every_row_is_told_of_once(
+def test_every_row_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool, mine: list[int]
 ) -> None:
     """Also of the rows that other shards have, and where a directory is gone on with."""
@@ -82,14 +82,14 @@ def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pyt
     assert found == [(30, 50), (80, 40)]
 
 
-def test_what_is_no_id_lies_in_one_shard_also_when_shards_double() -> None:
+def test_rows_without_a_valid_id_lie_in_one_shard_also_after_doubling() -> None:
     for shards in (2, 4, 8):
         parts = placement.parts_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
         assert {*parts[[0, 2, 3, 4]]} == {*shard_of([0], shards)}
         assert parts[[1, 5]].tolist() == shard_of(["a", 7], shards).tolist()
 
 
-def test_what_costs_less_is_done() -> None:
+def test_the_cheaper_way_of_reading_is_taken() -> None:
     n, width = 1 << 20, 1024
     scattered = np.arange(n) % 64
     for parts, mine, local, taken in (
@@ -143,7 +143,7 @@ def made_of(url: str, dim: int, shards: int) -> Any:
         ([1e300, 1.0], "keys, cast to float32, hold NaN or infinity"),
     ],
 )
-def test_a_row_that_is_no_record_is_named_and_no_other_is_left_out(
+def test_an_invalid_row_is_named_and_all_others_are_read(
     tmp_path: Path, shards: int, wrong: list[Any], match: str
 ) -> None:
     vectors: list[Any] = [[float(i), 1.0] for i in range(100)]

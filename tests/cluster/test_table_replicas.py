@@ -169,7 +169,7 @@ def test_records_come_by_their_ids(world: World) -> None:
     assert len(world.db) == len(world.one)
 
 
-def test_hits_mean_the_records_that_they_met(world: World) -> None:
+def test_hits_name_the_records_of_their_version(world: World) -> None:
     """A replica must not answer for them with what took their place."""
     hits, name = world.db.search(world.queries, 1), world.one.search(world.queries, 1).ids[0][0]
     world.db.upsert([name], np.zeros((1, DIM)), np.zeros((1, 3)), ["another"])
@@ -228,7 +228,7 @@ def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], mo
     assert {here.hydrated.version(0) for here in world.replicas.copies} == {world.db.version}
 
 
-def test_nobody_reads_backwards(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reader_goes_back_to_an_older_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that cannot come on is no reason to forget what was seen."""
     world.db.insert(["new"], np.full((1, DIM), 3), np.ones((1, 3)))
     version = world.db.version
@@ -244,7 +244,7 @@ def test_nobody_reads_backwards(world: World, monkeypatch: pytest.MonkeyPatch) -
     assert "new" in world.db
 
 
-def test_nobody_is_carried_on_unasked(world: World) -> None:
+def test_no_reader_moves_to_a_newer_version_by_itself(world: World) -> None:
     """Shards that another handle has brought on answer this one after its own refresh."""
     version, shards = world.db.version, world.replicas.copies[0].hydrated
     world.db.table.delete(["r2000"])
@@ -281,7 +281,7 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
         world.db.refresh()
 
 
-def test_another_table_in_its_place_is_told(world: World) -> None:
+def test_a_table_replaced_by_another_is_reported(world: World) -> None:
     shutil.rmtree(world.db.url)
     made(world.db.url, SHARDS, value_dim=3)
     world.db.table._opened = None

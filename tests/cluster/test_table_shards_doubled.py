@@ -80,9 +80,7 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("how", ["a kill's leftover", "a closed handle"])
-def test_what_was_there_before_does_not_keep_shards_from_being_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_leftover_files_do_not_stop_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     with made(tmp_path) as db:
         transport: Any = db.caller.transport
         kept, truth = [*transport.hydrated.databases.values()], db.table
@@ -125,7 +123,7 @@ def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_p
         whole(db)
 
 
-def test_a_half_that_is_damaged_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_half_does_not_stop_a_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with made(tmp_path) as db:
         truth = db.table
     (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
@@ -136,7 +134,7 @@ def test_a_half_that_is_damaged_is_no_reason_to_stop(tmp_path: Path, caplog: pyt
     assert "shard 1 is made from the table: its half cannot be split off" in caplog.text
 
 
-def test_indexes_come_along(tmp_path: Path) -> None:
+def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:
     keys = np.random.default_rng(1).normal(size=(2400, DIM)).astype(np.float32)
     with cluster.create(tmp_path / "t.lance", dim=DIM, shards=2, cache=tmp_path / "cache") as db:
         db.insert([f"n{i}" for i in range(len(keys))], keys)
@@ -208,7 +206,7 @@ def test_reads_go_on_and_none_is_wrong(tmp_path: Path) -> None:
         assert {1, 4} <= set(asked)
 
 
-def test_what_was_answered_before_stays_good(tmp_path: Path) -> None:
+def test_earlier_answers_stay_valid(tmp_path: Path) -> None:
     with made(tmp_path) as db:
         leaf = torch.tensor(KEYS[:2], requires_grad=True)
         hits, pooled = db.search(KEYS[:2], k=3), db.attend(leaf, temperature=0.5)
@@ -227,7 +225,7 @@ def test_what_was_answered_before_stays_good(tmp_path: Path) -> None:
         assert all(one.closed for one in databases)  # nothing refers to them
 
 
-def test_others_go_over_when_they_refresh(tmp_path: Path) -> None:
+def test_other_handles_switch_at_their_refresh(tmp_path: Path) -> None:
     with made(tmp_path) as db, cluster.open(db.url, cache=tmp_path / "cache") as other:
         assert db.grow() == 4
         assert (other.shards, len(other)) == (2, N + 1)
@@ -288,7 +286,7 @@ def test_growing_that_fails_lets_go_of_the_new_shards(
         whole(db)
 
 
-def test_opening_that_fails_lets_go_of_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_opening_releases_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(tmp_path) as db:
         transports = noted(db)
         monkeypatch.setattr(TableCluster, "refresh", refused)
@@ -342,7 +340,7 @@ def work(folder: Path, step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_at_a_named_step_it_is_gone_on_with(tmp_path: Path, step: str) -> None:
+def test_a_split_killed_at_a_named_step_is_resumed(tmp_path: Path, step: str) -> None:
     made(tmp_path).close()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "apsw"])

@@ -96,7 +96,7 @@ def test_a_copy_that_fails_midway_is_let_go(tmp_path: Path, monkeypatch: pytest.
         begun[0].count()
 
 
-def test_where_it_cannot_be_placed_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_cannot_be_placed_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     with cluster.create(tmp_path / "t.lance", dim=DIM, value_dim=2, metric="l2", cache=tmp_path / "cache") as db:

@@ -178,7 +178,7 @@ def directories(db: cluster.TableCluster, *ids: str) -> set[int]:
 
 
 @pytest.mark.parametrize("reaches", [False, True], ids=["refused", "reply lost"])
-def test_shards_whose_making_fails_are_made_on(place: Place, reaches: bool, tally: Counter[str]) -> None:
+def test_a_failed_build_of_shards_is_resumed(place: Place, reaches: bool, tally: Counter[str]) -> None:
     place.way.fail(place.request("GET data"), reaches, closes=True)
     with pytest.raises((StorageUnavailable, ShardUnavailable), match=r"cannot be reached|did not answer"):
         place.opened("r", "-elsewhere")
@@ -319,9 +319,7 @@ def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -
         ("s3://b/t", "External error: Object at location t/data/x.lance not found: 404", CorruptionError, "t/data/x"),
     ],
 )
-def test_what_lance_says_becomes_an_error_of_the_family(
-    url: str, message: str, error: type[SoftDBError], match: str
-) -> None:
+def test_errors_of_lance_become_errors_of_softdb(url: str, message: str, error: type[SoftDBError], match: str) -> None:
     found = failure(url, OSError(f"{message}, /build/x.rs:1:2"))
     assert type(found) is error
     assert match in str(found)

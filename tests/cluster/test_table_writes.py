@@ -30,7 +30,7 @@ def truth(tmp_path: Path) -> Truth:
 
 
 @pytest.mark.parametrize(("words", "column"), [({"value_dim": 2}, np.ones((3, 2))), ({"num_classes": 3}, [0, 1, 2])])
-def test_it_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str, Any], column: Any) -> None:
+def test_the_table_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str, Any], column: Any) -> None:
     import softdb
 
     truth = made(str(tmp_path / "t.lance"), ids="int", dtype="float16", metric="l2", **words)
@@ -104,7 +104,7 @@ def test_of_two_that_insert_one_id_at_once_exactly_one_is_refused(truth: Truth) 
     assert len(rows) == len(set(rows)) == 8
 
 
-def test_updates_at_once_are_all_there(truth: Truth) -> None:
+def test_concurrent_updates_are_all_applied(truth: Truth) -> None:
     truth.insert(batch(truth, ["a"]))
     writers = [stored(truth.url, None) for _ in range(3)]
     columns: list[dict[str, Any]] = [{"payload": ['"p"']}, {"text": ["t"]}, {"key": np.zeros((1, DIM))}]
@@ -112,7 +112,7 @@ def test_updates_at_once_are_all_there(truth: Truth) -> None:
     assert told(truth)["a"] == ([0.0] * DIM, None, "p", "t")
 
 
-def test_what_a_verb_has_written_is_synced_before_it_returns(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of the version, the data first and the manifest's directory last."""
     seen: list[str] = []
     for name in ("sync", "sync_directory"):
@@ -163,7 +163,7 @@ def test_a_write_to_a_table_that_cannot_be_written_says_so(truth: Truth, tmp_pat
         truth.insert(batch(truth, ["a"]))
 
 
-def test_few_files_are_made_of_many(truth: Truth) -> None:
+def test_many_files_are_merged_into_few(truth: Truth) -> None:
     for i in range(5):
         truth.insert(batch(truth, [f"{i}"]))
     since, before = truth.newest(), told(truth)
@@ -261,7 +261,7 @@ def test_files_of_a_job_that_is_overtaken_without_end_are_given_up(
         appended(truth, ["a"], workers=2)
 
 
-def test_changes_that_are_too_many_to_be_held_are_not_told(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     since = truth.newest()
     truth.insert(batch(truth, ["a"]))
     assert truth.changes(since, truth.now()) is not None

@@ -287,7 +287,7 @@ class ClusterContract(abc.ABC):
 
     # -- versions and failures ---------------------------------------------------------------------------------------
 
-    def test_lost_shards_are_told(self, build: Any) -> None:
+    def test_lost_shards_are_reported(self, build: Any) -> None:
         world = build(4)
         with self.transport(world.folders) as inner:
             lossy = Counted(inner)

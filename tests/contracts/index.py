@@ -188,7 +188,7 @@ class IndexContract:
         if m >= 10:
             assert recall(hits, truth, 10) >= 0.9
 
-    def test_more_asked_than_there_is(self) -> None:
+    def test_k_beyond_the_records_returns_all_of_them(self) -> None:
         db, _, queries = self.made()
         hits = db.search(queries[:2], k=N + 5)
         assert hits.live.sum(1).tolist() == [N, N]
@@ -215,7 +215,7 @@ class IndexContract:
 
     @pytest.mark.few(3)
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "swapped key", "entry", "name"])
-    def test_an_index_that_is_not_ours_is_left_aside(
+    def test_an_index_of_an_unknown_format_is_ignored(
         self, damage: str, tmp_path: Path, key_file: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         db, _, queries = self.made(tmp_path / "db")

@@ -70,7 +70,7 @@ class SourceContract:
     def scores(self, request: Request, world: World) -> Array:
         return np.asarray(request.queries.detach().numpy().astype(np.float64) @ world.keys.T.astype(np.float64))
 
-    def test_it_says_how_many_records_there_are_and_how_wide_answers(self, world: World) -> None:
+    def test_a_source_knows_its_count_and_the_width_of_answers(self, world: World) -> None:
         assert (world.source.count, world.source.width, world.source.num_classes) == (N - 1, V, None)
 
     @pytest.mark.parametrize("way", ["exact", "nearest", "estimate"])
@@ -121,7 +121,7 @@ class SourceContract:
             few = request_of_all.queries[i : i + 1].numpy(), world.keys[best], world.values[best]
             close(answer.output[i : i + 1], reference.soft_query(reference.dot, *few, T)[0])
 
-    def test_candidates_that_are_missing_score_nothing(self, world: World, request_of_all: Request) -> None:
+    def test_missing_candidates_score_minus_infinity(self, world: World, request_of_all: Request) -> None:
         positions = world.source.find(request_of_all.top(2, exact=True)).positions.copy()
         scores = world.source.scored(request_of_all, positions).scores
         positions[:, 1] = -1
@@ -139,7 +139,7 @@ class SourceContract:
             entropy = -(weights[i] * np.log(weights[i])).sum()
             assert explanation.effective == pytest.approx(np.exp(entropy), rel=1e-4)
 
-    def test_draws_are_of_those_that_are_there(self, world: World, request_of_all: Request) -> None:
+    def test_draws_are_live_records_with_their_log_probabilities(self, world: World, request_of_all: Request) -> None:
         drawn = world.source.sample(request_of_all, 50, torch.Generator().manual_seed(0))
         logits = self.scores(request_of_all, world) / T
         logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -153,7 +153,7 @@ class SourceContract:
         assert found.exact.all()
         assert found.met.all()
 
-    def test_it_can_be_asked_again_without_a_graph_and_whole(self, world: World, request_of_all: Request) -> None:
+    def test_frozen_and_whole_sources_give_the_same_answer(self, world: World, request_of_all: Request) -> None:
         for same in (world.source.frozen(), world.source.whole()):
             close(same.exact(request_of_all).output, self.expected(request_of_all, world)[0])
 
@@ -161,7 +161,7 @@ class SourceContract:
 class LocalContract(SourceContract):
     """And what those answer whose records lie in this process."""
 
-    def test_its_blocks_are_the_live_records(self, world: World) -> None:
+    def test_blocks_are_the_live_records(self, world: World) -> None:
         source = world.source
         blocks = [source.encoded(block) for block in source.blocks(9)]
         close(torch.cat([block.keys for block in blocks]), world.keys)
@@ -173,7 +173,7 @@ class LocalContract(SourceContract):
         last = next(iter(source.blocks(1, start=int(positions[-1]))))
         assert last.positions.tolist() == positions[-1:].tolist()
 
-    def test_only_those_allowed_take_part(self, world: World, request_of_all: Request) -> None:
+    def test_only_allowed_records_take_part(self, world: World, request_of_all: Request) -> None:
         source = world.source
         allowed = np.zeros(len(source.live), np.bool_)
         allowed[np.flatnonzero(source.live)[::3]] = True

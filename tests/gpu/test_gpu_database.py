@@ -156,7 +156,7 @@ def test_a_memory_on_a_full_device_loses_nothing(device: torch.device, monkeypat
 
 
 @pytest.mark.gpu
-def test_a_full_gpu_is_told_and_freed(cuda: torch.device) -> None:
+def test_a_full_gpu_is_reported_and_freed(cuda: torch.device) -> None:
     db = database(cuda)
     queries = torch.randn(64, 32, device=cuda)
     expected = db.attend(queries).output

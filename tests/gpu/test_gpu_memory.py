@@ -74,7 +74,7 @@ def test_answers_and_gradients_are_those_of_the_ram(
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_learnt_there_is_committed_to_the_bit(
+def test_parameters_learnt_on_the_device_are_committed_to_the_bit(
     device: torch.device, tmp_path: Path, name: str, dtype: Any
 ) -> None:
     db = filled(path=tmp_path / "db", dtype=dtype)
@@ -107,7 +107,7 @@ def test_what_is_learnt_there_is_committed_to_the_bit(
             assert int((old != now).any(1).sum()) <= count
 
 
-def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None:
+def test_a_training_step_moves_only_the_candidates(pretended: Pretended) -> None:
     db = large(4000)
     memory: Any = Memory(db, k=8).to(pretended.device)
     optimiser: Any = torch.optim.SparseAdam(list(memory.parameters()), lr=0.01)
@@ -132,7 +132,7 @@ def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None
     assert pretended.waits <= 4
 
 
-def test_losses_through_a_memory_there(device: torch.device) -> None:
+def test_losses_through_a_memory_on_the_device_match_the_cpu(device: torch.device) -> None:
     db = filled()
     queries = torch.randn(6, D)
     right = [[i, (i + 3) % N] for i in range(6)]
@@ -187,7 +187,7 @@ def test_queries_are_answered_where_they_lie(device: torch.device) -> None:
     assert there(queries.tolist()).output.device == device  # numbers lie nowhere
 
 
-def test_it_moves_while_it_is_trained(device: torch.device) -> None:
+def test_a_memory_moves_between_devices_during_training(device: torch.device) -> None:
     db = large()
     db.build_index("ivf")
     memory: Any = Memory(db, k=3, reindex=1)
@@ -213,7 +213,7 @@ def test_it_moves_while_it_is_trained(device: torch.device) -> None:
     assert memory.commit() == touched
 
 
-def test_reload_takes_in_what_others_did(device: torch.device) -> None:
+def test_reload_reads_the_changes_of_others(device: torch.device) -> None:
     db = filled()
     memory: Any = Memory(db, k=5).to(device)
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_reload_takes_in_what_others_did(device: torch.device) -> None:
     assert memory.report().uncommitted > 0
 
 
-def test_what_does_not_fit_together(device: torch.device) -> None:
+def test_bad_queries_and_mixed_devices_are_refused(device: torch.device) -> None:
     memory: Any = Memory(filled(), k=5).to(device)
     with pytest.raises(BadInput, match="queries hold NaN or infinity, first in query 1"):
         memory(torch.tensor([[1.0] * D, [70000.0] * D]).half().to(device))

@@ -57,7 +57,7 @@ def test_answers_and_gradients_are_those_of_the_cpu(
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_encodings_stay_where_they_are_made(db: softdb.SoftDB, pretended: Pretended) -> None:
+def test_encodings_stay_on_their_device(db: softdb.SoftDB, pretended: Pretended) -> None:
     view = both(db, pretended.device)[1]
     queries = torch.randn(4, E).to(pretended.device)
     view.search(queries, 3)
@@ -66,7 +66,7 @@ def test_encodings_stay_where_they_are_made(db: softdb.SoftDB, pretended: Preten
 
 
 @pytest.mark.parametrize("loss", [retrieval_loss, pooled_loss])
-def test_an_encoder_is_trained_there(db: softdb.SoftDB, device: torch.device, loss: Any) -> None:
+def test_an_encoder_is_trained_on_the_device(db: softdb.SoftDB, device: torch.device, loss: Any) -> None:
     queries = torch.randn(8, E)
     losses: list[list[float]] = []
     for view in both(db, device, reindex=2):

@@ -64,7 +64,7 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             pytest.skip(f"needs {error.name}")
 
 
-def test_there_are_blocks_to_run() -> None:
+def test_the_pages_have_blocks_to_run() -> None:
     assert len(blocks(README, "python")) >= 2
     assert sum(len(blocks(page, "python")) for page in DOCS) >= 10
 
@@ -74,7 +74,7 @@ def test_the_readme_is_short_and_its_example_twenty_lines() -> None:
     assert len([line for line in blocks(README, "python")[0].splitlines() if line.strip()]) <= 20
 
 
-def test_the_two_commands_are_there() -> None:
+def test_the_readme_has_both_commands() -> None:
     main, tests = blocks(README, "console")[:2]
     assert main.startswith("pip install -c constraints.txt")
     assert main.rstrip().endswith("softdb demo")
@@ -157,7 +157,7 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert missing == []
 
 
-def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
+def test_files_on_disk_match_the_format_page(tmp_path: Path) -> None:
     from softdb.store import format
 
     text = (ROOT / "docs" / "format.md").read_text()

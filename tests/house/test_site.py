@@ -78,7 +78,7 @@ def test_a_wheel_that_lacks_something_is_not_published(tmp_path: Path) -> None:
     assert faults(wheel, "1.1") == ["holds tests/test_a.py", "is of version 1.0, not 1.1"]
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_stands_in_one_place() -> None:
     stated = [
         re.search(r'^version[ =:]+"?([\d.]+)', (ROOT / name).read_text(), re.M)
         for name in ("pyproject.toml", "CITATION.cff")

@@ -70,7 +70,7 @@ WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
 
 
 @pytest.mark.parametrize("heading", WAYS)
-def test_a_walk_is_what_runs(db: softdb.SoftDB, heading: str) -> None:
+def test_walks_of_the_architecture_page_are_what_runs(db: softdb.SoftDB, heading: str) -> None:
     told = walk(heading)  # of files of Python: no profiler sees the kernels
     assert len(told) >= 5
     WAYS[heading](db)  # what is made when first needed is no step

@@ -173,7 +173,7 @@ def test_a_filter_in_another_dialect_is_refused_everywhere(store: SoftDBDocument
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_document_comes_back_whole(path: Path) -> None:
+def test_a_document_comes_back_complete(path: Path) -> None:
     given = [
         Document("text", "some text", meta={"a": [1, None, {"b": True}]}, embedding=[0.5, -1.0]),
         Document("blob", blob=ByteStream(bytes(range(256)), {"page": 1}, "image/png"), meta={"x": 1}),
@@ -195,7 +195,7 @@ def test_a_document_comes_back_whole(path: Path) -> None:
     again.close()
 
 
-def test_policies_say_what_is_kept(store: SoftDBDocumentStore) -> None:
+def test_policies_decide_what_happens_to_duplicates(store: SoftDBDocumentStore) -> None:
     twice = [Document("new", "first"), Document("heat", "other"), Document("new", "second")]
     for policy in (FAIL, DuplicatePolicy.NONE):
         for error in (DuplicateDocumentError, softdb.DuplicateId):
@@ -487,7 +487,7 @@ def test_a_cluster_is_a_store_of_the_same_documents(store: SoftDBDocumentStore, 
         assert not db.closed, "the handle is the caller's"
 
 
-def test_what_a_cluster_has_not_is_refused(table: str) -> None:
+def test_features_that_a_cluster_lacks_are_refused(table: str) -> None:
     shared = SoftDBDocumentStore(table)
     with pytest.raises(softdb.BadInput, match="a cluster does not search by text"):
         shared.bm25_retrieval("lord")
@@ -503,7 +503,7 @@ def test_what_a_cluster_has_not_is_refused(table: str) -> None:
         SoftDBDocumentStore(db)
 
 
-def test_what_another_handle_has_written_is_seen_where_it_matters(table: str) -> None:
+def test_writes_of_another_handle_are_seen(table: str) -> None:
     """Each handle reads a version of its own: a retry without a refresh would never end."""
     with cluster.open(table) as mine, cluster.open(table) as other:
         shared = SoftDBDocumentStore(mine)

@@ -308,7 +308,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-def test_bad_input_is_told_before_anything_changes(store: SoftDBVectorStore, bad: str) -> None:
+def test_bad_input_is_refused_before_anything_changes(store: SoftDBVectorStore, bad: str) -> None:
     call, message = BAD[bad]
     with pytest.raises(softdb.BadInput, match=message):
         call(store)
@@ -322,7 +322,7 @@ def test_no_text_index_says_what_to_do(path: Path) -> None:
         SoftDBVectorStore(Counted(), path / "none", mode="r")
 
 
-def test_batches_before_one_that_fails_are_there(store: SoftDBVectorStore) -> None:
+def test_batches_before_a_failing_batch_are_stored(store: SoftDBVectorStore) -> None:
     with pytest.raises(softdb.BadInput, match="holds a set"):
         store.add_texts(["x", "y", "z"], [{}, {}, {"z": {1}}], ids=["x", "y", "z"], batch_size=2)
     assert [one.id for one in store.get_by_ids(["x", "y", "z"])] == ["x", "y"]

@@ -50,7 +50,7 @@ def test_mock_tasks_score_as_with_faiss(task: Any, similarity: str) -> None:
         assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
 
 
-def test_there_are_tasks_of_both_kinds() -> None:
+def test_mock_tasks_cover_retrieval_and_reranking() -> None:
     assert len(TASKS) >= 6
     assert {"Retrieval", "Reranking"} <= {task.metadata.type for task in TASKS}
 
@@ -91,7 +91,7 @@ def test_an_index_finds_nearly_all() -> None:
     assert np.mean([len(set(a) & set(b)) for a, b in zip(*found, strict=True)]) >= 8.5
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_senseless_arguments_are_refused() -> None:
     with pytest.raises(BadInput, match="the model compares by"):
         SoftDBSearchIndex(model(ScoringFunction.MAX_SIM))
     with pytest.raises(BadInput, match="'MiniLM'; expected a model of mteb"):

@@ -130,7 +130,7 @@ def test_the_first_temperature_is_that_of_the_eighth_neighbour(lm: KNNLanguageMo
     assert lm.mixture.temperature == pytest.approx(float(nearest.median()), rel=1e-3)
 
 
-def test_a_tolerance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tolerance_reaches_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(5), rtol=0.2) as lm:
         asked: list[Any] = []
         plain = lm.db.attend
@@ -183,7 +183,7 @@ def test_perplexity_is_that_of_every_token_in_its_window(lm: KNNLanguageModel) -
 
 @pytest.mark.parametrize("how", [{}, {"k": 40}, {"rtol": 0.2}])
 @pytest.mark.parametrize("gate", [False, True])
-def test_what_is_learned_lowers_perplexity_on_other_texts(how: dict[str, Any], gate: bool) -> None:
+def test_training_lowers_perplexity_on_other_texts(how: dict[str, Any], gate: bool) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(60), gate=gate, temperature=50.0, **how) as lm:
         alone, before = (lm.perplexity(texts_of(10, 2), memory=on) for on in (False, True))
         said: list[tuple[int, int]] = []
@@ -258,7 +258,7 @@ def test_a_forbidden_token_stays_forbidden(lm: KNNLanguageModel) -> None:
     assert first not in told[0, 1:].tolist()
 
 
-def test_texts_are_asked_and_told(tokenizer: Any) -> None:
+def test_the_language_model_takes_and_returns_texts(tokenizer: Any) -> None:
     texts = [tokenizer.decode(one) for one in texts_of(20)]
     with KNNLanguageModel.from_corpus(gpt2(), texts, tokenizer=tokenizer) as lm:
         told = lm.generate(["w3 w4", "w5"], max_new_tokens=3)

@@ -42,7 +42,7 @@ MASKS: dict[str, Callable[[tuple[int, ...], int, int], Any]] = {
 @pytest.mark.parametrize("kind", [*MASKS, "causal"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("limit", [1 << 24, 0], ids=["dense", "streamed"])
-def test_it_agrees_with_torch(
+def test_attention_agrees_with_torch(
     limit: int, shapes: list[tuple[int, ...]], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DENSE", limit)
@@ -71,7 +71,9 @@ def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("limit", [1 << 24, 0], ids=["dense", "streamed"])
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_it_is_the_heart_of_multi_head_attention(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_gives_the_same_inside_multi_head_attention(
+    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "DENSE", limit)
     torch.manual_seed(0)
     b, m, n, width, heads = 2, 5, 5 if kind == "self" else 7, 12, 3

@@ -118,7 +118,7 @@ def test_a_reader_of_a_renamed_directory_reads_on_in_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
-def test_a_directory_replaced_while_it_is_opened_is_told(
+def test_a_directory_replaced_during_opening_is_reported(
     path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """SQLite opens its file by the path, the columns are those of the directory's descriptor."""
@@ -138,7 +138,7 @@ def test_a_directory_replaced_while_it_is_opened_is_told(
     assert sound(path) == sound(path.with_name("moved")) == list(range(8))
 
 
-def test_a_removed_directory_is_told(path: Path) -> None:
+def test_a_removed_directory_is_reported(path: Path) -> None:
     db = made(path)
     shutil.rmtree(path)
     with pytest.raises(softdb.WriteFailed, match="removed"):
@@ -148,7 +148,7 @@ def test_a_removed_directory_is_told(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_who_has_lost_the_lock_writes_nothing(path: Path, verb: str) -> None:
+def test_a_writer_without_its_lock_writes_nothing(path: Path, verb: str) -> None:
     first = made(path)
     first.delete([7])
     (path / "lock").unlink()
@@ -241,7 +241,7 @@ def hold(path: Path, line: Any) -> None:
         line.send(str(error))
 
 
-def test_a_lock_that_another_process_took_over_is_told(path: Path) -> None:
+def test_a_lock_taken_over_by_another_process_is_reported(path: Path) -> None:
     made(path).close()
     mine, its = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=hold, args=(path, its))

@@ -85,7 +85,7 @@ def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_error_at_any_step_is_told_and_loses_nothing(
+def test_an_error_at_any_step_is_raised_and_loses_no_record(
     bases: dict[str, Base], tally: Counter[str], case: Case, every: bool
 ) -> None:
     base = bases[case.base]
@@ -104,7 +104,7 @@ def test_an_error_at_any_step_is_told_and_loses_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_creation_that_fails_at_any_step_is_told_and_made_up_for(
+def test_a_creation_that_fails_at_any_step_is_completed_by_the_next_open(
     tmp_path: Path, tally: Counter[str], error: int, stays: bool
 ) -> None:
     steps = create(tmp_path / "whole", None)
@@ -125,7 +125,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_all(
 
 
 @pytest.mark.parametrize("verb", READS)
-def test_what_cannot_be_read_is_told_and_read_later(bases: dict[str, Base], tally: Counter[str], verb: str) -> None:
+def test_read_errors_are_raised_and_later_reads_succeed(bases: dict[str, Base], tally: Counter[str], verb: str) -> None:
     base = bases["plain"]
     reads = read(base, base.folder.with_name("read"), verb, None)
     assert reads
@@ -164,7 +164,7 @@ def write(world: World, name: str) -> None:
     world.db.upsert([name], **columns([truth(np.random.default_rng(3), SCHEMA, None)]))
 
 
-def test_nothing_new_is_written_behind_a_log_whose_sync_has_failed(bases: dict[str, Base]) -> None:
+def test_no_write_follows_a_failed_sync_of_the_log(bases: dict[str, Base]) -> None:
     """Its pages count as clean and may not be on disk: a commit behind them would be lost with them."""
     base, room = bases["plain"], bases["plain"].folder.with_name("behind")
     broken, later = Failing(step()), Disk()
@@ -187,7 +187,7 @@ def test_nothing_new_is_written_behind_a_log_whose_sync_has_failed(bases: dict[s
     shutil.rmtree(room)
 
 
-def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
+def test_a_write_whose_columns_cannot_be_reopened_is_committed_or_raised(
     bases: dict[str, Base], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit is made when there turn out to be too many open files."""
@@ -210,7 +210,7 @@ def test_a_write_whose_columns_cannot_be_opened_afterwards_is_done_or_told(
 
 
 @pytest.mark.slow
-def test_a_file_system_that_is_really_full(tmp_path: Path, tally: Counter[str]) -> None:
+def test_a_full_file_system_loses_no_acknowledged_record(tmp_path: Path, tally: Counter[str]) -> None:
     """A small one, in a name space of its own: so nothing is left of it, whatever happens."""
     folder = tmp_path / "full"
     folder.mkdir()

@@ -132,7 +132,7 @@ CASES = [
 
 @pytest.mark.few(30)
 @pytest.mark.parametrize(("what", "how", "when"), CASES)
-def test_nothing_is_acknowledged_that_cannot_be_found_again(
+def test_acknowledged_records_are_found_after_outside_changes(
     world: World, what: str, how: str, when: str, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]
 ) -> None:
     before, changed = set(world.acknowledged), list[str]()
@@ -227,7 +227,7 @@ def test_a_long_log_is_checkpointed_by_the_commit_that_makes_it_long(
 
 
 @pytest.mark.parametrize("verb", ["close", "snapshot"])
-def test_what_writes_nothing_sees_an_overwritten_catalogue_too(world: World, verb: str, tmp_path: Path) -> None:
+def test_reads_notice_an_overwritten_catalogue(world: World, verb: str, tmp_path: Path) -> None:
     """At closing SQLite would bring pages of the log into it; a copy would have pages of both."""
     world.db.close()
     shutil.rmtree(world.older)

@@ -128,7 +128,7 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
             os.close(descriptor)
 
 
-def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> None:
+def test_closing_releases_the_lock_although_a_child_inherited_it(path: Path) -> None:
     db = made(path, 1)
     directory = db._store._directory
     assert directory is not None
@@ -170,7 +170,7 @@ def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
         assert batches.seen(again) == {0, 1, 2, 3, 50}
 
 
-def test_a_database_in_memory_says_that_it_is_its_parents() -> None:
+def test_a_database_in_memory_refuses_a_forked_child() -> None:
     with batches.open_empty(None) as db:
         batches.write(db, 0)
 

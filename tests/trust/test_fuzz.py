@@ -58,7 +58,7 @@ FULL = {"arrays": 1500, "entries": 1000, "lines": 600, "wheres": 1000, "commands
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 5))])
 @pytest.mark.parametrize("parser", QUICK)
-def test_whatever_comes_in_is_taken_or_refused_by_name(
+def test_fuzzed_input_is_accepted_or_refused_by_name(
     asked: Nursery, tmp_path: Path, parser: str, seed: int, tally: Counter[str]
 ) -> None:
     count = FULL[parser] if seed else QUICK[parser]

@@ -75,7 +75,7 @@ def same(found: Any, expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
-def test_it_opens_and_holds_what_was_written(path: Path, expected: dict[str, Any], mode: Any) -> None:
+def test_a_golden_directory_opens_with_its_records(path: Path, expected: dict[str, Any], mode: Any) -> None:
     for _ in range(2):
         with softdb.open(path, mode=mode, verify=True) as db:
             holds(db, expected)
@@ -88,7 +88,7 @@ def test_a_reader_leaves_the_files_as_they_are(path: Path, golden: Path, expecte
         assert (path / file.name).read_bytes() == file.read_bytes(), f"{file.name} was changed by a reader"
 
 
-def test_a_reader_copies_it(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_reader_copies_a_golden_directory(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
     with softdb.open(path, mode="r") as db:
         db.snapshot(tmp_path / "copy")
     for mode in ("r", "rw"):
@@ -96,7 +96,9 @@ def test_a_reader_copies_it(path: Path, expected: dict[str, Any], tmp_path: Path
             holds(db, expected)
 
 
-def test_it_opens_on_read_only_media(path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_golden_directory_opens_on_read_only_media(
+    path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = path / "catalog.sqlite-wal"
     path.chmod(0o555)
     monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)  # as for others than root
@@ -111,7 +113,7 @@ def test_it_opens_on_read_only_media(path: Path, expected: dict[str, Any], monke
         path.chmod(0o755)
 
 
-def test_a_reader_stays_whole_while_a_writer_goes_on(path: Path, expected: dict[str, Any]) -> None:
+def test_a_reader_keeps_its_generation_while_a_writer_continues(path: Path, expected: dict[str, Any]) -> None:
     with softdb.open(path, mode="r") as before, softdb.open(path) as writer, softdb.open(path, mode="r") as after:
         for db in (before, after):
             holds(db, expected)
@@ -123,7 +125,7 @@ def test_a_reader_stays_whole_while_a_writer_goes_on(path: Path, expected: dict[
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dead", [False, True])
-def test_whatever_step_of_opening_it_fails_nothing_is_lost(
+def test_an_opening_that_fails_at_any_step_loses_no_record(
     golden: Path, expected: dict[str, Any], tmp_path: Path, dead: bool, tally: Counter[str]
 ) -> None:
     for at in itertools.count(1):
@@ -142,7 +144,9 @@ def test_whatever_step_of_opening_it_fails_nothing_is_lost(
     assert at > 3, "no step was made to fail"
 
 
-def test_it_is_written_to_compacted_copied_and_reopened(path: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_golden_directory_is_written_compacted_copied_and_reopened(
+    path: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
     records = expected["records"]
     with softdb.open(path) as db:
         for step in (written, removed, replaced):

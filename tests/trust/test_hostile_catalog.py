@@ -127,7 +127,7 @@ TAMPERED: dict[str, Craft] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_schema_that_is_not_ours_is_refused_at_opening(
+def test_a_foreign_schema_is_refused_at_opening(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods["good"], tmp_path, TAMPERED[name], mode, tally)
@@ -296,7 +296,7 @@ HARMLESS = {"a payload of 1e999"}  # JSON says it, and reads it as infinity: wha
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_that_cannot_be_are_found(
+def test_impossible_records_are_detected(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods["good"], tmp_path, RECORDS[name], mode, tally)
@@ -360,7 +360,7 @@ def test_pages_and_logs_that_cannot_be_end_decently(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("table", ["segments", "records", "state", "tombstones", "gaps"])
-def test_a_table_that_leads_into_itself_is_not_read_for_ever(
+def test_a_cyclic_table_ends(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, table: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     """A few pages that are each other's children are 400^8 leaves to whoever reads on."""
@@ -382,7 +382,7 @@ def test_a_journal_that_names_another_file_deletes_nothing(
 
 
 @pytest.mark.parametrize("name", ["good", "compacted"])
-def test_what_is_right_is_answered(
+def test_a_valid_catalogue_is_answered(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods[name], tmp_path, lambda path: None, ("rw", True), tally)

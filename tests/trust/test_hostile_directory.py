@@ -41,7 +41,7 @@ PLACES = [
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize(("name", "put", "mode"), PLACES)
-def test_what_stands_in_the_place_of_a_file_leads_nowhere(
+def test_links_and_devices_in_place_of_files_lead_nowhere(
     asked: Nursery,
     goods: dict[str, Path],
     tmp_path: Path,
@@ -78,7 +78,7 @@ def test_no_function_that_opens_a_file_follows_a_link(tmp_path: Path, opened: Ca
 
 
 @pytest.mark.parametrize("folder", [None, "by its descriptor"])
-def test_what_is_no_regular_file_is_neither_waited_for_nor_read(tmp_path: Path, folder: str | None) -> None:
+def test_irregular_files_are_neither_waited_for_nor_read(tmp_path: Path, folder: str | None) -> None:
     os.mkfifo(tmp_path / "pipe")
     opened, raised = os.open(tmp_path, os.O_RDONLY), list[OSError]()
 
@@ -138,7 +138,7 @@ def test_every_way_to_write_numbers_is_read(tmp_path: Path, kind: str, version: 
             np.testing.assert_array_equal(rows.keys, array)
 
 
-def test_a_column_file_is_the_array_that_it_must_be(
+def test_files_that_are_no_column_of_this_shape_are_refused(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, tally: Counter[str]
 ) -> None:
     mark = tmp_path / "mark"

@@ -73,7 +73,7 @@ def test_packed_arrays_of_hdf5_are_read(tmp_path: Path) -> None:
     assert (tmp_path / "x.h5").stat().st_size < 40_000
 
 
-def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path) -> None:
+def test_an_hdf5_chunk_over_the_memory_limit_is_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         made = file.create_dataset("train", (300_000, 1024), "f4", chunks=(300_000, 1024), compression="gzip")
         made.id.write_direct_chunk((0, 0), b"x\x9c" + bytes(2 << 20))
@@ -105,7 +105,9 @@ def test_a_chunk_of_hdf5_that_takes_more_memory_than_there_may_be(tmp_path: Path
         ("yield dict(rows=9, width=4, dtype='f', metric=None); yield np.arange(9); return", "StopIteration|no vectors"),
     ],
 )
-def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str) -> None:
+def test_a_hijacked_reader_process_cannot_harm_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, match: str
+) -> None:
     """Whatever it does, the caller lives and gets an error that names the file."""
     text = Path(sandbox.__file__).read_text()
     start = text.index("    import h5py\n")
@@ -124,7 +126,7 @@ def test_a_reader_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Mon
     refused(tmp_path / "x.h5", r"x\.h5 cannot be read by a process of its own \(")
 
 
-def test_a_reader_ends_with_those_who_ask(tmp_path: Path) -> None:
+def test_a_reader_process_ends_with_its_caller(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["train"] = KEYS
     received = parts(tmp_path / "x.h5", "hdf5", 5)

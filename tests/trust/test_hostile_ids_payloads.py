@@ -126,7 +126,7 @@ BAD_PAYLOADS: list[Any] = [
 
 @pytest.mark.parametrize("verb", ["insert", "upsert"])
 @pytest.mark.parametrize("i", range(len(BAD_IDS)))
-def test_an_id_that_cannot_be_one_changes_nothing(tmp_path: Path, verb: str, i: int) -> None:
+def test_an_invalid_id_changes_nothing(tmp_path: Path, verb: str, i: int) -> None:
     with holding([[1]], ids=["a"]) as db:
         for ids in ([BAD_IDS[i]], ["b", BAD_IDS[i]]):
             with pytest.raises(softdb.BadInput, match="id"):
@@ -136,7 +136,7 @@ def test_an_id_that_cannot_be_one_changes_nothing(tmp_path: Path, verb: str, i: 
 
 
 @pytest.mark.parametrize("i", range(len(BAD_PAYLOADS)))
-def test_a_payload_that_cannot_be_one_changes_nothing(i: int) -> None:
+def test_an_invalid_payload_changes_nothing(i: int) -> None:
     with holding([[1]], payloads=["kept"], ids=["a"]) as db:
         bad = BAD_PAYLOADS[i]
         for change, payloads in (

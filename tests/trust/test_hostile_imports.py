@@ -166,7 +166,7 @@ def link(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [link, os.mkfifo])
 @pytest.mark.parametrize("folder", ["q", "x.lance", "c", "d", "l"])
-def test_what_stands_for_a_file_in_a_folder(tmp_path: Path, folder: str, put: Callable[[Path], None]) -> None:
+def test_irregular_files_in_a_folder_are_refused(tmp_path: Path, folder: str, put: Callable[[Path], None]) -> None:
     marks = {"q": "meta.json", "x.lance": "x", "c": "chroma.sqlite3", "d": "state.json", "l": "x.lance"}
     deep = tmp_path / folder / "deep"
     deep.mkdir(parents=True)

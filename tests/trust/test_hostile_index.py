@@ -124,9 +124,7 @@ def test_an_index_that_this_user_has_not_signed_never_reaches_faiss(
         assert db.stats().index is None
 
 
-def test_a_file_that_nobody_has_signed_is_not_even_read(
-    indexed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsigned_file_is_not_read(indexed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "db"
     shutil.copytree(indexed / "db", path)
     entry = entry_of(path)
@@ -215,7 +213,7 @@ def _unusable(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "kind", ["no home", "short", "pipe", "device", "directory", "writable by others", "another's", "in a file"]
 )
-def test_without_a_key_the_index_serves_this_handle_and_why_is_said_once(
+def test_without_a_key_the_index_serves_this_handle_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     keys = np.random.default_rng(0).standard_normal((3000, 8))

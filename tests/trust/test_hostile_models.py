@@ -144,7 +144,9 @@ def weights(mark: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", weights(Path("mark")))
 @pytest.mark.parametrize("kind", ["projection", "checkpoint"])
-def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nursery, tally: Counter[str]) -> None:
+def test_loading_weights_runs_no_code(
+    tmp_path: Path, name: str, kind: str, asked: Nursery, tally: Counter[str]
+) -> None:
     mark, file = tmp_path / "mark", tmp_path / "weights.pt"
     file.write_bytes(weights(mark)[name])
     ended = asked.run(f"hostile_child:{kind}", file)
@@ -158,7 +160,7 @@ def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nurser
 # -- what a terminal shows ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_a_database_do_not_reach_the_terminal(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from softdb.tools.cli.commands import app

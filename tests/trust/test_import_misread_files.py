@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_by_name(db: softdb.SoftDB, tmp_path: Path, case: str) -> None:
+def test_misread_files_are_refused_by_name(db: softdb.SoftDB, tmp_path: Path, case: str) -> None:
     made, message = REFUSED[case]
     with pytest.raises(softdb.BadInput, match=message):
         import_records(db, made(tmp_path))
@@ -92,7 +92,7 @@ def test_long_cells_and_quoted_tabs_come_in_beside_keys(db: softdb.SoftDB, tmp_p
     assert len(db["b"].text or "") == 200_000
 
 
-def test_a_date_that_python_has_comes_in(db: softdb.SoftDB, tmp_path: Path) -> None:
+def test_dates_that_python_can_represent_are_imported(db: softdb.SoftDB, tmp_path: Path) -> None:
     when = pa.array([datetime(2020, 1, 2, tzinfo=timezone.utc)])
     pq.write_table(pa.table({"id": [1], "key": [[1.0, 2.0]], "at": when}), tmp_path / "x.parquet")
     import_records(db, tmp_path / "x.parquet")

@@ -103,7 +103,7 @@ def built(db: softdb.SoftDB, place: Path) -> set[int]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("work", [copied, backed_up, checked, compacted, built])
-def test_the_result_is_whole_while_two_threads_write(
+def test_maintenance_is_correct_while_two_threads_write(
     path: Path, tally: Counter[str], work: Callable[[softdb.SoftDB, Path], set[int]], rounds: int
 ) -> None:
     with batches.open_empty(path) as db:

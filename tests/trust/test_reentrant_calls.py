@@ -317,9 +317,7 @@ def test_a_statement_that_writes_is_never_stopped(path: Path, monkeypatch: pytes
 # -- at the same time --------------------------------------------------------------------------------------------------
 
 
-def test_a_child_forked_while_another_thread_opens_keeps_nobody_out(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_forked_during_an_opening_holds_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(path, "full", "a").close()
     within, waits = threading.Event(), when_a_fork_waits(monkeypatch)
 
@@ -364,9 +362,7 @@ def told(log: list[str], name: str, first: list[Callable[[], None]]) -> Callable
     return both
 
 
-def test_what_is_compacted_while_others_flush_has_its_names_on_disk(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compaction_beside_flushes_syncs_its_file_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     with made(path, "relaxed") as db:
         put(db, *(f"a{i}" for i in range(256)))

@@ -132,7 +132,7 @@ def test_a_damaged_salt_is_damage(path: Path, tmp_path: Path, at: int) -> None:
     assert "catalog.sqlite-wal does not end in a commit" in report["notes"][0]
 
 
-def test_verify_tells_all_that_it_finds(path: Path) -> None:
+def test_verify_reports_every_fault(path: Path) -> None:
     made(path).close()
     with softdb.open(path, mode="r") as db:
         sql("UPDATE settings SET crc = crc + 1 WHERE name = 'metric'")(path)
@@ -141,7 +141,7 @@ def test_verify_tells_all_that_it_finds(path: Path) -> None:
             db.verify()
 
 
-def test_a_catalogue_whose_records_cannot_be_found_is_no_empty_one(path: Path, tmp_path: Path) -> None:
+def test_a_catalogue_with_unreadable_records_is_not_taken_for_empty(path: Path, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "format-1" / "compacted" / "db", path)
     with contextlib.closing(apsw.Connection(str(path / "catalog.sqlite"))) as connection:
         connection.execute("CREATE TABLE moved AS SELECT * FROM records; DROP TABLE records")

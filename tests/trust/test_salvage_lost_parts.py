@@ -208,7 +208,7 @@ def test_hits_of_chance_are_no_places(tmp_path: Path) -> None:
     assert scratch.execute("SELECT count(*) FROM found WHERE keys_slot >= 0").fetchall() == [(0,)]
 
 
-def test_a_lost_log_is_said_in_generations(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
+def test_a_lost_log_is_reported_in_generations(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
     world, path = copied("logged")
     (path / "catalog.sqlite-wal").unlink()
     report, found = salvaged(path, tmp_path / "saved", world)
@@ -231,7 +231,7 @@ def test_strangers_triggers_and_views_are_not_run(copied: Callable[[str], tuple[
     assert differences(found, world.state) == "", report
 
 
-def test_what_the_disk_does_not_give_is_lost_and_named(
+def test_unreadable_bytes_are_lost_and_named(
     copied: Callable[[str], tuple[World, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, path = copied("logged")
@@ -318,7 +318,7 @@ def damages(draw: st.DrawFn, world: World) -> list[Damage]:
     "count", [pytest.param(3000, id="full", marks=pytest.mark.exhaustive), pytest.param(40, id="quick")]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_happens_nothing_is_saved_that_was_not_stored(
+def test_salvage_never_invents_a_record(
     worlds: dict[str, World], name: str, count: int, tmp_path: Path, tally: Counter[str]
 ) -> None:
     world = worlds[name]

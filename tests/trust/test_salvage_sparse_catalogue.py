@@ -43,7 +43,7 @@ def test_holes_of_a_catalogue_are_not_read(damaged: Path, tmp_path: Path, monkey
         assert db.verify() == 500
 
 
-def test_a_setting_is_not_read_beyond_what_one_can_be(damaged: Path, tmp_path: Path) -> None:
+def test_an_oversized_setting_is_read_up_to_its_limit(damaged: Path, tmp_path: Path) -> None:
     size = 40 << 20
     with closing(sqlite3.connect(damaged / "catalog.sqlite")) as catalogue, catalogue:
         catalogue.execute("UPDATE settings SET value = zeroblob(?) WHERE name = 'metric'", (size,))

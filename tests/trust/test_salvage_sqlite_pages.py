@@ -200,7 +200,7 @@ def test_a_page_of_anything_is_read_or_damaged(data: st.DataObject) -> None:
         assert all(isinstance(cell, Cell) for cell in pages.walk(2, table))
 
 
-def test_what_was_not_committed_is_not_read(tmp_path: Path) -> None:
+def test_uncommitted_pages_are_not_read(tmp_path: Path) -> None:
     connection = apsw.Connection(str(tmp_path / "made"))
     for statement in ("PRAGMA journal_mode = WAL", "PRAGMA cache_size = 5", "CREATE TABLE t(a)"):
         connection.execute(statement)

@@ -140,7 +140,7 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["search", "count", "get", "scan"])
-def test_whoever_keeps_the_traceback_of_an_interrupt_still_moves_on(path: Path, verb: str) -> None:
+def test_a_kept_traceback_of_an_interrupt_blocks_no_later_write(path: Path, verb: str) -> None:
     kept: list[KeyboardInterrupt] = []
     with made(path) as writer, softdb.open(path, mode="r") as db:
         count = moments(lambda: VERBS[verb](db, 1, path))
@@ -181,7 +181,7 @@ def test_an_interrupt_while_opening_leaves_no_lock(path: Path, tally: Counter[st
 
 
 @pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
-def test_an_interrupt_while_creating_leaves_what_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
+def test_an_interrupted_creation_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
     count = moments(lambda: batches.open_empty(tmp_path / "first").close())
     for at in sampled(count, most):
         path = tmp_path / str(at)

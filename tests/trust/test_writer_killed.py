@@ -221,7 +221,7 @@ def test_killed_at_any_moment_a_database_lives_on(
             life = lives.next()
 
 
-def test_a_reader_is_told_that_a_creation_was_cut_short(nursery: Nursery, room: Path) -> None:
+def test_a_reader_reports_an_unfinished_creation(nursery: Nursery, room: Path) -> None:
     (room / "half").mkdir()
     path = room / "half" / "db"
     order = Order(path, SCHEMAS[0], {}, Tour("life", 0), 0, 1, kill=Kill("before", 0, "unlink catalog.sqlite-journal"))

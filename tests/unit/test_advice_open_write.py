@@ -88,7 +88,7 @@ def test_texts_need_an_encoder(folder: Path) -> Steps:
 
 
 @advice("models are not loaded by themselves; if you trust it, give it: ")
-def test_a_model_is_given_by_whom_trusts_it(folder: Path) -> Steps:
+def test_the_encoder_of_stored_keys_is_given_by_the_caller(folder: Path) -> Steps:
     encoder = Model()
     with softdb.open(folder / "db", encoder=encoder) as db:
         db.insert(["a"], texts=["a fox"])
@@ -129,7 +129,7 @@ def test_no_text_is_not_embedded(folder: Path) -> Steps:
 
 
 @advice("give ids or where, one of them; where={} deletes every record")
-def test_deleting_says_what(folder: Path) -> Steps:
+def test_a_deletion_needs_ids_or_a_filter(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db.delete()
         assert db.delete(["a"]) == 1
@@ -153,7 +153,7 @@ def test_an_unknown_id_is_checked(folder: Path) -> Steps:
 
 
 @advice("pass keys, values, payloads or texts")
-def test_an_update_says_what(folder: Path) -> Steps:
+def test_an_update_needs_a_column(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db.update(["a"])
         db.update(["a"], keys=[[2, 2]])

@@ -17,7 +17,7 @@ def db() -> softdb.SoftDB:
     return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
 
 
-def test_hits_are_what_is_there(db: softdb.SoftDB) -> None:
+def test_hits_hold_no_padding(db: softdb.SoftDB) -> None:
     hits = db.search([[1, 0], [-1, 0]], k=5)
     assert hits.rows.shape == hits.scores.shape == (2, 3)
     assert len(hits) == 2
@@ -59,7 +59,7 @@ def test_no_records_have_the_shapes_and_types_of_some(shape: dict[str, int], sto
         assert (none.values.shape, none.values.dtype) == ((0, *one.values.shape[1:]), one.values.dtype)
 
 
-def test_counting_hits_reads_nothing(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_hits_does_not_read_the_catalogue(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     hits = db.search([[1, 0]], k=5)
     monkeypatch.setattr(type(db._store), "read", lambda *_: pytest.fail("read"))
     assert len(hits[0]) == 3
@@ -136,7 +136,7 @@ def test_long_answers_stay_short() -> None:
         assert len(repr(db.attend(torch.randn(1000, 384)))) < 150
 
 
-def test_reports_tell_what_there_is(db: softdb.SoftDB) -> None:
+def test_reports_and_statistics_have_a_repr(db: softdb.SoftDB) -> None:
     stats = db.stats()
     assert (stats.records, stats.index, stats.asdict()["num_classes"]) == (3, None, 3)
     assert "records=3, keyless=0, dead=0, dim=2, value_dim=None, num_classes=3" in repr(stats)
@@ -149,7 +149,7 @@ def test_reports_tell_what_there_is(db: softdb.SoftDB) -> None:
         report.kind = "ivf"  # type: ignore[misc]
 
 
-def test_a_database_tells_what_it_is(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_has_a_short_text(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with softdb.open(tmp_path / "db", dim=3, value_dim=2, dtype="float16", metric="l2", fields=["b", "a"]) as db:
         monkeypatch.setattr("softdb.store.files.occupied", lambda *_: pytest.fail("a walk over the directory"))
         assert (db.dim, db.value_dim, db.num_classes) == (3, 2, None)

@@ -71,7 +71,7 @@ def db() -> SoftDB:
     return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
 
 
-def test_tables_say_what_lists_say(db: SoftDB) -> None:
+def test_tables_show_the_same_as_lists(db: SoftDB) -> None:
     found = page(db.search([[1, 0], [-1, 0]], k=2))
     assert found.cells == [
         ["query", "rank", "id", "score", "payload"],
@@ -89,7 +89,7 @@ def test_tables_say_what_lists_say(db: SoftDB) -> None:
     assert page(soft.explain(2)[0]).cells[1:] == [["100.00%", "'a'", "3", '{"x":1}'], ["0.00%", "7", "2", ""]]
 
 
-def test_what_is_off_is_said() -> None:
+def test_missed_mass_stands_in_the_table() -> None:
     with holding(torch.eye(4)[:, :2], torch.arange(20.0).reshape(4, 5)) as db:
         soft = page(db.attend([[1.0, 0]], k=1))
         assert soft.cells[1][1:5] == ["[0, 1, 2, …]", "1", "52.46% missed", "1"]

@@ -64,7 +64,7 @@ def test_a_property_that_fails_shows_its_own_error(surface: str, tmp_path: Path)
         use(failing(attribute), db, tmp_path)
 
 
-def test_an_attribute_that_is_not_there_is_none() -> None:
+def test_a_missing_attribute_counts_as_none() -> None:
     class Dynamic:
         def __getattr__(self, name: str) -> int:
             if name == "dim":

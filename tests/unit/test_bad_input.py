@@ -229,7 +229,7 @@ def test_a_radius_whose_square_is_not_finite_is_refused() -> None:
         assert len(db.search(ONE, radius=1e150).ids[0]) == 1
 
 
-def test_more_than_there_is_asks_for_all(db: SoftDB) -> None:
+def test_k_beyond_the_records_asks_for_all(db: SoftDB) -> None:
     everything = db.attend(ONE, k=2)
     for k in (3, 10**9, 2**62, 2**70):
         assert torch.equal(db.attend(ONE, k=k).output, everything.output)

@@ -81,7 +81,7 @@ def test_ngrams_of_other_sizes_have_another_name() -> None:
         assert ngrams(name) is None
 
 
-def test_what_gives_other_vectors_has_another_name() -> None:
+def test_encoders_with_other_vectors_have_other_names() -> None:
     eye = np.eye(4, 2)
     encoders = [
         SentenceEncoder("m"), SentenceEncoder("n"), SentenceEncoder("m", normalise=False),
@@ -165,7 +165,7 @@ def test_a_model_is_not_loaded_by_its_name_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngrams(0)", "ngrams(99)", "ngrams\n", "ngrams(2, 65)"])
-def test_what_only_looks_like_ngrams_makes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_false_ngrams_name_creates_no_encoder(tmp_path: Path, name: str) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
         db.core.store.note_encoder(name)
     with softdb.open(tmp_path / "db") as db, pytest.raises(softdb.BadInput, match="models are not loaded"):
@@ -173,7 +173,7 @@ def test_what_only_looks_like_ngrams_makes_nothing(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("value", [3, 1.5, "", "x" * 1001])
-def test_a_setting_that_is_no_name_is_damage(tmp_path: Path, value: object) -> None:
+def test_an_invalid_encoder_name_is_corruption(tmp_path: Path, value: object) -> None:
     softdb.open(tmp_path / "db", dim=3).close()
     set_encoder(tmp_path / "db", value)
     with pytest.raises(softdb.CorruptionError, match="damaged setting 'encoder'"):
@@ -189,7 +189,7 @@ def test_a_changed_name_differs_from_its_checksum(tmp_path: Path) -> None:
         softdb.open(tmp_path / "db")
 
 
-def test_copies_salvage_exports_and_pickles_know_it(tmp_path: Path) -> None:
+def test_copies_salvage_exports_and_pickles_keep_the_encoder(tmp_path: Path) -> None:
     with book(tmp_path / "db", HashedNGrams(64)) as db:
         db.snapshot(tmp_path / "copy")
         export_records(db, tmp_path / "out.jsonl")

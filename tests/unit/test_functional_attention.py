@@ -168,7 +168,7 @@ def _temperature(weights: str) -> float:
 
 
 @every_pair
-def test_it_is_the_equation(name: str, weights: str) -> None:
+def test_attention_equals_the_equation(name: str, weights: str) -> None:
     (q, k, v), (score, equation) = world(lead=(2,)), _scored(name)
     live = torch.rand(2, 4, 6) < 0.7
     live[0, 1] = False
@@ -200,7 +200,7 @@ def test_both_paths_agree(name: str, weights: str, monkeypatch: pytest.MonkeyPat
     same(answer(), expected, wanted, 1e-8)
 
 
-def test_a_kernel_is_normalised_unless_told_otherwise() -> None:
+def test_a_kernel_is_normalised_by_default() -> None:
     q, k, v = world()
     close(
         attention(q, k, v, score=scores.Gaussian()), attention(q, k, v, score=scores.Gaussian(), weights="normalised")
@@ -236,7 +236,7 @@ def test_keys_of_another_width() -> None:
     assert attention(q, k, v, score=score, weights="uniform").shape == (2, 4, 2)
 
 
-def test_shared_keys_are_asked_once() -> None:
+def test_shared_keys_are_scored_once() -> None:
     asked = []
 
     def score(queries: Tensor, keys: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_held_scores_are_differentiable_twice(name: str, weights: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["streamed"], indirect=True)
-def test_streamed_scores_say_that_they_are_not(path: str) -> None:
+def test_streamed_scores_refuse_second_derivatives(path: str) -> None:
     q, k, v = world()
     (grad,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(BadInput, match="no second derivative"):

@@ -206,7 +206,7 @@ def test_sampled_labels_are_pooled_as_one_hot_vectors() -> None:
     )
 
 
-def test_merging_nothing_is_an_error() -> None:
+def test_merging_no_parts_is_an_error() -> None:
     with pytest.raises(BadInput, match="at least one"):
         merge([])
 
@@ -258,7 +258,7 @@ def test_huge_scores_do_not_overflow_the_ratio() -> None:
         torch.testing.assert_close(found, torch.tensor([0.5]))
 
 
-def test_nothing_beyond_no_hits_and_nothing_known() -> None:
+def test_missed_mass_without_hits_or_samples() -> None:
     sample, none = torch.zeros(4, 2), torch.zeros(2, dtype=torch.bool)
     taken, empty = torch.stack([~none, none, ~none, none]), torch.full((4,), -math.inf)
     others = torch.tensor([0, 5, 5, 0])

@@ -22,7 +22,7 @@ TEXTS = ["the cat sleeps", "a dog barks", "naïve ü\0 🦉"]
 KEYS = np.eye(3, dtype=np.float32)
 
 
-def test_a_text_is_embedded_and_kept(tmp_path: Path) -> None:
+def test_a_text_is_embedded_and_stored(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", metric="cosine", encoder=HashedNGrams(64)) as db:
         db.insert([1, 2, 3], texts=TEXTS)
         db.insert([4], ["embedded alone"])
@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_refused_whole(name: str) -> None:
+def test_unstorable_texts_refuse_the_whole_batch(name: str) -> None:
     words, message = REFUSED[name]
     with holding([[1, 2, 3]], [[1]], ids=["b"], texts=["before"]) as db:
         for write in (db.insert, db.upsert):
@@ -126,7 +126,7 @@ def test_what_cannot_be_kept_is_refused_whole(name: str) -> None:
         assert (len(db), db["b"].text, db.stats().generation) == (1, "before", 1)
 
 
-def test_a_text_of_ten_megabytes_is_kept(tmp_path: Path) -> None:
+def test_a_text_of_ten_megabytes_is_stored(tmp_path: Path) -> None:
     long = "é 🦉 word " * 800_000
     assert len(long.encode()) > 10_000_000
     with holding([[1]], ids=["long"], texts=[long], path=tmp_path / "db") as db:
@@ -136,7 +136,7 @@ def test_a_text_of_ten_megabytes_is_kept(tmp_path: Path) -> None:
             assert db["long"].text == long
 
 
-def test_an_encoder_cannot_embed_nothing() -> None:
+def test_an_encoder_cannot_embed_a_missing_text() -> None:
     with softdb.open(None, encoder=HashedNGrams(8)) as db:
         with pytest.raises(softdb.BadInput, match="text 1 is None, which cannot be embedded"):
             db.insert([1, 2], texts=["a", None])
@@ -204,7 +204,7 @@ def test_a_record_without_a_key_is_found_by_id_and_filter(mixed: SoftDB) -> None
     assert list(everything(db)) == ["a", "c", "e"]
 
 
-def test_it_stays_through_compaction_and_gets_a_key(mixed: SoftDB, tmp_path: Path) -> None:
+def test_a_record_without_a_key_survives_compaction_and_gets_a_key(mixed: SoftDB, tmp_path: Path) -> None:
     db, before = mixed, everything(mixed)
     assert db.stats().dead == 0
     assert db.compact().removed == 0
@@ -246,7 +246,7 @@ def test_a_reader_sees_its_generation(tmp_path: Path) -> None:
         assert reader.verify() == len(reader) == 1
 
 
-def test_one_with_values_gets_key_and_value_together() -> None:
+def test_a_keyless_record_gets_key_and_value_together() -> None:
     with softdb.open(None, dim=2, num_classes=3) as db:
         db.insert([1, 2], [None, [1, 2]], [None, 2], texts=["a", "b"])
         assert (db[1].value, db[2].value) == (None, 2)
@@ -302,7 +302,7 @@ def test_a_record_that_comes_to_its_text_while_keys_are_made_stays_without(tmp_p
         assert everything(db)[2] == (True, {}, "now")
 
 
-def test_an_export_carries_texts_and_what_has_no_key(mixed: SoftDB, tmp_path: Path) -> None:
+def test_an_export_carries_texts_and_keyless_records(mixed: SoftDB, tmp_path: Path) -> None:
     mixed.insert(["plain"], [[1, 1, 1]], payloads=["plain"])
     file = tmp_path / "all.jsonl"
     assert formats.export_records(mixed, file) == 6
@@ -328,7 +328,7 @@ def test_an_encoder_is_remembered_while_there_are_no_keys(tmp_path: Path) -> Non
         assert db.search("a text", k=2).ids == [[2]]
 
 
-def test_a_text_is_asked_for_in_filters(mixed: SoftDB) -> None:
+def test_filters_may_require_a_text(mixed: SoftDB) -> None:
     mixed.insert([1, 2], [None, None], texts=["[1, 2] ü\0x", None])
     for where, ids in (
         ({"$text": {"$contains": "xt 1"}}, ["b"]),
@@ -362,7 +362,7 @@ def rotten(tmp_path: Path) -> Path:
     return tmp_path / "db"
 
 
-def test_a_rotten_text_is_named_and_goes_nowhere(rotten: Path, tmp_path: Path) -> None:
+def test_a_corrupt_text_is_named_and_not_exported(rotten: Path, tmp_path: Path) -> None:
     with softdb.open(rotten) as db:
         with pytest.raises(softdb.CorruptionError, match=r"catalog\.sqlite: text of row 2 differs from its checksum"):
             db.verify()
@@ -375,7 +375,7 @@ def test_a_rotten_text_is_named_and_goes_nowhere(rotten: Path, tmp_path: Path) -
         assert everything(db) == {i: (i % 2 == 1, None, f"the text of {i}") for i in (0, 1, 3, 4)}
 
 
-def test_salvage_keeps_what_has_no_key(mixed: SoftDB, tmp_path: Path) -> None:
+def test_salvage_keeps_keyless_records(mixed: SoftDB, tmp_path: Path) -> None:
     mixed.delete(["a"])
     mixed.compact()
     mixed.insert(["f", "g"], [None, [1, 1, 1]], texts=["later", None])
@@ -397,7 +397,7 @@ def test_salvage_keeps_what_has_no_key(mixed: SoftDB, tmp_path: Path) -> None:
         ("UPDATE records SET text = NULL WHERE id = 'a'", "text of row 0 differs"),
     ],
 )
-def test_verify_finds_what_softdb_does_not_write(tmp_path: Path, statement: str, message: str) -> None:
+def test_verify_reports_foreign_contents(tmp_path: Path, statement: str, message: str) -> None:
     with softdb.open(tmp_path / "db", dim=1) as db:
         db.insert(["a", "b"], [[1], None], texts=["t", "u"])
     connection = sqlite3.connect(tmp_path / "db" / "catalog.sqlite")

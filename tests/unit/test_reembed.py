@@ -104,7 +104,9 @@ def same(db: softdb.SoftDB, fresh: softdb.SoftDB, queries: list[str]) -> None:
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 @pytest.mark.parametrize("dim", [8, 13, 2])
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_it_is_a_database_of_the_new_encoder(tmp_path: Path, schema: dict[str, Any], dim: int, where: str) -> None:
+def test_reembedding_equals_a_new_database_of_that_encoder(
+    tmp_path: Path, schema: dict[str, Any], dim: int, where: str
+) -> None:
     path = tmp_path / "db" if where == "disk" else None
     model = Model("b", dim)
     with worn(path, Model(), schema) as db:
@@ -210,7 +212,7 @@ def test_a_record_without_text_is_named_before_anything_is_embedded(tmp_path: Pa
         ({"encoder": Model("b", 0)}, "the encoder's dim is 0"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(words: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
     with filled(None, Model(), {}, range(3)) as db:
         with pytest.raises(softdb.BadInput, match=f"reembed: {message}"):
             db.reembed(**{"encoder": Model("b"), **words})
@@ -276,7 +278,7 @@ def test_an_encoder_without_a_name_never_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_what_was_left_and_is_damaged_is_not_used(tmp_path: Path, damage: str) -> None:
+def test_damaged_leftovers_are_not_used(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "db"
     with filled(path, Model(), {}, range(100)) as db, pytest.raises(RuntimeError):
         db.reembed(Model("b", 6, fail_at=50), batch_size=10)
@@ -314,7 +316,7 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["nan", "width", "ragged", "few", "text", "infinite"])
 @pytest.mark.parametrize("first", [True, False])
-def test_vectors_that_are_none_change_nothing(tmp_path: Path, bad: str, first: bool) -> None:
+def test_invalid_vectors_change_nothing(tmp_path: Path, bad: str, first: bool) -> None:
     path, good, calls = tmp_path / "db", Model("b", 6), [0]
 
     class Bad:
@@ -369,7 +371,7 @@ def test_a_damaged_value_is_not_carried_over_and_a_damaged_key_is_made_anew(tmp_
 @pytest.mark.parametrize("tries", [5, 0])
 @pytest.mark.parametrize("where", ["disk", "memory"])
 @pytest.mark.parametrize("schema", SCHEMAS[1:3], ids=str)
-def test_what_is_written_at_the_last_moment_is_embedded_too(
+def test_records_written_at_the_last_moment_are_embedded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int, where: str, schema: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(switching, "TRIES", tries)
@@ -563,7 +565,7 @@ def test_an_index_that_was_being_built_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 12])
-def test_what_was_learned_of_the_old_keys_says_so(dim: int) -> None:
+def test_models_of_the_old_keys_are_refused(dim: int) -> None:
     with filled(None, Model(), {}, range(60)) as db:
         view, memory, projection = View(db, torch.nn.Linear(8, 8)), Memory(db), QueryProjection(8)
         retrieval_loss(view, torch.ones(1, 8), [[3]])
@@ -589,7 +591,7 @@ def test_what_was_learned_of_the_old_keys_says_so(dim: int) -> None:
 # -- how far it is -----------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = list[tuple[str, int, int]]()
     with filled(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):

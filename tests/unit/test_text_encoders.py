@@ -92,7 +92,7 @@ def test_a_short_text_takes_few_calls() -> None:
     assert len(texts) < calls < 20 * len(texts)
 
 
-def test_ngrams_refuse_what_they_cannot_use() -> None:
+def test_ngrams_refuse_bad_arguments() -> None:
     with pytest.raises(softdb.BadInput, match="dim is 0; expected a whole number"):
         HashedNGrams(0)
     with pytest.raises(softdb.BadInput, match=r"sizes are \(\); expected a tuple"):
@@ -151,7 +151,7 @@ def test_a_model_is_loaded_once_when_it_is_needed(model: type[Model]) -> None:
     assert model.loaded == ["some-model"]
 
 
-def test_vectors_can_be_left_as_they_are(model: type[Model]) -> None:
+def test_normalisation_can_be_switched_off(model: type[Model]) -> None:
     np.testing.assert_allclose(SentenceEncoder("m", normalise=False)(["ab"]), [[2, 3, 0, 4]])
 
 

@@ -190,7 +190,7 @@ def test_labels_that_are_no_ids_are_refused(
         DatabaseLoss(model, db)(features(model, QUERIES[:2]), labels)
 
 
-def test_what_is_not_stored_any_more_is_told(model: SentenceTransformer, db: softdb.SoftDB) -> None:
+def test_deleted_records_are_reported(model: SentenceTransformer, db: softdb.SoftDB) -> None:
     loss, asked = DatabaseLoss(model, db), features(model, QUERIES[:2])
     with pytest.raises(softdb.UnknownId, match="r999"):
         loss(asked, ["r1", "r999"])

@@ -109,7 +109,7 @@ def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_extreme_is_set_apart() -> None:
+def test_extreme_records_are_set_apart() -> None:
     keys = np.random.default_rng(0).standard_normal((N, 16)).astype(np.float32)
     values = np.random.default_rng(1).standard_normal((N, 3)).astype(np.float32)
     keys[17] *= 30
@@ -179,7 +179,7 @@ def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt:
 
 
 @pytest.mark.slow
-def test_four_parts_give_what_one_does() -> None:
+def test_merged_parts_give_the_answer_of_the_whole() -> None:
     random = np.random.default_rng(0)
     keys, q, k = random.standard_normal((400, 5)), 6, 400
     snapshot, positions = worlds.snapshot(keys), np.tile(np.arange(400), (6, 1))

@@ -133,7 +133,7 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
 @pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.03, 0.1, 0.5])
 @pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
-def test_the_bar_holds_as_often_as_it_says(values: dict[str, Any], temperature: float, queries: Array) -> None:
+def test_the_bar_holds_at_its_confidence(values: dict[str, Any], temperature: float, queries: Array) -> None:
     world = filled(**values)
     exact = world.attend(queries, temperature=temperature)
     errors, bars = [], []
@@ -218,7 +218,7 @@ def test_draws_grow_until_the_tolerance_is_met(
     assert more.n_pooled.sum() > 2 * few.n_pooled.sum()
 
 
-def test_what_costs_less_exactly_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+def test_cheap_questions_are_answered_exactly(db: softdb.SoftDB, queries: Array) -> None:
     pooled = db.attend(queries, temperature=0.1, rtol=1e-6)
     exact = db.attend(queries, temperature=0.1)
     assert pooled.exact.all()
@@ -248,13 +248,13 @@ def test_the_same_draw_again_and_others_by_a_generator(db: softdb.SoftDB, querie
     assert torch.equal(drawn(db, queries, 1, temperature=0.1).output, drawn(db, queries, 1, temperature=0.1).output)
 
 
-def test_max_draws_bounds_what_is_pooled(db: softdb.SoftDB, queries: Array) -> None:
+def test_max_draws_bounds_the_pooled_records(db: softdb.SoftDB, queries: Array) -> None:
     pooled = db.attend(queries, temperature=0.5, rtol=1e-9, max_draws=50)
     assert not pooled.met.any()
     assert int(pooled.n_pooled.max()) < 120
 
 
-def test_max_draws_may_be_more_than_there_are(db: softdb.SoftDB, queries: Array) -> None:
+def test_max_draws_may_exceed_the_records(db: softdb.SoftDB, queries: Array) -> None:
     for most in (10 * N, 10**18):
         pooled = db.attend(queries[:2], temperature=1.0, rtol=1e-9, max_draws=most)
         assert not pooled.exact.any()
@@ -264,7 +264,7 @@ def test_max_draws_may_be_more_than_there_are(db: softdb.SoftDB, queries: Array)
         assert ((counted.value - truth).abs() <= counted.bar).all()
 
 
-def test_few_draws_tell_nothing_of_the_others(db: softdb.SoftDB, queries: Array) -> None:
+def test_too_few_draws_give_an_infinite_bar(db: softdb.SoftDB, queries: Array) -> None:
     pooled = db.attend(queries, temperature=0.05, rtol=0.5, max_draws=5)
     assert (pooled.bar == torch.inf).all()
     assert not pooled.met.any()
@@ -348,7 +348,7 @@ def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, mo
     assert (error <= 0.05).float().mean() >= 0.95
 
 
-def test_log_partition_is_exact_where_nothing_can_be_drawn(queries: Array) -> None:
+def test_log_partition_is_exact_without_a_sampler(queries: Array) -> None:
     with holding(clusters(n=100)) as bare:
         asked = torch.tensor(queries, requires_grad=True)
         found = bare.log_partition(asked, temperature=0.2)
@@ -476,7 +476,7 @@ def test_records_are_drawn_by_their_weights(where: Any, monkeypatch: pytest.Monk
         assert float(mean.abs().max()) < 0.05
 
 
-def test_nothing_is_drawn_where_nothing_takes_part(db: softdb.SoftDB, queries: Array) -> None:
+def test_no_records_are_drawn_if_none_take_part(db: softdb.SoftDB, queries: Array) -> None:
     found = db.sample(queries[:2], 3, where={"part": 9})
     assert found.hits.rows.tolist() == [[-1] * 3] * 2
     assert (found.log_prob == -torch.inf).all()
@@ -487,7 +487,7 @@ def test_nothing_is_drawn_where_nothing_takes_part(db: softdb.SoftDB, queries: A
 # -- what cannot be drawn for ------------------------------------------------------------------------------------------
 
 
-def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queries: Array) -> None:
+def test_without_a_sampler_the_answer_is_exact(db: softdb.SoftDB, queries: Array) -> None:
     for more in ({"mask": np.ones(N, np.bool_)}, {"score": NegativeL2()}):
         pooled = db.attend(queries[:3], rtol=0.1, **more)
         assert pooled.exact.all()
@@ -510,7 +510,7 @@ def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queri
         ({"score": Laplacian(0.3)}, "whose values no index knows"),
     ],
 )
-def test_what_has_no_estimator_is_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
+def test_scores_without_an_estimator_are_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
     with pytest.raises(softdb.BadInput, match=match):
         db.attend(queries[:3], rtol=0.1, **more)
 

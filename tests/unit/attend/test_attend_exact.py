@@ -64,7 +64,7 @@ def test_attention_over_everything(
     assert pooled.n_pooled.tolist() == [300] * 5
 
 
-def test_a_score_that_bears_no_zeros_is_asked_of_live_keys_only() -> None:
+def test_dead_keys_never_reach_the_score() -> None:
     with holding([[1, 0, 0], [0, 2, 0], [1, 1, 1]]) as few:
         found = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
         assert found.n_pooled.item() == 3
@@ -204,7 +204,7 @@ def test_gradients_to_the_query(k: int | None, metric: Any, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("k", [None, 3])
-def test_nothing_to_attend_to(k: int | None) -> None:
+def test_no_records_give_zeros(k: int | None) -> None:
     with softdb.open(None, dim=2, value_dim=3) as db:
         queries = torch.ones(2, 2, requires_grad=True)
         for _ in range(2):

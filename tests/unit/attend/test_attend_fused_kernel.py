@@ -151,7 +151,7 @@ def test_every_kind_of_column(dtype: str, kind: str, q: int, metric: Metric) -> 
     [{"live": 0.7}, {"live": 0.05}, {"allowed": 0.5}, {"masked": True}, {"live": 0.8, "allowed": 0.8, "masked": True}],
     ids=str,
 )
-def test_only_those_that_take_part_are_weighed(q: int, more: dict[str, Any]) -> None:
+def test_only_participating_records_have_weight(q: int, more: dict[str, Any]) -> None:
     for seed in range(20, 24):
         for metric in METRICS:
             check(world(seed, q, metric, ["values", "labels", "keys"][seed % 3], **more))
@@ -327,13 +327,13 @@ def test_others_are_not(used: list[str], rng: np.random.Generator, monkeypatch: 
     assert used.pop() == "blocks"
 
 
-def test_little_work_is_left_to_torch(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pairs_go_to_torch(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, stored = _records(rng)
     monkeypatch.setattr(fused, "forward", lambda *args: pytest.fail("compiled"))
     stream(queries, stored, Dot(), 1.0)
 
 
-def test_scores_beyond_float32_are_left_to_torch(used: list[str]) -> None:
+def test_scores_beyond_float32_go_to_torch(used: list[str]) -> None:
     stored = snapshot(np.full((3, 2), 3e38), np.eye(3, 2))
     with pytest.raises(BadInput, match="NaN"):
         stream(torch.tensor([[1e30, -1e30]]), stored, Dot(), 1.0)

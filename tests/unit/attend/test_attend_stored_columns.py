@@ -117,7 +117,7 @@ def test_labels_and_other_precisions_are_pooled_from_copies() -> None:
     )
 
 
-def test_what_the_loops_do_not_know_is_left_to_torch() -> None:
+def test_unsupported_cases_go_to_torch() -> None:
     records, _ = world("float32")
     asked = torch.randn(2, 7, requires_grad=True)
     assert metric_in_place(Cosine(), asked, records, gradient=True) is None
@@ -128,7 +128,7 @@ def test_what_the_loops_do_not_know_is_left_to_torch() -> None:
     assert score_rows(Dot(), huge, records, np.array([[0, 1]])).dtype is torch.float32  # overflows: torch's own answer
 
 
-def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_column_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     records, positions = world("float32")
     monkeypatch.setattr(Snapshot, "_gather", lambda *_: pytest.fail("records were copied"))
     asked = torch.randn(5, 7, requires_grad=True)

@@ -95,7 +95,7 @@ def test_labels_give_a_distribution(queries: Tensor, keys: Array, rng: np.random
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("deleted", [False, True])
-def test_only_those_that_take_part_are_weighed(
+def test_only_participating_records_have_weight(
     deleted: bool, filtered: bool, masked: bool, queries: Tensor, keys: Array, values: Array, rng: np.random.Generator
 ) -> None:
     live, allowed = np.ones(40, np.bool_), None
@@ -186,7 +186,7 @@ def test_a_huge_temperature_gives_the_mean_of_all(
     np.testing.assert_allclose(lse, math.log(40), rtol=1e-6)
 
 
-def test_one_record_is_the_answer(queries: Tensor, keys: Array, values: Array) -> None:
+def test_a_single_record_is_the_answer(queries: Tensor, keys: Array, values: Array) -> None:
     leaf = queries.requires_grad_()
     output, lse = stream(leaf, snapshot(keys[:1], values[:1]), Dot(), 0.5)
     np.testing.assert_allclose(output.detach(), np.tile(values[0], (6, 1)))
@@ -230,7 +230,7 @@ def snapshot_without_segments() -> Snapshot:
 
 
 @pytest.mark.parametrize("case", ["no segments", "all deleted", "none allowed", "all masked", "all scored out"])
-def test_nothing_gives_zeros_and_no_pull(case: str, queries: Tensor, keys: Array, values: Array) -> None:
+def test_no_records_give_zeros_and_no_gradient(case: str, queries: Tensor, keys: Array, values: Array) -> None:
     queries.requires_grad_()
     output, lse = _nothing(keys, values)[case](queries)
     assert output.tolist() == [[0] * V] * 6
@@ -239,7 +239,7 @@ def test_nothing_gives_zeros_and_no_pull(case: str, queries: Tensor, keys: Array
         assert torch.autograd.grad(loss, queries, retain_graph=True)[0].tolist() == [[0] * D] * 6
 
 
-def test_without_segments_the_width_is_what_is_known(queries: Tensor) -> None:
+def test_without_segments_the_width_comes_from_the_schema(queries: Tensor) -> None:
     empty = snapshot_without_segments()
     assert stream(queries, empty, Dot(), 1.0)[0].shape == (6, D)
     assert stream(queries, empty, Dot(), 1.0, num_classes=9)[0].shape == (6, 9)

@@ -95,7 +95,7 @@ def test_float32_is_summed_in_float64(by: Any) -> None:
 
 
 @every_sparse
-def test_labels_and_nothing(by: Any) -> None:
+def test_labels_and_empty_streams_are_pooled(by: Any) -> None:
     (queries,), (keys,) = tensors(3, 4), tensors(20, 4)
     labels = torch.arange(20) % 3
     output, _ = stream(queries, Columns(keys, labels), Dot(), 2.0, num_classes=3, sparse=by)

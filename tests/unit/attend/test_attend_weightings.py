@@ -218,7 +218,7 @@ def test_a_record_outside_a_compact_kernel_proves_the_answer(
 
 
 @pytest.mark.slow
-def test_an_approximate_finder_proves_nothing(rng: np.random.Generator) -> None:
+def test_an_approximate_finder_gives_no_certificate(rng: np.random.Generator) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
     db = holding(rng.standard_normal((6000, 8)).astype(np.float32))
     queries = rng.standard_normal((4, 8))

@@ -160,7 +160,7 @@ def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generato
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_follows_every_change(
+def test_the_device_copy_follows_every_change(
     kind: str, fits: bool, cards: int, rng: np.random.Generator, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A writer on the CPU and a reader on a device, or the other way round: equal after every step."""
@@ -221,7 +221,9 @@ def one(found: softdb.Estimate) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", ["dot", "distances, labels"])
-def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_estimates_draw_on_the_host_and_gather_on_the_device(
+    kind: str, rng: np.random.Generator, monkeypatch: Any
+) -> None:
     pretend(monkeypatch)
     for name in ("rounds", "count"):  # a pass is dear
         monkeypatch.setattr(f"softdb.attend.{name}.pass_cost", lambda *given: 1000 * pass_cost(*given))
@@ -242,7 +244,7 @@ def test_estimates_draw_on_the_host_and_gather_there(kind: str, rng: np.random.G
     assert db.attend(queries, temperature=0.3, rtol=0.5).finder == "ivf on cpu:0"
 
 
-def test_what_does_not_fit_streams(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_columns_too_large_for_the_device_are_streamed(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     monkeypatch.setattr(resident, "room", lambda device: 0)
     db = filled(None, "dot", rng, 5000)
@@ -319,7 +321,9 @@ def test_a_device_that_fails_loses_nothing(
     assert_alike(pooled(db.to("cpu:0").attend(queries)), expected[1])
 
 
-def test_memory_that_runs_out_while_columns_go_there(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_a_device_that_fills_up_while_columns_are_copied_loses_nothing(
+    rng: np.random.Generator, monkeypatch: Any
+) -> None:
     pretend(monkeypatch)
     db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     expected = pooled(db.to("cpu").attend(queries))
@@ -341,7 +345,7 @@ def test_memory_that_runs_out_while_columns_go_there(rng: np.random.Generator, m
     assert db.attend(queries, k=3).finder == "flat streamed to cpu:0"
 
 
-def test_a_forked_process_is_told(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_a_forked_process_is_refused(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     expected = pooled(db.attend(queries))
@@ -415,7 +419,7 @@ def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
         db.to("cpu:0", "int8")
 
 
-def test_a_tensor_elsewhere_is_answered_where_it_lies(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_the_answer_lies_on_the_device_of_the_queries(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     beside = db.attend(queries)

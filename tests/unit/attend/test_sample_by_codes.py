@@ -99,7 +99,7 @@ def test_samples_of_filtered_deleted_and_young_records() -> None:
     assert p_value(rows, weights(db, query, temperature, where=where)) > 1e-4
 
 
-def test_one_record_that_holds_nearly_all_is_drawn_again_and_again() -> None:
+def test_a_dominant_record_is_drawn_repeatedly() -> None:
     db = halves("l2")
     query = clustered()[7:8]
     samples = db.sample(query, 50, temperature=1e-3 * temperature_of(db))

@@ -157,7 +157,7 @@ def test_ids_and_payloads_come_with_the_hits() -> None:
         assert hits.payloads == [[{"x": 1}, None, [1]], [[1], None, {"x": 1}]]
 
 
-def test_a_search_asks_the_catalogue_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_reads_the_catalogue_only_for_ids_and_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     with holding([[1, 0]], ids=["a"]) as db:
         asked: list[Any] = []
         read = type(db._store).read
@@ -187,7 +187,7 @@ def test_text_goes_through_the_encoder() -> None:
         assert float(db.attend("a").lse) == pytest.approx(np.log(np.exp(3) + 1))
 
 
-def test_scores_of_search_and_attend_are_one() -> None:
+def test_search_and_attend_give_the_same_scores() -> None:
     keys = world(80, 4)
     with holding(keys, metric="l2") as db:
         queries = keys[:3] + 0.1

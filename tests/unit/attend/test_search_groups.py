@@ -178,7 +178,7 @@ def test_pages_are_those_of_one_long_answer(more: dict[str, Any], rng: np.random
         ({"offset": 30, "diversity": 0.5, "fetch_k": 35}, "fetch_k is 35 but k is 10 and offset 30"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ask: dict[str, Any], message: str) -> None:
+def test_senseless_arguments_are_refused(ask: dict[str, Any], message: str) -> None:
     with holding([[1, 0]], ids=[1]) as db, pytest.raises(BadInput, match=message):
         db.search([[1, 0]], **ask)
 

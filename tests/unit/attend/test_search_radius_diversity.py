@@ -65,7 +65,7 @@ def filled(metric: Any, keys: Array, **more: Any) -> SoftDB:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("q", [1, 7])
-def test_a_radius_finds_every_record_that_is_near_enough(
+def test_a_radius_finds_every_record_within_it(
     metric: str, dtype: Any, q: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hits_file, "GATHERED", 200)
@@ -98,7 +98,7 @@ def test_a_radius_finds_every_record_that_is_near_enough(
         assert hits.rows.shape == hits.scores.shape == (q, longest)
 
 
-def test_a_radius_has_a_gradient_and_finds_the_thing_itself(rng: np.random.Generator) -> None:
+def test_a_radius_search_has_gradients_and_finds_the_query_itself(rng: np.random.Generator) -> None:
     keys = awkward(rng, 60, 4)
     for metric, radius in (("l2", 0.0), ("cosine", 1.0)):
         db = filled(metric, keys, dtype="float32")
@@ -152,7 +152,7 @@ def test_far_from_the_origin_a_radius_is_exact(rng: np.random.Generator) -> None
     assert (found[1] == -1).all()
 
 
-def test_a_radius_with_filter_exclusions_and_nothing() -> None:
+def test_a_radius_combines_with_filters_and_exclusions() -> None:
     with softdb.open(None, dim=1) as db:
         for q in (0, 2):
             assert db.search(torch.ones(q, 1), radius=0.0).rows.shape == (q, 0)
@@ -171,7 +171,7 @@ def test_a_radius_with_filter_exclusions_and_nothing() -> None:
 
 @pytest.mark.parametrize("count", [3, 90])
 @pytest.mark.parametrize("each", [False, True])
-def test_what_is_left_out_never_appears_and_others_do(
+def test_excluded_records_never_appear_and_others_do(
     count: int, each: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hits_file, "GATHERED", 800)
@@ -355,13 +355,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_questions_say_what_is_wrong(name: str) -> None:
+def test_bad_arguments_are_refused_by_name(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(BadInput, match=f"search: {re.escape(message)}"):
         filled("l2", np.eye(3)).search(np.ones((2, 3)), **arguments)
 
 
-def test_a_radius_means_what_the_metric_means() -> None:
+def test_a_radius_is_in_the_units_of_the_metric() -> None:
     with pytest.raises(BadInput, match=r"radius is 1\.5; expected a similarity from -1 to 1, for the metric 'cosine'"):
         filled("cosine", np.eye(3)).search([1, 0, 0], radius=1.5)
     with pytest.raises(BadInput, match="radius is inf; expected the least score, a finite number"):

@@ -101,7 +101,7 @@ def test_pages_are_those_of_one_long_answer(db: softdb.SoftDB) -> None:
         db.search("red", mode="text", group_by="x")
 
 
-def test_the_mode_follows_from_what_is_there() -> None:
+def test_the_mode_follows_from_the_arguments() -> None:
     def encode(texts: list[str]) -> np.ndarray[Any, Any]:
         return np.array([[len(text), 1.0] for text in texts], np.float32)
 

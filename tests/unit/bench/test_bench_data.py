@@ -20,7 +20,7 @@ Array = NDArray[Any]
 # -- datasets ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_world_is_the_one_it_always_was() -> None:
+def test_seeded_worlds_never_change() -> None:
     keys = world(1000, 128)
     queries = queries_near(keys, 10)
     np.testing.assert_allclose(keys[0, :3], [0.07746356, -0.01449199, 0.06935678], rtol=1e-5)
@@ -208,7 +208,7 @@ def test_folders(tmp_path: Path, rng: np.random.Generator) -> None:
         load(str(tmp_path))
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
     keys = vecs(tmp_path / "a.fvecs", np.ones((3, 2), np.float32))
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("nowhere", {}, "there is no dataset 'nowhere'; choose one of 'clustered', 'uniform', a folder"),
@@ -257,7 +257,7 @@ def small() -> tuple[Exam, Array]:
     return Exam(data, truth), truth
 
 
-def test_recall_counts_ties_and_misses_what_is_missing() -> None:
+def test_recall_counts_ties_and_missing_hits() -> None:
     exam, truth = small()
     np.testing.assert_array_equal(truth, [[0, 1], [5, 6]])
     assert exam.recall(truth, "honest") == 1
@@ -268,7 +268,7 @@ def test_recall_counts_ties_and_misses_what_is_missing() -> None:
     assert Exam(on_spot, np.arange(3)[:, None]).recall(np.arange(3)[:, None], "honest") == 1  # at a distance of 0
 
 
-def test_what_is_no_answer_is_refused() -> None:
+def test_malformed_answers_are_refused() -> None:
     exam, truth = small()
     wrong = {
         r"liar answered with shape \(2, 1\)": truth[:, :1],

@@ -155,7 +155,7 @@ def test_recall_is_of_other_queries_and_the_first_round_does_not_count(monkeypat
     assert Crammer.clock.now > 0.2
 
 
-def test_what_cannot_be_measured_is_said() -> None:
+def test_unmeasurable_settings_are_refused_by_name() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"engines": ("softdb", "milvus")}, "there is no engine 'milvus'; choose from softdb, softdb-ivf"),
         ({"engines": ()}, "there is no engine ''"),
@@ -171,7 +171,7 @@ def test_what_cannot_be_measured_is_said() -> None:
             Ask(**words).checked()
 
 
-def test_every_peer_that_is_here_finds_by_every_metric() -> None:
+def test_every_installed_peer_finds_by_every_metric() -> None:
     names = ("faiss-hnsw", "faiss-ivf", "faiss-ivfpq", "hnswlib", "usearch", "voyager", "annoy", "svs", "vsag", "scann")
     here = [ENGINES[name] for name in names if not ENGINES[name].missing()]
     for metric in ("dot", "cosine", "l2"):
@@ -245,7 +245,7 @@ def test_the_fastest_of_softdb_are_compared_and_shown() -> None:
     assert "hnswlib M=8" not in shown
 
 
-def test_the_frontier_has_what_nothing_beats() -> None:
+def test_the_frontier_holds_the_undominated_runs() -> None:
     points = [row("a", 0.9, 10, 1), row("a", 0.95, 5, 1), row("a", 0.94, 4, 1), row("a", 0.8, 9, 1)]
     assert report.frontier(points) == [(0.9, 10), (0.95, 5)]
 
@@ -259,7 +259,7 @@ def test_a_picture_is_drawn(name: str, begin: bytes, tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes().startswith(begin)
 
 
-def test_the_command_is_told_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_has_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
         ("/x/bin/softdb", "bench", "wordnet:/data/x/wordnet"): "softdb bench wordnet:wordnet",
         ("/x/softdb/__main__.py", "bench"): "python -m softdb bench",
@@ -302,7 +302,7 @@ def test_the_command_measures_writes_and_draws(tmp_path: Path) -> None:
         (["--plot", "r.bmp"], "the picture's name ends in '.bmp'; expected one of .png"),
     ],
 )
-def test_wrong_words_end_in_one_line(words: list[str], message: str) -> None:
+def test_wrong_arguments_end_in_one_line(words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", *words])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()

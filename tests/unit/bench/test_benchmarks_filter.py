@@ -69,7 +69,7 @@ def test_queries_are_chosen_by_how_many_neighbours_match(world: Any) -> None:
     assert near["correlated"] > near["opposed"]
 
 
-def test_right_answers_and_near_ones_are_told_apart(peers: Any, world: Any) -> None:
+def test_exact_answers_are_distinguished_from_near_ones(peers: Any, world: Any) -> None:
     case, engine = case_of(peers, world), Laggard(world)
     right = engine.search(case.queries, engine.prepare(case.wanted), (10,))
     assert case.recall(world.keys, engine, right) == (1.0, True)
@@ -90,7 +90,7 @@ def test_an_engine_that_lies_is_refused(peers: Any, world: Any, lie: str) -> Non
         case.recall(world.keys, engine, rows)
 
 
-def test_the_least_effort_that_is_enough_is_taken(peers: Any, world: Any) -> None:
+def test_the_least_sufficient_effort_is_chosen(peers: Any, world: Any) -> None:
     given = argparse.Namespace(recall=0.85, patience=60.0)
     tuned = peers.Tuned(Laggard(world), case_of(peers, world), world.keys, given)
     assert tuned.met

@@ -26,7 +26,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 WORDS = ["--device", "cpu", "--records", "12000", "--dim", "16", "--rounds", "1"]
 
 
-def test_the_whole_run(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_of_the_run_checks_and_is_timed(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = bench.main([*WORDS, "--out", str(tmp_path / "gpu.json")])
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
     parts = {row["part"].split(",")[0] for row in found["rows"]}
@@ -40,7 +42,7 @@ def test_the_whole_run(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "left out: LeftOut: is compiled for a GPU alone" in table
 
 
-def test_a_wrong_answer_stops_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_stops_the_run(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.gpu.pooled
 
     def wrong(*args: Any, **words: Any) -> Any:
@@ -52,13 +54,13 @@ def test_a_wrong_answer_stops_it(bench: Any, monkeypatch: pytest.MonkeyPatch) ->
         bench.main(WORDS)
 
 
-def test_it_says_what_there_was_no_time_for(bench: Any) -> None:
+def test_skipped_parts_are_listed(bench: Any) -> None:
     found = bench.main([*WORDS, "--seconds", "1"])
     assert {row["failed"] for row in found["rows"][1:]} == {"the time is over"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_it_needs_a_gpu_or_says_so(bench: Any) -> None:
+def test_a_missing_gpu_is_reported(bench: Any) -> None:
     with pytest.raises(SystemExit, match="torch sees no CUDA device; --device cpu"):
         bench.main([])
     assert softdb.open(None, dim=2).stats().device is None

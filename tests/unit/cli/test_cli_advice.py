@@ -34,20 +34,20 @@ def by_model(path: Path) -> Path:
     return path
 
 
-def test_deleting_says_what(texts: Path) -> None:
+def test_a_deletion_needs_ids_or_a_filter(texts: Path) -> None:
     assert "give IDs or --where, one of them; --where '{}' deletes every record" in fails("delete", texts)
     run("delete", texts, "0")
     run("delete", texts, "--where", "{}")
     assert answer("count", texts) == 0 or answer("info", texts)["records"] == 0
 
 
-def test_the_encoder_is_the_one_of_the_keys(texts: Path) -> None:
+def test_the_encoder_must_be_that_of_the_keys(texts: Path) -> None:
     error = fails("search", texts, "fox", "--encoder", "demo")
     assert "; leave --encoder out" in error
     assert answer("search", texts, "fox", "-k", 1)[0][0]["id"] == 0
 
 
-def test_keys_of_nobody_knows_what(tmp_path: Path) -> None:
+def test_text_queries_over_keys_of_an_unknown_encoder_need_one(tmp_path: Path) -> None:
     holding(HashedNGrams(D)(["a red fox", "a blue whale"]), ids=["a", "b"], path=tmp_path / "db").close()
     error = fails("search", tmp_path / "db", "fox")
     assert "does not say what made its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
@@ -72,7 +72,7 @@ def test_settings_are_of_a_repair(texts: Path, tmp_path: Path) -> None:
     assert answer("info", tmp_path / "saved")["records"] == 3
 
 
-def test_what_is_damaged_is_saved_with_the_command_of_the_error(texts: Path, tmp_path: Path) -> None:
+def test_damaged_databases_are_salvaged_by_the_advised_command(texts: Path, tmp_path: Path) -> None:
     (column,) = texts.glob("keys-*.npy")
     data = bytearray(column.read_bytes())
     data[130] ^= 0xFF  # of the first record
@@ -85,7 +85,7 @@ def test_what_is_damaged_is_saved_with_the_command_of_the_error(texts: Path, tmp
         assert {one.text for some in db.scan() for one in some} >= {"a blue whale", "a green frog"}
 
 
-def test_keys_beside_files_go_one_by_one(tmp_path: Path) -> None:
+def test_keys_beside_several_files_are_imported_one_by_one(tmp_path: Path) -> None:
     files = [lines(tmp_path / f"{name}.jsonl", [{"id": name}]) for name in "ab"]
     for file in files:
         np.save(file.with_suffix(".npy"), [[1.0, 0.0]])
@@ -104,7 +104,7 @@ def test_labels_need_their_number(tmp_path: Path) -> None:
     assert answer("get", tmp_path / "db", 1)[0]["value"] == 2
 
 
-def test_an_import_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_import_resumes(tmp_path: Path) -> None:
     file = lines(tmp_path / "r.jsonl", [{"id": i, "key": [i, 1]} for i in range(5)])
     run("import", tmp_path / "db", file)
     assert "resume goes on with an import that was cut short" in fails("import", tmp_path / "db", file)

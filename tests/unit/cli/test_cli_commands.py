@@ -80,7 +80,7 @@ def test_attend_may_be_estimated(tmp_path: Path) -> None:
     assert "records weighed" in shown
 
 
-def test_attend_over_nothing_says_so(plane: Path) -> None:
+def test_attend_over_no_records_is_reported(plane: Path) -> None:
     (found,) = answer("attend", plane, "[1, 0]", "--where", '{"no": 1}')
     assert (found["output"], found["lse"], found["effective_records"], found["hits"]) == ([0, 0], None, 0, [])
     assert "no record takes part" in run("attend", plane, "[1, 0]", "--where", '{"no": 1}').stdout
@@ -92,14 +92,14 @@ def test_attend_shows_the_first_numbers_of_a_vector(book: Path) -> None:
     assert ", … (256 numbers)" in shown
 
 
-def test_info_tells_what_is_there(book: Path) -> None:
+def test_info_lists_the_contents(book: Path) -> None:
     stats = answer("info", book)
     assert (stats["records"], stats["dim"], stats["metric"], stats["encoder"]) == (3, 256, "dot", "ngrams")
     shown = dict(line.split(maxsplit=1) for line in run("info", book).stdout.splitlines())
     assert (shown["records"], shown["encoder"], shown["index"]) == ("3", "ngrams", "kind  none")
 
 
-def test_a_new_database_is_shaped_as_asked(tmp_path: Path) -> None:
+def test_a_new_database_has_the_requested_shape(tmp_path: Path) -> None:
     path = tmp_path / "db"
     rows = [{"name": "a", "vec": [1, 2, 3], "out": [4, 5]}]
     file = lines(tmp_path / "r.jsonl", rows)
@@ -224,7 +224,7 @@ def test_an_index_is_built_and_tuned_for_queries_of_ones_own(vectors: Path, tmp_
     assert answer("index", vectors, "--kind", "ivf", "--memory", "100000")["bytes"] <= 100_000
 
 
-def test_compact_removes_what_is_gone(vectors: Path) -> None:
+def test_compact_removes_deleted_records(vectors: Path) -> None:
     with softdb.open(vectors) as db:
         db.delete(range(1500))
     report = answer("compact", vectors)
@@ -233,7 +233,7 @@ def test_compact_removes_what_is_gone(vectors: Path) -> None:
     assert run("compact", vectors).stdout.startswith("0 rows removed, 500 records left; ")
 
 
-def test_one_is_not_counted_as_many(tmp_path: Path) -> None:
+def test_counts_use_singular_and_plural(tmp_path: Path) -> None:
     path = tmp_path / "db"
     assert run("import", path, lines(tmp_path / "r.jsonl", [{"id": 1, "key": [1]}])).stdout.startswith("1 record imp")
     assert run("export", path, tmp_path / "out.jsonl").stdout.startswith("1 record written")

@@ -42,7 +42,7 @@ def test_the_table_has_every_command_and_the_comparer_refuses() -> None:
         assert mismatch(value, shape) != []
 
 
-def test_every_command_prints_what_the_table_says(
+def test_every_command_prints_the_documented_json(
     book: Path, plane: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
@@ -81,7 +81,7 @@ def test_every_command_prints_what_the_table_says(
 
 
 @pytest.mark.slow
-def test_an_index_prints_what_the_table_says(vectors: Path) -> None:
+def test_index_commands_print_the_documented_json(vectors: Path) -> None:
     fits("index", answer("index", vectors, "--kind", "ivf"))
     fits("tune", answer("tune", vectors))
     fits("info", answer("info", vectors))
@@ -203,7 +203,7 @@ def test_a_line_that_cannot_be_inserted_is_named(plane: Path, line: str, message
     assert answer("count", plane) == {"count": 5}
 
 
-def test_what_an_insert_says_of_encoders_and_exports(book: Path, plane: Path, tmp_path: Path) -> None:
+def test_insert_reports_encoders_and_exports(book: Path, plane: Path, tmp_path: Path) -> None:
     run("insert", book, stdin='{"id": "f", "text": "Fischer", "year": 5}\n')
     assert answer("search", book, "Fischer", "-k", 1)[0][0] | {"score": 0} == {
         "id": "f", "score": 0, "payload": {"year": 5}, "text": "Fischer",

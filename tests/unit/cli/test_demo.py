@@ -60,7 +60,7 @@ def recalls(data: DemoData, weight: Any) -> tuple[float, float]:
     return float(np.mean([one[0] for one in right])), float(np.mean([one.any() for one in right]))
 
 
-def test_a_small_demo_does_the_whole_job(tmp_path: Path, small: DemoData) -> None:
+def test_a_small_demo_runs_every_step(tmp_path: Path, small: DemoData) -> None:
     report, shown = run(tmp_path / "demo", small, epochs=8)
     assert report.records == 600
     assert 0 < report.before[0] <= report.before[1] <= 1
@@ -102,9 +102,7 @@ def test_training_is_the_same_for_the_same_seed_and_falls_with_the_loss(tmp_path
     assert loss(trained("longer", seed=3, epochs=2)) < loss(first) - 0.05
 
 
-def test_the_first_search_is_not_the_one_that_is_timed(
-    tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_search_is_not_timed(tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch) -> None:
     search, calls, clock = softdb.SoftDB.search, [], Clock(tick=0.001)
 
     def compiling(self: softdb.SoftDB, *args: Any, **words: Any) -> Any:
@@ -121,7 +119,7 @@ def test_the_first_search_is_not_the_one_that_is_timed(
     assert found.groups() == ("1.0", "1001.0")
 
 
-def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
+def test_directories_without_a_demo_are_untouched(tmp_path: Path, small: DemoData) -> None:
     holding(np.ones((1, 96)), ids=["precious"], path=tmp_path / "mine").close()
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
@@ -138,7 +136,7 @@ def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
     assert (tmp_path / "folder" / "precious").exists()
 
 
-def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: DemoData) -> None:
+def test_a_demo_is_rebuilt_only_on_request(tmp_path: Path, small: DemoData) -> None:
     path = tmp_path / "demo"
     path.mkdir()  # an empty directory will do
     run(path, small, epochs=1)
@@ -158,7 +156,7 @@ def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: De
     assert run(path, small, True, epochs=1)[0].records == 600
 
 
-def test_without_faiss_it_says_that_it_answers_exactly(
+def test_without_faiss_the_demo_reports_exact_answers(
     tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -207,7 +205,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_whole_demo_learns(tmp_path: Path) -> None:
+def test_training_in_the_demo_improves_recall(tmp_path: Path) -> None:
     root = Path(softdb.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-W", "error", "-m", "softdb", "demo"]

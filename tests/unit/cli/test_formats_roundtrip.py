@@ -140,7 +140,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=[line[:28] for line, _ in BAD])
-def test_a_bad_line_is_named_and_what_stood_before_it_is_kept(tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_named_and_earlier_records_stay(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1), rows("b", 2), line, rows("c", 3))
     with softdb.open(None, dim=1) as db:
         with pytest.raises(softdb.BadInput, match=message + ".*; the 2 records before are in the database"):
@@ -165,13 +165,13 @@ def test_a_cut_gzip_file_is_named(tmp_path: Path, cut: int) -> None:
         list(read_records(tmp_path / "r.jsonl.gz"))
 
 
-def test_what_only_claims_to_be_gzip_is_named(tmp_path: Path) -> None:
+def test_a_false_gzip_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl.gz").write_text("{}\n")
     with pytest.raises(softdb.BadInput, match=r"r.jsonl.gz line 1: cannot be decompressed"):
         list(read_records(tmp_path / "r.jsonl.gz"))
 
 
-def test_csv_that_is_none_is_named(tmp_path: Path) -> None:
+def test_malformed_csv_is_named(tmp_path: Path) -> None:
     short = write(tmp_path / "short.csv", "id,key,name", '1,"[1]",a', '2,"[1]"')
     with pytest.raises(softdb.BadInput, match=r"short.csv line 3: 2 cells, 3 in the header"):
         list(read_records(short))
@@ -269,7 +269,7 @@ PAYLOADS: list[Any] = [None, {}, {"payload": 1}, [], "text", 0, False, {"ü": "�
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("value", ["none", "vector", "label"])
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_what_is_exported_comes_back_the_same(tmp_path: Path, dtype: Any, value: str, name: str) -> None:
+def test_exported_records_come_back_unchanged(tmp_path: Path, dtype: Any, value: str, name: str) -> None:
     rng, n = np.random.default_rng(0), len(PAYLOADS)
     ids: list[int | str] = ["a", 1, "1", -(2**63), "ü", "", 'quote"', "last"]
     values = {"none": None, "vector": rng.normal(size=(n, 2)), "label": rng.integers(0, 5, n)}[value]
@@ -297,7 +297,7 @@ def test_an_export_may_be_filtered_and_must_be_json_lines(tmp_path: Path) -> Non
             export_records(db, tmp_path / "r.txt")
 
 
-def test_an_export_says_what_its_database_is(tmp_path: Path) -> None:
+def test_an_export_has_the_schema_in_its_header(tmp_path: Path) -> None:
     with holding([[1, 2]], [[3]], [{"softdb": {}}], ids=["a"], dtype="float16", metric="cosine") as db:
         db.index_field("year")
         db.core.store.note_encoder("ngrams")
@@ -337,7 +337,7 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     "said", [5, [], {}, {"dim": 2}, {**GOOD, "dtype": "int8"}, {**GOOD, "fields": [1]}, {**GOOD, "more": 1}]
 )
-def test_a_header_that_is_none_is_named(tmp_path: Path, said: object) -> None:
+def test_a_malformed_header_is_named(tmp_path: Path, said: object) -> None:
     (tmp_path / "r.jsonl").write_text(json.dumps({"softdb": said}) + '\n{"id": 1, "key": [1, 2]}\n')
     with pytest.raises(softdb.BadInput, match=r"r\.jsonl line 1: not the header of an export"):
         next(read_records(tmp_path / "r.jsonl"))
@@ -360,7 +360,7 @@ def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow", "a.npz", "a.npy"])
-def test_an_export_that_the_disk_refuses_is_typed_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_a_failed_export_raises_a_softdb_error_and_leaves_no_file(tmp_path: Path, name: str) -> None:
     with holding(np.random.default_rng(1).normal(size=(500, 64))) as db:
         (tmp_path / name).write_bytes(b"what was there")
         before = {one: one.read_bytes() for one in tmp_path.iterdir()}

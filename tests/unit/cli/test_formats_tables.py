@@ -115,7 +115,7 @@ def table(**changed: Any) -> Any:
     return pa.table({name: one for name, one in (columns | changed).items() if one is not None})
 
 
-def test_other_columns_are_the_payload_and_null_is_not_there() -> None:
+def test_other_columns_become_the_payload_without_nulls() -> None:
     (rows,) = read_records(table())
     assert rows.ids[:2] == ["r0", "r1"]
     assert rows.keys.tolist()[1] == [1.0, 1.0]
@@ -169,7 +169,7 @@ def test_a_column_that_cannot_serve_is_named(changed: dict[str, Any], message: s
         list(read_records(table(**changed)))
 
 
-def test_broken_files_are_named_and_what_stood_before_is_kept(tmp_path: Path) -> None:
+def test_broken_files_are_named_and_earlier_records_stay(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     random = np.random.default_rng(0)
@@ -239,7 +239,7 @@ def test_vectors_go_out_and_come_back(tmp_path: Path, suffix: str) -> None:
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
 
 
-def test_others_read_what_is_written_and_write_what_is_read(tmp_path: Path) -> None:
+def test_other_libraries_read_our_files_and_we_read_theirs(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy", reason="to compare with safetensors")
     import torch
     from safetensors.torch import save_file
@@ -258,7 +258,7 @@ def test_others_read_what_is_written_and_write_what_is_read(tmp_path: Path) -> N
             read_records(tmp_path / "b.safetensors")
 
 
-def test_csv_carries_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
+def test_csv_reports_the_columns_it_cannot_carry(tmp_path: Path) -> None:
     with softdb.open(None, dim=2, value_dim=1) as db, softdb.open(None, dim=2, value_dim=1) as new:
         db.insert(["a", "b"], [[0.1, 2], None], [[3], None], [{"x": 'a "b", c'}, "7"], texts=["line\nline", None])
         notes = list[str]()

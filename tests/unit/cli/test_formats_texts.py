@@ -190,7 +190,7 @@ def test_the_texts_of_an_import_are_the_records_texts(
 
 
 @pytest.mark.parametrize("make", [of_lines, of_cells, None], ids=["jsonl", "csv", "stdin"])
-def test_a_shell_finds_by_words_what_it_imported(tmp_path: Path, make: Callable[[Path], Path] | None) -> None:
+def test_imported_texts_are_found_by_their_words(tmp_path: Path, make: Callable[[Path], Path] | None) -> None:
     source, piped = (make(tmp_path), None) if make else ("-", of_lines(tmp_path).read_text())
     run("import", tmp_path / "db", source, "--text", "text", "--dim", D, stdin=piped)
     error = fails("search", tmp_path / "db", "fox", "--mode", "text")

@@ -95,7 +95,7 @@ def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
     assert float((error <= bar).float().mean()) >= 0.93
 
 
-def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
+def test_the_rest_of_a_budget_is_drawn(hashed: Parted) -> None:
     """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each.
 
     Of a shard a twentieth of the draws goes to all records alike, which comes on top.
@@ -105,7 +105,7 @@ def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
     assert 1.06 * DRAWS > float(pooled.n_pooled.double().mean()) > 0.96 * DRAWS
 
 
-def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> None:
+def test_a_tolerance_is_met_and_too_costly_draws_are_skipped(hashed: Parted) -> None:
     queries = hashed.queries[:20]
     pooled = hashed.cluster.attend(queries, rtol=0.1)
     true = hashed.one.attend(queries).output
@@ -140,7 +140,7 @@ def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
     assert float(off.median()) < 0.2, "the gradients of the wrong draws would be off by about 1"
 
 
-def test_what_was_passed_over_stays_so_in_its_gradient(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_repeats_the_choice_of_an_exact_pass(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a pass costs less is measured, and may be judged otherwise by the time of the gradient."""
     leaf, dear = hashed.queries[:5].clone().requires_grad_(), [True]
     monkeypatch.setattr(Estimator, "too_dear", lambda *_: dear[0])

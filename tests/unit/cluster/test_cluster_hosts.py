@@ -64,7 +64,7 @@ def test_a_part_that_holds_nothing_for_a_filter_has_no_gradient() -> None:
     assert [float(one.abs().sum()) for one in grads] == [0.0]
 
 
-def test_a_host_sends_one_reply_whatever_it_holds() -> None:
+def test_a_host_sends_one_reply_for_all_its_shards() -> None:
     q, k, down = 3, 5, {}
     for shards in (2, 8):
         transport = hosts(1, shards)
@@ -89,7 +89,7 @@ def test_the_gradients_of_a_whole_travel_once() -> None:
     assert sent[1] < sent[0] + 6 * 500, "what each shard adds does not grow with the queries"
 
 
-def test_what_is_merged_and_what_is_not() -> None:
+def test_only_mergeable_replies_are_merged_on_the_host() -> None:
     question = ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)
     shards = hosts(1).own
     passes = {shard: PassOver(own.db.generation, question) for shard, own in enumerate(shards)}  # type: ignore[attr-defined]

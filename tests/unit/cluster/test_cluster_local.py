@@ -56,7 +56,7 @@ def shards(*dbs: softdb.SoftDB) -> Local:
     return Local([DatabaseShard(db, shard, len(dbs)) for shard, db in enumerate(dbs)])
 
 
-def test_a_shard_that_went_on_says_so() -> None:
+def test_a_shard_at_a_newer_version_raises_stale_read() -> None:
     left, right = filled(None, np.arange(0, 40), "dot"), filled(None, np.arange(40, 80), "dot")
     cluster, queries = Cluster(shards(left, right)), torch.ones(2, D)
     hits, before = cluster.search(queries, 3), cluster.attend(queries)
@@ -75,7 +75,7 @@ def test_a_shard_that_went_on_says_so() -> None:
     assert not torch.equal(cluster.attend(queries).lse, before.lse)
 
 
-def test_a_shard_that_goes_on_while_it_answers_says_so() -> None:
+def test_a_shard_that_changes_while_answering_raises_stale_read() -> None:
     db = filled(None, np.arange(40), "dot")
     versions = iter([1, 1, 2])
     shard = DatabaseShard(db, 0, 1, version=lambda: next(versions))
@@ -103,7 +103,7 @@ class Clock:
         return 3600.0 if self.turns == -1 else 0.0
 
 
-def test_a_slow_shard_and_one_that_breaks_are_missing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_broken_shards_are_missing_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
 
     class Slow(DatabaseShard):
@@ -194,7 +194,7 @@ def test_a_shard_without_a_key_answers_as_any(empty: str) -> None:
     all_alike(Cluster(shards(*parts)), one, torch.randn(2, D, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_shard_does_what_its_messages_say_and_no_more() -> None:
+def test_a_shard_refuses_messages_that_it_cannot_answer() -> None:
     db = filled(None, np.arange(40), "dot")
     shard = DatabaseShard(db, 1, 2)
     with pytest.raises(BadInput, match="was asked to compact"):
@@ -221,7 +221,7 @@ def test_a_verb_at_another_version_does_nothing() -> None:
     assert db.stats().index is None
 
 
-def test_a_hit_that_goes_before_it_is_named_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_deleted_before_its_lookup_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     db = filled(None, np.arange(40), "dot")
     shard, question = DatabaseShard(db, 0, 1), ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)
     monkeypatch.setattr(db.core.store, "read", lambda *_, **__: {})
@@ -278,7 +278,7 @@ def test_empty_shards_and_ids_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("n", [400, 4000])
-def test_what_travels_does_not_grow_with_the_records(n: int) -> None:
+def test_messages_do_not_grow_with_the_records(n: int) -> None:
     half = n // 2
     counted = Counted(shards(filled(None, np.arange(half), "dot", n), filled(None, np.arange(half, n), "dot", n)))
     cluster, queries = Cluster(counted), torch.ones(3, D, requires_grad=True)
@@ -288,7 +288,7 @@ def test_what_travels_does_not_grow_with_the_records(n: int) -> None:
     assert (counted.up, counted.down) == (2 * 4 * 3 * (D + D + 4 + 1 + D), 2 * (4 * 3 * (4 + 1 + D) + 3 * 5 * 12))
 
 
-def test_a_field_that_one_shard_does_not_have_is_no_news() -> None:
+def test_a_field_missing_in_one_shard_does_not_warn() -> None:
     parts = [softdb.open(None, dim=D) for _ in range(2)]
     for shard, part in enumerate(parts):
         part.insert([shard], np.ones((1, D)), payloads=[{"only": 1} if shard else {}])
@@ -366,7 +366,7 @@ def test_an_index_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch
     assert allowed == [("Describe", 50.0), ("build_index", 3600.0), ("Describe", 50.0), ("count", 50.0)]
 
 
-def test_a_closed_cluster_is_told_and_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_cluster_raises_closed_and_closes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, count = shards(filled(None, np.arange(40), "dot")), list[int]()
     real = transport.close
 

@@ -28,7 +28,7 @@ def results(model: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_lines_are_near_what_was_measured(model: Any, results: dict[str, Any]) -> None:
+def test_the_model_is_near_the_measurements(model: Any, results: dict[str, Any]) -> None:
     found = model.errors(results)
     assert set(found) == set(OFF)
     for name, points in found.items():
@@ -37,7 +37,7 @@ def test_the_lines_are_near_what_was_measured(model: Any, results: dict[str, Any
             assert abs(said / true - 1) <= OFF[name], f"{name} at {x:g}: {said:.3g} ms, measured {true:.3g}"
 
 
-def test_the_whole_is_near_a_question_that_was_timed(model: Any, results: dict[str, Any]) -> None:
+def test_the_predicted_total_is_near_a_timed_question(model: Any, results: dict[str, Any]) -> None:
     """Of other records, through Ray and two shards: no line was fitted to it."""
     fit, shape = model.fitted(results), results["overhead"]
     for name in ("ray", "ray-2"):
@@ -49,7 +49,7 @@ def test_the_whole_is_near_a_question_that_was_timed(model: Any, results: dict[s
     assert 0.5 < a_pass / shape["milliseconds"]["here"]["attend"]["slowest shard"]["median"] < 2
 
 
-def test_its_sums(model: Any) -> None:
+def test_the_parts_of_the_model_add_up(model: Any) -> None:
     line = model.Line
     fit = model.Fit(
         line(1.0, 10.0), model.Power(2.0, 0.0), line(0.5, 0.01), line(1.0, 0.1), line(0.0, 0.2), 50.0, 1e5, 1e6
@@ -79,7 +79,7 @@ def test_lines_through_points(model: Any) -> None:
     assert (power.exponent, power.at(100)) == pytest.approx((0.5, math.sqrt(40)))
 
 
-def test_the_page_shows_what_the_model_says(model: Any, results: dict[str, Any]) -> None:
+def test_the_tables_of_the_page_are_the_models(model: Any, results: dict[str, Any]) -> None:
     page, fit = (ROOT / "docs" / "cluster.md").read_text(), model.fitted(results)
     for part in (model.table([1e8, 1e9, 1e10, 1e11], fit), model.broken(fit)):
         assert part in page, f"docs/cluster.md shows other figures; put in:\n{part}"
@@ -88,7 +88,7 @@ def test_the_page_shows_what_the_model_says(model: Any, results: dict[str, Any])
         assert model.DEFAULT[list(model.ASSUMED).index(name)] == value
 
 
-def test_it_draws(model: Any, results: dict[str, Any], tmp_path: Path) -> None:
+def test_the_model_draws_its_picture(model: Any, results: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture is matplotlib's")
     model.draw(tmp_path / "scale.png", model.fitted(results))
     assert (tmp_path / "scale.png").stat().st_size > 10_000

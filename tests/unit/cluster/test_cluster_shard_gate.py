@@ -105,7 +105,7 @@ def test_changes_come_one_by_one(way: Way) -> None:
 
 
 @pytest.mark.parametrize("how", ["passing", "closed"])
-def test_what_fails_lets_others_by(way: Way, how: str) -> None:
+def test_a_failed_change_releases_the_gate(way: Way, how: str) -> None:
     with pytest.raises(OSError, match="the disk is gone"), getattr(way.gate, how)():
         raise OSError("the disk is gone")
     for through in (way.gate.closed, way.gate.passing):

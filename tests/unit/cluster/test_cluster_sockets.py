@@ -96,9 +96,7 @@ def test_strangers() -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, RANKS])
-def test_doors_are_open_to_this_host_alone_where_all_ranks_are_on_it(
-    monkeypatch: pytest.MonkeyPatch, hosts: int
-) -> None:
+def test_ranks_on_one_host_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
     names, own, addresses = itertools.count(), socket.create_server, list[tuple[str, int]]()
 
     def server(address: tuple[str, int], backlog: int) -> socket.socket:
@@ -136,7 +134,7 @@ def test_lost_and_silent() -> None:
     closed(found)
 
 
-def test_an_interface_that_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages to other hosts keep to it."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert "127.0.0.1" in connections._addresses()

@@ -27,7 +27,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_each_file_and_name_once_and_none_that_is_on_its_way(tmp_path: Path, seen: list[str]) -> None:
+def test_each_file_and_name_is_synced_once(tmp_path: Path, seen: list[str]) -> None:
     for name in ("data/a.lance", "data/b.lance#1", "_versions/1.manifest", "_versions/.tmp_2"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -44,9 +44,7 @@ def test_each_file_and_name_once_and_none_that_is_on_its_way(tmp_path: Path, see
     assert sorted(seen) == [".", "data", "data/b.lance"]
 
 
-def test_what_cannot_be_synced_is_told_and_tried_again(
-    tmp_path: Path, seen: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_sync_is_raised_and_retried(tmp_path: Path, seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.lance").write_text("a")
     synced = Synced(tmp_path)
 

@@ -105,7 +105,7 @@ def test_the_slider_shows_the_weights_of_attend(visit: Visit, place: Path) -> No
         assert page.eval_on_selector("#map", drawn)
 
 
-def test_what_is_stored_is_text(visit: Visit) -> None:
+def test_stored_markup_is_shown_as_text(visit: Visit) -> None:
     page = visit.page
     page.check("input[value=id]", force=True)
     page.fill("#asked", HOSTILE)
@@ -170,7 +170,7 @@ def test_keyboard_alone(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_axe_finds_nothing(chromium: Any, site: Site, scheme: str) -> None:
+def test_axe_reports_no_accessibility_faults(chromium: Any, site: Site, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install -e '.[browser]'")
     for width in (1280, 400):
         context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
@@ -246,7 +246,7 @@ def test_a_newer_question_overtakes_an_older_one(visit: Visit, site: Site, monke
     assert not page.is_visible("#problem")
 
 
-def test_what_another_process_commits_is_seen(chromium: Any, tmp_path: Path) -> None:
+def test_commits_of_another_process_are_seen(chromium: Any, tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=2, metric="l2", num_classes=2) as db, served(tmp_path / "db") as site:
         one = Visit(chromium.new_context(), site)
         assert "holds no record yet" in one.page.inner_text("#hits")

@@ -350,13 +350,13 @@ def hung_up(connection: socket.socket, seconds: float) -> bool:
     return True
 
 
-def test_nobody_else_can_connect() -> None:
+def test_only_this_host_can_connect() -> None:
     with listening(None) as first, listening(None) as second:  # where the port is taken, by another
         assert {one.getsockname()[0] for one in (first, second)} == {"127.0.0.1"}
         assert first.getsockname()[1] != second.getsockname()[1]
 
 
-def test_what_a_newer_question_overtakes_is_not_answered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overtaken_questions_are_not_answered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     gate, ended = threading.Event(), threading.Event()
 
@@ -393,7 +393,7 @@ def until(true: Any, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def test_many_at_once_are_answered_or_told_to_wait(site: Site) -> None:
+def test_many_requests_at_once_are_answered_or_told_to_wait(site: Site) -> None:
     with ThreadPoolExecutor(60) as pool:
         kinds = [one.result() for one in [pool.submit(site.fetch, f"/api/ask?text=t{i}") for i in range(120)]]
     statuses = [response.status for response, _ in kinds]
@@ -403,7 +403,7 @@ def test_many_at_once_are_answered_or_told_to_wait(site: Site) -> None:
     assert site.call("ask", text="rabbit")["hits"]
 
 
-def test_writes_are_seen_and_a_database_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_writes_are_seen_and_a_removed_database_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "db"
     with softdb.open(path, dim=2, num_classes=3) as db, served(path) as site:
         about = site.call("about")
@@ -466,7 +466,7 @@ def test_recall_of_an_answer(site: Site) -> None:
     assert "recall is of a ranking by vector" in site.call("compare", 400, text="rabbit", ranking="text")["message"]
 
 
-def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
+def test_a_filter_on_an_unknown_field_suggests_the_nearest(place: Path) -> None:
     with Served(place) as database:
         answers = Answers(database)
         for noted in (["no record has the field 'yeer'"], []):  # a handle warns once, the page tells each time
@@ -477,7 +477,7 @@ def test_a_filter_that_names_no_field_says_which_was_meant(place: Path) -> None:
             answers._kept.clear()
 
 
-def test_a_model_is_not_loaded_because_a_database_says_so(tmp_path: Path) -> None:
+def test_a_database_cannot_make_the_explorer_load_a_model(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=2) as db:
         db.core.store.note_encoder("stranger/model")
         db.insert([1], [[1, 0]], texts=["a thief in space"])
@@ -504,7 +504,7 @@ def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("keys", [[[1.0, 1.0]], [[1.0, 1.0]] * 5, [[0.0, 0.0], [1.0, 0.0]]])
-def test_the_plane_of_next_to_nothing(keys: list[list[float]]) -> None:
+def test_the_map_works_with_very_few_records(keys: list[list[float]]) -> None:
     with holding(keys, metric="cosine") as db:
         plane = Plane.of(db)
         assert np.isfinite(plane.at(plane.keys)).all()
@@ -551,7 +551,7 @@ def test_names_of_records_and_fields() -> None:
     assert sorted(found[1]["values"]) == ['"x"', '"y"']
 
 
-def test_the_command_says_where_and_ends_at_ctrl_c(place: Path) -> None:
+def test_the_command_prints_its_address_and_ends_at_ctrl_c(place: Path) -> None:
     words = [sys.executable, "-m", "softdb", "explore", str(place), "--port", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -570,7 +570,7 @@ def test_the_command_says_where_and_ends_at_ctrl_c(place: Path) -> None:
     assert (process.returncode, out, errors) == (0, "", "")
 
 
-def test_the_command_refuses_what_it_cannot_show(tmp_path: Path) -> None:
+def test_the_command_refuses_paths_without_a_database(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from softdb.tools.cli.commands import app

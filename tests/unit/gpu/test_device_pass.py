@@ -170,7 +170,7 @@ TAKING_PART = [
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("pooling", "keep", "mask", "metric"), TAKING_PART)
-def test_who_takes_part_and_what_is_pooled(pooling: str, keep: bool, mask: bool, metric: Metric) -> None:
+def test_filters_and_value_kinds_match_float64(pooling: str, keep: bool, mask: bool, metric: Metric) -> None:
     world = World(18, 70, 20, 18)
     world.mask[1] = False
     how = {"metric": metric, "scale": 1.3}
@@ -201,7 +201,7 @@ def test_heads(way: str) -> None:
 
 
 @every_metric
-def test_nobody(way: str, metric: Metric) -> None:
+def test_no_participating_records_give_zeros(way: str, metric: Metric) -> None:
     world = World(3, 20, 4, 2)
     none = torch.zeros(20, dtype=torch.bool)
     empty = World(3, 0, 4, 2)
@@ -313,7 +313,7 @@ def test_zeros_of_both_signs_tie_and_what_is_no_number_is_the_largest() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_overflow_far_from_the_nearest_is_told() -> None:
+def test_an_overflow_far_from_the_nearest_is_reported() -> None:
     keys = torch.zeros(300, 2)
     keys[3], keys[170] = 1e-30, 3e38
     queries = torch.tensor([[3e38, -3e38], [1.0, 0.0]])
@@ -354,7 +354,7 @@ def test_records_beyond_four_billion_numbers(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_what_the_kernels_do_not_take_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cases_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel was launched")
 
@@ -434,7 +434,7 @@ def on_and_off(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("score", [Dot(), Cosine(), Gaussian(0.7), NegativeL2(2.0)])
 @pytest.mark.parametrize("pools", [True, False])
-def test_columns_on_a_device_are_asked_there(
+def test_columns_on_a_device_are_pooled_there(
     score: Score, pools: bool, request: pytest.FixtureRequest, launched: list[str], rng: np.random.Generator
 ) -> None:
     keys, mask = awkward(rng, 40, 5), torch.ones(6, 40).tril(20).bool()
@@ -476,7 +476,7 @@ def test_the_nearest_of_columns(launched: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_an_overflow_on_a_device_is_told_as_elsewhere() -> None:
+def test_an_overflow_on_a_device_is_reported_as_on_the_cpu() -> None:
     keys = torch.tensor([[3e38, 3e38], [1.0, 1.0]])
     with pytest.raises(BadInput, match="the score returned NaN"):
         placed(keys, keys).stream(Request.of(torch.tensor([[3e38, -3e38]]), Dot()))

@@ -23,7 +23,7 @@ def binaries(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_binaries")
 
 
-def test_the_results_are_of_what_is_launched(binaries: Any) -> None:
+def test_the_results_are_of_the_launched_kernels(binaries: Any) -> None:
     told = json.loads((BENCHMARKS / "results" / "gpu_binaries.json").read_text())["binaries"]
     launched = [
         {"target": target, "case": case.name, **one.told}
@@ -42,7 +42,7 @@ def test_the_results_are_of_what_is_launched(binaries: Any) -> None:
 @pytest.mark.parametrize(
     "how", [["--few", "--target", "sm_90"], pytest.param([], marks=pytest.mark.slow, id="all")]
 )  # fmt: skip
-def test_they_compile_and_fit(how: list[str], tmp_path: Path) -> None:
+def test_kernels_compile_and_fit_the_device(how: list[str], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(BENCHMARKS / "gpu_binaries.py"), *how, "--output", str(tmp_path / "found.json")]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)

@@ -83,7 +83,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         ("flat", {"metric": "dot", "num_classes": 3}),
     ],
 )
-def test_what_is_loaded_is_what_is_measured(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
+def test_loaded_bounds_equal_measured_ones(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
     made(tmp_path / "db", 0, kind, **shape)
     with softdb.open(tmp_path / "db") as db:
         loaded, index = sampler_of(db).reach, sampler_of(db).index
@@ -146,7 +146,7 @@ def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
     ],
     ids=lambda change: " ".join(change),
 )  # fmt: skip
-def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
+def test_bounds_of_another_index_are_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
     never()
     with softdb.open(path) as db:
         found, index = sampler_of(db).reach, sampler_of(db).index
@@ -162,7 +162,7 @@ def test_what_is_not_of_such_an_index_is_refused(path: Path, change: dict[str, A
 
 
 @pytest.mark.parametrize("damage", ["signed rubbish", "nothing", "of an older softdb", "of another database"])
-def test_what_cannot_be_used_is_measured_anew(
+def test_unusable_bounds_are_measured_again(
     path: Path, built: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with softdb.open(path) as db, softdb.open(built / "other", mode="r") as other:

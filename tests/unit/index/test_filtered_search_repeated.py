@@ -35,7 +35,7 @@ def indexed() -> Iterator[softdb.SoftDB]:
 
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("k", [1, 10, 100, 2 * N])
-def test_it_is_the_first_answer(indexed: softdb.SoftDB, name: str, k: int) -> None:
+def test_a_repeated_filter_gives_the_first_answer(indexed: softdb.SoftDB, name: str, k: int) -> None:
     first, again = (indexed.search(QUERIES, k, where=FILTERS[name]) for _ in range(2))
     assert torch.equal(first.rows, again.rows)
     torch.testing.assert_close(first.scores, again.scores, rtol=1e-5, atol=1e-5)
@@ -45,7 +45,7 @@ def test_it_is_the_first_answer(indexed: softdb.SoftDB, name: str, k: int) -> No
     assert float((again.rows == exact.rows).float().mean()) > 0.95
 
 
-def test_it_follows_what_is_written(indexed: softdb.SoftDB) -> None:
+def test_a_repeated_filter_sees_writes(indexed: softdb.SoftDB) -> None:
     query, where = QUERIES[:1], {"n": {"$lt": 4000}}
     best = [indexed.search(query, 1, where=where).ids[0][0] for _ in range(2)][1]
     indexed.update([best], payloads=[{"n": 5000}])
@@ -70,7 +70,7 @@ def test_a_reader_follows_another_s_writing(tmp_path: Path) -> None:
             assert reader.search(QUERIES[:1], 1, where=where).ids[0][0] != best
 
 
-def test_numbers_and_truths_are_told_apart(indexed: softdb.SoftDB) -> None:
+def test_numbers_and_booleans_are_distinguished(indexed: softdb.SoftDB) -> None:
     for where, parity in ({"flag": True}, 0), ({"flag": 1}, None), ({"one": 1}, 1), ({"one": True}, None):
         for _ in range(2):
             hits = indexed.search(QUERIES, 5, where=where)
@@ -78,7 +78,7 @@ def test_numbers_and_truths_are_told_apart(indexed: softdb.SoftDB) -> None:
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_what_is_not_finite_is_refused(indexed: softdb.SoftDB, name: str) -> None:
+def test_non_finite_filters_are_refused(indexed: softdb.SoftDB, name: str) -> None:
     for _ in range(2):
         indexed.search(QUERIES, where=FILTERS[name])
         for wrong in (float("nan"), float("inf")):

@@ -115,7 +115,7 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
         ("hnsw", True, True, "measuring"),
     ],
 )
-def test_what_is_written_meanwhile_is_right_afterwards(
+def test_writes_during_a_build_are_found_afterwards(
     tmp_path: Path, kind: str, on_disk: bool, compacted: bool, moment: str
 ) -> None:
     keys, queries = world()
@@ -270,7 +270,7 @@ def test_a_build_may_be_cancelled_until_it_is_taken_into_use(monkeypatch: pytest
         assert db.stats().index is None
 
 
-def test_a_build_that_fails_says_so_to_whoever_asks_and_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_build_raises_at_result_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken(what: str, done: int, whole: int) -> None:
         raise RuntimeError("the lamp is out")
 
@@ -391,7 +391,7 @@ def test_the_thread_builds_with_as_many_threads_as_the_caller() -> None:
             seen.clear()
 
 
-def test_the_queries_given_may_change_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuning_queries_may_change_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = threading.Event()
     seen: list[list[list[float]]] = []
     mine = torch.ones(3, 16)

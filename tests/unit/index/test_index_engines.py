@@ -61,7 +61,7 @@ def test_k_beyond_the_records_is_cut_to_their_number(db: softdb.SoftDB) -> None:
     assert db.tune(k=2**62, queries=queries[:8]).k == len(db)
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     keys, _ = world(d=64)
     told: list[tuple[str, int, int]] = []
     with holding(keys) as wide:
@@ -83,7 +83,7 @@ def test_many_young_records_are_taken_in(db: softdb.SoftDB, monkeypatch: pytest.
     assert recall(db.search(queries, k=10), truth, 10) >= 0.9
 
 
-def test_what_was_taken_in_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absorbed_records_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 100)
     keys, queries = world()
     with holding(keys[:3000], path=tmp_path / "db") as db:
@@ -270,12 +270,12 @@ def test_memory_is_read(memory: object, size: int | None) -> None:
 
 
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "much", "-3MB", "5 I", ""])
-def test_memory_that_is_none(db: softdb.SoftDB, memory: object) -> None:
+def test_a_memory_limit_that_is_no_number_is_refused(db: softdb.SoftDB, memory: object) -> None:
     with pytest.raises(softdb.BadInput, match=r"memory is .*expected a number of bytes above 0"):
         db.build_index("ivf", memory=memory)  # type: ignore[call-overload]
 
 
-def test_a_memory_that_nothing_meets(db: softdb.SoftDB) -> None:
+def test_an_unreachable_memory_limit_is_refused(db: softdb.SoftDB) -> None:
     with pytest.raises(
         softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ16x4, takes about"
     ) as told:
@@ -346,7 +346,7 @@ def test_more_candidates_need_less_effort() -> None:
     assert setting.recall >= 0.93
 
 
-def test_a_goal_out_of_reach_gives_the_best_there_is() -> None:
+def test_an_unreachable_recall_gives_the_best_index() -> None:
     class Low(Curve):
         def recall(self, effort: int, fetch_k: int) -> float:
             return super().recall(effort, fetch_k) / 2

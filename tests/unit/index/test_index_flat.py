@@ -83,7 +83,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("asked", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_it_agrees_with_brute_force(metric: Metric, dtype: str, asked: torch.dtype, rng: np.random.Generator) -> None:
+def test_flat_search_agrees_with_brute_force(
+    metric: Metric, dtype: str, asked: torch.dtype, rng: np.random.Generator
+) -> None:
     keys = awkward(rng, 300, 7).astype(dtype)
     queries = torch.from_numpy(rng.standard_normal((13, 7))).to(asked)
     queries[0], queries[1] = 0, torch.from_numpy(keys[5]).to(asked)
@@ -95,7 +97,7 @@ def test_it_agrees_with_brute_force(metric: Metric, dtype: str, asked: torch.dty
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("q", [1, 9])
-def test_of_equals_the_first_comes_first(metric: Metric, q: int, rng: np.random.Generator) -> None:
+def test_ties_are_ordered_by_row(metric: Metric, q: int, rng: np.random.Generator) -> None:
     """Whole numbers: float64 has no rounding, so that ties are ties."""
     keys = rng.integers(-1, 2, (500, 4)).astype(np.float32)
     queries = rng.integers(-1, 2, (q, 4)).astype(np.float32)
@@ -157,7 +159,7 @@ def test_only_allowed_live_records_from_a_position_on(metric: Metric, share: flo
         same(found, metric, queries, keys, 8, keep)
 
 
-def test_what_a_filter_leaves_is_compared_where_it_lies(
+def test_filtered_records_are_compared_in_place(
     way: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
@@ -188,7 +190,7 @@ def test_rows_are_permanent_and_positions_are_not(rng: np.random.Generator) -> N
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_nothing_asked_or_nothing_there(metric: Metric) -> None:
+def test_no_queries_or_no_records_give_empty_answers(metric: Metric) -> None:
     empty = Snapshot.of(0, (), np.zeros(0, np.bool_))
     assert flat(empty, torch.ones(2, 3), 4, metric).tolist() == [[-1] * 4] * 2
     assert flat(snapshot(np.ones((5, 3)), live=np.zeros(5)), torch.ones(1, 3), 2, metric).tolist() == [[-1, -1]]
@@ -238,7 +240,7 @@ def test_any_small_world(data: st.DataObject) -> None:
         np.testing.assert_allclose(expected[i, rows], np.sort(expected[i])[::-1][: len(rows)], rtol=1e-13, atol=slack)
 
 
-def test_the_checker_accepts_equals_in_order_and_refuses_the_rest() -> None:
+def test_the_checker_accepts_ties_and_refuses_real_swaps() -> None:
     keys, queries = np.array([[2.0], [1.0], [2.0], [3.0]]), np.ones((1, 1))
     same(np.array([[3, 0, 2]]), Metric.DOT, queries, keys, 3)
     for wrong in ([3, 2, 0], [0, 3, 2], [3, 0, 1], [3, 0, -1]):

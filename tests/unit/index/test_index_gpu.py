@@ -121,7 +121,7 @@ def test_coarse_products_do_not_mislead(device: torch.device, rng: np.random.Gen
         torch.set_float32_matmul_precision("highest")
 
 
-def test_only_what_the_bound_leaves_open_is_asked_again(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_only_queries_within_the_bound_are_repeated(rng: np.random.Generator, monkeypatch: Any) -> None:
     again: list[int] = []
 
     def counted(scan: Any, queries: torch.Tensor, *rest: Any) -> Any:
@@ -239,7 +239,7 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
     )
 
 
-def test_keys_that_do_not_fit_stay_where_they_are(rng: np.random.Generator, monkeypatch: Any) -> None:
+def test_keys_too_large_for_the_gpu_stay_on_the_host(rng: np.random.Generator, monkeypatch: Any) -> None:
     keys, column = rng.standard_normal((100, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     space = {"bytes": 16 * 60 / (1 - resident.SPARE)}
     monkeypatch.setattr(resident, "room", lambda device: space["bytes"])
@@ -299,7 +299,7 @@ def opened(path: Path | None = None, kind: str = "ivf", **words: Any) -> tuple[s
 
 
 @pytest.mark.slow
-def test_it_is_asked_on_torchs_stream_and_the_caller_s_other_streams_stay(fake: FakeGpu) -> None:
+def test_searches_run_on_torchs_stream_and_leave_other_streams(fake: FakeGpu) -> None:
     db, _, queries = opened()
     fake.stream, fake.asked[:] = 12, []  # the pretended index refuses any other
     db.search(queries)
@@ -472,7 +472,7 @@ def test_the_cache_is_an_index_of_the_cpu(fake: FakeGpu, kind: str, tmp_path: Pa
         assert fake.uploads == uploads + 1
 
 
-def test_codes_that_have_no_form_there_stay_on_the_cpu(
+def test_codes_without_a_gpu_form_stay_on_the_cpu(
     fake: FakeGpu, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
@@ -523,7 +523,7 @@ def test_young_records_are_taken_in(fake: FakeGpu, monkeypatch: Any) -> None:
     assert recall(db.search(queries).rows.numpy(), np.argsort(-truth, axis=1)[:, :10]) >= 0.9
 
 
-def test_what_is_built_there(fake: FakeGpu, monkeypatch: Any) -> None:
+def test_indexes_are_built_on_the_gpu(fake: FakeGpu, monkeypatch: Any) -> None:
     keys, queries = world(d=20)
     with holding(keys) as db:
         few = db.build_index()
@@ -578,7 +578,7 @@ def test_an_index_with_wide_codes_has_tables_of_float16(fake: FakeGpu, rng: np.r
 
 
 @pytest.mark.slow
-def test_the_methods_of_other_indexes_stay_what_they_are(fake: FakeGpu) -> None:
+def test_the_methods_of_other_indexes_are_unchanged(fake: FakeGpu) -> None:
     """FAISS' own torch wrappers replace them, and lose the parameters of a search on the way."""
     opened()
     assert "faiss.contrib.torch_utils" not in sys.modules
@@ -611,7 +611,7 @@ def test_devices_that_are_none(db: softdb.SoftDB, device: Any, message: str) -> 
     assert db.stats().index is None
 
 
-def test_a_gpu_that_is_not_there(db: softdb.SoftDB, monkeypatch: Any) -> None:
+def test_a_missing_gpu_is_refused(db: softdb.SoftDB, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(softdb.BadInput, match="build_index: device is cuda:1 but torch sees no CUDA device"):
         db.build_index("ivf", device="cuda:1")
@@ -639,7 +639,7 @@ def test_a_faiss_that_does_not_see_the_gpu(fake: FakeGpu, db: softdb.SoftDB, mon
     assert db.stats().index is None
 
 
-def test_engines_without_a_form_there(fake: FakeGpu, db: softdb.SoftDB) -> None:
+def test_engines_without_a_gpu_form_are_refused(fake: FakeGpu, db: softdb.SoftDB) -> None:
     with pytest.raises(
         softdb.BadInput, match=r"kind is 'hnsw', which has no form on cpu:0; choose one of .*'ivf-sq8', or device="
     ):
@@ -664,7 +664,7 @@ def test_a_board_is_kept_with_its_keys(fake: FakeGpu, db: softdb.SoftDB) -> None
     assert db._finder.devices is board
 
 
-def test_what_a_cached_file_holds(fake: FakeGpu, tmp_path: Path) -> None:
+def test_a_cached_file_holds_the_cpu_form(fake: FakeGpu, tmp_path: Path) -> None:
     opened(tmp_path / "db", "ivf-sq8")[0].close()
     (file,) = (tmp_path / "db" / "index").iterdir()
     assert cache._NAME.fullmatch(file.name)
@@ -679,7 +679,7 @@ def test_what_a_cached_file_holds(fake: FakeGpu, tmp_path: Path) -> None:
 class TestOnAGPU:
     @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8", "flat"])
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
-    def test_queries_that_lie_there(self, kind: str, metric: Any, monkeypatch: Any) -> None:
+    def test_queries_on_the_gpu_are_answered_there(self, kind: str, metric: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr(probe, "FEW", 500)
         db, keys, queries = opened(None, kind, device="cuda", metric=metric)
         asked = torch.from_numpy(queries).cuda().requires_grad_()

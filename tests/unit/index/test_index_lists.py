@@ -60,7 +60,7 @@ def offsets(index: Lists) -> NDArray[np.float64]:  # (n, 2)
 
 
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
-def test_what_is_added_later_is_coded_alike(metric: Metric) -> None:
+def test_records_added_later_get_the_same_codes(metric: Metric) -> None:
     index, keys = made(metric)
     grown = index.copy()
     assert isinstance(grown, Lists)
@@ -79,7 +79,7 @@ def test_what_is_added_later_is_coded_alike(metric: Metric) -> None:
     np.testing.assert_allclose(offsets(grown)[:N], offsets(index), rtol=2e-3)
 
 
-def test_what_is_removed_is_gone_and_the_rest_is_as_it_was() -> None:
+def test_removal_leaves_the_other_records_unchanged() -> None:
     index, _ = made()
     before = by_row(index)
     kept = np.arange(0, N, 3)
@@ -114,7 +114,7 @@ def test_codes_are_of_16_to_128_bytes_where_the_width_allows_it(dim: int) -> Non
 
 
 @pytest.mark.parametrize("dim", [3, 24, 40, 100])
-def test_a_record_takes_as_many_bytes_as_it_is_said_to(dim: int) -> None:
+def test_a_record_takes_its_documented_bytes(dim: int) -> None:
     keys = np.random.default_rng(0).standard_normal((1000, dim)).astype(np.float32)
     for codes in Lists.codes(dim):
         index = Lists.train(Metric.L2, keys, len(keys), codes)
@@ -260,7 +260,7 @@ def test_recall_holds_under_filters_that_go_with_the_keys(share: float) -> None:
         assert found >= 9.3
 
 
-def test_an_index_of_faiss_codes_is_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_of_faiss_codes_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As an earlier version wrote it: one line says so, and search is exact."""
     import faiss
 

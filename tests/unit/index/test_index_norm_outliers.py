@@ -98,7 +98,7 @@ def indexed(kind: str) -> Index:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("k", [1, 10])
-def test_the_largest_inner_products_are_found_whatever_the_norms(kind: str, k: int) -> None:
+def test_the_largest_inner_products_are_found_for_any_norms(kind: str, k: int) -> None:
     index, here = indexed(kind), world(kind)
     assert here.outliers_found(index, k) >= 0.99
     index.longest = NONE
@@ -146,7 +146,7 @@ def test_outliers_take_their_places_among_the_best(
 
 
 @pytest.mark.parametrize("compiled", WITH_AND_WITHOUT)
-def test_an_answer_that_is_short_stays_short(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_answers_stay_short(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever searches sees that the index gave out, and looks elsewhere."""
     monkeypatch.setattr(outliers, "available", lambda: compiled)
     keys = np.diag(np.arange(1, 21, dtype=np.float32))
@@ -158,7 +158,7 @@ def test_an_answer_that_is_short_stays_short(compiled: bool, monkeypatch: pytest
     assert found.tolist() == [[3, -1]] * 4 + [[19, 18]] + [[3, -1]]
 
 
-def test_filters_and_deletions_are_kept_to(rng: np.random.Generator) -> None:
+def test_filters_and_deletions_are_respected(rng: np.random.Generator) -> None:
     kind = "log-normal 1"
     here, index = world(kind), indexed(kind)
     gone = np.isin(here.rank, np.arange(0, 90, 3))
@@ -185,7 +185,7 @@ def test_k_stay_k_without_duplicates(k: int) -> None:
     assert (np.diff(scores) <= 1e-4).all()
 
 
-def test_alone_and_in_a_batch_the_same_are_found() -> None:
+def test_a_batch_finds_the_same_as_single_queries() -> None:
     here, index = world("Pareto 3"), indexed("Pareto 3")
     found = find(here.seen, index, here.queries, 10, Metric.DOT, None)
     alone = [find(here.seen, index, here.queries[i : i + 1], 10, Metric.DOT, None)[0] for i in range(60)]
@@ -239,7 +239,7 @@ def test_rows_that_a_snapshot_lacks_take_no_part(rng: np.random.Generator) -> No
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
-def test_where_length_plays_no_part_there_are_none(metric: Any, rng: np.random.Generator) -> None:
+def test_metrics_without_norms_have_no_outliers(metric: Any, rng: np.random.Generator) -> None:
     keys = directions(5000, 8, rng) * rng.uniform(0.8, 1.2, (5000, 1))
     if metric != "dot":
         keys *= lengths("Pareto 3", 5000, rng)
@@ -261,7 +261,7 @@ def test_equal_lengths_make_no_classes(rng: np.random.Generator) -> None:
     assert classes["rest"]["of"] > 1000
 
 
-def test_they_take_no_more_time_than_is_theirs(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outliers_take_at_most_their_share_of_time(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outliers, "TIMED", 8)
     keys, queries = rng.standard_normal((8000, 48)), rng.standard_normal((64, 48)).astype(np.float32)
     here, every, clock, take_part = snapshot(keys), np.arange(8000), Clock(), Outliers.take_part
@@ -334,7 +334,7 @@ def test_search_and_attention_find_them() -> None:
         check(db)
 
 
-def test_deleted_ones_never_come_back_and_others_follow() -> None:
+def test_deleted_outliers_never_return_and_others_replace_them() -> None:
     db = made()
     order = np.argsort(-np.linalg.norm(items()[0], axis=1))
     db.delete(order[:10].tolist())
@@ -365,7 +365,7 @@ def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.
         assert (found[:, :, None] == exact[:, None]).any(2).mean() >= 0.65
 
 
-def test_young_ones_are_found_before_and_after_the_index_takes_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_young_outliers_are_found_before_and_after_absorption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 300)
     db, random = made(), np.random.default_rng(3)
     young_keys = directions(1000, W, random)
@@ -392,7 +392,7 @@ def test_after_compaction_rows_keep_their_numbers(tmp_path: Path) -> None:
         check(db)
 
 
-def test_an_index_that_is_loaded_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_index_knows_its_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "db").close()
     passes: list[int] = []
 
@@ -415,7 +415,7 @@ def test_an_index_that_is_loaded_knows_them(tmp_path: Path, monkeypatch: pytest.
     assert passes == [M]
 
 
-def test_recall_is_told_for_long_keys_and_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from softdb.terminal import listed
 
     monkeypatch.setattr(build, "QUERIES", 300)

@@ -58,13 +58,13 @@ def saw(watch: Watch, one: Index, recall: float, times: int) -> int:
     return len(checks)
 
 
-def test_good_searches_say_nothing() -> None:
+def test_good_recall_does_not_warn() -> None:
     watch, one = Watch(share=1.0), index()
     assert saw(watch, one, 1.0, 300) == 300
     assert watch.report(one) == {"live_recall": 1.0, "live_checked": 300}
 
 
-def test_chance_says_nothing() -> None:
+def test_chance_misses_do_not_warn() -> None:
     """A recall exactly as promised, spread as widely as it can be: every tenth answer misses half."""
     watch, one, random = Watch(share=1.0), index(), np.random.default_rng(0)
     for _ in range(2000):
@@ -92,7 +92,7 @@ def test_a_few_bad_ones_are_no_proof() -> None:
     assert watch.report(one)["live_recall"] == 0.9
 
 
-def test_what_was_never_promised_is_not_missed() -> None:
+def test_recall_below_an_unpromised_goal_does_not_warn() -> None:
     saw(Watch(share=1.0), index(recall=0.6), 0.6, 300)
     saw(Watch(share=1.0), index(target=0.5), 0.6, 300)
 

@@ -229,7 +229,7 @@ def test_records_that_may_not_be_drawn_never_are(metric: str) -> None:
                     assert len(set(drawn.tolist())) == len(drawn) > 0
 
 
-def test_where_nothing_is_allowed_nothing_is_drawn() -> None:
+def test_no_allowed_records_give_no_draws() -> None:
     here = world("dot")
     sample = here.draw(1.0, allowed=np.zeros(N, np.bool_))
     assert (sample.positions == -1).all()

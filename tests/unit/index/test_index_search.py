@@ -182,7 +182,7 @@ def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) ->
     assert recall(found, exact) == 1
 
 
-def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_records_are_computed_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion or a filter must not cost n for every search."""
     keys, queries = clusters(rng)
     asked = torch.from_numpy(queries[:1])

@@ -161,7 +161,7 @@ def test_the_report_counts_them() -> None:
     assert index_report(built("hnsw", "dot")).bytes == index.dump().nbytes + index.companion.dump().nbytes
 
 
-def test_where_they_cannot_be_made_estimates_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_exact_where_sketches_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     with holding(world().keys) as db:
         for memory, faiss in ((1000, True), (None, False)):
             if not faiss:
@@ -287,7 +287,9 @@ def test_a_handle_on_a_gpu_draws_by_them(kind: str, fake: FakeGpu, tmp_path: Pat
             assert rows_of(sketches_of(db)) == before[1:]
 
 
-def test_codes_alone_stay_where_they_are(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
+def test_sketches_of_codes_alone_stay_on_the_host(
+    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
     """A handle that moves to a GPU compares every record there, and draws by what the host has."""
     with filled("flat") as db:
         before, index = rows_of(sketches_of(db)), db._finder.index

@@ -50,7 +50,7 @@ def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, 
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_is_refused_as_ever(db: softdb.SoftDB, bad: float) -> None:
+def test_nan_and_infinite_queries_are_refused(db: softdb.SoftDB, bad: float) -> None:
     queries = np.ones((2, 24), np.float32)
     queries[1, 3] = bad
     with pytest.raises(softdb.BadInput, match="NaN or infinity, first in query 1"):
@@ -60,7 +60,7 @@ def test_what_is_no_number_is_refused_as_ever(db: softdb.SoftDB, bad: float) -> 
 
 
 @pytest.mark.parametrize("metric", ["dot", "l2"])
-def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
+def test_later_inserts_and_deletes_are_seen(metric: str) -> None:
     """The plain way is not taken then: the index does not hold what is young, and holds what is dead."""
     db = made(metric)
     query = np.full((1, 24), 9, np.float32)
@@ -73,14 +73,14 @@ def test_what_was_inserted_or_deleted_since_is_seen(metric: str) -> None:
     assert after[:2] == before[1:]
 
 
-def test_lists_are_always_scanned_but_for_next_to_nothing(db: softdb.SoftDB) -> None:
+def test_lists_are_scanned_unless_very_few_records_remain(db: softdb.SoftDB) -> None:
     way = planner_of(db).way
     assert way(12_000, 1, 10, False) == way(3000, 100, 10, True, True) == "index"
     assert way(100, 1, 10, True, True) == "pairs"
     assert way(100, 1, 10, True, False) == way(12_000, 1, 2000, False) == "blocks"
 
 
-def test_a_graph_is_asked_where_a_filter_leaves_much() -> None:
+def test_a_graph_serves_filters_that_keep_many_records() -> None:
     with made("dot", "hnsw") as db:
         way = planner_of(db).way
     assert way(12_000, 1, 10, False) == way(6000, 1, 10, True, True) == "index"

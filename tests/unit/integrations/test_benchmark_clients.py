@@ -74,7 +74,7 @@ def test_ann_benchmarks_runs(ann: Any, metric: str, kind: str) -> None:
     assert algorithm.db.closed
 
 
-def test_ann_benchmarks_is_refused_what_there_is_not(ann: Any) -> None:
+def test_unsupported_settings_of_ann_benchmarks_are_refused(ann: Any) -> None:
     with pytest.raises(BadInput, match="metric is 'jaccard'; choose one of 'angular', 'euclidean'"):
         ann.SoftDBAlgorithm("jaccard")
     algorithm = ann.SoftDBAlgorithm("angular", "trees")
@@ -122,7 +122,7 @@ def test_vectordbbench_loads_optimises_and_searches_by_copies(bench: Any, path: 
         assert emptied.search_embedding(QUERIES[0].tolist(), 5) == []
 
 
-def test_vectordbbench_is_refused_what_there_is_not(bench: Any, path: Path) -> None:
+def test_unsupported_settings_of_vectordbbench_are_refused(bench: Any, path: Path) -> None:
     with pytest.raises(BadInput, match="metric_type is"):
         bench.SoftDBClient(16, {"path": str(path)}, bench.SoftDBCaseConfig(metric_type="HAMMING"))
     (path / "vector_bench").mkdir(parents=True)

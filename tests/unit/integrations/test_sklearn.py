@@ -141,7 +141,7 @@ def test_the_temperature_has_the_least_loss_and_calibrates() -> None:
     )
 
 
-def test_a_bandwidth_for_each_coordinate_leaves_out_those_that_tell_nothing() -> None:
+def test_a_bandwidth_for_each_coordinate_ignores_constant_ones() -> None:
     random = np.random.default_rng(5)
     points = random.uniform(-2, 2, (200, 2))
     targets = np.sin(2 * points[:, 0]) + random.normal(0, 0.1, 200)
@@ -173,7 +173,7 @@ def test_kernel_regression_is_the_mean_weighted_by_scikit_learns_densities(kerne
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_copies_tell_the_same(on_disk: bool, path: Path) -> None:
+def test_copies_predict_the_same(on_disk: bool, path: Path) -> None:
     where = path if on_disk else None
     models = [
         SoftKNeighborsClassifier(3, path=where and path / "a").fit(X, np.array(["s", "t", "u"])[LABELS]),
@@ -268,13 +268,13 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("model", "given", "match"), REFUSED.values(), ids=REFUSED)
-def test_what_makes_no_sense_is_refused_by_fit(model: Any, given: tuple[Any, ...], match: str) -> None:
+def test_senseless_arguments_are_refused_by_fit(model: Any, given: tuple[Any, ...], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         model.fit(*given)
     assert not hasattr(model, "db_") or not model.db_
 
 
-def test_what_makes_no_sense_is_refused_by_questions() -> None:
+def test_senseless_arguments_are_refused_by_predictions() -> None:
     model = SoftKNeighborsClassifier(temperature=1.0).fit(X, LABELS)
     for ask, match in (
         (lambda: model.predict(X[:, :3]), "X has 3 features, but SoftKNeighborsClassifier is expecting 4"),

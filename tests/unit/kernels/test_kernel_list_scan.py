@@ -105,7 +105,7 @@ def test_estimates_are_those_of_the_equation(level: str, metric: Metric, d: int,
 
 
 @pytest.mark.parametrize("c", [1, 10, 100])
-def test_the_best_are_kept(level: str, c: int) -> None:
+def test_the_best_candidates_are_returned(level: str, c: int) -> None:
     here = world()
     whole, scores = found_by_codes(here, here.queries, 3000, EVERYTHING)
     few, own = found_by_codes(here, here.queries, c, EVERYTHING)
@@ -114,7 +114,7 @@ def test_the_best_are_kept(level: str, c: int) -> None:
         np.testing.assert_array_equal(few, whole[:, :c])
 
 
-def test_of_many_alike_the_first_are_kept(level: str) -> None:
+def test_of_many_ties_the_first_are_returned(level: str) -> None:
     here = world(n=3000)
     coded = here.coded._replace(codes=np.zeros_like(here.coded.codes), factors=np.ones_like(here.coded.factors))
     here.index._lay_out(coded)

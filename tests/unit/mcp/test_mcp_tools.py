@@ -101,7 +101,7 @@ def piped(path: Path) -> Any:
     return stdio_client(StdioServerParameters(command=sys.executable, args=words, env={"PYTHONPATH": str(ROOT)}))
 
 
-def test_over_pipes_what_is_stored_is_data_and_what_is_gone_is_one_line(library: Path, tmp_path: Path) -> None:
+def test_over_pipes_stored_text_is_data_and_errors_are_one_line(library: Path, tmp_path: Path) -> None:
     async def ask(client: Client, call: Call) -> None:
         tools = (await client.list_tools()).tools
         assert [one.name for one in tools] == ["describe", "search", "get", "count", "attend"]
@@ -243,7 +243,7 @@ def test_a_text_index_is_searched_by_words(tmp_path: Path, library: Path) -> Non
     asked(library, ask_both)
 
 
-def test_what_cannot_be_served_is_one_line(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unservable_paths_are_one_line_errors(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> str:
         done = CliRunner().invoke(app, ["mcp", str(path)])
         assert (done.exit_code, done.stdout) == (1, "")

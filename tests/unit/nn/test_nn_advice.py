@@ -69,7 +69,7 @@ def test_an_optimiser_is_of_the_memory(folder: Path) -> Steps:
 
 
 @advice("reload() lets them go and keeps what else was learnt, then commit again", softdb.StaleRead)
-def test_a_memory_takes_in_what_others_did(folder: Path) -> Steps:
+def test_a_memory_reloads_the_changes_of_others(folder: Path) -> Steps:
     with filled() as db:
         memory = soft.Memory(db, k=50)
         optimizer = torch.optim.SparseAdam(list(memory.parameters()), lr=0.1)

@@ -91,7 +91,7 @@ def test_the_order_of_a_bag_does_not_matter() -> None:
     assert not torch.allclose(moved, weights)
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_padding_has_no_weight() -> None:
     module, bags = pooling(False), torch.randn(2, N, DIM, dtype=torch.float64)
     other = bags.clone()
     other[:, 3:] = 1e6
@@ -100,7 +100,7 @@ def test_padding_counts_for_nothing() -> None:
     torch.testing.assert_close(module(bags, valid_len=[3, 3])[0], module(bags[:, :3])[0])
 
 
-def test_empty_bags_and_no_bags_are_zeros_and_nothing() -> None:
+def test_empty_bags_give_zeros_and_no_bags_give_no_rows() -> None:
     module = pooling(True)
     pooled, weights = module(torch.zeros(3, 0, DIM, dtype=torch.float64))
     assert torch.equal(pooled, torch.zeros(3, DIM, dtype=torch.float64))
@@ -108,7 +108,7 @@ def test_empty_bags_and_no_bags_are_zeros_and_nothing() -> None:
     assert [tuple(one.shape) for one in module(torch.zeros(0, N, DIM, dtype=torch.float64))] == [(0, DIM), (0, N)]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(BadInput, match=r"hidden is 0; expected a whole number at least 1"):
         MILPooling(DIM, hidden=0)
     module = MILPooling(DIM)

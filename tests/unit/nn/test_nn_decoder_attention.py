@@ -105,7 +105,7 @@ def test_gradients_reach_everything(score: str) -> None:
     assert not bool(states.grad[2].any()), "a sequence of nothing pulls"
 
 
-def test_no_states_and_no_sequences_are_zeros_and_nothing() -> None:
+def test_no_states_give_zeros_and_no_sequences_give_no_rows() -> None:
     made = RecurrentAttention(3, E, "additive")
     context, weights = made(torch.randn(B, 3), torch.zeros(B, 0, E))
     assert torch.equal(context, torch.zeros(B, E))
@@ -120,7 +120,7 @@ def test_the_hidden_layer_is_as_wide_as_asked_for() -> None:
         assert len(score.weight) == expected
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(BadInput, match=r"score is 'cosine'; expected 'dot', 'general' or 'additive'"):
         RecurrentAttention(3, E, "cosine")
     with pytest.raises(BadInput, match=r"query_dim is 3 and state_dim 4, but the dot product compares equal widths"):

@@ -98,7 +98,7 @@ def test_the_gradient_of_log_probabilities() -> None:
 
 @pytest.mark.parametrize("words", [{"value_dim": V}, {"num_classes": 3}])
 @pytest.mark.parametrize("how", ["filter", "empty"])
-def test_drawing_from_nothing(words: dict[str, Any], how: str) -> None:
+def test_draws_from_no_records_are_zeros(words: dict[str, Any], how: str) -> None:
     db = filled(**words) if how == "filter" else softdb.open(None, dim=D, **words)
     where = {"odd": 3} if how == "filter" else None
     queries = asking()
@@ -317,7 +317,7 @@ def test_a_projection_learns_to_draw_the_record_that_is_rewarded(loss: Any) -> N
         (lambda *_: MovingBaseline()(torch.tensor([[torch.nan]])), "reward holds NaN"),
     ],
 )
-def test_what_cannot_be(call: Any, message: str) -> None:
+def test_bad_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         call(filled(), asking())
 

@@ -80,7 +80,7 @@ def test_impossible_logits_of_a_model() -> None:
     assert bool(model.grad.isfinite().all())
 
 
-def test_labels_of_nothing() -> None:
+def test_labels_over_no_records_cost_100() -> None:
     db = softdb.open(None, dim=2, num_classes=2)
     queries = torch.ones(1, 2, requires_grad=True)
     assert label_loss(db, queries, [1]).item() == 100

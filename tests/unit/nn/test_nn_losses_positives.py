@@ -281,7 +281,7 @@ def test_negatives_drawn_among_the_nearest() -> None:
     assert counts.max() < 95
 
 
-def test_all_positives_leave_nothing_to_tell_apart() -> None:
+def test_all_records_as_positives_give_zero_loss() -> None:
     db = holding([[1, 0], [0, 1]], ids=[1, 2])
     queries = torch.ones(2, 2, requires_grad=True)
     loss = info_nce(db, queries, [[1, 2], [2, 1]])

@@ -117,7 +117,7 @@ def test_losses_of_answers_take_views_and_memories() -> None:
     torch.testing.assert_close(cold, pooled_loss(db, queries, targets, temperature=0.1, k=5))
 
 
-def test_what_views_and_memories_do_not_take_is_said() -> None:
+def test_arguments_that_views_and_memories_lack_are_refused() -> None:
     db, _, queries, positives = small()
     view, memory = nn.View(db, torch.nn.Linear(4, 4), metric="dot"), nn.Memory(db)
     with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or ask the database"):

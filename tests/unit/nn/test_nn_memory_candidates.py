@@ -177,7 +177,7 @@ def test_a_commit_gives_the_copy_back_where_the_database_has_an_index() -> None:
     assert memory(torch.randn(1, 16)).finder == "ivf"
 
 
-def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_complete_beside_a_failed_or_running_build(monkeypatch: pytest.MonkeyPatch) -> None:
     db = large()
     db.build_index("ivf")
     memory = Memory(db, k=2)

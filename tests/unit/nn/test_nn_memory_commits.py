@@ -110,7 +110,7 @@ def test_changes_by_hand_are_written_when_everything_is_compared() -> None:
     assert memory.commit() == N
 
 
-def test_what_training_broke_is_not_written() -> None:
+def test_broken_parameters_are_not_committed() -> None:
     db = filled(dtype="float16")
     memory = Memory(db, k=4)
     moved(memory, torch.tensor([4]), torch.full((1, D), 1e6))

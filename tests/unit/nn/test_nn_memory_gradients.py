@@ -172,7 +172,7 @@ def test_the_memory_of_a_step_does_not_grow_with_the_records() -> None:
         lambda p: torch.optim.SGD(p, lr=1.0),
     ],
 )
-def test_it_learns_with_every_sparse_optimiser(make: Any) -> None:
+def test_a_memory_learns_with_every_sparse_optimiser(make: Any) -> None:
     memory = Memory(filled(), k=6)
     optimizer = make(memory.parameters())
     memory.check(optimizer)
@@ -243,7 +243,7 @@ def test_where_the_key_serves_the_trained_key_is_the_value() -> None:
         Memory(db, values=True)
 
 
-def test_what_is_not_trained_is_read_from_the_database() -> None:
+def test_untrained_columns_are_read_from_the_database() -> None:
     db = filled()
     queries = torch.randn(4, D)
     expected = db.attend(queries, k=6).output
@@ -253,7 +253,7 @@ def test_what_is_not_trained_is_read_from_the_database() -> None:
         torch.testing.assert_close(memory(queries).output, expected)
 
 
-def test_it_is_the_soft_query_of_the_database_before_training() -> None:
+def test_before_training_a_memory_answers_as_its_database() -> None:
     for metric in ("dot", "cosine", "l2"):
         db = filled(metric=metric, dtype="float16")
         queries = torch.randn(6, D)
@@ -281,7 +281,7 @@ def test_an_empty_database(words: dict[str, Any]) -> None:
     assert memory.commit() == 0
 
 
-def test_what_cannot_be_made_or_asked() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     db = filled()
     with pytest.raises(BadInput, match="db is None; expected an open softdb database"):
         Memory(None)  # type: ignore[arg-type]

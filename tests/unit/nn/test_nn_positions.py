@@ -129,7 +129,7 @@ def test_rotary_dot_products_depend_on_the_offset_only() -> None:
 
 
 @pytest.mark.parametrize("make", [SinusoidalPositions, RotaryPositions, lambda dim: LearnedPositions(9, dim)])
-def test_nothing_in_gives_nothing_out_and_heads_are_a_batch(make: type) -> None:
+def test_empty_input_gives_empty_output_and_heads_are_a_batch(make: type) -> None:
     positions = make(4)
     assert positions(torch.zeros(2, 0, 4)).shape == (2, 0, 4)
     x = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
@@ -145,7 +145,7 @@ def test_gradients_reach_x(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", [SinusoidalPositions, RotaryPositions, lambda dim: LearnedPositions(9, dim)])
-def test_what_does_not_fit_is_refused(make: type) -> None:
+def test_mismatched_shapes_are_refused(make: type) -> None:
     with pytest.raises(BadInput, match=r"dim is 0; expected a whole number at least 1"):
         make(0)
     positions = make(4)

@@ -62,7 +62,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("words", SHAPES)
-def test_it_is_softmax_over_the_best_of_all_keys_values_and_gradients(words: dict[str, Any]) -> None:
+def test_answers_and_gradients_are_the_softmax_over_the_best_of_all_keys(words: dict[str, Any]) -> None:
     memory = made(**words)
     inputs = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(9, 3, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_a_step_holds_no_gradient_as_large_as_the_memory() -> None:
     assert grad._values().numel() == 2 * 4 * 64  # of 65,536 slots
 
 
-def test_it_learns_to_recall() -> None:
+def test_product_keys_learn_to_recall() -> None:
     memory = ProductKeys(8, num_keys=12, value_dim=4, num_heads=2, k=8)
     inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
     others = [p for name, p in memory.named_parameters() if name != "values"]
@@ -166,7 +166,7 @@ def test_query_norm_is_a_batch_norm_of_the_queries() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 3, 6), (2, 0, 6)])
-def test_leading_dimensions_are_kept(shape: tuple[int, ...]) -> None:
+def test_leading_dimensions_are_preserved(shape: tuple[int, ...]) -> None:
     memory = made()
     inputs = torch.randn(shape, dtype=torch.float64)
     output = memory(inputs)
@@ -208,7 +208,7 @@ def test_state_and_copies_answer_alike() -> None:
         ({"dim": 7}, "key_dim is 7; expected an even width"),
     ],
 )
-def test_what_cannot_be_made(words: dict[str, Any], match: str) -> None:
+def test_bad_settings_are_refused_by_name(words: dict[str, Any], match: str) -> None:
     with pytest.raises(BadInput, match=match):
         made(**words)
 
@@ -235,7 +235,7 @@ def test_inputs_of_another_dtype() -> None:
             memory(torch.zeros(2, 6, dtype=torch.float64))
 
 
-def test_what_inference_mode_kept_serves_training() -> None:
+def test_caches_of_inference_mode_serve_training() -> None:
     memory = made(k=13)
     inputs = torch.randn(4, 6, dtype=torch.float64)
     with torch.inference_mode():

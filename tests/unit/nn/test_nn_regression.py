@@ -82,7 +82,7 @@ def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> No
     torch.testing.assert_close(told[-1].double(), far, rtol=1e-3, atol=1e-3)
 
 
-def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
+def test_k_filter_and_mask_narrow_the_participants() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = regression(keys, values)
     db.update(list(range(N)), payloads=[{"odd": i % 2 == 1} for i in range(N)])
@@ -96,7 +96,7 @@ def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
     torch.testing.assert_close(model(queries, k=N + 5), model(queries), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_inserted_or_deleted_counts_at_once() -> None:
+def test_inserts_and_deletes_count_at_once() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = regression(keys, values)
     model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
@@ -107,7 +107,7 @@ def test_what_is_inserted_or_deleted_counts_at_once() -> None:
     torch.testing.assert_close(model(queries), before)
 
 
-def test_an_empty_database_tells_zeros() -> None:
+def test_an_empty_database_predicts_zeros() -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     model = KernelRegressor(db, bandwidth=1.0)
     told = model(torch.randn(2, D))
@@ -149,7 +149,7 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_each_record_is_told_from_all_others(name: str) -> None:
+def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = regression(keys, values)
     db.delete([4, 11])  # places are of what is left
@@ -167,7 +167,7 @@ def test_each_record_is_told_from_all_others(name: str) -> None:
     assert torch.equal(its, values[some])
 
 
-def test_labels_are_told_from_all_others_too() -> None:
+def test_leave_one_out_predicts_labels_from_the_others() -> None:
     keys, labels = keys_of(), torch.randint(CLASSES, (N,))
     told, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
     one_hot = torch.eye(CLASSES)[labels]
@@ -212,7 +212,7 @@ def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
 
 @pytest.mark.parametrize("per_coordinate", [False, True])
 @pytest.mark.parametrize(("h", "rtol"), [(0.3, 1e-5), (0.03, 1e-10)], ids=["float32", "float64"])
-def test_the_gaussians_steps_are_those_of_any_kernel(
+def test_the_fast_gaussian_takes_the_steps_of_any_kernel(
     h: float, rtol: float, per_coordinate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = torch.randn(80, D) + 5
@@ -254,7 +254,7 @@ def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
     assert db.stats().generation == generation
 
 
-def test_a_half_precision_database_is_told_in_float32() -> None:
+def test_a_half_precision_database_predicts_in_float32() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     model = KernelRegressor(regression(keys, values, dtype="float16"), bandwidth=0.8)
     told, true = model.leave_one_out()
@@ -286,7 +286,7 @@ def test_a_given_tensor_is_copied() -> None:
     torch.testing.assert_close(model.kernel.bandwidth, torch.tensor([0.5, 0.5]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     keys = keys_of()
     numbers, labels = regression(keys, torch.randn(N, V)), classes(keys, torch.zeros(N).long())
     bare = softdb.open(None, dim=D)

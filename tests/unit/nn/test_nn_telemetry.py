@@ -67,7 +67,7 @@ def test_the_report_of_a_truncated_query(k: int, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"k": N}, {"k": 3 * N}, {"rtol": 0.1}, {"score": Gaussian(1.0)}])
-def test_an_exact_query_misses_nothing(words: dict[str, Any]) -> None:
+def test_an_exact_query_misses_no_mass(words: dict[str, Any]) -> None:
     found = gradient_report(filled(), asking(), **words)
     one = torch.ones(Q, dtype=torch.float64)
     torch.testing.assert_close(found.mass, one)
@@ -127,7 +127,7 @@ def test_an_estimate_points_the_right_way_where_truncation_does_not(
     assert 0.5 < float(stderr.square().mean().sqrt() / error.square().mean().sqrt()) < 2
 
 
-def test_nothing_stored() -> None:
+def test_an_empty_database_is_reported() -> None:
     found = gradient_report(softdb.open(None, dim=D, value_dim=V), asking(), k=3)
     assert found.mass.tolist() == [1] * Q
     assert found.effective.tolist() == [0] * Q
@@ -152,7 +152,7 @@ def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
 # -- in a loop ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_so_many_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     true = softdb.nn.telemetry.gradient_report
 
@@ -188,7 +188,9 @@ def test_the_sample_keeps_queries_and_upstream_together() -> None:
         torch.testing.assert_close(whole.cosine[place], part.cosine[i])
 
 
-def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_does_not_change_training(
+    clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries = clustered
 
@@ -226,7 +228,7 @@ def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], mo
         (lambda db, q: Telemetry()(db, TEXT), "queries have 'text'; expected the batch"),
     ],
 )
-def test_what_cannot_be(call: Any, message: str) -> None:
+def test_bad_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         call(filled(), asking())
 

@@ -137,7 +137,7 @@ def test_ties_come_by_row() -> None:
     "score", [ScaledDot(), NegativeL2(), Gaussian(1.3), General(WIDE, WIDE), lambda q, k: q @ k.mT]
 )
 @pytest.mark.parametrize("k", [None, 5])
-def test_other_scores_are_asked_of_the_encoded_keys(score: Any, k: int | None) -> None:
+def test_other_scores_use_the_encoded_keys(score: Any, k: int | None) -> None:
     view = View(filled(), mlp(dtype=torch.float32), metric="dot", overfetch=7)
     queries = torch.randn(3, WIDE)
     pooled = view.attend(queries, k=k, score=score)
@@ -165,7 +165,7 @@ def test_parameters_of_a_score_get_gradients() -> None:
 
 
 @pytest.mark.parametrize("k", [None, 4])
-def test_a_filter_is_kept(k: int | None) -> None:
+def test_a_filter_is_respected(k: int | None) -> None:
     view = View(filled(), mlp())
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     odd = view.attend(queries, k=k, where={"odd": True})
@@ -180,7 +180,7 @@ def test_a_filter_is_kept(k: int | None) -> None:
 
 
 @pytest.mark.parametrize("k", [None, 3])
-def test_nothing_stored_gives_zeros_and_no_gradient(k: int | None) -> None:
+def test_no_records_give_zeros_and_no_gradient(k: int | None) -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     view = View(db, mlp())
     queries = torch.randn(2, WIDE, dtype=torch.float64, requires_grad=True)

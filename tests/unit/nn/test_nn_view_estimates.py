@@ -127,7 +127,7 @@ def test_the_dead_are_not_drawn_and_the_young_all_count(where: dict[str, Any] | 
     assert (doubt.norm(dim=1) < 0.1 * exact.output.norm(dim=1)).all(), "or that says nothing"
 
 
-def test_what_costs_no_more_or_cannot_be_drawn_is_exact() -> None:
+def test_cheap_or_undrawable_questions_are_exact() -> None:
     view, queries = made({"value_dim": V})
     truth = view.attend(queries, temperature=TEMPERATURE)
     for pooled in (
@@ -158,7 +158,7 @@ def test_losses_take_draws() -> None:
     assert label_loss(labelled, queries, [0, 1, 2, 3], **ask, **drawing()).shape == (4,)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_senseless_arguments_are_refused() -> None:
     view, queries = made({"value_dim": V})
     with pytest.raises(softdb.BadInput, match="k is 3 and max_draws 100"):
         view.attend(queries, k=3, max_draws=100)

@@ -89,7 +89,7 @@ def _nan_for_the_zero_key(keys: Tensor) -> Tensor:
     return keys / lengths
 
 
-def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
+def test_nan_of_an_encoder_names_the_record() -> None:
     view = View(filled(value_dim=None), _nan_for_the_zero_key, batch_size=2)
     queries = torch.randn(1, D)
     asks: list[Callable[[], Any]] = [
@@ -157,7 +157,7 @@ def test_bad_input_is_refused_by_name() -> None:
     assert view.report().version == 0  # nothing of this has made one
 
 
-def test_policies_refuse_what_they_cannot_keep() -> None:
+def test_policies_refuse_bad_settings() -> None:
     for make, match in (
         (lambda: EverySteps(0), "n is 0; expected a whole number at least 1"),
         (lambda: InBackground(-1), "n is -1; expected a whole number at least 1"),
@@ -247,7 +247,7 @@ def test_explaining_after_a_step_is_refused() -> None:
     assert [one.weights for one in some.explain(2)] == [one.weights for one in known]  # these were kept
 
 
-def test_more_explained_than_there_are_does_not_encode_what_is_not_there() -> None:
+def test_explaining_more_than_all_records_encodes_only_the_live_ones() -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     view = View(db, _Unit(), metric="dot")
     assert view.attend(torch.randn(2, D)).explain(3)[1].ids == []
@@ -263,7 +263,7 @@ class _Unit(torch.nn.Module):
         return _nan_for_the_zero_key(keys) if bool(keys.any()) else keys
 
 
-def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
+def test_threads_keep_their_own_train_and_eval_mode() -> None:
     """Scores with gradient are of training mode, also while another thread finds, in eval mode."""
     entered, leave = threading.Event(), threading.Event()
 
@@ -301,7 +301,7 @@ def test_a_score_that_no_index_serves_makes_none() -> None:
         view.attend(queries, k=3)
 
 
-def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
+def test_a_step_that_reports_a_failure_counts() -> None:
     gate = threading.Event()
     view = View(filled(value_dim=None), Gated(gate), metric="l2")
     view.reindex()
@@ -332,7 +332,7 @@ def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
         View(db, encoder).reindex(background=True)
 
 
-def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> None:
+def test_live_rows_are_cached_by_version_and_follow_the_database() -> None:
     view = View(filled(40, value_dim=None), mlp(), metric="l2")
     view.reindex()
     version, store = view._stale.now, view.db._store

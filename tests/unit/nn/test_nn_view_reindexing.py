@@ -98,7 +98,7 @@ def test_a_index_older_than_allowed_is_refused() -> None:
 # -- when to refresh ---------------------------------------------------------------------------------------------------
 
 
-def test_every_so_many_steps() -> None:
+def test_reindexing_happens_every_nth_step() -> None:
     view = View(filled(value_dim=None), mlp(), reindex=3)
     assert view.policy == EverySteps(3)
     assert [view.step() for _ in range(4)] == ["kept"] * 4  # nobody asked: there is nothing to refresh
@@ -126,7 +126,7 @@ def test_on_a_drop_of_recall() -> None:
     assert view.report().recall == 1.0
 
 
-def test_a_sample_tells_the_recall_about() -> None:
+def test_a_sample_estimates_the_recall() -> None:
     view = View(filled(2000, value_dim=None), mlp(), metric="l2", overfetch=2)
     queries = torch.randn(64, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 10)
@@ -138,7 +138,7 @@ def test_a_sample_tells_the_recall_about() -> None:
         view.measure(10, 30)
 
 
-def test_in_the_background_training_goes_on() -> None:
+def test_training_continues_while_reindexing_in_the_background() -> None:
     gate = threading.Event()
     view = View(filled(value_dim=None), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
@@ -200,7 +200,7 @@ def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.
     assert view.step() == "kept"  # that it was called off is no failure
 
 
-def test_never_is_left_to_the_user() -> None:
+def test_the_policy_never_leaves_reindexing_to_the_user() -> None:
     view = View(filled(value_dim=None), mlp(), reindex=Never())
     view.reindex()
     assert [view.step() for _ in range(50)] == ["kept"] * 50
@@ -315,7 +315,7 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
+def test_a_large_stale_index_is_approximate_and_measured() -> None:
     index, centres = StaleIndex("l2", kind="ivf"), torch.randn(50, 12) * 3
     vectors = centres[torch.randint(50, (12_000,))] + torch.randn(12_000, 12)
     rows = np.arange(12_000) * 2 + 1

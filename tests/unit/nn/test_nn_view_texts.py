@@ -79,7 +79,7 @@ def test_ranks_are_by_the_vectors_as_they_were_indexed() -> None:
         assert ranking(view, queries[4:], list(range(4, len(TEXTS)))).recall_1 < 0.5
 
 
-def test_texts_that_are_missing_are_told() -> None:
+def test_missing_texts_are_reported() -> None:
     with filled() as db:
         with pytest.raises(BadInput, match="record 0 has no text: its field 'gloss' is None"):
             View(db, OfTexts(), texts=True, field="gloss").attend(torch.ones(1, 6))

@@ -143,7 +143,7 @@ def test_several_values_and_keys_of_several_coordinates() -> None:
     assert leave_one_out(keys, values[:, :1]) == leave_one_out(keys, values[:, 0])
 
 
-def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = torch.from_numpy(DIABETES[:50, :3]), torch.from_numpy(PROGRESS[:50])
     whole = leave_one_out(keys, values), leave_one_out(keys)
     monkeypatch.setattr(bandwidth, "BLOCK", 7 * 50)

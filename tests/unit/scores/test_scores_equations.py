@@ -127,7 +127,7 @@ def test_a_distance_is_never_negative() -> None:
     assert (NegativeL2()(keys, keys) <= 0).all()
 
 
-def test_many_keys_are_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_keys_are_widened_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.from_numpy(WORLDS["awkward"])
     whole = NegativeL2()(keys[:5], keys)
     monkeypatch.setattr(distance, "WIDENED", 7)
@@ -343,7 +343,7 @@ def test_general_starts_as_the_dot_product() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, D_K), (6, 40, D_K)], ids=["shared", "own"])
-def test_additive_blocks_change_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additive_blocks_do_not_change_the_result(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     score, queries = MADE["additive"][0], _random(6, D_Q).requires_grad_()
     keys = _random(*shape).requires_grad_()
     sources = (queries, keys, *score.parameters())
@@ -526,7 +526,7 @@ def test_a_fold_is_the_score(score: Any, widths: tuple[int, int], batch: tuple[i
         torch.testing.assert_close(one, other)
 
 
-def test_what_no_index_can_find_has_no_fold() -> None:
+def test_scores_without_an_index_form_have_no_fold() -> None:
     queries = torch.ones(2, 3)
     for score in (Additive(3, 3, 4), NegativeL2([1.0, 2.0, 3.0]), Gaussian([1.0, 2.0, 3.0]), lambda q, k: q @ k.mT):
         assert fold(score, queries) is None
@@ -550,7 +550,7 @@ def test_the_fold_of_a_plain_callable_with_a_metric_is_its_order() -> None:
     assert fold(Named(), queries) == Fold(Metric.COSINE, queries, None, 0.0)
 
 
-def test_a_fold_that_is_none_is_refused() -> None:
+def test_an_invalid_fold_is_refused() -> None:
     class Odd:
         def __call__(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             return queries

@@ -133,7 +133,7 @@ def test_keys_of_any_dtype_are_compared_in_the_queries(kind: type[Kernel]) -> No
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_many_keys_are_widened_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_keys_are_widened_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = world()
     whole = Laplacian()(queries, keys)
     monkeypatch.setattr(distance, "WIDENED", 2)

@@ -106,7 +106,7 @@ def test_an_update_does_not_give_rot_a_new_checksum(path: Path) -> None:
         assert db.verify() == 19
 
 
-def test_damage_is_said_in_spans() -> None:
+def test_damaged_rows_are_reported_as_ranges() -> None:
     assert str(Damage("keys-1.npy", [4])) == "keys-1.npy: row 4 differs from its checksum"
     assert str(Damage("keys-1.npy", [4, 5, 6, 9])) == "keys-1.npy: rows 4 to 6, 9 differ from their checksums"
     assert str(Damage("k", list(range(0, 40, 2)))).endswith("14 and 12 more spans differ from their checksums")
@@ -141,7 +141,7 @@ def test_a_flipped_bit_in_the_log_is_noticed(path: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 30, b"00000000000000000099 00000000\n", b"9" * 100])
-def test_a_mark_that_is_none_says_nothing_and_is_made_anew(path: Path, content: bytes) -> None:
+def test_an_invalid_mark_is_ignored_and_rewritten(path: Path, content: bytes) -> None:
     (path / committed.NAME).write_bytes(content)
     assert len(softdb.open(path, mode="r")) == 19
     with softdb.open(path) as db:
@@ -150,7 +150,7 @@ def test_a_mark_that_is_none_says_nothing_and_is_made_anew(path: Path, content: 
         assert committed.last(path) == db.stats().generation
 
 
-def test_a_header_that_forbids_writing_is_told_when_a_writer_opens(path: Path) -> None:
+def test_a_header_that_forbids_writing_is_reported_to_a_writer(path: Path) -> None:
     flip(path / "catalog.sqlite", 18)  # its write version: 3 is one that SQLite does not know
     with pytest.raises(softdb.CorruptionError, match="may not be written to"):
         softdb.open(path)

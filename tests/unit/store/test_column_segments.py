@@ -52,7 +52,7 @@ def test_an_orphan_gives_way_to_a_new_segment_of_its_number(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("relaxed", [False, True])
-def test_a_directory_that_was_renamed_is_the_one_that_is_meant(path: Path, folder: int, relaxed: bool) -> None:
+def test_a_renamed_directory_stays_in_use(path: Path, folder: int, relaxed: bool) -> None:
     renamed = path.with_name("renamed")
     columns = ColumnFiles(path, SCHEMA, relaxed, folder)
     columns.create(0, 64)
@@ -107,7 +107,7 @@ def test_relaxed_columns_and_their_names_come_to_disk_once_at_sync(path: Path, f
     assert len(synced) == 5
 
 
-def test_a_column_that_another_program_overwrote_is_told(path: Path, folder: int) -> None:
+def test_an_overwritten_column_is_reported(path: Path, folder: int) -> None:
     columns = ColumnFiles(path, SCHEMA, folder=folder)
     columns.create(0, 64)
     with columns.appending([Piece(SegmentEntry(0, 0, 64, 0), KEYS, VALUES)]):

@@ -144,7 +144,7 @@ def test_updates_and_upserts_go_on_after_compaction(place: Path | None) -> None:
         assert len(db) == len(model.records) + 1 == db.verify()
 
 
-def test_everything_deleted_leaves_nothing_and_takes_records_again(place: Path | None) -> None:
+def test_an_emptied_database_compacts_and_takes_records_again(place: Path | None) -> None:
     with softdb.open(place, dim=4) as db:
         model = Model(db)
         model.insert(300)
@@ -348,7 +348,7 @@ def test_a_reader_overtaken_while_it_opens_the_files_tries_again(
 
 
 @pytest.mark.parametrize("change", ["insert", "delete", "compact"])
-def test_changes_while_it_copies_are_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_changes_during_a_compaction_are_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         model.insert(300)
@@ -660,7 +660,7 @@ def test_a_copy_keeps_the_index(path: Path, tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.records  # no index was left aside: the copy knows that it has none
 
 
-def test_a_copy_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_no_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         model.insert(100)
@@ -736,7 +736,9 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: str, groups: list[set[int]]) -> None:
+def test_segments_to_merge_are_chosen_by_size(
+    monkeypatch: pytest.MonkeyPatch, segments: str, groups: list[set[int]]
+) -> None:
     monkeypatch.setattr(compaction, "MAX_ROWS", 128)
     sizes = [tuple(map(int, part.split("/"))) for part in segments.split()]
     columns = tuple(Segment(i, 1000 * i, None, np.zeros((size, 1)), None) for i, (size, _) in enumerate(sizes))
@@ -744,7 +746,7 @@ def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: st
     assert compaction._groups(Snapshot.of(1, columns, live)) == groups
 
 
-def test_a_segment_is_copied_part_by_part(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_is_copied_block_by_block(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "AT_ONCE", 16)
     keys = np.arange(400.0).reshape(100, 4)
     with holding(keys, keys[:, :2], path=place) as db:

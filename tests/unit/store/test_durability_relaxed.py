@@ -82,7 +82,7 @@ def test_no_verb_waits_for_the_disk_and_flush_does_once_a_file(path: Path, monke
         assert len(synced) == 2  # keys, values
 
 
-def test_changes_come_to_disk_of_their_own_accord(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_reach_the_disk_without_a_flush(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "DELAY", 0.05)
     with relaxed(path) as db:
         for one in ("a", "b"):
@@ -155,7 +155,7 @@ def test_the_first_verb_may_fail_too(path: Path) -> None:
 
 @pytest.mark.usefixtures("never")
 @pytest.mark.parametrize("verb", ["compact", "snapshot", "index_field", "drop_field"])
-def test_what_other_files_rest_on_is_flushed_first(path: Path, tmp_path: Path, verb: str) -> None:
+def test_dependencies_are_flushed_first(path: Path, tmp_path: Path, verb: str) -> None:
     with relaxed(path) as db:
         db.index_field("m")
         put(db, *(f"r{i}" for i in range(100)))
@@ -180,9 +180,7 @@ def test_an_index_never_knows_more_than_the_disk(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("never")
-def test_a_disk_that_refuses_a_flush_undoes_what_waited_and_says_so(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_flush_rolls_back_and_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with relaxed(path) as db:
         put(db, "a")
         db.flush()
@@ -201,7 +199,7 @@ def test_a_disk_that_refuses_a_flush_undoes_what_waited_and_says_so(
 
 
 @pytest.mark.usefixtures("never")
-def test_a_close_that_cannot_flush_says_so_and_lets_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_cannot_flush_raises_and_releases_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db = relaxed(path)
     put(db, "a")
     with monkeypatch.context() as patch:
@@ -217,7 +215,7 @@ def refuse(descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("teller", ["close", "insert", "flush"])
-def test_what_a_flush_of_its_own_accord_lost_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+def test_losses_of_a_background_flush_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
     monkeypatch.setattr(writing, "DELAY", 0.05)
     db = relaxed(path)
     put(db, "a")
@@ -275,7 +273,7 @@ def test_a_snapshot_while_another_thread_writes(path: Path, tmp_path: Path) -> N
             thread.join()
 
 
-def test_where_no_thread_can_be_had_opening_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_fails_if_no_thread_can_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(_: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -177,7 +177,7 @@ def test_the_index_gives_its_order_without_sorting() -> None:
         assert plan == ["SCAN records USING COVERING INDEX field_78"]
 
 
-def test_the_orders_of_the_last_fields_are_kept() -> None:
+def test_the_orders_of_recent_fields_are_cached() -> None:
     with small(), holding(payloads=[dict.fromkeys("abcdef", i) for i in range(10)], fields=[*"abcdef"]) as db:
         db.order_fields()
         known = db._store.matches.orders._known
@@ -189,7 +189,7 @@ def test_the_orders_of_the_last_fields_are_kept() -> None:
         assert all(run.itemsize == 4 for one in known.values() for run in one.runs)
 
 
-def test_an_order_of_more_rows_than_one_text_holds() -> None:
+def test_an_order_longer_than_one_statement_is_split() -> None:
     with small(), filled() as db:
         db._store.catalog.connection.limit(apsw.SQLITE_LIMIT_LENGTH, 1500)
         db.order_fields()

@@ -117,7 +117,7 @@ def test_sqlite_answers_from_the_index(where: dict[str, Any], name: str) -> None
         assert "SCAN records" not in plan(db, where)
 
 
-def test_a_text_that_begins_so_bounds_one_search_on_both_sides() -> None:
+def test_a_prefix_bounds_one_search_on_both_sides() -> None:
     with softdb.open(None, dim=1, fields=["name.last"]) as db:
         assert plan(db, {"name.last": {"$startswith": "Sch"}}).count("<expr>>? AND <expr><?") == 1
 
@@ -127,7 +127,7 @@ def test_a_text_that_begins_so_bounds_one_search_on_both_sides() -> None:
     [{"year": {"$ne": 3}}, {"year": {"$nin": [3, 4]}}, {"year": {"$exists": True}}, {"$not": {"year": {"$lt": 3}}}],
     ids=repr,
 )
-def test_negations_ask_the_index_for_what_they_leave_out(where: dict[str, Any]) -> None:
+def test_negations_look_up_the_excluded_rows(where: dict[str, Any]) -> None:
     with holding(payloads=[{"year": i % 7} for i in range(50)], fields=["year"]) as db:
         with Trace(db) as asked:
             db.count(where)
@@ -172,7 +172,7 @@ def test_where_most_records_match_the_index_lists_the_others(
         assert sorted(pairs) == sorted(comparisons)
 
 
-def test_what_has_no_index_is_read_only_where_the_indexed_part_matches() -> None:
+def test_unindexed_conditions_read_only_rows_that_match_the_index() -> None:
     with holding(payloads=[{"year": i, "note": "a"} for i in range(100)], fields=["year"]) as db:
         with Trace(db) as asked:
             assert db.count({"note": "a", "year": {"$gte": 95}}) == 5
@@ -196,7 +196,7 @@ def test_both_ends_of_a_range_bound_one_search_and_the_last_few_are_read() -> No
         assert not any("row IN (SELECT value" in sql for sql in asked)
 
 
-def test_declared_fields_are_kept(tmp_path: Path) -> None:
+def test_declared_fields_are_remembered(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=1, fields=["year"]) as db:
         db.index_field("lang", "year")
         assert db.stats().fields == ["lang", "year"]
@@ -286,7 +286,7 @@ def test_each_field_is_spelled_in_one_way(parts: list[str]) -> None:
         (["\ud800"], r"a field is named '\\ud800', which is not Unicode"),
     ],
 )
-def test_what_is_no_field_is_refused(tmp_path: Path, fields: Any, message: str) -> None:
+def test_invalid_field_names_are_refused(tmp_path: Path, fields: Any, message: str) -> None:
     with pytest.raises(softdb.BadInput, match=f"open: .*{message}"):
         softdb.open(tmp_path / "db", dim=1, fields=fields)
     assert not (tmp_path / "db").exists()
@@ -356,7 +356,7 @@ def test_any_order_of_changes_agrees_with_brute_force(
         assert db.verify() == len(truth)
 
 
-def test_after_a_commit_only_appended_rows_are_asked() -> None:
+def test_after_a_commit_only_appended_rows_are_read() -> None:
     with holding(payloads=[{"x": i % 2} for i in range(20)]) as db:
         assert db.count({"x": 1}) == 10
         db.insert([20, 21], np.ones((2, 1)), payloads=[{"x": 1}, {"x": 0}])
@@ -417,7 +417,7 @@ def test_compaction_moves_the_records_a_filter_matches() -> None:
         assert found == [i for i, p in truth.items() if p["x"] == 1]
 
 
-def test_more_rows_than_one_text_holds() -> None:
+def test_row_lists_longer_than_one_statement_are_split() -> None:
     import apsw
 
     with holding(payloads=[{"x": i % 2} for i in range(1000)]) as db:

@@ -247,7 +247,7 @@ def test_text_is_never_a_number(db: softdb.SoftDB) -> None:
     assert ids(db, {"year": {"$gte": 1990}}) == [5, 7, 11]
 
 
-def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.SoftDB) -> None:
+def test_a_field_named_like_an_operator_can_be_stored_but_not_filtered(db: softdb.SoftDB) -> None:
     with pytest.raises(softdb.BadFilter, match=r"unknown operator '\$dollar'"):
         db.count({"$dollar": 4})
 
@@ -291,7 +291,7 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.S
         ({"\ud800": 1}, "not Unicode"),
     ],
 )
-def test_what_is_not_of_the_grammar_is_refused(db: softdb.SoftDB, where: Any, message: str) -> None:
+def test_filters_outside_the_grammar_are_refused(db: softdb.SoftDB, where: Any, message: str) -> None:
     with pytest.raises(softdb.BadFilter, match=message):
         db.count(where)
 
@@ -329,7 +329,7 @@ TEXTS = [None, "", "the cat sleeps", "The cat", "100", "nul\0 cat", "naïve 😀
     ],
     ids=repr,
 )
-def test_the_record_s_text_is_asked_like_a_field(condition: Any) -> None:
+def test_the_text_of_a_record_is_filtered_like_a_field(condition: Any) -> None:
     payloads = [None, {"$text": "cat", "x": 1}, {"x": 2}, ["cat"], {"x": 1}, {"text": "cat"}, 0, ""]
     with softdb.open(None, dim=1, fields=["x"]) as db:
         db.insert(range(len(TEXTS)), texts=TEXTS, payloads=payloads)
@@ -369,7 +369,7 @@ def test_a_text_is_of_records_not_of_a_list_s_elements(db: softdb.SoftDB) -> Non
     ],
     ids=repr,
 )
-def test_the_record_s_id_is_asked_like_a_field(condition: Any, right: list[Any]) -> None:
+def test_the_id_of_a_record_is_filtered_like_a_field(condition: Any, right: list[Any]) -> None:
     with softdb.open(None, dim=1, fields=["x"]) as db:
 
         def named(where: dict[str, Any]) -> list[Any]:
@@ -443,7 +443,7 @@ def test_a_long_list_of_alternatives_is_no_deep_expression(db: softdb.SoftDB, de
 
 
 @pytest.mark.parametrize("where", [[], "", 0])
-def test_nothing_is_deleted_by_what_is_no_filter(where: Any) -> None:
+def test_an_invalid_filter_deletes_nothing(where: Any) -> None:
     with holding([[1]], payloads=[{"x": 1}], ids=["a"]) as db:
         with pytest.raises(softdb.BadFilter, match="expected a dict"):
             db.delete(where=where)

@@ -225,7 +225,7 @@ def test_a_search_that_cannot_be_is_refused_in_a_line(db: softdb.SoftDB, asked: 
     assert "\n" not in str(error.value)
 
 
-def test_without_an_index_the_way_to_one_is_told(db: softdb.SoftDB) -> None:
+def test_without_an_index_the_error_names_index_text(db: softdb.SoftDB) -> None:
     db.drop_text_index()
     with pytest.raises(BadInput, match=r"no text index; the writer's db.index_text\(\), or on a shell"):
         db.search("fox", mode="text")
@@ -319,7 +319,7 @@ def test_other_tables_of_texts_are_refused(tmp_path: Path, statement: str) -> No
         softdb.open(tmp_path)
 
 
-def test_what_is_remembered_of_words_is_bounded(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_words_is_bounded(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.filters.fulltext.KEPT", 3)
     for word in ["the", "a", "fox", "quick", "dog", "the"]:
         assert len(db.search(word, mode="text")[0]) == 1

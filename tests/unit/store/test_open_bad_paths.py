@@ -22,7 +22,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "why"), WRONG, ids=lambda one: repr(one)[:20])
-def test_a_path_that_cannot_be_is_refused_and_leaves_nothing(
+def test_an_impossible_path_is_refused_and_creates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any, why: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -215,7 +215,7 @@ def test_a_newer_format_is_refused(path: Path) -> None:
         softdb.open(path)
 
 
-def test_other_peoples_paths_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_paths_are_not_touched(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(softdb.NotADatabase, match="is a file"):
@@ -257,7 +257,7 @@ def test_a_copy_made_with_all_its_files_opens(path: Path, tmp_path: Path) -> Non
         assert len(db) == 300
 
 
-def test_a_full_disk_leaves_what_was_acknowledged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_acknowledged_records(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(path)
     with softdb.open(path) as db:
 
@@ -327,7 +327,7 @@ def test_the_first_write_checkpoints_a_log_that_opening_could_not(
         assert full == [False], "the first write has not tried again"
 
 
-def test_a_log_that_is_checkpointed_at_opening_is_not_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_checkpointed_once_at_opening(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(path)
     calls, real = list[Catalog](), Catalog.checkpoint
 
@@ -341,7 +341,7 @@ def test_a_log_that_is_checkpointed_at_opening_is_not_again(path: Path, monkeypa
         assert calls == [db._store.catalog]
 
 
-def test_a_catalogue_that_is_locked_while_it_is_opened_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_catalogue_locked_during_opening_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(path)
     real = Catalog.begin
 

@@ -47,7 +47,7 @@ def checkpointed(path: Path) -> None:
         (checkpointed, True, True),
     ],
 )
-def test_a_writer_that_comes_is_seen(
+def test_a_reader_notices_a_new_writer(
     opened: Directory, path: Path, change: Callable[[Path], None], overtaken: bool, rewritten: bool
 ) -> None:
     assert not opened.overtaken()

@@ -34,7 +34,7 @@ def fill(db: softdb.SoftDB, ids: list[Any], seed: int = 0) -> tuple[np.ndarray, 
     return keys, values
 
 
-def test_what_was_inserted_comes_back_in_the_order_asked(db: softdb.SoftDB) -> None:
+def test_get_returns_records_in_the_requested_order(db: softdb.SoftDB) -> None:
     ids: list[int | str] = ["a", 1, "1", -(2**63), 2**63 - 1, "", "nul\0", "emoji 😀", "'; DROP TABLE records; --"]
     keys, values = fill(db, ids)
     order = [3, 0, 8, 2, 1, 7, 6, 5, 4, 4]
@@ -47,7 +47,7 @@ def test_what_was_inserted_comes_back_in_the_order_asked(db: softdb.SoftDB) -> N
     assert len(db) == db.count() == len(ids)
 
 
-def test_one_record_alone(db: softdb.SoftDB) -> None:
+def test_a_single_record_is_inserted_and_read(db: softdb.SoftDB) -> None:
     db.insert("solo", [1, 2, 3], [4, 5], {"x": [None, True, 1.5, "é"]})
     record = db["solo"]
     assert record.id == "solo"
@@ -78,7 +78,7 @@ def test_inputs_may_be_lists_arrays_or_tensors_and_are_not_changed(db: softdb.So
     assert db.get([10, 11, "x"]).keys.tolist() == [[1, 2, 3]] * 3
 
 
-def test_upsert_replaces_a_record_whole(db: softdb.SoftDB) -> None:
+def test_upsert_replaces_every_column_of_a_record(db: softdb.SoftDB) -> None:
     fill(db, ["a", "b"])
     db.upsert(["b", "c"], [[1, 1, 1], [2, 2, 2]], [[1, 1], [2, 2]], [None, {"new": True}])
     assert len(db) == 3
@@ -89,7 +89,7 @@ def test_upsert_replaces_a_record_whole(db: softdb.SoftDB) -> None:
 
 
 @pytest.mark.parametrize("parts", ["keys", "values", "payloads", "keys values payloads"])
-def test_update_changes_the_given_parts_alone(db: softdb.SoftDB, parts: str) -> None:
+def test_update_changes_only_the_given_columns(db: softdb.SoftDB, parts: str) -> None:
     keys, values = fill(db, ["a", "b", "c"])
     new: dict[str, Any] = {"keys": [[9, 9, 9]], "values": [[8, 8]], "payloads": [{"z": 1}]}
     db.update(["b"], **{part: new[part] for part in parts.split()})
@@ -125,7 +125,7 @@ def test_scan_gives_every_record_once_in_order(db: softdb.SoftDB) -> None:
     np.testing.assert_array_equal(stacked[:-1], keys[[i for i in ids[:-1] if isinstance(i, int)]])
 
 
-def test_scan_skips_what_was_deleted_since(db: softdb.SoftDB) -> None:
+def test_scan_skips_records_deleted_meanwhile(db: softdb.SoftDB) -> None:
     fill(db, list(range(6)))
     scan = db.scan(batch_size=2)
     assert next(scan).ids == [0, 1]

@@ -138,7 +138,7 @@ def test_a_compiled_step_has_the_loss_of_the_plain_one(db: softdb.SoftDB, how: d
 
 
 @pytest.mark.slow
-def test_what_is_compiled_ends_where_the_database_begins(db: softdb.SoftDB, dynamo: Any) -> None:
+def test_compilation_stops_at_the_database(db: softdb.SoftDB, dynamo: Any) -> None:
     places: list[str] = []
 
     def note(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:

@@ -269,7 +269,7 @@ def test_the_command_takes_texts_and_arrays(tmp_path: Path) -> None:
     assert hits[0]["id"] == 1
 
 
-def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_refuses_bad_files(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     out = ("--out", tmp_path / "p.pt")
     bad = write(
@@ -314,7 +314,7 @@ def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tm
     assert digests(tmp_path) == before
 
 
-def test_a_training_without_gain_says_so(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_training_without_gain_is_reported(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, _ = stored
     rows = [{"query": key.tolist(), "positives": f"r{i}" if i % 3 == 0 else i} for i, key in enumerate(keys_of())]
     found = write(tmp_path / "found.jsonl", *rows[3:])

@@ -89,7 +89,7 @@ def test_one_step_is_adams_on_the_equation(k: int | None) -> None:
         torch.testing.assert_close(one.double(), twin.get_parameter(name), rtol=0, atol=1e-4)
 
 
-def test_a_metric_that_fell_is_said() -> None:
+def test_a_fallen_metric_warns() -> None:
     keys, _, _ = folded()
     with filled() as db, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", TrainingWarning)
@@ -168,7 +168,7 @@ def test_every_key_becomes_its_encoding_and_nothing_else_changes(dtype: Any, pat
         assert db.encoder_name == projection.name
 
 
-def test_what_is_killed_goes_on(path: Path) -> None:
+def test_a_killed_run_resumes(path: Path) -> None:
     """Killed half way nothing has changed, and the next call takes what there is."""
     filled(path).close()
     save(path.with_suffix(".pt"), trained())
@@ -193,7 +193,7 @@ with softdb.open(sys.argv[1]) as db:
         torch.testing.assert_close(found, projection.keys(folded()[0][1:4]).detach())
 
 
-def test_texts_after_it_go_through_both(path: Path) -> None:
+def test_later_texts_go_through_both_encoders(path: Path) -> None:
     encoder, texts = HashedNGrams(D), ["schumacher", "weber", "fischer"]
     projection = trained(encoder.name)
     assert projection.keys is not None
@@ -219,7 +219,7 @@ def test_texts_after_it_go_through_both(path: Path) -> None:
         torch.testing.assert_close(db.core.as_queries(texts), again(asked).detach())
 
 
-def test_what_cannot_be_applied_is_refused() -> None:
+def test_unsuitable_projections_are_refused() -> None:
     with filled() as db:
         before = db.generation
         for projection, message in (
@@ -292,7 +292,7 @@ def test_the_command_changes_the_keys_where_that_helps(path: Path, tmp_path: Pat
     assert "0 records embedded" in " ".join(shown.split())
 
 
-def test_the_command_leaves_the_keys_where_nothing_rose(path: Path, tmp_path: Path) -> None:
+def test_the_command_keeps_the_keys_without_a_gain(path: Path, tmp_path: Path) -> None:
     filled(path).close()
     keys, _, _ = folded()
     found = lines(keys.tolist(), [f"r{i}" if i % 3 == 0 else i for i in range(N)], tmp_path / "pairs.jsonl")

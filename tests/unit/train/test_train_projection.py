@@ -119,7 +119,7 @@ def test_training_stops_when_nothing_is_gained_and_keeps_the_best() -> None:
     assert torch.equal(done.projection.weight, again.projection.weight)
 
 
-def test_a_measure_that_fell_is_told() -> None:
+def test_a_fallen_measure_is_reported() -> None:
     db, _, positives = world()
     keyed = torch.stack([torch.as_tensor(db[mine[0]].key) for mine in positives])
     with pytest.warns(TrainingWarning, match=r"^fit: held-out queries fell by recall@1 1\.000 -> 0\.\d+, MRR@100"):
@@ -193,7 +193,7 @@ def test_texts_are_encoded_by_the_database() -> None:
         same(one, fit(db, encoder(asked), right, epochs=1, patience=None))
 
 
-def test_progress_says_how_far_it_is() -> None:
+def test_progress_is_reported() -> None:
     db, queries, positives = world()
     said: list[tuple[str, int, int]] = []
     fit(db, queries, positives, **SMALL, progress=lambda *one: said.append(one))
@@ -239,13 +239,13 @@ def test_queries_hang_together_through_others() -> None:
 
 
 @pytest.mark.parametrize("positives", [[["a"]] * 9, [["a"], ["b"]], [["a"]]])
-def test_what_cannot_be_held_out_is_refused(positives: list[list[Id]]) -> None:
+def test_impossible_held_out_sets_are_refused(positives: list[list[Id]]) -> None:
     with pytest.raises(BadInput, match=r"leave a side empty when 0\.2 are held out: queries that share a positive"):
         split(torch.arange(float(len(positives)))[:, None], positives, 0.2, True, 0)
 
 
 @pytest.mark.parametrize("n", [3, 40, 300])
-def test_ranking_is_what_a_loop_says(n: int) -> None:
+def test_ranking_equals_a_loop(n: int) -> None:
     db, queries, _ = world(60, n)
     names: list[Id] = [f"r{i}" if i % 3 == 0 else i for i in range(n)]
     db.delete([names[-1]])
@@ -269,12 +269,12 @@ def test_ranking_is_what_a_loop_says(n: int) -> None:
     assert ranking(db, -queries[1:], positives[1:], flipped) == ranked(db, -queries[1:], positives[1:], None)
 
 
-def test_in_an_empty_database_nothing_is_found() -> None:
+def test_ranking_in_an_empty_database_is_zero() -> None:
     with softdb.open(None, dim=2) as db:
         assert ranked(db, torch.ones(3, 2), [["a"]] * 3, None) == (0, 0, 0, 3)
 
 
-def test_a_ranking_takes_an_id_each_and_names_what_is_wrong() -> None:
+def test_ranking_takes_one_id_a_query_and_refuses_others() -> None:
     db, queries, positives = world()
     with holding(keys_of()) as one:
         firsts = np.arange(N)
@@ -295,7 +295,7 @@ def test_zeros_of_either_sign_are_one_query() -> None:
         assert sum(bool({0, 1} & part) for part in parts) == 1
 
 
-def test_too_few_pairs_are_told_how_many_would_do() -> None:
+def test_too_few_pairs_name_the_number_needed() -> None:
     with pytest.raises(BadInput, match=r"such as 8 that share none$"):
         split(torch.ones(1, 2), [["a"]], 0.2, True, 0)
     queries = torch.arange(8.0)[:, None]

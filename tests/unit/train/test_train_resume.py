@@ -44,7 +44,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(more: dict[str, Any],
     assert [one.name for one in tmp_path.iterdir()] == ["run.pt"]
 
 
-def test_a_resumed_run_draws_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_its_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words: dict[str, Any] = {**SMALL, "rtol": 0.3, "temperature": 0.2}
     given = drawn(monkeypatch)
     file = tmp_path / "run.pt"
@@ -278,7 +278,7 @@ def test_the_grad_mode_and_default_dtype_around_it_do_not_count() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_projection_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_projection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     db, queries, positives = world()
     after = torch.optim.Adam.step
 
@@ -292,7 +292,7 @@ def test_a_projection_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch
         fit(db, queries, positives, **{**SMALL, "batch_size": M, "epochs": 1})
 
 
-def test_a_loss_that_is_no_number_is_named() -> None:
+def test_a_nan_loss_is_named() -> None:
     db, queries, positives = world()
     with pytest.raises(BadInput, match=r"the loss became (inf|nan) in epoch 1; lower lr, or raise temperature"):
         fit(db, queries, positives, **SMALL, temperature=1e-39)

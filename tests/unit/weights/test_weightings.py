@@ -350,7 +350,7 @@ def test_live_scores_that_are_not_finite(by: Weighting) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 20.0])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
-def test_what_scores_no_more_than_the_threshold_changes_nothing(
+def test_scores_up_to_the_threshold_change_no_weight(
     by: Weighting, dtype: torch.dtype, temperature: float, offset: float
 ) -> None:
     scores = _scores(by, 50, 12, dtype=dtype) * temperature
@@ -365,13 +365,13 @@ def test_what_scores_no_more_than_the_threshold_changes_nothing(
 
 
 @pytest.mark.parametrize("by", [*SPARSE, Argmax(), Normalised()], ids=lambda one: one.name)
-def test_what_scores_a_little_more_counts(by: Weighting) -> None:
+def test_scores_just_above_the_threshold_count(by: Weighting) -> None:
     scores = _scores(by, 50, 12)
     above = (_weigh(by, scores).threshold + 1e-4).unsqueeze(1)
     assert (_weigh(by, torch.cat([scores, above], dim=1)).weights[:, 12] > 0).all()
 
 
-def test_dense_weightings_prove_nothing() -> None:
+def test_dense_weightings_give_no_certificate() -> None:
     for by in ALL[::4]:  # softmax, uniform
         assert (_weigh(by, _scores(by, 3, 4)).threshold == -math.inf).all()
         assert not by.sparse
