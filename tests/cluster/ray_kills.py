@@ -164,8 +164,8 @@ def survives(url: str, step: str, which: str, tally: Counter[str]) -> None:
 
 
 def signalled(processes: list[int], what: signal.Signals) -> None:
-    for one in processes:
-        os.kill(one, what)
+    for process in processes:
+        os.kill(process, what)
 
 
 def timed(db: cluster.TableCluster) -> list[float]:

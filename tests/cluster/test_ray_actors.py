@@ -87,7 +87,7 @@ class TestActors(ClusterContract):
         for host, one in enumerate(hosts):
             mine = {shard: str(folders[shard]) for shard in range(host, shards, len(hosts))}
             ray.get(one.hold.remote(mine, shards), timeout=TIMEOUT)
-        yield Actors([[one] for one in hosts], shards)
+        yield Actors([[host] for host in hosts], shards)
 
 
 class Own:

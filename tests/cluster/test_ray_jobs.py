@@ -63,8 +63,8 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
     np.testing.assert_array_equal(db.get(list(range(N))).keys, KEYS)
     fragments = lance.dataset(db.url).get_fragments()
     assert len(fragments) == 1 + N // 50
-    for one in fragments:  # the rows of a shard lie side by side, of as many shards as there may be
-        ids = one.to_table(columns=["id"])["id"].to_pylist()
+    for fragment in fragments:  # the rows of a shard lie side by side, of as many shards as there may be
+        ids = fragment.to_table(columns=["id"])["id"].to_pylist()
         for shards in (2, 4, 8):
             assert (np.diff(shard_of(ids, shards)) != 0).sum() < shards
     with pytest.raises(errors.DuplicateId, match="id 3 is stored already"):

@@ -93,8 +93,8 @@ READS: list[tuple[object, ...]] = [
 def test_reading_commands_print_the_same_as_for_one_database(places: tuple[Path, Path]) -> None:
     one, table = places
     for command, *words in READS:
-        found, right = (answer(command, place, *words) for place in (table, one))
-        alike(found, right)
+        actual, right = (answer(command, place, *words) for place in (table, one))
+        alike(actual, right)
         assert right not in ([], {})
         if command == "attend" and "-k" in words:
             assert 0.1 < right[0]["missed_mass"] < 1
@@ -244,9 +244,9 @@ def test_a_terminal_shows_progress_while_shards_are_built(
     monkeypatch.setattr("softdb.terminal.terminal", lambda stderr=False: console)
     assert told("json", "count", table, "--json") == ""
     for folder, *words in (("search", "search", table, ASKED), ("delete", "delete", table, "none")):
-        found = told(str(folder), *words)
-        assert "shards" in found
-        assert f"{N}/{N}" in found
+        actual = told(str(folder), *words)
+        assert "shards" in actual
+        assert f"{N}/{N}" in actual
         assert "shards" not in told(str(folder), *words), "every one is there"
 
 

@@ -136,7 +136,7 @@ def test_a_row_of_another_writer_that_is_no_record_is_left_out_by_name(
 def shard_with(db: TableCluster, name: str) -> Any:
     """The database of the shard that a record lies in."""
     transport: Any = db.caller.transport
-    return next(one for one in transport.hydrated.databases.values() if name in one)
+    return next(database for database in transport.hydrated.databases.values() if name in database)
 
 
 def test_a_shard_with_more_or_fewer_records_than_the_table_is_rebuilt(db: TableCluster) -> None:

@@ -185,8 +185,8 @@ def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monk
         while not stop.is_set():
             version = shard.answer(Describe(NEWEST)).version
             with contextlib.suppress(errors.StaleRead):
-                found: Records = shard.answer(CallVerb(version, "get", {"ids": mine}))
-                seen.setdefault(version, set()).add(tuple(payload["seed"] for payload in found.payloads))
+                actual: Records = shard.answer(CallVerb(version, "get", {"ids": mine}))
+                seen.setdefault(version, set()).add(tuple(payload["seed"] for payload in actual.payloads))
 
     monkeypatch.setattr(Store, "apply", slow)
     reader = threading.Thread(target=read)

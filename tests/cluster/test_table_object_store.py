@@ -31,21 +31,21 @@ def test_a_table_in_a_bucket(store: tuple[str, dict[str, str]], tmp_path: Path) 
     truth = made(f"{address}/t.lance", shards=2, options=options)
     truth.insert(batch(truth, ["a", "b", "c"]))
     followed = hydrated(truth, tmp_path / "cache")
-    found: list[object] = []
+    results: list[object] = []
 
     def insert(seed: int) -> None:
         writer = stored(truth.url, options)
         try:
-            found.append(writer.insert(batch(writer, ["same", f"own {seed}"], seed=seed)))
+            results.append(writer.insert(batch(writer, ["same", f"own {seed}"], seed=seed)))
         except errors.SoftDBError as error:
-            found.append(type(error))
+            results.append(type(error))
 
     writers = [threading.Thread(target=insert, args=(seed,)) for seed in (1, 2)]
     for one in writers:
         one.start()
     for one in writers:
         one.join(120)
-    assert found.count(errors.DuplicateId) == 1, found
+    assert results.count(errors.DuplicateId) == 1, results
     truth.delete(["a"])
     followed.follow(truth.newest())
     assert contents(followed) == told(truth)

@@ -41,15 +41,15 @@ def records(n: int = N) -> dict[str, Any]:
 def test_progress_is_reported_while_opening_builds_the_shards(url: str, tmp_path: Path) -> None:
     with cluster.create(url, dim=DIM, shards=2) as db:
         db.insert(**records())
-    told = list[tuple[str, int, int]]()
-    with cluster.open(url, cache=tmp_path / "fresh", progress=lambda *what: told.append(what)) as db:
-        assert told[0] == ("shards", 0, N)
-        assert told[-1] == ("shards", N, N)
-        told.clear()
+    reports = list[tuple[str, int, int]]()
+    with cluster.open(url, cache=tmp_path / "fresh", progress=lambda *what: reports.append(what)) as db:
+        assert reports[0] == ("shards", 0, N)
+        assert reports[-1] == ("shards", N, N)
+        reports.clear()
         db.insert(["new"], np.zeros((1, DIM)))
         db.grow()
-    with cluster.serve(url, keys="key", ids="id", progress=lambda *what: told.append(what)):
-        assert told[-1] == ("shards", N + 1, N + 1)
+    with cluster.serve(url, keys="key", ids="id", progress=lambda *what: reports.append(what)):
+        assert reports[-1] == ("shards", N + 1, N + 1)
     wrong: Any = 3
     with pytest.raises(errors.BadInput, match="expected a callable, or True for a bar"):
         cluster.open(url, progress=wrong)
@@ -132,7 +132,7 @@ def test_a_lancedb_table_is_served_unchanged(tmp_path: Path) -> None:
         assert (len(db), db.num_classes, db[3].payload) == (39, 3, {"title": "title 3"})
         vector = np.array(lancedb.connect(tmp_path).open_table("t").to_arrow()["vector"][3].as_py())
         theirs = lancedb.connect(tmp_path).open_table("t").search(vector).limit(5).to_list()
-        assert db.search(vector, k=5).ids[0] == [one["id"] for one in theirs]
+        assert db.search(vector, k=5).ids[0] == [their["id"] for their in theirs]
         lancedb.connect(tmp_path).open_table("t").delete("id = 3")
         lancedb.connect(tmp_path).open_table("t").add(
             [{"id": 99, "vector": vector.tolist(), "label": 0, "title": "late"}]

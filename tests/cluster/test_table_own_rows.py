@@ -52,7 +52,7 @@ def test_every_row_is_reported_once(
     monkeypatch.setattr(placement, "WINDOW", 50)
     monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
-    told = list[tuple[str, int, int]]()
+    reports = list[tuple[str, int, int]]()
 
     def stopping(*what: Any) -> None:
         if what[1] > 70:
@@ -60,26 +60,26 @@ def test_every_row_is_reported_once(
 
     with pytest.raises(KeyboardInterrupt):
         Hydrated(truth, tmp_path / "cache", mine, truth.newest(), stopping)
-    followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest(), lambda *what: told.append(what))
-    counts = [done for _, done, _ in told]
-    assert {(what, whole) for what, _, whole in told} == {("shards", 120)}
+    followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest(), lambda *what: reports.append(what))
+    counts = [done for _, done, _ in reports]
+    assert {(what, whole) for what, _, whole in reports} == {("shards", 120)}
     assert counts == sorted(counts)
     assert counts[-1] == 120
     assert counts[0] > 0 or mine != [2], "what was seen before counts"
-    told.clear()
+    reports.clear()
     truth.insert(batch(truth, ["new"]))
     followed.follow(truth.newest())
     followed.remake(mine[0])
     followed.close()
-    assert told == [], "only while it is opened"
+    assert reports == [], "only while it is opened"
 
 
 def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = made(str(tmp_path / "t.lance"))
     truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
     monkeypatch.setattr(placement, "WINDOW", 50)
-    found = [(one.low, len(one.parts)) for one in placement.windows(truth, truth.now(), 30)]
-    assert found == [(30, 50), (80, 40)]
+    results = [(one.low, len(one.parts)) for one in placement.windows(truth, truth.now(), 30)]
+    assert results == [(30, 50), (80, 40)]
 
 
 def test_rows_without_a_valid_id_lie_in_one_shard_also_after_doubling() -> None:

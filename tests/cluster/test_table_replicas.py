@@ -66,8 +66,8 @@ class Replicas:
         return more
 
     def close(self) -> None:
-        for one in self.copies:
-            one.close()
+        for copy in self.copies:
+            copy.close()
 
 
 class World(NamedTuple):
@@ -109,7 +109,7 @@ def same(world: World, ask: Callable[[Any, torch.Tensor], tuple[torch.Tensor, ..
     for db in (world.db, world.one):
         leaf = world.queries.clone().requires_grad_()
         numbers = ask(db, leaf)
-        found.append((*numbers, torch.autograd.grad(torch.stack([one.sum() for one in numbers]).sum(), leaf)[0]))
+        found.append((*numbers, torch.autograd.grad(torch.stack([number.sum() for number in numbers]).sum(), leaf)[0]))
     for mine, true in zip(*found, strict=True):
         near(mine, true, 1e-9)
 
@@ -266,10 +266,10 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
     def overtaken(asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         if Refresh not in {type(ask) for ask in asks.values()} or next(turns, 3) > 2:
             return plain(asks, timeout)
-        found = early.ask({0: asks[0]}, timeout).replies
+        actual = early.ask({0: asks[0]}, timeout).replies
         world.db.table.upsert(batch(world.db.table, ["more"], values=np.ones((1, 3))))
-        found |= late.ask({1: Refresh(NEWEST)}, timeout).replies
-        return ShardReplies(found, {})
+        actual |= late.ask({1: Refresh(NEWEST)}, timeout).replies
+        return ShardReplies(actual, {})
 
     monkeypatch.setattr(world.replicas, "ask", overtaken)
     version = world.db.refresh()

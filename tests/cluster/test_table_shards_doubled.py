@@ -67,7 +67,9 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
             transports: list[Any] = [db.caller.transport]
             assert db.grow() == 4
         transports.append(db.caller.transport)
-        numbers = [directory_of(one.hydrated.tagged(s)) for one in transports for s in range(one.shards)]
+        numbers = [
+            directory_of(transport.hydrated.tagged(s)) for transport in transports for s in range(transport.shards)
+        ]
         assert len({*numbers}) == 6, "rows of one mean nothing in another"
         whole(db)
         assert db.stats().dead == 0
@@ -143,8 +145,8 @@ def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:
         index = db.stats().index
         assert index is not None
         assert index.kind == "ivf"
-        found, true = (db.search(keys[:50], k=5, exact=exact).ids for exact in (False, True))
-        assert sum(len({*a} & {*b}) for a, b in zip(found, true, strict=True)) > 0.8 * 250
+        actual, true = (db.search(keys[:50], k=5, exact=exact).ids for exact in (False, True))
+        assert sum(len({*a} & {*b}) for a, b in zip(actual, true, strict=True)) > 0.8 * 250
 
 
 @pytest.mark.parametrize("how", ["lost", "catalogue", "another table's", "being made"])
@@ -222,7 +224,7 @@ def test_earlier_answers_stay_valid(tmp_path: Path) -> None:
         databases = list(before.hydrated.databases.values())
         del hits, pooled, grad, records, before
         gc.collect()
-        assert all(one.closed for one in databases)  # nothing refers to them
+        assert all(database.closed for database in databases)  # nothing refers to them
 
 
 def test_other_handles_switch_at_their_refresh(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def noted(db: cluster.TableCluster) -> list[Any]:
 
 
 def closed(transport: Any) -> bool:
-    return all(one.closed for one in transport.hydrated.databases.values())
+    return all(database.closed for database in transport.hydrated.databases.values())
 
 
 def test_closing_lets_go_of_the_old_shards(tmp_path: Path) -> None:

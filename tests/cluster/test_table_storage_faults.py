@@ -107,7 +107,7 @@ VERBS: dict[str, Callable[[cluster.TableCluster, Path], object]] = {
 
 
 @pytest.mark.parametrize(
-    "verb", [one if one in ("refresh", "upsert") else pytest.param(one, marks=pytest.mark.slow) for one in VERBS]
+    "verb", [verb if verb in ("refresh", "upsert") else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS]
 )
 def test_a_store_out_of_reach_is_named_and_the_handle_goes_on(place: Place, verb: str, tally: Counter[str]) -> None:
     with place.opened() as db:
@@ -245,8 +245,8 @@ def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: 
         with pytest.raises(CorruptionError, match=rf"snapshot: .*{match}"):
             db.snapshot(folder.parent / "copy")
         messages = [refusal(lambda: VERBS[verb](db, folder)) for verb in ("upsert", "update", "delete")]  # noqa: B023
-        assert not any("create()" in one for one in messages)
-        assert how != "missing" or all(lost.name in one for one in messages if one)
+        assert not any("create()" in message for message in messages)
+        assert how != "missing" or all(lost.name in message for message in messages if message)
     if how == "missing":
         with pytest.raises(CorruptionError, match=rf"serve: .*{match}"):
             cluster.serve(folder, keys="key")
@@ -320,7 +320,7 @@ def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -
     ],
 )
 def test_errors_of_lance_become_errors_of_softdb(url: str, message: str, error: type[SoftDBError], match: str) -> None:
-    found = failure(url, OSError(f"{message}, /build/x.rs:1:2"))
-    assert type(found) is error
-    assert match in str(found)
-    assert ".rs:" not in str(found)
+    actual = failure(url, OSError(f"{message}, /build/x.rs:1:2"))
+    assert type(actual) is error
+    assert match in str(actual)
+    assert ".rs:" not in str(actual)

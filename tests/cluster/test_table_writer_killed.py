@@ -267,5 +267,5 @@ def test_at_any_step(tmp_path: Path, seed: int, tally: Counter[str]) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_at_any_step_in_an_object_store(in_a_bucket: Place, seed: int, tally: Counter[str]) -> None:
     chance = random.Random(seed)
-    step = chance.choice([None, *(one for one in STEPS if "synced" not in one or "columns" in one)])
+    step = chance.choice([None, *(step for step in STEPS if "synced" not in step or "columns" in step)])
     killed(in_a_bucket, step, 1 if step and step.startswith(ONCE) else chance.randrange(1, 12), tally, chance)

@@ -61,8 +61,8 @@ def test_an_update_replaces_parts_and_refuses_what_it_does_not_find(tmp_path: Pa
     truth.insert(batch(truth, ["bare"], keyed=False))
     truth.update(["b"], {"payload": ["7"], "text": [None]})
     truth.update(["bare"], {"key": np.ones((1, DIM)), "value": np.full((1, 1), 2.0)})
-    found = told(truth)
-    assert (found["b"][1:], found["bare"][:2]) == (([1.0], 7, None), ([1.0] * DIM, [2.0]))
+    actual = told(truth)
+    assert (actual["b"][1:], actual["bare"][:2]) == (([1.0], 7, None), ([1.0] * DIM, [2.0]))
     truth.insert(batch(truth, ["bare2"], keyed=False))
     wrong: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
         (["a", "c"], {"payload": ["1", "2"]}, errors.UnknownId, "id 'c' is not stored; upsert adds it"),
@@ -90,7 +90,7 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
         one.start()
     for one in threads:
         one.join(120)
-    assert not any(one.is_alive() for one in threads)
+    assert not any(thread.is_alive() for thread in threads)
     return found
 
 
@@ -98,8 +98,8 @@ def test_of_two_that_insert_one_id_at_once_exactly_one_is_refused(truth: Truth) 
     for turn in range(4):
         writers = [stored(truth.url, None) for _ in range(3)]
         batches = [batch(truth, [f"{turn} own {i}", f"{turn}"], seed=i) for i in range(3)]
-        found = at_once(3, lambda i: writers[i].insert(batches[i]))  # noqa: B023
-        assert [type(one) for one in found if not isinstance(one, int)] == [errors.DuplicateId] * 2, found
+        actual = at_once(3, lambda i: writers[i].insert(batches[i]))  # noqa: B023
+        assert [type(one) for one in actual if not isinstance(one, int)] == [errors.DuplicateId] * 2, actual
     rows = truth.now().to_table(columns=["id"])["id"].to_pylist()
     assert len(rows) == len(set(rows)) == 8
 
@@ -136,7 +136,7 @@ def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: py
             assert {f"{truth.url}/{name}/{one}" for one in fresh} <= set(seen)
             assert f"{truth.url}/{name}" in seen  # their names
     fragments = truth.now().get_fragments()
-    assert {f"{truth.url}/data/{file.path}" for one in fragments for file in one.data_files()} <= set(seen)
+    assert {f"{truth.url}/data/{file.path}" for fragment in fragments for file in fragment.data_files()} <= set(seen)
 
 
 def test_versions_are_kept_until_they_are_cleaned_up(truth: Truth) -> None:

@@ -142,8 +142,8 @@ class ClusterContract(abc.ABC):
             asked, dials = queries.to(dtype), (*[DIAL[dtype][0]] * 2, DIAL[dtype][1])
             for words in ({}, {"where": {"third": 1}, "temperature": 0.3}, {"weights": "uniform"}, {"k": 7}):
                 both = (differentiated(db, asked, **words) for db in (cluster, one))
-                for found, true, dial in zip(*both, dials, strict=False):
-                    near(found, true, dial)
+                for actual, true, dial in zip(*both, dials, strict=False):
+                    near(actual, true, dial)
 
     @pytest.mark.parametrize(
         "score",
@@ -158,9 +158,9 @@ class ClusterContract(abc.ABC):
     )
     def test_scores_that_learn(self, pair: Any, score: Any) -> None:
         one, cluster, queries = pair(self.SHARDS[-1], "l2")
-        found, true = (differentiated(db, queries, score=score) for db in (cluster, one))
-        assert len(found) == len(true)
-        for mine, own in zip(found, true, strict=True):
+        actual, true = (differentiated(db, queries, score=score) for db in (cluster, one))
+        assert len(actual) == len(true)
+        for mine, own in zip(actual, true, strict=True):
             near(mine, own, 1e-9)
 
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
@@ -173,13 +173,13 @@ class ClusterContract(abc.ABC):
                 {"k": 6, "where": {"third": 2}},
                 {"k": 9, "exclude_ids": [4, 9]},
             ):
-                found, true = (db.search(queries.float(), exact=True, **words) for db in (cluster, one))
-                assert found.ids == true.ids, (shards, words)
-                assert found.payloads == true.payloads
-                near(found.scores, true.scores, 1e-6)
+                actual, true = (db.search(queries.float(), exact=True, **words) for db in (cluster, one))
+                assert actual.ids == true.ids, (shards, words)
+                assert actual.payloads == true.payloads
+                near(actual.scores, true.scores, 1e-6)
         within = {"dot": 1.5, "cosine": 0.6, "l2": 2.0}[metric]
-        found, true = (db.search(queries.float(), radius=within) for db in (cluster, one))
-        assert found.ids == true.ids
+        actual, true = (db.search(queries.float(), radius=within) for db in (cluster, one))
+        assert actual.ids == true.ids
         assert cluster.count_within(queries, within).value.tolist() == [len(mine) for mine in true.ids]
         leaf = queries.clone().requires_grad_()
         mine, own = (torch.autograd.grad(db.search(leaf, 5).scores.sum(), leaf)[0] for db in (cluster, one))
@@ -188,8 +188,8 @@ class ClusterContract(abc.ABC):
     @pytest.mark.parametrize("weights", ["argmax", "entmax15", "sparsemax"])
     def test_sparse_weights(self, pair: Any, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
         one, cluster, queries = pair(self.SHARDS[-1])
-        for found, true in zip(*(differentiated(db, queries, weights=weights) for db in (cluster, one)), strict=True):
-            near(found, true, 1e-9)
+        for actual, true in zip(*(differentiated(db, queries, weights=weights) for db in (cluster, one)), strict=True):
+            near(actual, true, 1e-9)
         if weights != "argmax":
             monkeypatch.setattr(import_module("softdb.attend.exact"), "MOST", 64)
             with pytest.raises(BadInput, match=f"share the weight of {weights}"):
@@ -197,8 +197,8 @@ class ClusterContract(abc.ABC):
 
     def test_labels_densities_explanations(self, pair: Any) -> None:
         one, cluster, queries = pair(self.SHARDS[-1], "l2", 3)
-        for found, true in zip(*(differentiated(db, queries) for db in (cluster, one)), strict=True):
-            near(found, true, 1e-9)
+        for actual, true in zip(*(differentiated(db, queries) for db in (cluster, one)), strict=True):
+            near(actual, true, 1e-9)
         pooled, log_p = one.attend(queries, k=9).output, one.log_density(queries, scores.Gaussian(0.8)).value
         near(cluster.attend(queries, k=9).output, pooled, 1e-9)
         near(cluster.log_density(queries, scores.Gaussian(0.8)).value, log_p, 1e-6)

@@ -95,10 +95,10 @@ class IndexContract:
             assert (index.effort, index.fetch_k) > (before.effort, before.fetch_k)
             assert high.bytes == low.bytes
             assert high.target == db.tune().target == 0.99
-            found = db.search(queries, k=10).rows.tolist()
+            actual = db.search(queries, k=10).rows.tolist()
         with softdb.open(tmp_path / "db", mode="r") as db:
             assert index_report(db).target == 0.99
-            assert db.search(queries, k=10).rows.tolist() == found
+            assert db.search(queries, k=10).rows.tolist() == actual
             with pytest.raises(softdb.ReadOnly, match="tune the index from the one that writes"):
                 db.tune()
 
@@ -181,8 +181,8 @@ class IndexContract:
         hits = db.search(queries, k=10, where={"g": {"$lt": m}})
         groups = np.random.default_rng(5).permutation(N)
         assert hits.live.sum(1).tolist() == [min(10, m)] * Q
-        found = hits.rows[hits.live].numpy()
-        assert (groups[found] < m).all()
+        actual = hits.rows[hits.live].numpy()
+        assert (groups[actual] < m).all()
         truth = scores("dot", queries, keys)
         truth[:, groups >= m] = -np.inf
         if m >= 10:

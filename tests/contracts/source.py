@@ -96,22 +96,22 @@ class SourceContract:
     def test_queries_get_the_gradient_of_the_equation(self, world: World, request_of_all: Request) -> None:
         queries = request_of_all.queries.clone().requires_grad_()
         answer = world.source.exact(replace(request_of_all, queries=queries))
-        found = torch.autograd.grad(answer.output.sum() + answer.lse.sum(), queries)[0]
+        actual = torch.autograd.grad(answer.output.sum() + answer.lse.sum(), queries)[0]
         plain = request_of_all.queries.clone().requires_grad_()
         logits = plain @ torch.from_numpy(world.keys).T / T
         output = logits.softmax(1) @ torch.from_numpy(world.values)
         expected = torch.autograd.grad(output.sum() + logits.logsumexp(1).sum(), plain)[0]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
     def test_the_nearest_are_the_nearest(self, world: World, request_of_all: Request) -> None:
         source, scores = world.source, self.scores(request_of_all, world)
         best = np.argsort(-scores, axis=1)[:, :3]
-        found = source.find(request_of_all.top(3, exact=True))
-        assert found.certain
-        rows = source.rows(found.positions)
+        actual = source.find(request_of_all.top(3, exact=True))
+        assert actual.certain
+        rows = source.rows(actual.positions)
         known = source.resolve(np.unique(rows))
         assert [[known[row].id for row in line] for line in rows.tolist()] == np.array(world.ids)[best].tolist()
-        scored = source.scored(request_of_all, found.positions)
+        scored = source.scored(request_of_all, actual.positions)
         close(scored.scores, np.take_along_axis(scores, best, 1))
         close(source.pooled(torch.full((4, 3), 1 / 3), scored), world.values[best].mean(1))
 
@@ -148,10 +148,10 @@ class SourceContract:
 
     def test_records_within_a_radius_are_counted(self, world: World, request_of_all: Request) -> None:
         request = replace(request_of_all, tolerance=Tolerance(0.05, 0.0, 0.95, None))
-        found = world.source.count_within(request, 0.5)
-        assert found.value.tolist() == (self.scores(request, world) >= 0.5).sum(1).tolist()
-        assert found.exact.all()
-        assert found.met.all()
+        actual = world.source.count_within(request, 0.5)
+        assert actual.value.tolist() == (self.scores(request, world) >= 0.5).sum(1).tolist()
+        assert actual.exact.all()
+        assert actual.met.all()
 
     def test_frozen_and_whole_sources_give_the_same_answer(self, world: World, request_of_all: Request) -> None:
         for same in (world.source.frozen(), world.source.whole()):

@@ -81,7 +81,7 @@ class Pretended:
         if named == "_local_scalar_dense":
             self.waits += 1
             return
-        here = [one for one in tensors if not isinstance(one, There) and one.ndim]
+        here = [tensor for tensor in tensors if not isinstance(tensor, There) and tensor.ndim]
         if named == "_to_copy" and goal == "cpu":
             self.crossings.append(Crossing("cpu", tensors[0].numel()))
         elif here:
@@ -93,10 +93,10 @@ def computed(call: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation, by the CPU; with what torch refuses on a device of its own."""
     named = call.overloadpacket.__name__
     tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
-    there = {id(one.inside): one for one in tensors if isinstance(one, There)}
+    there = {id(tensor.inside): tensor for tensor in tensors if isinstance(tensor, There)}
     goal = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     meets = named in ("copy_", "_to_copy") or (named in INDEXES and isinstance(tensors[0], There))
-    if there and not meets and any(one.ndim for one in tensors if not isinstance(one, There)):
+    if there and not meets and any(tensor.ndim for tensor in tensors if not isinstance(tensor, There)):
         raise RuntimeError(f"{named}: tensors of {DEVICE} and of the CPU, {[tuple(one.shape) for one in tensors]}")
     if Pretended.noting is not None:
         Pretended.noting.note(named, goal, tensors)

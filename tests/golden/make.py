@@ -97,10 +97,10 @@ def compacted(path: Path) -> Plan:
         texts = [f"the text of {one}" if i % 4 else None for i, one in enumerate(ids)]
         plan.upsert(ids, keys, labels, [{"n": i, "year": 2000 + i % 30} for i in range(low, low + 60)], texts)
         plan.upsert([f"d{low}", f"e{low}"], None, None, [{"year": 1990}, None], [None, "a document"])
-    plan.delete([one for i, one in enumerate(list(plan.records)) if i % 3 == 0])
+    plan.delete([record for i, record in enumerate(list(plan.records)) if i % 3 == 0])
     plan.db.compact()
     plan.delete(list(plan.records)[10:30])
-    plan.replace({one: {"n": "new", "year": None} for one in list(plan.records)[40:45]})
+    plan.replace({record: {"n": "new", "year": None} for record in list(plan.records)[40:45]})
     plan.upsert(["late", 4], random.standard_normal((2, 4)), [0, 4], [None, {"year": 1999}])
     plan.upsert(["e60", "f"], None, None, [None, {"year": None}], ["longer than a page " * 250, "no key"])
     plan.db.close()

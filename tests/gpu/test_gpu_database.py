@@ -84,15 +84,15 @@ def test_the_nearest_are_those_of_float64(anywhere: torch.device, metric: Metric
 
 def test_two_runs_are_equal_to_the_bit(anywhere: torch.device) -> None:
     queries, keys, values, grad = world(anywhere, torch.float16)
-    found = []
+    results = []
     for _ in range(3):
         leaves = [one.clone().float().requires_grad_() for one in (queries, keys, values)]
         output, lse = gpu.pooled(*leaves, metric=Metric.L2)
         ((output * grad).sum() + lse.sum()).backward()  # type: ignore[no-untyped-call]
         more = gpu.nearest(queries, keys, 100, metric=Metric.DOT)
-        found.append([output.detach(), lse.detach(), *(one.grad for one in leaves), *more])
-    for other in found[1:]:
-        for one, again in zip(found[0], other, strict=True):
+        results.append([output.detach(), lse.detach(), *(leave.grad for leave in leaves), *more])
+    for other in results[1:]:
+        for one, again in zip(results[0], other, strict=True):
             assert one is not None
             assert again is not None
             assert torch.equal(one, again)
@@ -204,8 +204,8 @@ def test_an_index_of_faiss_on_the_gpu_finds_what_one_of_the_cpu_does(
     db.delete([0, 1])
 
     def recall(handle: softdb.SoftDB) -> float:
-        found = handle.search(queries, 10).rows.cpu()
-        return float((found[:, :, None] == exact[:, None, :]).any(2).double().mean())
+        actual = handle.search(queries, 10).rows.cpu()
+        return float((actual[:, :, None] == exact[:, None, :]).any(2).double().mean())
 
     assert recall(db) > 0.85
     db.close()

@@ -60,15 +60,15 @@ def test_answers_and_gradients_are_those_of_the_ram(
         loss.backward()
     for name in ("output", "lse", "weights", "exact", "missed_mass"):
         assert getattr(answers[1], name).device == device
-        torch.testing.assert_close(*(getattr(one, name).cpu() for one in answers), equal_nan=True)
+        torch.testing.assert_close(*(getattr(answer, name).cpu() for answer in answers), equal_nan=True)
     assert answers[0].hits.ids == answers[1].hits.ids
     assert answers[1].finder == "flat" or not words.get("keys", True)
     same(asked[0].grad, asked[1].grad)
-    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+    for parameter, other in zip(here.parameters(), there.parameters(), strict=True):
         assert other.device == device
         assert other.grad is not None
         assert other.grad.is_sparse
-        same(one.grad.to_dense(), other.grad.cpu().to_dense())
+        same(parameter.grad.to_dense(), other.grad.cpu().to_dense())
     assert here.report().uncommitted == there.report().uncommitted
 
 
@@ -126,9 +126,9 @@ def test_a_training_step_moves_only_the_candidates(pretended: Pretended) -> None
     pretended.waits = 0
     step()
     candidates = 16 * 8
-    assert {one.to for one in pretended.crossings} == {"cpu", pretended.device.type}
-    assert max(one.numbers for one in pretended.crossings) <= candidates, "more than positions travels"
-    assert sum(one.numbers for one in pretended.crossings) <= 8 * candidates
+    assert {crossing.to for crossing in pretended.crossings} == {"cpu", pretended.device.type}
+    assert max(crossing.numbers for crossing in pretended.crossings) <= candidates, "more than positions travels"
+    assert sum(crossing.numbers for crossing in pretended.crossings) <= 8 * candidates
     assert pretended.waits <= 4
 
 
@@ -142,15 +142,15 @@ def test_losses_through_a_memory_on_the_device_match_the_cpu(device: torch.devic
         lambda memory, asked: pooled_loss(memory, asked, torch.ones(6, V, device=asked.device)),
     ]
     for loss in losses:
-        found = []
+        results = []
         for memory in both(db, device, k=5):
             asked = queries.clone().to(memory.device).requires_grad_()
             value = loss(memory, asked)
             value.backward()
             assert value.device == memory.device
-            found.append((value.detach(), asked.grad, memory.keys.grad.cpu().to_dense()))
-        for one, other in zip(*found, strict=True):
-            same(one, other)
+            results.append((value.detach(), asked.grad, memory.keys.grad.cpu().to_dense()))
+        for result, other in zip(*results, strict=True):
+            same(result, other)
 
 
 def test_a_state_moves_between_devices(device: torch.device, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_state_moves_between_devices(device: torch.device, tmp_path: Path) -> 
     queries = torch.randn(4, D)
     expected = there(queries.to(device)).output
     for memory in (here, back, again, copy.deepcopy(there), copy.deepcopy(there).to("cpu")):
-        assert {one.device for one in memory.parameters()} == {memory.device}
+        assert {parameter.device for parameter in memory.parameters()} == {memory.device}
         same(memory(queries.to(memory.device)).output, expected)
     assert back.report().uncommitted == N  # loaded, so all of it may differ
 

@@ -47,7 +47,7 @@ def found(asked: Asked, queries: Tensor, parameters: list[Tensor], dtype: torch.
     with torch.autocast(queries.device.type, dtype, enabled=dtype is not None):
         answer = asked(leaf)
     grads = torch.autograd.grad(answer.square().sum(), [leaf, *parameters])
-    return [answer.detach(), *(one.to_dense() for one in grads)]
+    return [answer.detach(), *(grad.to_dense() for grad in grads)]
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_a_compiled_model_learns_as_the_plain_one(name: str, anywhere: torch.dev
             model.zero_grad()
             answer.square().sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.01).step()
-        for mine, theirs in zip(plain.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        for ours, theirs in zip(plain.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
         frames = frames if count > 7 else dynamo["frames"]["total"]
     assert dynamo["frames"]["total"] == frames <= 12, "the database was traced, or compiled anew for another batch"
     assert all(parameter.grad is not None for parameter in other.parameters())

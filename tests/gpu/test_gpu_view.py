@@ -41,7 +41,7 @@ def test_answers_and_gradients_are_those_of_the_cpu(
 ) -> None:
     views = both(db, device, metric=metric)
     db.delete([3, 5])
-    queries, found = torch.randn(7, E), []
+    queries, results = torch.randn(7, E), []
     for view in views:
         view.reindex()
     db.upsert(["young"], torch.ones(1, D), torch.ones(1, V), [{"odd": True}])
@@ -52,16 +52,16 @@ def test_answers_and_gradients_are_those_of_the_cpu(
         assert pooled.output.device == hits.scores.device == torch.device(where)
         loss = pooled.output.square().sum() + pooled.lse.sum() + hits.scores.sum()
         assert view.measure() == 1.0
-        found.append([pooled.output.detach().cpu(), hits.rows.cpu(), *slopes(view, loss, leaf)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        results.append([pooled.output.detach().cpu(), hits.rows.cpu(), *slopes(view, loss, leaf)])
+    for result, other in zip(*results, strict=True):
+        torch.testing.assert_close(result, other, atol=1e-5, rtol=1e-4)
 
 
 def test_encodings_stay_on_their_device(db: softdb.SoftDB, pretended: Pretended) -> None:
     view = both(db, pretended.device)[1]
     queries = torch.randn(4, E).to(pretended.device)
     view.search(queries, 3)
-    assert not [one for one in pretended.crossings if one.to == "cpu" and one.numbers >= N * E]
+    assert not [crossing for crossing in pretended.crossings if crossing.to == "cpu" and crossing.numbers >= N * E]
     assert view.measure() == 1.0
 
 

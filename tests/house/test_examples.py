@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}  # so that the examples run where softdb is not installed
 ELSEWHERE = {"cluster.py", "fine_tune.py"}  # by tests/integrations, where the libraries are
-EXAMPLES = sorted(one for one in (ROOT / "examples").glob("*.py") if one.name not in ELSEWHERE)
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 
 def run(example: Path, folder: Path, *arguments: str) -> str:

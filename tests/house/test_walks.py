@@ -71,11 +71,11 @@ WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
 
 @pytest.mark.parametrize("heading", WAYS)
 def test_walks_of_the_architecture_page_are_what_runs(db: softdb.SoftDB, heading: str) -> None:
-    told = walk(heading)  # of files of Python: no profiler sees the kernels
-    assert len(told) >= 5
+    actual = walk(heading)  # of files of Python: no profiler sees the kernels
+    assert len(actual) >= 5
     WAYS[heading](db)  # what is made when first needed is no step
     run = iter(called(db, WAYS[heading]))
-    missed = [step for step in told if step not in run]  # `in` goes on from the last one that was found
+    missed = [step for step in actual if step not in run]  # `in` goes on from the last one that was found
     assert missed == [], "not called, or not in this order"
 
 

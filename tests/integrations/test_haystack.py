@@ -53,7 +53,7 @@ def store() -> SoftDBDocumentStore:
 
 
 def ids(documents: list[Document]) -> list[str]:
-    return [one.id for one in documents]
+    return [document.id for document in documents]
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def met() -> list[Document]:
         {"in": 2},
     ]
     return [
-        Document(content=None if i % 3 == 0 else ["a", "b"][i % 2], meta=one, id=["", "a", "b"][i % 3] + str(i // 3))
-        for i, one in enumerate(metas)
+        Document(content=None if i % 3 == 0 else ["a", "b"][i % 2], meta=meta, id=["", "a", "b"][i % 3] + str(i // 3))
+        for i, meta in enumerate(metas)
     ] + [Document("a", "")]
 
 
@@ -294,12 +294,12 @@ async def test_three_ways_to_retrieve(store: SoftDBDocumentStore) -> None:
     assert "ran" in ids(both.run(query, vector)["documents"])
     assert near.run(vector, top_k=0) == {"documents": []}
     for retriever, asked in [(near, (vector,)), (words, (query,)), (both, (query, vector))]:
-        found = retriever.run(*asked)["documents"]
-        assert (await retriever.run_async(*asked))["documents"] == found
+        actual = retriever.run(*asked)["documents"]
+        assert (await retriever.run_async(*asked))["documents"] == actual
         scaled = [one.score for one in retriever.run(*asked, scale_score=True)["documents"]]
         assert scaled == sorted(scaled, reverse=True)
         assert all(0 <= one <= 1 for one in scaled)
-        assert all(one.embedding is None for one in found)
+        assert all(one.embedding is None for one in actual)
     assert near.run(vector, return_embedding=True)["documents"][0].embedding == [1.0, 0.0, 0.0]
     merged = SoftDBKeywordRetriever(store, YOUNG, filter_policy="merge")
     assert ids(merged.run(query, {"field": "id", "operator": "in", "value": ["ran", "alien"]})["documents"]) == ["ran"]
@@ -429,7 +429,7 @@ def test_writers_in_threads_neither_lose_nor_double_documents(store: SoftDBDocum
     threads = [threading.Thread(target=write, args=(first,)) for first in (0, 0, 20)]
     for one in threads:
         one.start()
-    while any(one.is_alive() for one in threads):
+    while any(thread.is_alive() for thread in threads):
         assert len(store.embedding_retrieval([1.0, 0.0, 0.0], return_embedding=True)) == 3
     assert sum(written) == 60
     assert store.count_documents() == 64
@@ -462,14 +462,14 @@ def test_a_cluster_is_a_store_of_the_same_documents(store: SoftDBDocumentStore, 
         assert shared.count_documents() == 0
         assert shared.write_documents(films()) == 4
         for asked in YEARS:
-            found, right = (one.filter_documents(asked) for one in (shared, store))
-            assert sorted(found, key=lambda one: one.id) == sorted(right, key=lambda one: one.id)
+            actual, right = (one.filter_documents(asked) for one in (shared, store))
+            assert sorted(actual, key=lambda one: one.id) == sorted(right, key=lambda one: one.id)
             each: list[dict[str, Any]] = [{}, {"scale_score": True, "return_embedding": True, "top_k": 2}]
             for words in each:
                 hits, expected = (one.embedding_retrieval([0.2, 0.9, 0.1], asked, **words) for one in (shared, store))
                 assert ids(hits) == ids(expected)
-                assert [one.embedding for one in hits] == [one.embedding for one in expected]
-                assert [one.score for one in hits] == pytest.approx([one.score for one in expected], abs=1e-6)
+                assert [hit.embedding for hit in hits] == [one.embedding for one in expected]
+                assert [hit.score for hit in hits] == pytest.approx([one.score for one in expected], abs=1e-6)
         for one in (shared, store):
             assert one.update_by_filter(YEARS[1] or {}, {"seen": True}) == 3
             assert one.count_unique_metadata_by_filter({}, ["year", "seen"]) == {"year": 4, "seen": 1}
@@ -505,15 +505,15 @@ def test_features_that_a_cluster_lacks_are_refused(table: str) -> None:
 
 def test_writes_of_another_handle_are_seen(table: str) -> None:
     """Each handle reads a version of its own: a retry without a refresh would never end."""
-    with cluster.open(table) as mine, cluster.open(table) as other:
-        shared = SoftDBDocumentStore(mine)
+    with cluster.open(table) as ours, cluster.open(table) as other:
+        shared = SoftDBDocumentStore(ours)
         SoftDBDocumentStore(other).write_documents(films())
         assert shared.count_documents() == 0
         assert shared.write_documents(films(), SKIP) == 0
         assert shared.count_documents() == 4
         other.delete(["heat"])
         assert shared.update_by_filter({"field": "meta.year", "operator": ">", "value": 0}, {"seen": 1}) == 3
-        assert mine["ran"].payload == {"year": 1985, "tags": ["war"], "seen": 1}
+        assert ours["ran"].payload == {"year": 1985, "tags": ["war"], "seen": 1}
         other.upsert(["late"], [[1, 0, 0]])
         with cluster.open(table, "r") as reads:
             follows = SoftDBDocumentStore(reads)
@@ -531,8 +531,8 @@ def test_a_store_on_a_table_travels_by_its_address(table: str) -> None:
         stores = [again.get_component(name).document_store for name in ("retriever", "writer")]
         assert stores[0].db is stores[1].db
         assert stores[0].db is not db
-        found = again.run({"retriever": {"query_embedding": [1.0, 0.0, 0.0]}, "writer": {"documents": films()[:1]}})
-        assert ids(found["retriever"]["documents"]) == ["alien"]
+        actual = again.run({"retriever": {"query_embedding": [1.0, 0.0, 0.0]}, "writer": {"documents": films()[:1]}})
+        assert ids(actual["retriever"]["documents"]) == ["alien"]
         travelled = pickle.loads(pickle.dumps(SoftDBDocumentStore(db)))
         assert (travelled.mode, travelled.count_documents()) == ("r", 4)
         for one in (*stores, travelled):

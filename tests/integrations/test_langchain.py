@@ -60,7 +60,7 @@ def store() -> SoftDBVectorStore:
 
 
 def named(documents: list[Document]) -> str:
-    return "".join(sorted(str(one.id) for one in documents))
+    return "".join(sorted(str(document.id) for document in documents))
 
 
 def test_a_cluster_over_a_table_is_a_store(tmp_path: Path) -> None:
@@ -140,19 +140,19 @@ async def test_relevance_is_from_0_to_1_in_the_order_of_scores(metric: str, mode
     store = SoftDBVectorStore.from_texts(TEXTS, Counted(), ids=list("abcde"), metric=metric)
     asked: dict[str, Any] = {"k": 5, "mode": mode}
     scores = store.similarity_search_with_score("cats and dogs", **asked)
-    found = store.similarity_search_with_relevance_scores("cats and dogs", **asked)
-    assert [one.id for one, _ in found] == [one.id for one, _ in scores]
-    values = [share for _, share in found]
+    actual = store.similarity_search_with_relevance_scores("cats and dogs", **asked)
+    assert [one.id for one, _ in actual] == [one.id for one, _ in scores]
+    values = [share for _, share in actual]
     assert values == sorted(values, reverse=True)
     assert all(0 <= share <= 1 for share in values)
     if metric != "dot":
-        assert found[0][0].id == "c"
+        assert actual[0][0].id == "c"
     if (metric, mode) in (("cosine", "vector"), ("l2", "vector")):
         assert values[0] == pytest.approx(1, abs=1e-3)
-    assert await store.asimilarity_search_with_relevance_scores("cats and dogs", **asked) == found
+    assert await store.asimilarity_search_with_relevance_scores("cats and dogs", **asked) == actual
     threshold = (values[0] + values[1]) / 2 if len(values) > 1 else values[0]
     search = store.as_retriever(search_type="similarity_score_threshold", score_threshold=threshold, **asked)
-    assert search.invoke("cats and dogs") == [found[0][0]]
+    assert search.invoke("cats and dogs") == [actual[0][0]]
     mine = SoftDBVectorStore(store.embedding, store.db, relevance_score_fn=lambda score: 0.25)
     assert {share for _, share in mine.similarity_search_with_relevance_scores("q", **asked)} <= {0.25}
 
@@ -192,9 +192,9 @@ async def test_the_event_loop_goes_on(path: Path) -> None:
     embedding = Counted(loop=asyncio.get_running_loop())
     store = await SoftDBVectorStore.afrom_texts(TEXTS, embedding, METADATAS, ids=list("abcde"), db=path)
     retriever = store.as_retriever(k=2)
-    found = await asyncio.gather(*(retriever.ainvoke(one) for one in TEXTS))
-    assert [mine[0].page_content for mine in found] == TEXTS
-    assert await store.amax_marginal_relevance_search(TEXTS[0], k=1) == found[0][:1]
+    actual = await asyncio.gather(*(retriever.ainvoke(text) for text in TEXTS))
+    assert [mine[0].page_content for mine in actual] == TEXTS
+    assert await store.amax_marginal_relevance_search(TEXTS[0], k=1) == actual[0][:1]
     assert [one.id for one, _ in await store.asimilarity_search_with_score(TEXTS[1], k=1)] == ["b"]
     assert await store.aget_by_ids(["c"]) == [Document(id="c", page_content=TEXTS[2], metadata=METADATAS[2])]
     assert await store.aadd_documents([Document("new", id="f")]) == ["f"]

@@ -49,13 +49,13 @@ def test_attention_agrees_with_torch(
     monkeypatch.setattr(module, "MASKED", 20)
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    lead = torch.broadcast_shapes(*(one[:-2] for one in shapes))  # type: ignore[no-untyped-call]
+    lead = torch.broadcast_shapes(*(shape[:-2] for shape in shapes))  # type: ignore[no-untyped-call]
     mask = MASKS[kind](lead, shapes[0][-2], shapes[1][-2]) if kind in MASKS else None
     expected = scaled_dot_product_attention(
         q, k.expand(*lead, *k.shape[-2:]), v.expand(*lead, *v.shape[-2:]), mask, is_causal=kind == "causal"
     )
-    found = attention(q, k, v, mask=mask, is_causal=kind == "causal")
-    same(found, expected, [q, k, v], 1e-5 if dtype is torch.float32 else 1e-10)
+    actual = attention(q, k, v, mask=mask, is_causal=kind == "causal")
+    same(actual, expected, [q, k, v], 1e-5 if dtype is torch.float32 else 1e-10)
 
 
 def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,5 +87,5 @@ def test_attention_gives_the_same_inside_multi_head_attention(
         .transpose(1, 2)  # heads are a leading dimension
         for one, w, c in zip((x, y, y), weight, bias, strict=True)
     )
-    found = theirs.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
-    same(found, theirs(x, y, y, need_weights=False)[0], list(theirs.parameters()))
+    actual = theirs.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
+    same(actual, theirs(x, y, y, need_weights=False)[0], list(theirs.parameters()))

@@ -170,7 +170,7 @@ def refused(path: Path, match: str) -> None:
 def contents(folder: Path) -> dict[str, str]:
     """What lies in a folder: a digest of each file."""
     return {
-        str(one.relative_to(folder)): hashlib.sha256(one.read_bytes()).hexdigest()
-        for one in folder.rglob("*")
-        if one.is_file()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
     }

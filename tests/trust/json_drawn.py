@@ -73,8 +73,8 @@ def field(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = ()
         inner = inner[part]
         parts.append(str(part))
     if parts[0].startswith("$") or not all(parts) or "\0" in "".join(parts[:-1]):  # what a path cannot lead through
-        parts = [one for one in parts if not one.startswith("$")][:1] or [""]
-    if sum(one.isdigit() for one in parts[1:]) > 4:
+        parts = [part for part in parts if not part.startswith("$")][:1] or [""]
+    if sum(part.isdigit() for part in parts[1:]) > 4:
         parts = parts[:5]
     return spelled(parts)
 
@@ -112,7 +112,7 @@ def _element(draw: Draw, members: Sequence[Any], depth: int) -> dict[str, Any]:
     """What is asked of a list's elements: of themselves, or of their fields."""
     found: Any = None
     if draw.random() < 0.5:
-        found = where(draw, payloads=[one for one in members if isinstance(one, dict)], depth=3)
+        found = where(draw, payloads=[member for member in members if isinstance(member, dict)], depth=3)
     elif depth < 3:
         found = condition(draw, members, depth + 1)
     return found if isinstance(found, dict) and found and found.keys() != {"$not"} else {"$eq": scalar(draw)}

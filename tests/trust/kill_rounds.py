@@ -116,7 +116,7 @@ def answers(db: softdb.SoftDB, state: State) -> None:
     np.testing.assert_allclose(np.asarray(hits.scores), expected, rtol=1e-5, atol=1e-5)
     approximate = db.search(queries, k=k)
     for row, names in enumerate(approximate.ids):
-        found = [scores[row, ids.index(one)] for one in names]
+        found = [scores[row, ids.index(name)] for name in names]
         np.testing.assert_allclose(np.asarray(approximate.scores)[row], found, rtol=1e-5, atol=1e-5)
 
 

@@ -70,12 +70,12 @@ def payload(random: Random, n: int) -> Any:
 
 def columns(records: list[Truth]) -> dict[str, Any]:
     """Records as a verb takes them."""
-    values = None if all(one.value is None for one in records) else [one.value for one in records]
+    values = None if all(record.value is None for record in records) else [record.value for record in records]
     return {
-        "keys": [one.key for one in records],
+        "keys": [record.key for record in records],
         "values": values,
-        "payloads": [one.payload for one in records],
-        "texts": [one.text for one in records],
+        "payloads": [record.payload for record in records],
+        "texts": [record.text for record in records],
     }
 
 

@@ -127,7 +127,7 @@ class Records:
 
     def _has_all(self, text: str | None, words: str) -> bool:
         phrases = self._phrases(words)
-        return text is not None and bool(phrases) and all(bm25([one], {0: self._tokens(text)}) for one in phrases)
+        return text is not None and bool(phrases) and all(bm25([phrase], {0: self._tokens(text)}) for phrase in phrases)
 
     def best_texts(self, hits: softdb.Hits, words: str, k: int, ids: Sequence[Id]) -> None:
         """Hits are the k of those ids with the best BM25 score, of all texts; no text and no score comes back wrong."""

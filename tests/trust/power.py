@@ -57,7 +57,7 @@ class Judge:
         return [self._outcome(number, image, digests) for number in range(len(self.timelines))]
 
     def _outcome(self, number: int, image: Image, digests: Digests) -> Outcome:
-        others = tuple(one.path + "/" for i, one in enumerate(self.timelines) if i != number)
+        others = tuple(timeline.path + "/" for i, timeline in enumerate(self.timelines) if i != number)
         seen = {path: digest for path, digest in digests.items() if not path.startswith(others)}
         key = hash_of(seen) + bytes([number])
         if key not in self.known:

@@ -109,7 +109,7 @@ class Disk:
 
     def waiting(self) -> list[tuple[int, Step]]:
         """What no sync has covered, in order."""
-        return sorted((one for steps in self.pending.values() for one in steps), key=lambda one: one[0])
+        return sorted((step for steps in self.pending.values() for step in steps), key=lambda one: one[0])
 
     def after(self, fate: Callable[[int], Fate]) -> tuple[Image, Digests]:
         """What is left when the power goes now, and its digests; `fate` tells what becomes of a step of the log."""

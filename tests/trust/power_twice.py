@@ -64,7 +64,7 @@ def _continued(record: Record, timeline: Timeline, state: Held) -> None:
         record.history.timelines.append(timeline._replace(states=[state]))
         return
     acknowledged = max((step.offset for step in steps if step.act == "acknowledged"), default=0)
-    prints = [fingerprint(one) for one in timeline.states]  # two states may be equal: one that may show now
+    prints = [fingerprint(state) for state in timeline.states]  # two states may be equal: one that may show now
     seen = prints.index(fingerprint(state), acknowledged)
     record.history.timelines.append(timeline._replace(states=timeline.states[: seen + 1]))
     if seen > acknowledged:

@@ -110,7 +110,7 @@ class Work:
         """Drop a declared field."""
         self._begin("catalogue")
         self.db.drop_field(name)
-        self.fields = tuple(one for one in self.fields if one != name)
+        self.fields = tuple(field for field in self.fields if field != name)
         self._done(self.state)
 
     def build_index(self, kind: str) -> None:

@@ -218,10 +218,10 @@ def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
     first.delete([0, 3])
 
     def aside(*args: Any) -> Any:
-        found = real(*args)
+        actual = real(*args)
         (path / "lock").unlink()
         softdb.open(path).close()
-        return found
+        return actual
 
     monkeypatch.setattr(compact, "_written_aside", aside)
     with pytest.raises(softdb.WriteFailed, match="lock was removed or replaced"):

@@ -160,14 +160,14 @@ def test_acknowledged_records_are_found_after_outside_changes(
         world.move_back()
     if world.acknowledged == before and how != "rename" and what not in ("lock", "index"):
         try:  # the change may have destroyed what there was: then opening says so
-            found = kept(world.path)
+            actual = kept(world.path)
         except (softdb.NotADatabase, softdb.CorruptionError):
             return
-        assert found in (before, before | set(range(16, 24)), set(range(8)) if what == "directory" else before)
+        assert actual in (before, before | set(range(16, 24)), set(range(8)) if what == "directory" else before)
     else:
-        found = kept(world.path)
-        tally["outside: acknowledged records lost"] += len(world.acknowledged - found)
-        assert found >= world.acknowledged
+        actual = kept(world.path)
+        tally["outside: acknowledged records lost"] += len(world.acknowledged - actual)
+        assert actual >= world.acknowledged
 
 
 def _within(monkeypatch: pytest.MonkeyPatch, when: str, change: Callable[[], None]) -> None:

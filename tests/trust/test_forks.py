@@ -294,8 +294,8 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
         thread.start()
     try:
         for number in range(children):
-            found = set(Forked(lambda: _asked(db)).found())
-            assert set(range(40)) <= found, f"child {number}"
+            results = set(Forked(lambda: _asked(db)).found())
+            assert set(range(40)) <= results, f"child {number}"
             tally["forks while threads are inside a verb"] += 1
     finally:
         stop.set()
@@ -356,11 +356,11 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
 
 def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
     with made(path, 3) as db:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(Forked(lambda: sorted(batches.seen(db))).found()))
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(Forked(lambda: sorted(batches.seen(db))).found()))
         thread.start()
         thread.join()
-        assert found == [[0, 1, 2]]
+        assert results == [[0, 1, 2]]
         batches.write(db, 3)
 
 

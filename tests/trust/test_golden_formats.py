@@ -49,23 +49,27 @@ def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
     assert stats.fields == expected["fields"]
     assert db.verify() == len(db) == db.count() == db.count({}) == len(records)
     ids = [record["id"] for record in records]
-    for found in (*db.scan(len(records)), db.get(ids)):
-        assert found.ids == ids
-        keyed = found.keyed.tolist()
+    for actual in (*db.scan(len(records)), db.get(ids)):
+        assert actual.ids == ids
+        keyed = actual.keyed.tolist()
         assert keyed == [record["key"] is not None for record in records]
-        same(found.keys[found.keyed], [record["key"] for record in records if record["key"] is not None])
-        same(np.asarray(found.values)[keyed], [record["value"] for record in records if record["key"] is not None])
-        assert found.texts == [record["text"] for record in records]
+        same(actual.keys[actual.keyed], [record["key"] for record in records if record["key"] is not None])
+        same(np.asarray(actual.values)[keyed], [record["value"] for record in records if record["key"] is not None])
+        assert actual.texts == [record["text"] for record in records]
         # as text: 1, 1.0 and true are equal in Python
-        assert [json.dumps(payload) for payload in found.payloads] == [json.dumps(one["payload"]) for one in records]
-    years = [one["id"] for one in records if isinstance(one["payload"], dict) and "year" in one["payload"]]
+        assert [json.dumps(payload) for payload in actual.payloads] == [
+            json.dumps(record["payload"]) for record in records
+        ]
+    years = [record["id"] for record in records if isinstance(record["payload"], dict) and "year" in record["payload"]]
     assert [one for part in db.scan(where={"year": {"$exists": True}}) for one in part.ids] == years
     assert db.text_index == expected["text_index"]
     for word in ("the", "golden", "log"):
-        having = {one["id"] for one in records if one["text"] and word in one["text"]}
+        having = {record["id"] for record in records if record["text"] and word in record["text"]}
         assert {hit.id for hit in db.search(texts=word, mode="text", k=len(ids))[0]} == having
     hits = db.search(np.ones((1, stats.dim)), k=len(ids))
-    assert sorted(map(repr, hits.ids[0])) == sorted(repr(one["id"]) for one in records if one["key"] is not None)
+    assert sorted(map(repr, hits.ids[0])) == sorted(
+        repr(record["id"]) for record in records if record["key"] is not None
+    )
 
 
 def same(found: Any, expected: list[Any]) -> None:
@@ -175,7 +179,9 @@ def removed(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
     gone = [record["id"] for record in records[::3]]
     assert db.delete(gone) == len(gone)
     records[:] = [record for i, record in enumerate(records) if i % 3]
-    old = [one for one in records if isinstance(one["payload"], dict) and one["payload"].get("year") == 2020]
+    old = [
+        record for record in records if isinstance(record["payload"], dict) and record["payload"].get("year") == 2020
+    ]
     assert db.delete(where={"year": 2020}) == len(old)
     records[:] = [record for record in records if record not in old]
 

@@ -56,7 +56,7 @@ def tried(
     tally["hostile: code runs"] += (place / "mark").exists()
     assert ended.decent, f"{mode[0]}: {ended}"
     assert victim.read_text() == "precious"
-    assert {one.name for one in place.iterdir()} <= {"db", "victim", "db copy"}
+    assert {path.name for path in place.iterdir()} <= {"db", "victim", "db copy"}
     return ended
 
 

@@ -59,8 +59,8 @@ def test_any_text_and_number_comes_back_exactly(tmp_path: Path) -> None:
             assert same(db.get([one]).ids, [one])
             assert same(db.get([one]).payloads, [payload]), repr(one)[:80]
             assert one in db
-        found = {one: p for records in db.scan(7) for one, p in zip(records.ids, records.payloads, strict=True)}
-        assert same(found, truth)
+        results = {one: p for records in db.scan(7) for one, p in zip(records.ids, records.payloads, strict=True)}
+        assert same(results, truth)
         hits = db.search([[1.0, 1.0]], k=len(truth))
         assert all(same(truth[one], p) for one, p in zip(hits.ids[0], hits.payloads[0], strict=True))
         assert "absent" not in db
@@ -78,8 +78,8 @@ def test_an_export_and_its_import_are_exact(tmp_path: Path, name: str) -> None:
         export_records(db, tmp_path / name)
     with softdb.open(tmp_path / "db", dim=2) as again:
         import_records(again, read_records(tmp_path / name, fields=Fields()))
-        found = {one: p for records in again.scan() for one, p in zip(records.ids, records.payloads, strict=True)}
-    assert same(found, truth)
+        results = {one: p for records in again.scan() for one, p in zip(records.ids, records.payloads, strict=True)}
+    assert same(results, truth)
 
 
 def test_the_command_line_shows_them_exactly_as_json(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_random_filters_mean_what_python_says(seed: int, count: int, tally: Coun
     draw = random.Random(seed)
     names = [*draw.sample(NAMES, 8), "x"] if seed % 2 else NAMES  # few names are found in many records
     payloads = [json_drawn.payload(draw, names) for _ in range(200)]
-    seen, texts = [as_filtered(one) for one in payloads], [draw.choice([None, *TEXTS]) for _ in payloads]
+    seen, texts = [as_filtered(payload) for payload in payloads], [draw.choice([None, *TEXTS]) for _ in payloads]
     fields = [spelled([name]) for name in names] + [json_drawn.field(draw, names, payloads) for _ in range(50)]
     plain = softdb.open(None, dim=1)
     declared = softdb.open(None, dim=1, fields=[name for name in fields if "\0" not in name])
@@ -174,12 +174,12 @@ def test_random_filters_mean_what_python_says(seed: int, count: int, tally: Coun
     for i in range(count):
         where = json_drawn.where(draw, names, payloads if i % 4 else [])
         if i % 8 == 0:
-            text = {"$text": json_drawn.condition(draw, [one for one in texts if one is not None])}
+            text = {"$text": json_drawn.condition(draw, [text for text in texts if text is not None])}
             where = draw.choice([text | where, {"$or": [where, text]}, {"$not": text | where}])
         right = {j for j, one in enumerate(seen) if meets(one, where, MISSING if texts[j] is None else texts[j])}
         for db in (plain, declared):
-            found = {one for records in db.scan(where=where) for one in records.ids}
-            wrong = [payloads[j] for j in range(len(payloads)) if (j in found) != (j in right)]
+            results = {one for records in db.scan(where=where) for one in records.ids}
+            wrong = [payloads[j] for j in range(len(payloads)) if (j in results) != (j in right)]
             assert not wrong, f"seed {seed}, filter {i}: {where!r} over {wrong[0]!r}"
     tally["fuzz: inputs"] += count
 

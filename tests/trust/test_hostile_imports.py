@@ -96,7 +96,9 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 
 def points(file: sqlite3.Connection, *points: Any) -> None:
     file.execute(PLAIN)
-    file.executemany("INSERT INTO points VALUES (?, ?)", ((str(i), pickle.dumps(one)) for i, one in enumerate(points)))
+    file.executemany(
+        "INSERT INTO points VALUES (?, ?)", ((str(i), pickle.dumps(point)) for i, point in enumerate(points))
+    )
     file.close()
 
 

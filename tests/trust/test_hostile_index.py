@@ -156,8 +156,8 @@ def test_a_signed_index_of_another_database_reads_no_memory_beyond(
 def test_an_index_of_an_older_generation_brings_nothing_back(indexed: Path, tmp_path: Path) -> None:
     path = tmp_path / "db"
     shutil.copytree(indexed / "db", path)
-    old, found = entry_of(path), list((path / "index").iterdir())
-    kept = {file.name: file.read_bytes() for file in found}
+    old, results = entry_of(path), list((path / "index").iterdir())
+    kept = {file.name: file.read_bytes() for file in results}
     with softdb.open(path) as db:
         queries = db.get(list(range(100))).keys
         db.delete(list(range(100)))

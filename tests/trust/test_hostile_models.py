@@ -181,7 +181,7 @@ def test_control_characters_of_a_database_do_not_reach_the_terminal(tmp_path: Pa
         result = runner.invoke(app, line, catch_exceptions=False)
         shown = result.output.replace("\n", "")
         assert not [one for one in shown if ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2066"], line
-    (found,) = json.loads(runner.invoke(app, ["search", str(path), "[1, 0]", "-k", "1", "--json"]).stdout)
-    assert found[0]["id"] == evil  # JSON says it all the same
-    assert found[0]["payload"] == {evil: evil}
+    (actual,) = json.loads(runner.invoke(app, ["search", str(path), "[1, 0]", "-k", "1", "--json"]).stdout)
+    assert actual[0]["id"] == evil  # JSON says it all the same
+    assert actual[0]["payload"] == {evil: evil}
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[1:3]] == [evil, "b"]

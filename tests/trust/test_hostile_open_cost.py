@@ -92,8 +92,8 @@ def test_pages_in_a_circle_in_a_sparse_catalogue(path: Path, mode: str, table: s
     file = path / "catalog.sqlite"
     connection = apsw.Connection(str(file))
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    found: Any = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()
-    root = int(found[0][0])
+    actual: Any = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()
+    root = int(actual[0][0])
     size = int(connection.pragma("page_size"))
     connection.close()
     leaf = 13 if table in ("segments", "tombstones", "state", "records", "gaps") else 10

@@ -81,7 +81,7 @@ def backed_up(db: softdb.SoftDB, place: Path) -> set[int]:
     source.close()
     target.close()
     assert set(counts.values()) == {batches.SIZE}
-    return {int(one) for one in counts}
+    return {int(count) for count in counts}
 
 
 def checked(db: softdb.SoftDB, _: Path) -> set[int]:
@@ -110,8 +110,8 @@ def test_maintenance_is_correct_while_two_threads_write(
         writers = Writers(db)
         with writers, softdb.open(path, mode="r") as reader:
             for number in range(rounds):
-                found = work(db, path.with_name(f"copy{number}"))
-                assert writers.lasting <= found
+                actual = work(db, path.with_name(f"copy{number}"))
+                assert writers.lasting <= actual
                 reader.refresh()
                 assert writers.lasting <= batches.whole(list(reader.scan(10**6)))
                 tally[f"under load: {work.__name__}"] += 1
@@ -178,14 +178,14 @@ def measured(line: Connection, path: Path, count: int) -> None:
 def test_a_compaction_frees_the_disk_in_little_memory_and_little_room(
     path: Path, tally: Counter[str], small: int
 ) -> None:
-    found = []
+    results = []
     for count in (small, 4 * small):
         with other(measured, path.with_name(str(count)), count) as child:
             before, most, after, memory = child.hear(5 * SECONDS)
         assert after < 0.3 * before, f"{count} records: {before} bytes before, {after} after"
         assert most < 1.1 * before + 3 * ROWS * (DIM + 6) * 4, f"{count} records: {most} bytes meanwhile"
-        found.append((before - after, most - before, memory))
-    (_, _, memory), (freed, room, more) = found
+        results.append((before - after, most - before, memory))
+    (_, _, memory), (freed, room, more) = results
     each = (more - memory) / (3 * small)
     # numbers of dead rows and marks of live ones, but no column (of 144 bytes a record) and no payload
     assert each < 48, f"memory grows by {each} bytes a record: {memory}, {more}"

@@ -206,7 +206,7 @@ def test_each_sync_and_each_order_is_needed_or_has_its_reason_not_to_be(
 ) -> None:
     history = recorded(a_life)
     explorer = Explorer(history, Judge(root, history.timelines), SEED)
-    silent, found = list[str](), dict[str, Violation]()
+    silent, results = list[str](), dict[str, Violation]()
     for mutation in mutations(history):
         violated = violation(explorer, mutation, limit)
         tally["power loss: mutations tried"] += 1
@@ -214,10 +214,10 @@ def test_each_sync_and_each_order_is_needed_or_has_its_reason_not_to_be(
         if violated is None:
             silent.append(mutation.name)
         else:
-            found[mutation.name] = violated
+            results[mutation.name] = violated
     unexplained = [name for name in silent if not any(fnmatch.fnmatchcase(name, one) for one in NOT_NEEDED)]
     assert not unexplained, f"seed {SEED}: no cut shows that these are needed, and no reason is given: {unexplained}"
-    needed = [f"{name}: {found[name]}" for one in NOT_NEEDED for name in fnmatch.filter(found, one)]
+    needed = [f"{name}: {results[name]}" for one in NOT_NEEDED for name in fnmatch.filter(results, one)]
     assert not needed, f"seed {SEED}: these are said not to be needed, and a cut shows that they are: {needed}"
     idle = [one for one in NOT_NEEDED if not fnmatch.filter(silent, one)]
     assert not idle, f"these reasons are of no step: {idle}"
@@ -360,5 +360,5 @@ def test_a_path_through_a_link_is_made_durable_where_it_leads(tmp_path: Path) ->
     (tmp_path / "other").symlink_to(tmp_path / "real" / "empty")
     for path in (tmp_path / "link" / "db", tmp_path / "other"):
         holding([[1, 2]], ids=["a"], path=path).close()
-    assert sorted(one.name for one in (tmp_path / "real").iterdir()) == ["db", "empty"]
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["db", "empty"]
     assert (tmp_path / "real" / "empty" / "catalog.sqlite").exists()

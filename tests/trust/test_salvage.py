@@ -59,9 +59,9 @@ def words_of(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: str, tmp_path: Path) -> None:
     world = worlds[name]
-    report, found = salvaged(world.path, tmp_path / "saved", world)
-    assert list(found) == list(world.state)
-    assert differences(found, world.state) == ""
+    report, actual = salvaged(world.path, tmp_path / "saved", world)
+    assert list(actual) == list(world.state)
+    assert differences(actual, world.state) == ""
     assert (report["lost"], report["unconfirmed"], report["notes"]) == ([], [], [])
     with softdb.open(tmp_path / "saved") as db:
         assert db.stats().fields == (["kind", "n"] if name == "plain" else [])
@@ -77,8 +77,8 @@ def test_each_format_is_copied_whole(name: str, tmp_path: Path) -> None:
         expected = held(db)
     softdb.salvage(tmp_path / "damaged", tmp_path / "saved")
     with softdb.open(tmp_path / "saved", verify=True) as db:
-        assert list(found := held(db)) == list(expected)
-        assert differences(found, expected) == ""
+        assert list(actual := held(db)) == list(expected)
+        assert differences(actual, expected) == ""
 
 
 CASES = [(name, file) for name, files in {
@@ -128,19 +128,19 @@ def salvage_one(
     shutil.rmtree(to, ignore_errors=True)
     if damage.file == "catalog.sqlite" and (damage.kind in ("delete", "stranger") or damage.size > 4096):
         with contextlib.suppress(softdb.NotADatabase, softdb.CorruptionError):
-            report, found = salvaged(path, to, world, **words_of(world))
-            assert wrong(found, world, report["unconfirmed"]) == ""
+            report, actual = salvaged(path, to, world, **words_of(world))
+            assert wrong(actual, world, report["unconfirmed"]) == ""
         return
     words = words_of(world) if damage.file == "catalog.sqlite" else {}
     try:
-        report, found = salvaged(path, to, world, **words)
+        report, actual = salvaged(path, to, world, **words)
     except softdb.CorruptionError:
         assert damage.file == "catalog.sqlite"
         assert not intact(world, path, *places)
         return
-    told = wrong(found, world, [])
+    told = wrong(actual, world, [])
     if damage.file == "catalog.sqlite-wal":
-        states = [differences(found, state) == "" for state in world.states]
+        states = [differences(actual, state) == "" for state in world.states]
         assert any(states), f"{report}"
         assert states[-1] or any("generations are missing" in note for note in report["notes"])
         return
@@ -150,9 +150,9 @@ def salvage_one(
         expected = intact(world, path, *places)
     tally["salvage: records that were never so"] += bool(told)
     assert told == ""
-    assert not expected - set(found), f"intact, but not saved: {expected - set(found)}; {report}"
+    assert not expected - set(actual), f"intact, but not saved: {expected - set(actual)}; {report}"
     lost, told = {one["id"] for one in report["lost"]}, " ".join(one["why"] for one in report["lost"])
-    unnamed = {one for one in set(world.state) - set(found) - lost if apsw.format_sql_value(one) not in told}
+    unnamed = {one for one in set(world.state) - set(actual) - lost if apsw.format_sql_value(one) not in told}
     assert not unnamed or report["notes"], f"lost, and not named: {unnamed}"
 
 

@@ -74,9 +74,9 @@ def test_records_are_found_without_segments_and_columns_of_rows(
     sql("DELETE FROM segments", "DELETE FROM gaps")(path)
     for file in path.glob("rows-*"):
         file.unlink()
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert wrong(found, world, []) == ""
-    assert len(found) == len(world.state), report
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert wrong(actual, world, []) == ""
+    assert len(actual) == len(world.state), report
 
 
 @pytest.mark.parametrize("statement", [
@@ -112,8 +112,8 @@ def test_settings_are_guessed_from_headers_and_words(
         softdb.salvage(path, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     words = {one: value for one, value in world.schema.items() if one in ("metric", "num_classes")}
-    report, found = salvaged(path, tmp_path / "saved", world, **{"metric": "dot", **words})
-    assert differences(found, world.state) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world, **{"metric": "dot", **words})
+    assert differences(actual, world.state) == ""
     assert "the settings are damaged" in report["notes"][0]
 
 
@@ -174,8 +174,8 @@ def test_an_id_that_differs_between_table_and_index_is_left_out(tmp_path: Path) 
 def test_a_lost_index_leaves_ids_unconfirmed(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
     world, path = copied("plain")
     zeroed(path, "sqlite_autoindex_records_1")
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert differences(found, world.state) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert differences(actual, world.state) == ""
     assert set(report["unconfirmed"]) == set(world.state)
     assert report["unconfirmed_records"] == len(world.state)
 
@@ -187,8 +187,8 @@ def test_a_deleted_record_does_not_come_back_where_the_index_is_lost(
     key = (path / "keys-00000000.npy").read_bytes()[128 + 3 * 12 : 128 + 4 * 12]
     sql(f"INSERT INTO records VALUES(3, 'r3', NULL, {zlib.crc32(key)}, NULL, NULL, NULL, NULL)")(path)
     zeroed(path, "sqlite_autoindex_records_1")
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert differences(found, world.state) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert differences(actual, world.state) == ""
     assert report["lost"] == [{"row": 3, "id": "r3", "why": "it is marked as deleted"}]
 
 
@@ -211,8 +211,8 @@ def test_hits_of_chance_are_no_places(tmp_path: Path) -> None:
 def test_a_lost_log_is_reported_in_generations(copied: Callable[[str], tuple[World, Path]], tmp_path: Path) -> None:
     world, path = copied("logged")
     (path / "catalog.sqlite-wal").unlink()
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert differences(found, world.states[0]) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert differences(actual, world.states[0]) == ""
     assert report["notes"][0].startswith("3 generations are missing")
 
 
@@ -226,9 +226,9 @@ def test_strangers_triggers_and_views_are_not_run(copied: Callable[[str], tuple[
         "CREATE VIEW records AS SELECT row, 'stranger' AS id, payload, key_crc, value_crc, payload_crc FROM kept",
         "CREATE INDEX field_6e00 ON kept(id)",
     )(path)
-    report, found = salvaged(path, tmp_path / "saved", world, metric="l2")
-    assert "stranger" not in found
-    assert differences(found, world.state) == "", report
+    report, actual = salvaged(path, tmp_path / "saved", world, metric="l2")
+    assert "stranger" not in actual
+    assert differences(actual, world.state) == "", report
 
 
 def test_unreadable_bytes_are_lost_and_named(
@@ -243,9 +243,9 @@ def test_unreadable_bytes_are_lost_and_named(
         return read(descriptor, size, offset)
 
     monkeypatch.setattr(os, "pread", broken)
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert len(found) == len(world.state) - 1
-    assert wrong(found, world, []) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert len(actual) == len(world.state) - 1
+    assert wrong(actual, world, []) == ""
     assert [one["why"] for one in report["lost"]] == ["keys-00000000.npy: its key is not there as it was written"]
 
 
@@ -342,12 +342,12 @@ def test_salvage_never_invents_a_record(
                 damage.do(tmp_path / "db", world.path)
         tally["salvage: damages tried"] += 1
         try:
-            report, found = salvaged(
+            report, actual = salvaged(
                 tmp_path / "db", tmp_path / "saved", world, metric=world.schema.get("metric", "dot")
             )
         except (softdb.NotADatabase, softdb.CorruptionError, softdb.BadInput):
             return
-        for one, truth in found.items():
+        for one, truth in actual.items():
             allowed = ever.get(one, []) if one not in report["unconfirmed"] else [t for ts in ever.values() for t in ts]
             assert truth in allowed, f"{one!r} was never stored so; {report}"
 
@@ -366,7 +366,7 @@ def test_bytes_that_change_while_they_are_read_are_lost_and_named(
             yield bytes([one[0] ^ 1]) + one[1:] if other else one
 
     monkeypatch.setattr(run, "read_slots", changing)  # not that of `placing`: the first look finds all as it was
-    report, found = salvaged(path, tmp_path / "saved", world)
-    assert len(found) == len(world.state) - 1
-    assert wrong(found, world, []) == ""
+    report, actual = salvaged(path, tmp_path / "saved", world)
+    assert len(actual) == len(world.state) - 1
+    assert wrong(actual, world, []) == ""
     assert [one["why"] for one in report["lost"]] == ["its bytes changed while they were read"]

@@ -67,9 +67,9 @@ def roots(pages: Pages) -> dict[Any, Any]:
 def test_trees_are_read_as_sqlite_reads_them(tmp_path: Path, seed: int, size: int, folded: bool) -> None:
     table, index = made(tmp_path, seed, size, folded)
     with opened(tmp_path / "read", size) as pages:
-        found = roots(pages)
-        assert [(cell.row, *(cell.columns or ())[1:]) for cell in pages.walk(found["t"])] == table
-        entries = [cell.columns for cell in pages.walk(found["i"], False)]
+        actual = roots(pages)
+        assert [(cell.row, *(cell.columns or ())[1:]) for cell in pages.walk(actual["t"])] == table
+        entries = [cell.columns for cell in pages.walk(actual["i"], False)]
         assert sorted(map(repr, entries)) == sorted(map(repr, index))
         assert pages.damaged == set()
         free = pages.free()
@@ -143,9 +143,9 @@ def test_a_freed_block_is_no_entry(tmp_path: Path) -> None:
     connection.close()
     patched(path, root, 3, struct.pack(">H", 3))
     patched(path, root, 8 + 2 * 2, struct.pack(">H", pointer))
-    found, damaged = rows(path, root)
-    assert (sorted(set(found) & {1, 3}), damaged) == ([1, 3], {root})
-    assert 2 not in found
+    actual, damaged = rows(path, root)
+    assert (sorted(set(actual) & {1, 3}), damaged) == ([1, 3], {root})
+    assert 2 not in actual
 
 
 def test_entries_that_overlap_are_left_out(tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_a_tree_that_leads_into_itself_ends(tmp_path: Path) -> None:
     assert page[0] == 5
     (first,) = struct.unpack_from(">H", page, 12)
     patched(path, root, first, struct.pack(">I", root))
-    found, damaged = rows(path, root)
+    actual, damaged = rows(path, root)
     assert root in damaged
-    assert 0 < len(found) < 100
-    assert len(set(found)) == len(found)
+    assert 0 < len(actual) < 100
+    assert len(set(actual)) == len(actual)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
@@ -176,7 +176,7 @@ def test_a_record_is_read_or_damaged(data: bytes) -> None:
         columns = record(data)
     except Damaged:
         return
-    assert all(isinstance(one, int | float | str | bytes | None) for one in columns)
+    assert all(isinstance(column, int | float | str | bytes | None) for column in columns)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)

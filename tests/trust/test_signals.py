@@ -348,9 +348,9 @@ def test_exceptions_set_in_other_threads(path: Path, tally: Counter[str], times:
         assert not thread.is_alive(), f"the thread of exception {number} hangs"
         tally["exceptions set in other threads"] += 1
         db.refresh()
-        found = batches.whole(list(db.scan(1000)))
-        assert {0, 1, 2, 3, 4} <= found
-        assert len(db) == batches.SIZE * len(found)
+        actual = batches.whole(list(db.scan(1000)))
+        assert {0, 1, 2, 3, 4} <= actual
+        assert len(db) == batches.SIZE * len(actual)
         db.delete(batches.ids(number))
     db.close()
     with softdb.open(path, verify=True) as again:

@@ -111,7 +111,7 @@ def chosen(points: list[str], which: str, tour: Tour) -> list[tuple[str, int]]:
         return [one for one in numbered if one[0].endswith(" index") or one[1] == 0 or one == last[one[0]]]
     random = np.random.default_rng(5)
     part = {"life": "", "index": " index", "reembed": " gathered"}[tour.name]
-    names = sorted({one for one in points if part in one})
+    names = sorted({point for point in points if part in point})
     some = [(name, int(random.integers(points.count(name)))) for name in names]
     return some if which == "each name" else some[::6]
 
@@ -132,12 +132,12 @@ def test_killed_at_each_step_before_it_in_its_middle_and_after_it(
         for when in WHEN if name.startswith("write") else ("before", "after"):
             shutil.copytree(begin.path.parent, room / "now")
             order = Order(**{**vars(begin), "path": room / "now" / "db", "kill": Kill(when, nth, name)})
-            told = nursery.run(order)
-            if told.killed:  # the log of the catalogue may be a page shorter in another run: an index tells its times
-                assert told.steps == [name]
+            actual = nursery.run(order)
+            if actual.killed:  # the log of the catalogue may be a page shorter in another run: an index tells its times
+                assert actual.steps == [name]
                 hit.add((name, when))
-            tally["kills: fail points"] += told.killed
-            examine(order, told, tally)
+            tally["kills: fail points"] += actual.killed
+            examine(order, actual, tally)
             shutil.rmtree(room / "now")
     writes = {(name, "half") for name, _ in some if name.startswith("write")}
     assert hit == writes | {(name, when) for name, _ in some for when in ("before", "after")}
@@ -213,9 +213,9 @@ def test_killed_at_any_moment_a_database_lives_on(
     while tally["kills"] < before + kills:
         more, seconds = doom(random, points)
         order = life.order(**more)
-        told = nursery.run(order, seconds)
-        tally["kills: fail points"] += told.killed and seconds is None
-        life.survived(order, told, tally, ("r", "rw") if random.random() < 0.4 else ("r",))
+        actual = nursery.run(order, seconds)
+        tally["kills: fail points"] += actual.killed and seconds is None
+        life.survived(order, actual, tally, ("r", "rw") if random.random() < 0.4 else ("r",))
         if random.random() < 0.03:
             shutil.rmtree(life.path.parent)
             life = lives.next()

@@ -21,7 +21,7 @@ def test_hits_hold_no_padding(db: softdb.SoftDB) -> None:
     hits = db.search([[1, 0], [-1, 0]], k=5)
     assert hits.rows.shape == hits.scores.shape == (2, 3)
     assert len(hits) == 2
-    assert [len(mine) for mine in hits] == [3, 3]
+    assert [len(hit) for hit in hits] == [3, 3]
     assert list(hits[0]) == [Hit("a", 3.0, 0, {"x": 1}), Hit(7, 2.0, 1, None), Hit("c", 1.0, 2, "p" * 500)]
     assert [hit.id for hit in hits[-1]] == hits.ids[1] == ["c", 7, "a"]
     assert [[hit.payload for hit in mine] for mine in hits] == hits.payloads
@@ -37,7 +37,7 @@ def test_hits_hold_no_padding(db: softdb.SoftDB) -> None:
 
 def test_a_query_without_hits_is_empty(db: softdb.SoftDB) -> None:
     hits = db.search([[1, 0], [-1, 0]], radius=2.5)
-    assert [len(mine) for mine in hits] == [1, 0]
+    assert [len(hit) for hit in hits] == [1, 0]
     assert hits.ids == [["a"], []]
     assert (hits.rows.tolist(), hits.live.tolist()) == ([[0], [-1]], [[True], [False]])  # arrays are rectangular
     assert not list(db.search([[1, 0]], where={"x": 2})[0])

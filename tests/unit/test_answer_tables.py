@@ -72,15 +72,15 @@ def db() -> SoftDB:
 
 
 def test_tables_show_the_same_as_lists(db: SoftDB) -> None:
-    found = page(db.search([[1, 0], [-1, 0]], k=2))
-    assert found.cells == [
+    actual = page(db.search([[1, 0], [-1, 0]], k=2))
+    assert actual.cells == [
         ["query", "rank", "id", "score", "payload"],
         ["0", "1", "'a'", "3", '{"x":1}'],
         ["0", "2", "7", "2", ""],
         ["1", "1", "'c'", "-1", '"' + 158 * "p" + "…"],
         ["1", "2", "7", "-2", ""],
     ]
-    assert found.caption == "hits 4, queries 2"
+    assert actual.caption == "hits 4, queries 2"
     assert page(db.search([[1, 0], [-1, 0]], k=1)[1]).cells[1:] == [["1", "1", "'c'", "-1", '"' + 158 * "p" + "…"]]
     assert page(db.get(["a", 7])).cells[1:] == [["'a'", "[3, 0]", "0", '{"x":1}'], ["7", "[2, 0]", "1", ""]]
     assert page(db["a"]).cells[1:] == page(db.get(["a"])).cells[1:] == page(next(db.scan())).cells[1:2]
@@ -103,10 +103,10 @@ def test_a_hostile_payload_is_text(evil: str) -> None:
         soft = db.attend([[1.0, 0]], k=2)
         answers = [db.search([[1, 0]]), db.search([[1, 0]])[0], db.get([evil, "b"]), db[evil], soft, soft.explain()[0]]
         for answer in answers:
-            found = page(answer)
-            assert {name for name, _ in found.attributes} == {"style"}
-            assert not any(value and ("url" in value or "expression" in value) for _, value in found.attributes)
-            shown = "".join(map("".join, found.cells))
+            actual = page(answer)
+            assert {name for name, _ in actual.attributes} == {"style"}
+            assert not any(value and ("url" in value or "expression" in value) for _, value in actual.attributes)
+            shown = "".join(map("".join, actual.cells))
             assert not [one for one in shown if not one.isprintable()]
             if evil.isprintable():
                 assert repr(evil)[1:-1] in shown
@@ -121,8 +121,8 @@ def test_tables_stay_small_and_look_up_what_they_show() -> None:
             read.append(len(rows))
             return hits.resolve(rows)
 
-        found = softdb.Hits(hits.rows, hits.scores, watched)
-        assert page(found).caption == "hits 18 of 100,000, queries 6 of 1,000"
+        actual = softdb.Hits(hits.rows, hits.scores, watched)
+        assert page(actual).caption == "hits 18 of 100,000, queries 6 of 1,000"
         assert 0 < sum(read) <= 18
         assert page(hits[3]).caption == "hits 20 of 100, queries 1"
         assert page(db.get(range(3000))).caption == "records 20 of 3,000, keys (3000, 8) float32"

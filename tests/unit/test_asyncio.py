@@ -86,9 +86,9 @@ asyncio.run(main())
             if int(line) == 5:
                 process.send_signal(signal.SIGINT)
                 break
-        told = [5, *map(int, process.stdout.read().split())]
+        reports = [5, *map(int, process.stdout.read().split())]
         assert process.stderr is not None
         assert b"KeyboardInterrupt" in process.stderr.read()
     assert process.returncode in (-signal.SIGINT, 130, 1)
     with softdb.open(path) as db:
-        assert db.verify() in (100 * (told[-1] + 1), 100 * (told[-1] + 2))
+        assert db.verify() in (100 * (reports[-1] + 1), 100 * (reports[-1] + 2))

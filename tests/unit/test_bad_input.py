@@ -215,8 +215,8 @@ def test_a_list_of_tensors_is_taken_as_one_tensor_is(dtype: torch.dtype) -> None
 def test_no_queries_have_empty_answers() -> None:
     with holding(np.eye(4, 3), metric="l2") as db:
         none = np.zeros((0, 3), np.float32)
-        for found in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
-            assert found.value.shape == found.bar.shape == found.met.shape == found.exact.shape == (0,)
+        for actual in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
+            assert actual.value.shape == actual.bar.shape == actual.met.shape == actual.exact.shape == (0,)
         assert db.count_within(none, 1.0).value.shape == (0,)
         assert db.attend(none, rtol=0.1).output.shape == db.attend(none, k=2).output.shape == (0, 3)
 

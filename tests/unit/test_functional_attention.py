@@ -125,7 +125,7 @@ SCORES: dict[str, tuple[Callable[[], Any], Callable[[Any], reference.Score]]] = 
 }
 KERNELS = tuple(reference.KERNELS)
 WEIGHTS = ("softmax", "sparsemax", "entmax15", "normalised", "uniform", "argmax")
-PAIRS = [(score, one) for score in SCORES for one in WEIGHTS if one != "normalised" or score in KERNELS]
+PAIRS = [(score, weight) for score in SCORES for weight in WEIGHTS if weight != "normalised" or score in KERNELS]
 every_score = pytest.mark.parametrize("name", SCORES)
 every_pair = pytest.mark.parametrize(("name", "weights"), PAIRS)
 both_paths = pytest.mark.parametrize("path", ["dense", "streamed"], indirect=True)
@@ -173,11 +173,11 @@ def test_attention_equals_the_equation(name: str, weights: str) -> None:
     live = torch.rand(2, 4, 6) < 0.7
     live[0, 1] = False
     t = _temperature(weights)
-    found = attention(q, k, v, score=score, weights=weights, temperature=t, mask=live, details=True)
-    assert isinstance(found, Attended)
+    actual = attention(q, k, v, score=score, weights=weights, temperature=t, mask=live, details=True)
+    assert isinstance(actual, Attended)
     for i in range(2):
         expected = loop(equation, weights, q[i].detach(), k[i].detach(), v[i].detach(), t, live[i])
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             close(one[i], other, 1e-9)
 
 
@@ -224,8 +224,8 @@ def test_a_plain_callable_sees_two_dimensions(keys: tuple[int, int], path: str) 
     q, (_, k, v) = world(lead=(0 if keys[0] == 0 else 2, 5))[0], world(lead=keys)
     same(attention(q, k, v, score=_product), attention(q, k, v, score=scores.Dot()), [q, k, v])
     kernel = scores.Gaussian()
-    found = attention(q, k, v, score=lambda one, other: kernel(one, other), weights="normalised")
-    same(found, attention(q, k, v, score=kernel), [q, k, v])
+    actual = attention(q, k, v, score=lambda one, other: kernel(one, other), weights="normalised")
+    same(actual, attention(q, k, v, score=kernel), [q, k, v])
 
 
 def test_keys_of_another_width() -> None:
@@ -252,10 +252,10 @@ def test_details_are_never_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = world(dtype=torch.float16)
     expected = attention(q, k, v)
     monkeypatch.setattr(module, "DENSE", 0)
-    found = attention(q, k, v, details=True)
-    assert [one.dtype for one in found] == [torch.float16, torch.float32, torch.float32]
-    close(found.output, expected)
-    close(found.weights.sum(-1), torch.ones(4), 1e-6)
+    actual = attention(q, k, v, details=True)
+    assert [one.dtype for one in actual] == [torch.float16, torch.float32, torch.float32]
+    close(actual.output, expected)
+    close(actual.weights.sum(-1), torch.ones(4), 1e-6)
 
 
 class Halves:
@@ -288,10 +288,10 @@ def test_gradients(name: str, weights: str, path: str) -> None:
         t = _temperature(weights)
         if path == "streamed":
             return attention(q, k, v, score=score, weights=weights, temperature=t, mask=live)
-        found = attention(q, k, v, score=score, weights=weights, temperature=t, mask=live, details=True)
-        assert (found.lse[..., 1] == -torch.inf).all()
-        lse = found.lse.masked_fill(found.lse == -torch.inf, 0)  # the second query, and where a compact kernel ends
-        return found.output, lse, found.weights
+        actual = attention(q, k, v, score=score, weights=weights, temperature=t, mask=live, details=True)
+        assert (actual.lse[..., 1] == -torch.inf).all()
+        lse = actual.lse.masked_fill(actual.lse == -torch.inf, 0)  # the second query, and where a compact kernel ends
+        return actual.output, lse, actual.weights
 
     assert gradcheck(answer, (q, k, v, *getattr(score, "parameters", list)()), fast_mode=path == "streamed")
 
@@ -349,8 +349,8 @@ def test_a_key_must_pass_them_all(path: str) -> None:
     q, k, v = world(4, 6, (2, 3))
     mask, lengths = torch.rand(2, 1, 4, 6) < 0.7, torch.tensor([3, 5])
     live = mask & (torch.arange(6) < lengths[:, None, None, None]) & torch.ones(4, 6, dtype=torch.bool).tril()
-    found = attention(q, k, v, mask=mask.numpy(), valid_len=lengths, is_causal=True)
-    same(found, attention(q, k, v, mask=live), [q, k, v])
+    actual = attention(q, k, v, mask=mask.numpy(), valid_len=lengths, is_causal=True)
+    same(actual, attention(q, k, v, mask=live), [q, k, v])
 
 
 @both_paths
@@ -366,9 +366,9 @@ def test_where_nothing_takes_part_the_answer_is_zeros(weights: str, path: str) -
     for grad in torch.autograd.grad(output[2].sum(), [q, k, v], allow_unused=True):
         assert grad is None or (grad == 0).all()
     if path == "dense":
-        found = attention(q, k, v, score=score, weights=weights, mask=live, details=True)
-        assert found.lse[2] == -torch.inf
-        assert (found.weights[2] == 0).all()
+        actual = attention(q, k, v, score=score, weights=weights, mask=live, details=True)
+        assert actual.lse[2] == -torch.inf
+        assert (actual.weights[2] == 0).all()
 
 
 @both_paths
@@ -431,8 +431,8 @@ def test_the_limits_of_the_temperature(weights: str, path: str) -> None:
 @both_paths
 def test_a_stored_key_finds_its_value(path: str) -> None:
     _, k, v = world()
-    found = attention(k, k, v, score=scores.NegativeL2(), temperature=1e-6)
-    close(found, v)
+    actual = attention(k, k, v, score=scores.NegativeL2(), temperature=1e-6)
+    close(actual, v)
     assert (attention(k, k, v, score=scores.NegativeL2(), weights="argmax") == v).all()
 
 

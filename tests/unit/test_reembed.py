@@ -94,8 +94,8 @@ def same(db: softdb.SoftDB, fresh: softdb.SoftDB, queries: list[str]) -> None:
     assert (one.values is None) == (other.values is None)
     assert one.values is None or other.values is None or torch.equal(one.values, other.values)
     for where in (None, {"group": {"$in": [1, 3]}}):
-        mine, theirs = (x.search(queries, k=7, exact=True, where=where) for x in (db, fresh))
-        torch.testing.assert_close(mine.scores, theirs.scores, rtol=1e-6, atol=1e-6)
+        ours, theirs = (x.search(queries, k=7, exact=True, where=where) for x in (db, fresh))
+        torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-6, atol=1e-6)
         mine_soft, their_soft = (x.attend(queries, temperature=0.3, where=where) for x in (db, fresh))
         torch.testing.assert_close(mine_soft.output, their_soft.output, rtol=1e-4, atol=1e-5)
     assert db.verify() == len(ids)
@@ -234,7 +234,7 @@ def test_a_reader_and_a_closed_handle_refuse(tmp_path: Path) -> None:
 def contents(path: Path) -> dict[str, bytes]:
     """The files of a database but what is on its way, its lock and shared memory."""
     names = [one for one in path.iterdir() if one.is_file() and one.name not in ("lock", "catalog.sqlite-shm")]
-    return {one.name: one.read_bytes() for one in names}
+    return {name.name: name.read_bytes() for name in names}
 
 
 def test_a_run_whose_encoder_fails_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -592,12 +592,12 @@ def test_models_of_the_old_keys_are_refused(dim: int) -> None:
 
 
 def test_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = list[tuple[str, int, int]]()
+    reports = list[tuple[str, int, int]]()
     with filled(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
-            db.reembed(Model("b", 6, fail_at=60), batch_size=30, progress=lambda *one: told.append(one))
-        db.reembed(Model("b", 6), batch_size=30, progress=lambda *one: told.append(one))
+            db.reembed(Model("b", 6, fail_at=60), batch_size=30, progress=lambda *one: reports.append(one))
+        db.reembed(Model("b", 6), batch_size=30, progress=lambda *one: reports.append(one))
         db.reembed(Model("c", 6), progress=True)
         db.reembed(Model("d", 6), progress=False)
     embed = [("embed", done, 100) for done in (0, 30, 60)]
-    assert told == [*embed, ("embed", 60, 100), ("embed", 90, 100), ("embed", 100, 100), ("switch", 100, 100)]
+    assert reports == [*embed, ("embed", 60, 100), ("embed", 90, 100), ("embed", 100, 100), ("switch", 100, 100)]

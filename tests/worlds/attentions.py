@@ -30,14 +30,14 @@ def columns(db: softdb.SoftDB, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def pair(db: softdb.SoftDB | None, dtype: torch.dtype, **words: Any) -> tuple[Attention, torch.nn.MultiheadAttention]:
     """The module and torch's own with the same parameters, none of them 0."""
-    mine = Attention(db, E, HEADS, dtype=dtype, **words)
-    torch_words = {"kdim": mine.kdim, "vdim": mine.vdim, **words}
+    ours = Attention(db, E, HEADS, dtype=dtype, **words)
+    torch_words = {"kdim": ours.kdim, "vdim": ours.vdim, **words}
     other = torch.nn.MultiheadAttention(E, HEADS, dtype=dtype, **torch_words)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
-    mine.load_state_dict(other.state_dict())
-    return mine, other
+    ours.load_state_dict(other.state_dict())
+    return ours, other
 
 
 def agree(

@@ -34,7 +34,7 @@ def asking(seed: int = 0, q: int = Q) -> Tensor:
 
 def log_sum(logits: list[float]) -> float:
     top = max(logits)
-    return math.log(sum(math.exp(one - top) for one in logits)) + top
+    return math.log(sum(math.exp(logit - top) for logit in logits)) + top
 
 
 def logits_of(queries: Tensor, keys: Floats, metric: str, temperature: float) -> list[list[float]]:

@@ -94,8 +94,8 @@ def test_a_soft_query_goes_no_deeper(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = deepest(lambda: db.attend(asked, temperature=4.0, **WAYS[way]), monkeypatch)
+        actual = deepest(lambda: db.attend(asked, temperature=4.0, **WAYS[way]), monkeypatch)
     finally:
         torch.set_num_threads(threads)
-    assert found
-    assert max(found.values()) <= FRAMES, found
+    assert actual
+    assert max(actual.values()) <= FRAMES, actual

@@ -63,12 +63,12 @@ def test_the_bar_holds_in_hard_worlds(name: str) -> None:
         scale = np.maximum(np.linalg.norm(truth.output, axis=1), 1.0)
         inside, total, beyond = 0, 0, 0
         for generator in generators(12):
-            found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
-            assert not found.exact.any()
-            error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1) - 2e-6 * scale
-            inside, total = inside + int((error <= found.bar.numpy()).sum()), total + len(error)
-            beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
-            assert found.bar.isfinite().float().mean() >= 0.75
+            actual = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
+            assert not actual.exact.any()
+            error = np.linalg.norm(actual.output.double().numpy() - truth.output, axis=1) - 2e-6 * scale
+            inside, total = inside + int((error <= actual.bar.numpy()).sum()), total + len(error)
+            beyond += int((actual.met.numpy() & (error > 3 * actual.bar.numpy())).sum())
+            assert actual.bar.isfinite().float().mean() >= 0.75
         assert stats.binomtest(inside, total, 0.95, "less").pvalue > 1e-4, f"{inside} of {total} at {temperature}"
         assert beyond == 0
 
@@ -80,29 +80,29 @@ def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
     for name in ("uniform-2", "lognormal-1"):
         db, world = filled(name)
         truth = exact.answers(world, [temperature])[0]
-        found = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400)
-        error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1)
-        allowed = found.bar.numpy() + 2e-6 * np.linalg.norm(truth.output, axis=1).max()
+        actual = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400)
+        error = np.linalg.norm(actual.output.double().numpy() - truth.output, axis=1)
+        allowed = actual.bar.numpy() + 2e-6 * np.linalg.norm(truth.output, axis=1).max()
         assert (error <= allowed).mean() > 0.7
         assert (error <= 3 * allowed).all()
 
 
 def test_more_confidence_takes_a_wider_bar() -> None:
     db, world = filled("gaussian-32")
-    found = [
+    results = [
         db.attend(world.queries, temperature=4, rtol=0.05, max_draws=400, confidence=one).bar
         for one in (0.5, 0.95, 0.99, 0.999)
     ]
-    for less, more in itertools.pairwise(found):
+    for less, more in itertools.pairwise(results):
         assert (more > less).all()
 
 
 def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
     db, world = filled("queries-far-away")
     truth = exact.answers(world, [1e-4])[0]
-    found = db.log_partition(world.queries, temperature=1e-4, max_draws=400)
-    error = np.abs(np.expm1(np.clip(found.value.double().numpy() - truth.lse, -700, 700)))
-    assert (error <= found.bar.numpy()).all()
+    actual = db.log_partition(world.queries, temperature=1e-4, max_draws=400)
+    error = np.abs(np.expm1(np.clip(actual.value.double().numpy() - truth.lse, -700, 700)))
+    assert (error <= actual.bar.numpy()).all()
 
 
 # -- what it stands on -------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def test_extreme_records_are_set_apart() -> None:
         query = np.random.default_rng(2).standard_normal((8, 16)).astype(np.float32)
         truth = db.attend(query, temperature=8)
         for generator in generators(10):
-            found = db.attend(query, temperature=8, rtol=0.05, max_draws=400, generator=generator)
-            assert ((found.output - truth.output).norm(dim=1) <= found.bar).float().mean() >= 0.75
+            actual = db.attend(query, temperature=8, rtol=0.05, max_draws=400, generator=generator)
+            assert ((actual.output - truth.output).norm(dim=1) <= actual.bar).float().mean() >= 0.75
 
 
 def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
@@ -144,10 +144,10 @@ def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
     try:
         truth = exact.answers(world, [8.0])[0]
         for generator in generators(5):
-            found = db.attend(world.queries, temperature=8, rtol=0.05, max_draws=400, generator=generator)
-            error = np.linalg.norm(found.output.double().numpy() - truth.output, axis=1)
-            assert (error <= found.bar.numpy()).all()
-            assert not found.met.any()
+            actual = db.attend(world.queries, temperature=8, rtol=0.05, max_draws=400, generator=generator)
+            error = np.linalg.norm(actual.output.double().numpy() - truth.output, axis=1)
+            assert (error <= actual.bar.numpy()).all()
+            assert not actual.met.any()
     finally:
         filled.cache_clear()
 
@@ -223,8 +223,8 @@ def test_features_that_few_records_have_cannot_hide() -> None:
 
     def unit(count: int) -> Array:
         drawn = random.standard_normal((count, 48))
-        found: Array = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
-        return found
+        actual: Array = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+        return actual
 
     keys = np.concatenate([unit(N), np.zeros((N, 16))], axis=1).astype(np.float32)
     flagged = np.flatnonzero(random.random(N) < 0.02)
@@ -238,10 +238,10 @@ def test_features_that_few_records_have_cannot_hide() -> None:
             truth = weights @ keys / weights.sum(1, keepdims=True)
             inside, beyond = [], 0
             for generator in generators(10):
-                found = db.attend(queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
-                error = np.linalg.norm(found.output.double().numpy() - truth, axis=1) - 2e-6
-                inside.append((error <= found.bar.numpy()).mean())
-                beyond += int((found.met.numpy() & (error > 3 * found.bar.numpy())).sum())
+                actual = db.attend(queries, temperature=temperature, rtol=0.05, max_draws=400, generator=generator)
+                error = np.linalg.norm(actual.output.double().numpy() - truth, axis=1) - 2e-6
+                inside.append((error <= actual.bar.numpy()).mean())
+                beyond += int((actual.met.numpy() & (error > 3 * actual.bar.numpy())).sum())
             assert np.mean(inside) > 0.85
             assert beyond == 0
         counted = db.count_within(queries, 0.7, max_draws=400)

@@ -161,13 +161,13 @@ def test_the_bar_is_a_quantile_of_the_error(width: int) -> None:
     keys, logits, logs = random.standard_normal((400, width)), random.random((1, 400)), 3 * random.random((1, 400))
     world, all_of_them = worlds.snapshot(keys), np.arange(400)[None]
     output, lse = pooled_at(logits, world, all_of_them, width)
-    found = bars(errors_of(logits, logs, world, all_of_them, (output, lse)), 0.95)
+    actual = bars(errors_of(logits, logs, world, all_of_them, (output, lse)), 0.95)
     weights = np.exp(logits[0] - lse)
     noise = (1 - np.exp(-logs[0])) * weights**2
     z = random.standard_normal((20_000, 400))
     errors = np.linalg.norm((z * np.sqrt(noise)) @ (keys - output), axis=1)
-    assert 0.92 < float((errors <= float(found.bar[0])).mean()) < 0.99
-    np.testing.assert_allclose(found.stderr**2, (errors**2).mean(), rtol=0.05)
+    assert 0.92 < float((errors <= float(actual.bar[0])).mean()) < 0.99
+    np.testing.assert_allclose(actual.stderr**2, (errors**2).mean(), rtol=0.05)
 
 
 @pytest.mark.slow
@@ -187,17 +187,17 @@ def test_errors_are_summed_in_place(dtype: str) -> None:
     scores[positions < 0] = -np.inf
     logits = scores / 0.3 + logs
     output, lse = pooled_at(logits, world, positions, classes or 7)
-    found = bars(errors_of(logits, logs, world, positions, (output, lse)), 0.95)
+    actual = bars(errors_of(logits, logs, world, positions, (output, lse)), 0.95)
     state = sampled(
         torch.from_numpy(scores), 0.3, torch.from_numpy(positions >= 0), torch.from_numpy(logs).double(),
         world.values_at(positions) if classes else world.values_at(positions).double(), classes,
     )  # fmt: skip
     np.testing.assert_allclose(output, state.output, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(lse, state.lse, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found.stderr, state.stderr, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found.lse_stderr, state.lse_stderr, rtol=1e-6, atol=1e-6)
-    assert (found.bar[[0, 1, 3]] > found.stderr[[0, 1, 3]]).all()
-    assert found.bar[2] == 0
+    np.testing.assert_allclose(actual.stderr, state.stderr, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual.lse_stderr, state.lse_stderr, rtol=1e-6, atol=1e-6)
+    assert (actual.bar[[0, 1, 3]] > actual.stderr[[0, 1, 3]]).all()
+    assert actual.bar[2] == 0
 
 
 # -- the tolerance -----------------------------------------------------------------------------------------------------
@@ -303,16 +303,16 @@ def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest
 @pytest.mark.slow
 def test_gradients_of_sums_are_unbiased(db: softdb.SoftDB, queries: Array) -> None:
     def gradient(pooled: softdb.Pooled, asked: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        (found,) = torch.autograd.grad((pooled.lse - shift).exp().sum(), asked)
-        return found
+        (actual,) = torch.autograd.grad((pooled.lse - shift).exp().sum(), asked)
+        return actual
 
     asked = torch.tensor(queries, requires_grad=True)
     exact = db.attend(asked, temperature=0.1)
     shift = exact.lse.detach()
     true = gradient(exact, asked, shift)
-    found = torch.stack([gradient(drawn(db, asked, seed, temperature=0.1), asked, shift) for seed in range(80)])
-    bias = (found.mean(0) - true).norm() / true.norm()
-    assert bias < 3 * (found.std(0).norm() / true.norm()) / 80**0.5
+    actual = torch.stack([gradient(drawn(db, asked, seed, temperature=0.1), asked, shift) for seed in range(80)])
+    bias = (actual.mean(0) - true).norm() / true.norm()
+    assert bias < 3 * (actual.std(0).norm() / true.norm()) / 80**0.5
 
 
 @pytest.mark.slow
@@ -335,13 +335,13 @@ def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, mon
 def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
     exact = db.attend(queries, temperature=0.1).lse
-    found = [
+    results = [
         db.log_partition(queries, temperature=0.1, rtol=0.05, generator=torch.Generator().manual_seed(seed))
         for seed in range(20)
     ]
-    error = torch.stack([(one.value - exact).expm1().abs() for one in found])
-    bar = torch.stack([one.bar for one in found])
-    assert all(one.met.all() for one in found)
+    error = torch.stack([(result.value - exact).expm1().abs() for result in results])
+    bar = torch.stack([result.bar for result in results])
+    assert all(result.met.all() for result in results)
     assert (bar <= 0.05).all()
     assert (error <= bar).float().mean() >= 0.92
     assert bar.median() <= 3 * error.quantile(0.95)
@@ -351,10 +351,10 @@ def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, mo
 def test_log_partition_is_exact_without_a_sampler(queries: Array) -> None:
     with holding(clusters(n=100)) as bare:
         asked = torch.tensor(queries, requires_grad=True)
-        found = bare.log_partition(asked, temperature=0.2)
-        assert found.exact.all()
-        torch.testing.assert_close(found.value, bare.attend(asked, temperature=0.2).lse)
-        found.value.sum().backward()  # type: ignore[no-untyped-call]
+        actual = bare.log_partition(asked, temperature=0.2)
+        assert actual.exact.all()
+        torch.testing.assert_close(actual.value, bare.attend(asked, temperature=0.2).lse)
+        actual.value.sum().backward()  # type: ignore[no-untyped-call]
         assert asked.grad is not None
     with softdb.open(None, dim=D) as bare, pytest.raises(softdb.BadInput, match="rtol is None"):
         bare.log_partition(queries, rtol=None)  # type: ignore[arg-type]
@@ -369,10 +369,10 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
     width, twice = 0.3 if name == "gaussian" else 0.2, np.concatenate([queries, queries * np.float32(1.00001)])
     for where, keys in ((None, clusters()), ({"part": 1}, clusters()[1::2])):
         truth = KernelDensity(bandwidth=width, kernel=name).fit(keys).score_samples(twice)
-        found = world.log_density(twice, kernel, where=where)
-        assert found.exact.all() == (name == "exponential")
-        error = np.abs(np.expm1(found.value.numpy() - truth))
-        assert (error <= found.bar.numpy() + 1e-4).mean() > 0.85
+        actual = world.log_density(twice, kernel, where=where)
+        assert actual.exact.all() == (name == "exponential")
+        error = np.abs(np.expm1(actual.value.numpy() - truth))
+        assert (error <= actual.bar.numpy() + 1e-4).mean() > 0.85
     with holding(clusters(n=50), metric="l2") as bare:
         asked = torch.tensor(queries, requires_grad=True)
         bare.log_density(asked, kernel).value.sum().backward()  # type: ignore[no-untyped-call]
@@ -398,11 +398,11 @@ def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries:
     errors, bars, relative = [], [], []
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
-        found = world.count_within(queries, radius, where=where, max_draws=1200, generator=generator)
-        assert not found.exact.any()
-        errors.append((found.value - truth).abs())
-        bars.append(found.bar)
-        relative.append((found.value - truth) / truth.clamp(min=1))
+        actual = world.count_within(queries, radius, where=where, max_draws=1200, generator=generator)
+        assert not actual.exact.any()
+        errors.append((actual.value - truth).abs())
+        bars.append(actual.bar)
+        relative.append((actual.value - truth) / truth.clamp(min=1))
     error, bar = torch.stack(errors), torch.stack(bars)
     assert (error <= bar).double().mean() >= 0.94
     assert bar.median() <= max(2.5 * error.quantile(0.95), 0.1 * truth.median())  # or it is narrow enough
@@ -417,9 +417,9 @@ def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
     with holding(clusters(), payloads=[{"part": i % 3} for i in range(N)], metric="l2") as world:
         world.build_index("ivf")
         truth = (world.search(queries, radius=1.3, where={"part": 1}).rows >= 0).sum(1).double()
-        found = world.count_within(queries, 1.3, where={"part": 1}, max_draws=5)
-        assert (found.bar >= (found.value - truth).abs()).all()
-        assert not found.met.any()
+        actual = world.count_within(queries, 1.3, where={"part": 1}, max_draws=5)
+        assert (actual.bar >= (actual.value - truth).abs()).all()
+        assert not actual.met.any()
         every = world.count_within(queries, 100.0, where={"part": 1}, max_draws=5)  # of which no code leaves a doubt
         assert (every.bar >= (every.value - N // 3).abs()).all()
 
@@ -428,14 +428,14 @@ def test_counts_end_within_their_tolerance_or_exactly(
     db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = (db.search(queries, radius=0.4).rows >= 0).sum(1).double()
-    found = db.count_within(queries, 0.4, rtol=0.01)
-    assert found.exact.all()  # of so few records
-    assert torch.equal(found.value, truth)
+    actual = db.count_within(queries, 0.4, rtol=0.01)
+    assert actual.exact.all()  # of so few records
+    assert torch.equal(actual.value, truth)
     monkeypatch.setattr("softdb.attend.count.pass_cost", lambda *given: 200 * pass_cost(*given))
-    found = db.count_within(queries, 0.4, rtol=0.1)
-    assert found.met.all()
-    assert not found.exact.all()
-    assert ((found.value - truth).abs() <= 0.1 * truth).float().mean() >= 0.93
+    actual = db.count_within(queries, 0.4, rtol=0.1)
+    assert actual.met.all()
+    assert not actual.exact.all()
+    assert ((actual.value - truth).abs() <= 0.1 * truth).float().mean() >= 0.93
     none = db.count_within(queries, 50.0)
     assert (none.value == 0).all()
     assert none.met.all()
@@ -460,26 +460,26 @@ def test_records_are_drawn_by_their_weights(where: Any, monkeypatch: pytest.Monk
     with holding(keys, payloads=[{"part": i % 2} for i in range(40)]) as few:
         few.delete([3])
         asked = torch.tensor(clusters(4, 2), requires_grad=True)
-        found = few.sample(asked, 20_000, temperature=0.3, where=where, generator=torch.Generator().manual_seed(0))
+        actual = few.sample(asked, 20_000, temperature=0.3, where=where, generator=torch.Generator().manual_seed(0))
         takes_part = np.array([i != 3 and (where is None or i % 2 == 1) for i in range(40)])
         logits = np.where(takes_part, asked.detach().double().numpy() @ keys.T.astype(float) / 0.3, -np.inf)
         truth = np.exp(logits - logits.max(1, keepdims=True))
         truth /= truth.sum(1, keepdims=True)
         for i in range(2):
-            counts = np.bincount(found.hits.rows[i].numpy(), minlength=40)
+            counts = np.bincount(actual.hits.rows[i].numpy(), minlength=40)
             assert counts[~takes_part].sum() == 0
             assert stats.chisquare(counts[takes_part], 20_000 * truth[i][takes_part]).pvalue > 1e-4
             np.testing.assert_allclose(
-                found.log_prob[i].detach().exp().numpy(), truth[i][found.hits.rows[i].numpy()], rtol=1e-4
+                actual.log_prob[i].detach().exp().numpy(), truth[i][actual.hits.rows[i].numpy()], rtol=1e-4
             )
-        (mean,) = torch.autograd.grad(found.log_prob.mean(), asked)  # the score function has mean 0
+        (mean,) = torch.autograd.grad(actual.log_prob.mean(), asked)  # the score function has mean 0
         assert float(mean.abs().max()) < 0.05
 
 
 def test_no_records_are_drawn_if_none_take_part(db: softdb.SoftDB, queries: Array) -> None:
-    found = db.sample(queries[:2], 3, where={"part": 9})
-    assert found.hits.rows.tolist() == [[-1] * 3] * 2
-    assert (found.log_prob == -torch.inf).all()
+    actual = db.sample(queries[:2], 3, where={"part": 9})
+    assert actual.hits.rows.tolist() == [[-1] * 3] * 2
+    assert (actual.log_prob == -torch.inf).all()
     with pytest.raises(softdb.BadInput, match="n is 0"):
         db.sample(queries[:2], 0)
 
@@ -548,11 +548,11 @@ def test_a_tolerance_that_makes_no_sense(db: softdb.SoftDB, queries: Array, more
 def test_a_density_of_double_queries_is_double() -> None:
     keys, queries = torch.randn(33, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     with holding(keys, metric="l2") as db:
-        found = db.log_density(queries, Gaussian(0.7)).value
+        actual = db.log_density(queries, Gaussian(0.7)).value
     squares = torch.cdist(queries, keys.float().double()).square() / (2 * 0.49)
     expected = (-squares).logsumexp(1) - math.log(33) - 1.5 * math.log(2 * math.pi * 0.49)
-    assert found.dtype is torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert actual.dtype is torch.float64
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_list_is_as_precise_as_a_tensor() -> None:

@@ -27,7 +27,7 @@ def reference(
             lses.append(-np.inf)
             continue
         top = max(logits)
-        parts = [np.exp(one - top) for one in logits]
+        parts = [np.exp(logit - top) for logit in logits]
         outputs.append(sum(p * values[j].astype(np.float64) for p, j in zip(parts, rows, strict=True)) / sum(parts))
         lses.append(np.log(sum(parts)) + top)
     return np.array(outputs), np.array(lses)
@@ -66,9 +66,9 @@ def test_attention_over_everything(
 
 def test_dead_keys_never_reach_the_score() -> None:
     with holding([[1, 0, 0], [0, 2, 0], [1, 1, 1]]) as few:
-        found = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
-        assert found.n_pooled.item() == 3
-        assert found.lse.isfinite().all()
+        actual = few.attend(torch.ones(1, 3), k=5, score=lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT)
+        assert actual.n_pooled.item() == 3
+        assert actual.lse.isfinite().all()
 
 
 def test_autocast_around_changes_no_answer(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:

@@ -183,9 +183,9 @@ def test_keys_and_values_learn(q: int) -> None:
             key_grad, value_grad = (np.zeros_like(column) for column in (segment.keys, segment.values))
             # the state of the whole, so that the parts' gradients are those of the whole
             fused.backward(one.queries, alone, state, (one.output_grad, one.lse_grad), (key_grad, value_grad))
-            for found, right in ((key_grad, truth.keys), (value_grad, truth.values)):
+            for actual, right in ((key_grad, truth.keys), (value_grad, truth.values)):
                 assert right is not None
-                np.testing.assert_allclose(found, right[part], atol=2e-5 * max(1.0, float(np.abs(right).max())))
+                np.testing.assert_allclose(actual, right[part], atol=2e-5 * max(1.0, float(np.abs(right).max())))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ def test_keys_and_values_learn(q: int) -> None:
 
 def test_the_exponential_is_right_to_the_last_digits() -> None:
     x = np.linspace(-87, 0, 100_001, dtype=np.float32)
-    found = exponentials(x)
-    np.testing.assert_allclose(found, np.exp(x.astype(np.float64)), rtol=3e-7)
+    actual = exponentials(x)
+    np.testing.assert_allclose(actual, np.exp(x.astype(np.float64)), rtol=3e-7)
     assert exponentials(np.array([-88, -np.inf, 0], np.float32)).tolist() == [0, 0, 1]
 
 
@@ -211,8 +211,8 @@ def test_the_length_of_a_key_does_not_matter_to_its_cosine(length: float) -> Non
     segments = tuple(
         s.__class__(s.number, s.first_row, s.rows, s.keys * np.float32(length), s.values) for s in one.snapshot.segments
     )
-    found = fused.forward(one.queries, one.ask._replace(columns=Snapshot.of(0, segments, one.snapshot.live)))
-    np.testing.assert_allclose(found.output, expected(one).output, atol=2e-5)
+    actual = fused.forward(one.queries, one.ask._replace(columns=Snapshot.of(0, segments, one.snapshot.live)))
+    np.testing.assert_allclose(actual.output, expected(one).output, atol=2e-5)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.value)
@@ -232,8 +232,8 @@ def test_near_duplicates_far_out_keep_their_distances(rng: np.random.Generator) 
     one = World(stored, np.ones((6, 500), np.bool_), ask, keys[:6] + np.float32(1e-3), *grads)
     truth, state = expected(one), fused.forward(one.queries, one.ask)
     np.testing.assert_allclose(state.output, truth.output, atol=1e-4)
-    found = fused.backward(one.queries, one.ask, state, grads)
-    np.testing.assert_allclose(found, truth.queries, atol=2e-3 * float(np.abs(truth.queries).max()))
+    actual = fused.backward(one.queries, one.ask, state, grads)
+    np.testing.assert_allclose(actual, truth.queries, atol=2e-3 * float(np.abs(truth.queries).max()))
 
 
 def test_blocks_that_cannot_matter_are_not_read(rng: np.random.Generator) -> None:
@@ -347,13 +347,13 @@ def test_columns_learn_on_both_paths(trains: str, used: list[str], rng: np.rando
     values.requires_grad_(trains != "keys")
     queries = torch.from_numpy(rng.standard_normal((4, 6)).astype(np.float32)).requires_grad_()
     leaves = [one for one in (queries, keys, values) if one.requires_grad]
-    found = []
+    results = []
     for asked in (queries, queries.double()):
         output, lse = stream(asked, Columns(keys, values), Dot(), 0.5)
-        found.append(torch.autograd.grad(output.sin().sum() + lse.sum(), leaves))
+        results.append(torch.autograd.grad(output.sin().sum() + lse.sum(), leaves))
     scores = (queries @ keys.T) / 0.5
     loss = (scores.softmax(1) @ values).sin().sum() + scores.logsumexp(1).sum()
-    for one, other, plain in zip(*found, torch.autograd.grad(loss, leaves), strict=True):
+    for one, other, plain in zip(*results, torch.autograd.grad(loss, leaves), strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
     assert used == ["fused", "blocks"]

@@ -52,10 +52,10 @@ def test_scores_and_pooled_values_with_their_gradients(dtype: str, metric: str) 
     torch.testing.assert_close(scores.double(), each, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     toward = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    (found,) = torch.autograd.grad((output * toward).sum(), asked, create_graph=True)
+    (actual,) = torch.autograd.grad((output * toward).sum(), asked, create_graph=True)
     (true,) = torch.autograd.grad((expected * toward).sum(), truly, create_graph=True)
-    torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-4)
-    twice, truth = (torch.autograd.grad(one.square().sum(), x)[0] for one, x in ((found, asked), (true, truly)))
+    torch.testing.assert_close(actual.double(), true, rtol=1e-4, atol=1e-4)
+    twice, truth = (torch.autograd.grad(one.square().sum(), x)[0] for one, x in ((actual, asked), (true, truly)))
     torch.testing.assert_close(twice.double(), truth, rtol=1e-3, atol=1e-3)
 
 
@@ -74,10 +74,10 @@ def test_threads_share_the_candidates_of_a_single_query(precise: bool, monkeypat
     records, positions = world("float32")
     query = np.random.default_rng(1).standard_normal((1, 7)).astype(np.float32)
     for line in positions:
-        found = scores_at(records, query, line[None], Metric.L2, precise)
+        actual = scores_at(records, query, line[None], Metric.L2, precise)
         truth = -((records.keys_at(line).double() - torch.from_numpy(query)) ** 2).sum(1)
         truth = truth.masked_fill(torch.from_numpy(line < 0), -torch.inf)
-        torch.testing.assert_close(torch.from_numpy(found[0]).double(), truth, rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.from_numpy(actual[0]).double(), truth, rtol=1e-5, atol=0)
     assert asked == [2] * len(positions)  # 84 products, of 30 and more each
 
 
@@ -89,10 +89,10 @@ def test_gradients_of_distances_far_from_the_origin(offset: float) -> None:
     asked = torch.from_numpy((offset + 0.1 * random.standard_normal((4, 8))).astype(np.float32)).requires_grad_()
     truly = asked.detach().double().requires_grad_()
     weights = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
-    (found,) = torch.autograd.grad((score_rows(score_of(Metric.L2), asked, records, positions) * weights).sum(), asked)
+    (actual,) = torch.autograd.grad((score_rows(score_of(Metric.L2), asked, records, positions) * weights).sum(), asked)
     apart = truly.unsqueeze(1) - records.keys_at(positions).double()
     (true,) = torch.autograd.grad(-(apart.square().sum(2) * weights).sum(), truly)
-    torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), true, rtol=1e-5, atol=1e-5)
 
 
 def test_each_is_the_transpose_of_the_other() -> None:

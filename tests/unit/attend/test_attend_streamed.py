@@ -71,9 +71,9 @@ def test_the_answer_is_the_equation(
     world = snapshot(keys, values, dtype=dtype, cuts=[3, 20])
     expected = reference.soft_query(equation, queries.numpy(), keys.astype(dtype), values.astype(dtype), 0.3)
     _equal(stream(queries, world, score, 0.3), expected)
-    found = stream(queries.float(), world, score, 0.3)
-    assert [one.dtype for one in found] == [torch.float32, torch.float32]
-    _equal(found, expected, 2e-5)
+    actual = stream(queries.float(), world, score, 0.3)
+    assert [one.dtype for one in actual] == [torch.float32, torch.float32]
+    _equal(actual, expected, 2e-5)
 
 
 @pytest.mark.usefixtures("small")
@@ -86,9 +86,9 @@ def test_the_key_serves_where_there_are_no_values(queries: Tensor, keys: Array) 
 def test_labels_give_a_distribution(queries: Tensor, keys: Array, rng: np.random.Generator) -> None:
     labels = rng.integers(0, CLASSES, 40)
     expected = reference.soft_query(reference.dot, queries.numpy(), keys, reference.one_hot(labels, CLASSES), 0.3)
-    found = stream(queries, snapshot(keys, labels), Dot(), 0.3, num_classes=CLASSES)
-    _equal(found, expected)
-    np.testing.assert_allclose(found[0].sum(1), 1)
+    actual = stream(queries, snapshot(keys, labels), Dot(), 0.3, num_classes=CLASSES)
+    _equal(actual, expected)
+    np.testing.assert_allclose(actual[0].sum(1), 1)
 
 
 @pytest.mark.usefixtures("small")
@@ -137,9 +137,9 @@ def test_the_order_of_the_records_changes_nothing(
     queries: Tensor, keys: Array, values: Array, rng: np.random.Generator
 ) -> None:
     order = rng.permutation(40)
-    found = stream(queries, snapshot(keys[order], values[order]), Cosine(), 0.1)
+    actual = stream(queries, snapshot(keys[order], values[order]), Cosine(), 0.1)
     output, lse = stream(queries, snapshot(keys, values), Cosine(), 0.1)
-    _equal(found, (output.numpy(), lse.numpy()))
+    _equal(actual, (output.numpy(), lse.numpy()))
 
 
 @every_score
@@ -294,10 +294,10 @@ def test_a_score_that_is_a_module_learns(queries: Tensor, keys: Array, values: A
     module, world = General(), snapshot(keys, values)
     queries.requires_grad_()
     output, lse = stream(queries, world, module, 0.5)
-    found = torch.autograd.grad((output.sin().sum() + lse.sum()), (queries, module.weight))
+    actual = torch.autograd.grad((output.sin().sum() + lse.sum()), (queries, module.weight))
     scores = module(queries, torch.from_numpy(keys).double()) / 0.5
     plain = (scores.softmax(1) @ torch.from_numpy(values).double()).sin().sum() + scores.logsumexp(1).sum()
-    for one, other in zip(found, torch.autograd.grad(plain, (queries, module.weight)), strict=True):
+    for one, other in zip(actual, torch.autograd.grad(plain, (queries, module.weight)), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -307,8 +307,8 @@ def test_tensors_that_a_callable_hides_are_refused(queries: Tensor, keys: Array,
     bandwidth = seed.exp()  # not a leaf, and the queries want no gradient
 
     def score(queries: Tensor, keys: Tensor) -> Tensor:
-        found: Tensor = NegativeL2()(queries, keys) / bandwidth
-        return found
+        actual: Tensor = NegativeL2()(queries, keys) / bandwidth
+        return actual
 
     with pytest.raises(BadInput, match=r"not parameters of it.*nn\.Module"):
         stream(queries, world, score, 1.0)
@@ -355,9 +355,9 @@ def test_autocast_costs_no_digits(queries: Tensor, keys: Array, values: Array) -
     expected = stream(leaf, world, Dot(), 0.3)
     (expected_grad,) = torch.autograd.grad(expected[0].sum(), leaf, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = stream(leaf, world, Dot(), 0.3)
-        (grad,) = torch.autograd.grad(found[0].sum(), leaf)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        actual = stream(leaf, world, Dot(), 0.3)
+        (grad,) = torch.autograd.grad(actual[0].sum(), leaf)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert torch.equal(grad, expected_grad)
 
 

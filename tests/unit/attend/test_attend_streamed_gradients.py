@@ -124,8 +124,8 @@ def test_half_columns_are_computed_in_float32() -> None:
     (queries,), (keys, values) = tensors(3, 8), tensors(50, 8, 4)
     halves = Columns(keys.half(), values.half())
     wide = Columns(keys.half().float(), values.half().float())
-    found, expected = (stream(queries.float(), source, Dot(), 0.2) for source in (halves, wide))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (stream(queries.float(), source, Dot(), 0.2) for source in (halves, wide))
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype is torch.float32
         torch.testing.assert_close(one, other)
 

@@ -91,12 +91,12 @@ def test_every_score_and_weighting_is_exact_over_all(
     name: str, by: str, db: SoftDB, records: tuple[Array, Array], queries: Tensor
 ) -> None:
     leaf = queries.requires_grad_()
-    found = db.attend(leaf, score=SCORES[name], weights=by, temperature=0.7)
+    actual = db.attend(leaf, score=SCORES[name], weights=by, temperature=0.7)
     expected = dense(records, leaf, SCORES[name], by, 0.7)
-    close(found, expected)
-    assert found.exact.all()
-    assert found.missed_mass.tolist() == [0] * 5
-    losses = [output.sin().sum() + lse.sum() for output, lse in ((found.output, found.lse), expected[:2])]
+    close(actual, expected)
+    assert actual.exact.all()
+    assert actual.missed_mass.tolist() == [0] * 5
+    losses = [output.sin().sum() + lse.sum() for output, lse in ((actual.output, actual.lse), expected[:2])]
     grads = [torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)[0] for loss in losses]
     grads = [torch.zeros_like(leaf) if grad is None else grad for grad in grads]
     torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-8)
@@ -107,23 +107,23 @@ def test_kernels_are_normalised_by_default(
     kernel: scores.Kernel, db: SoftDB, records: tuple[Array, Array], queries: Tensor
 ) -> None:
     queries = torch.cat([queries, 50 + queries[:1]])  # far from all
-    found = db.attend(queries, score=kernel)
+    actual = db.attend(queries, score=kernel)
     expected = dense(records, queries, kernel, "normalised", 1.0)
-    torch.testing.assert_close(found.output[:5], expected[0][:5], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.lse[:5], expected[1][:5])
+    torch.testing.assert_close(actual.output[:5], expected[0][:5], rtol=0, atol=1e-9)
+    torch.testing.assert_close(actual.lse[:5], expected[1][:5])
     close(db.attend(queries[:5], score=kernel, weights="normalised"), tuple(one[:5] for one in expected))
     if kernel.compact:
-        assert found.output[5].tolist() == [0] * V  # nothing in the support
-        assert found.lse[5] == -math.inf
+        assert actual.output[5].tolist() == [0] * V  # nothing in the support
+        assert actual.lse[5] == -math.inf
     else:  # where every K underflows the answer is still the nearest
-        assert torch.isfinite(found.lse[5])
-        assert found.output[5].abs().sum() > 0
+        assert torch.isfinite(actual.lse[5])
+        assert actual.output[5].abs().sum() > 0
 
 
 def test_any_nonnegative_score_can_be_normalised(db: SoftDB, records: tuple[Array, Array], queries: Tensor) -> None:
     def inverse(queries: Tensor, keys: Tensor) -> Tensor:
-        found: Tensor = 1 / (1 - scores.NegativeL2()(queries, keys))
-        return found
+        actual: Tensor = 1 / (1 - scores.NegativeL2()(queries, keys))
+        return actual
 
     close(db.attend(queries, score=inverse, weights="normalized"), dense(records, queries, inverse, "normalised", 1.0))
     with pytest.raises(softdb.BadInput, match=r"a score is -.*at least 0: use softmax"):
@@ -142,10 +142,10 @@ def test_filters_masks_and_deletions_hold_for_every_weighting(
     part = np.zeros((5, N), np.bool_)
     part[:, 4:] = mask
     part[:, 1::2] = False
-    found = db.attend(queries, weights=by, where={"even": True}, mask=mask, temperature=0.3)
-    close(found, dense(records, queries, scores.Dot(), by, 0.3, part))
-    assert found.output[4].tolist() == [0] * V
-    assert found.lse[4] == -math.inf
+    actual = db.attend(queries, weights=by, where={"even": True}, mask=mask, temperature=0.3)
+    close(actual, dense(records, queries, scores.Dot(), by, 0.3, part))
+    assert actual.output[4].tolist() == [0] * V
+    assert actual.lse[4] == -math.inf
     truncated = db.attend(queries, weights=by, where={"even": True}, mask=mask, temperature=0.3, k=N)
     close(truncated, dense(records, queries, scores.Dot(), by, 0.3, part))
     assert truncated.exact.all()
@@ -155,10 +155,10 @@ def test_filters_masks_and_deletions_hold_for_every_weighting(
 def test_an_empty_database_gives_zeros(by: str) -> None:
     queries = torch.ones(2, D, requires_grad=True)
     for k in (None, 3):
-        found = softdb.open(None, dim=D, value_dim=V).attend(queries, weights=by, k=k)
-        assert found.output.tolist() == [[0] * V] * 2
-        assert found.lse.tolist() == [-math.inf] * 2
-        assert found.exact.all()
+        actual = softdb.open(None, dim=D, value_dim=V).attend(queries, weights=by, k=k)
+        assert actual.output.tolist() == [[0] * V] * 2
+        assert actual.lse.tolist() == [-math.inf] * 2
+        assert actual.exact.all()
 
 
 # -- certificates ------------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ def test_a_record_outside_a_compact_kernel_proves_the_answer(
 ) -> None:
     expected = dense(records, queries, kernel, "normalised", 1.0)
     inside = (expected[2] > 0).sum(1)
-    found = db.attend(queries, score=kernel, k=int(inside.max()) + 1)
-    assert found.exact.all()
-    close(found, expected)
+    actual = db.attend(queries, score=kernel, k=int(inside.max()) + 1)
+    assert actual.exact.all()
+    close(actual, expected)
     few = db.attend(queries, score=kernel, k=max(1, int(inside.max()) - 1))
     assert not few.exact[inside > few.n_pooled].any()
-    assert found.hits is not None
-    assert found.hits.scores.max() <= 1  # kernel values, not their logarithms
-    assert found.hits.scores.min() >= 0
+    assert actual.hits is not None
+    assert actual.hits.scores.max() <= 1  # kernel values, not their logarithms
+    assert actual.hits.scores.min() >= 0
 
 
 @pytest.mark.slow
@@ -282,9 +282,9 @@ def test_labels_are_pooled_by_every_weighting(rng: np.random.Generator, records:
     one_hot = np.eye(3, dtype=np.float32)[labels]
     for by in WEIGHTINGS:
         for temperature in (0.5, 50.0):
-            found = db.attend(queries, weights=by, temperature=temperature)
-            close(found, dense((records[0], one_hot), queries, scores.Dot(), by, temperature))
-            torch.testing.assert_close(found.output.sum(1), torch.ones(4, dtype=torch.float64))
+            actual = db.attend(queries, weights=by, temperature=temperature)
+            close(actual, dense((records[0], one_hot), queries, scores.Dot(), by, temperature))
+            torch.testing.assert_close(actual.output.sum(1), torch.ones(4, dtype=torch.float64))
 
 
 # -- scores that learn, and scores of another width --------------------------------------------------------------------
@@ -297,17 +297,18 @@ def test_parameters_of_a_score_learn_through_the_database(
 ) -> None:
     module = SCORES[name]
     parameters = tuple(module.parameters())
-    found = db.attend(queries, score=module, k=k)
+    actual = db.attend(queries, score=module, k=k)
     part = None
-    if found.hits is not None:
+    if actual.hits is not None:
         part = np.zeros((5, N), np.bool_)
-        np.put_along_axis(part, found.hits.rows.numpy(), True, 1)
+        np.put_along_axis(part, actual.hits.rows.numpy(), True, 1)
     output, lse, _ = dense(records, queries, module, "softmax", 1.0, part)
     grads = [
-        torch.autograd.grad(o.sin().sum() + s.sum(), parameters) for o, s in ((found.output, found.lse), (output, lse))
+        torch.autograd.grad(o.sin().sum() + s.sum(), parameters)
+        for o, s in ((actual.output, actual.lse), (output, lse))
     ]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_learnt_bandwidth_gets_its_gradient(db: SoftDB, records: tuple[Array, Array], queries: Tensor) -> None:
@@ -340,11 +341,11 @@ def test_a_score_without_an_index_form_is_scanned_for(
     db: SoftDB, records: tuple[Array, Array], queries: Tensor
 ) -> None:
     for name in ("additive", "callable", "l2 per coordinate"):
-        found = db.attend(queries, score=SCORES[name], k=7)
-        assert found.finder == "scan"
+        actual = db.attend(queries, score=SCORES[name], k=7)
+        assert actual.finder == "scan"
         table = SCORES[name](queries, torch.from_numpy(records[0]).double()).detach().numpy()
-        assert found.hits is not None
-        np.testing.assert_array_equal(found.hits.rows, np.argsort(-table, axis=1, kind="stable")[:, :7])
+        assert actual.hits is not None
+        np.testing.assert_array_equal(actual.hits.rows, np.argsort(-table, axis=1, kind="stable")[:, :7])
 
 
 def test_a_score_that_misbehaves_is_named(db: SoftDB, queries: Tensor) -> None:
@@ -368,8 +369,8 @@ class Halved:
 
 
 def test_a_weighting_of_ones_own_needs_candidates(db: SoftDB, queries: Tensor) -> None:
-    found = db.attend(queries, weights=Halved(), k=10)
-    torch.testing.assert_close(found.output, db.attend(queries, k=10).output / 2)
+    actual = db.attend(queries, weights=Halved(), k=10)
+    torch.testing.assert_close(actual.output, db.attend(queries, k=10).output / 2)
     with pytest.raises(softdb.BadInput, match=r"needs all scores at once.*pass k="):
         db.attend(queries, weights=Halved())
 
@@ -379,8 +380,8 @@ def test_scanning_breaks_ties_by_row(rng: np.random.Generator) -> None:
 
     keys = rng.integers(0, 3, (200, 1)).astype(np.float32)
     request = Request.of(torch.ones(2, 1), scores.Dot())
-    found = scan(request.top(90), stored(snapshot(keys, cuts=[70])))
-    np.testing.assert_array_equal(found[0], np.argsort(-keys[:, 0], kind="stable")[:90])
+    actual = scan(request.top(90), stored(snapshot(keys, cuts=[70])))
+    np.testing.assert_array_equal(actual[0], np.argsort(-keys[:, 0], kind="stable")[:90])
     short = scan(request.top(4), stored(snapshot(keys[:5], live=[True, False, True, True, False])))
     assert short.shape == (2, 3)  # there are no more
     assert set(short[0]) == {0, 2, 3}
@@ -402,20 +403,20 @@ def test_an_explanation_names_what_carries_the_answer(
         np.put_along_axis(part, pooled.hits.rows.numpy(), True, 1)
     _, _, weights = dense(records, queries, scores.Dot(), by, 0.8, part)
     share = 1 - pooled.missed_mass.nan_to_num(0)
-    for i, one in enumerate(pooled.explain(3)):
+    for i, explanation in enumerate(pooled.explain(3)):
         best = weights[i].sort(descending=True, stable=True)
         kept = min(3, int((weights[i] > 0).sum()))
         torch.testing.assert_close(
-            torch.tensor(one.weights, dtype=torch.float64), best.values[:kept] * share[i], rtol=1e-6, atol=1e-9
+            torch.tensor(explanation.weights, dtype=torch.float64), best.values[:kept] * share[i], rtol=1e-6, atol=1e-9
         )
         if by != "uniform":
-            assert one.ids == best.indices[:kept].tolist()
-        assert one.payloads == [{"even": name % 2 == 0} for name in one.ids]
-        assert one.mass == pytest.approx(float(best.values[:kept].sum() * share[i]))
+            assert explanation.ids == best.indices[:kept].tolist()
+        assert explanation.payloads == [{"even": name % 2 == 0} for name in explanation.ids]
+        assert explanation.mass == pytest.approx(float(best.values[:kept].sum() * share[i]))
         entropy = -torch.special.xlogy(weights[i], weights[i]).sum()
-        assert one.effective == pytest.approx(float(entropy.exp()), rel=1e-6)
-        assert f"{one.weights[0]:.2%}" in str(one)
-        assert "effectively" in str(one)
+        assert explanation.effective == pytest.approx(float(entropy.exp()), rel=1e-6)
+        assert f"{explanation.weights[0]:.2%}" in str(explanation)
+        assert "effectively" in str(explanation)
 
 
 def test_an_explanation_of_nothing_is_empty(db: SoftDB) -> None:
@@ -445,10 +446,10 @@ def test_sparse_weightings_are_exact_on_disk(by: Any, tmp_path: Path, rng: np.ra
         queries = torch.from_numpy(rng.standard_normal((8, 16)))
         table = queries @ torch.from_numpy(keys).double().T
         for temperature in (0.5, 20.0):
-            found = db.attend(queries, weights=by, temperature=temperature)
+            actual = db.attend(queries, weights=by, temperature=temperature)
             weights, lse, _ = by.weigh(table, temperature, torch.ones_like(table, dtype=torch.bool))
-            close(found, (weights @ torch.from_numpy(keys).double(), lse))
-            assert found.exact.all()
+            close(actual, (weights @ torch.from_numpy(keys).double(), lse))
+            assert actual.exact.all()
 
 
 # -- ties, and records that are gone -----------------------------------------------------------------------------------
@@ -510,5 +511,5 @@ def test_all_weights_carry_gradients_and_heed_a_mask(db: SoftDB, queries: Tensor
     expected = db.attend(asked, mask=mask)
     assert pooled.weights is not None
     assert int((pooled.weights > 0).sum()) == 4 * (len(queries) - 1)
-    found, plain = (torch.autograd.grad(one.output.square().sum(), asked)[0] for one in (pooled, expected))
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    actual, plain = (torch.autograd.grad(one.output.square().sum(), asked)[0] for one in (pooled, expected))
+    torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)

@@ -134,8 +134,8 @@ def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator,
     pretend(monkeypatch, cards)
     db = filled(None, "dot", rng, 20, device="cpu:0")
     query = torch.from_numpy(rng.standard_normal((1, D)).astype(np.float32))
-    found = db.sample(query, 30_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
-    shares = torch.bincount(found, minlength=20) / len(found)
+    actual = db.sample(query, 30_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
+    shares = torch.bincount(actual, minlength=20) / len(actual)
     torch.testing.assert_close(shares, db.attend(query, need_weights=True).weights[0], atol=0.01, rtol=0)  # type: ignore[index]
 
 
@@ -150,8 +150,8 @@ def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generato
     expected = {name: asked(db, queries, name) for name in ASKED}
     spoil(db)
     for name, answer in expected.items():
-        found = asked(db, queries, name)
-        for one, other in zip(found, answer, strict=True):
+        actual = asked(db, queries, name)
+        for one, other in zip(actual, answer, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(softdb.BadInput, match="NaN"):  # and it would be seen
         db.to("cpu").attend(queries)
@@ -274,10 +274,10 @@ def test_the_kernels_of_a_device_find_the_same(
     few = {"where": {"x": {"$gt": 1}}}
     expected = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
     request.getfixturevalue("interpreted")
-    found: list[int] = []
+    results: list[int] = []
 
     def counted(*given: Any, **words: Any) -> Any:
-        found.append(given[2])
+        results.append(given[2])
         return nearest(*given, **words)
 
     monkeypatch.setattr(compare, "kernel_nearest", counted)
@@ -285,7 +285,7 @@ def test_the_kernels_of_a_device_find_the_same(
     answers = [hits(db.search(queries, k, **words)) for k in (1, 9, 400) for words in ({}, few)]  # type: ignore[arg-type]
     for answer, other in zip(answers, expected, strict=True):
         assert answer[0].tolist() == other[0].tolist()
-    assert len(found) == 3  # few matches are gathered
+    assert len(results) == 3  # few matches are gathered
 
 
 # -- what goes wrong there ---------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
     for dtype, unit in narrower:
         answer = db.to("cpu:0", dtype).attend(queries, k=60)
         assert db.stats().device.dtype == str(dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        found: list[Any] = [answer.hits, exactly.hits]
-        mine, others = (one.scores.gather(1, one.rows.argsort(1)) for one in found)
+        results: list[Any] = [answer.hits, exactly.hits]
+        mine, others = (result.scores.gather(1, result.rows.argsort(1)) for result in results)
         off = (mine - others).abs().numpy()
         assert (off <= 1.01 * unit * lengths * longest).all()
         assert off.max() > unit / 100

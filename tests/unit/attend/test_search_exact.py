@@ -121,10 +121,10 @@ def test_shapes_never_depend_on_the_batch() -> None:
 def test_k_beyond_the_records_costs_nothing(k: int, more: dict[str, Any]) -> None:
     with holding(world(32, 4), payloads=[{"n": i % 8} for i in range(32)]) as db:
         hits = db.search(np.ones((3, 4), np.float32), k=k, **more)
-        found = {"where": 4, "exclude_ids": 30}.get(next(iter(more), ""), 32)
+        actual = {"where": 4, "exclude_ids": 30}.get(next(iter(more), ""), 32)
         assert hits.rows.shape == hits.scores.shape == (3, 32)
-        assert hits.live.sum(1).tolist() == [found] * 3
-        assert hits.live[:, :found].all()
+        assert hits.live.sum(1).tolist() == [actual] * 3
+        assert hits.live[:, :actual].all()
 
 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])

@@ -32,10 +32,10 @@ def world(seed: int, n: int = 300, groups: int = 9) -> tuple[list[Any], Array]:
     shares = [0.7**i for i in range(groups)]
     values = [*draw.choices(names, shares, k=n - 30), *draw.choices([None, ["a"], {"a": 1}], k=30)]
     draw.shuffle(values)
-    payloads = [{"doc": one, "n": i} if draw.random() < 0.95 else draw.choice([None, {"n": i}, "doc"])
-                for i, one in enumerate(values)]  # fmt: skip
+    payloads = [{"doc": value, "n": i} if draw.random() < 0.95 else draw.choice([None, {"n": i}, "doc"])
+                for i, value in enumerate(values)]  # fmt: skip
     centres = {repr(kind(name)): 3 * rng.standard_normal(6) for name in names}
-    keys = [centres.get(repr(kind(one)), np.zeros(6)) + rng.standard_normal(6) / 3 for one in values]
+    keys = [centres.get(repr(kind(value)), np.zeros(6)) + rng.standard_normal(6) / 3 for value in values]
     return payloads, np.array(keys, np.float32)
 
 
@@ -47,7 +47,7 @@ def best(payloads: list[Any], scores: Array, k: int, size: int, offset: int, lef
         group = kind(payload.get("doc")) if isinstance(payload, dict) else None
         if group is not None and row not in left_out:
             groups.setdefault(group, []).append(row)
-    return [row for mine in list(groups.values())[offset : offset + k] for row in mine[:size]]
+    return [row for group in list(groups.values())[offset : offset + k] for row in group[:size]]
 
 
 def lines(hits: softdb.Hits) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
         db.insert(range(200, 300), keys[200:], payloads=payloads[200:])
         dead = set(range(0, 300, 7))
         db.delete(sorted(dead))
-        below = {row for row, one in enumerate(payloads) if not isinstance(one, dict) or one["n"] >= 250}
+        below = {row for row, payload in enumerate(payloads) if not isinstance(payload, dict) or payload["n"] >= 250}
         shared, own = [1, 2, 3], np.argsort(-scores)[:, :40:3].tolist()
         for k, size, offset in itertools.product((1, 4, 50), (1, 3, 400), (0, 2)):
             ask = {"k": k, "group_by": "doc", "group_size": size, "offset": offset}
@@ -79,13 +79,13 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
                 ({"exclude_ids": own}, [dead | set(one) for one in own]),
             ]
             for more, left_out in every:
-                found = db.search(queries, **ask, **more)  # type: ignore[arg-type]
+                actual = db.search(queries, **ask, **more)  # type: ignore[arg-type]
                 want = [best(payloads, *one, left) for one, left in
                         zip(((line, k, size, offset) for line in scores), left_out, strict=True)]  # fmt: skip
-                assert lines(found) == want
-                assert found.rows.shape[1] == max(map(len, want))
-                for line, rows, mine in zip(found.scores, want, scores, strict=True):
-                    np.testing.assert_allclose(line[: len(rows)], mine[rows], atol=1e-5)
+                assert lines(actual) == want
+                assert actual.rows.shape[1] == max(map(len, want))
+                for line, rows, score in zip(actual.scores, want, scores, strict=True):
+                    np.testing.assert_allclose(line[: len(rows)], score[rows], atol=1e-5)
                     assert torch.isneginf(line[len(rows) :]).all()
 
 
@@ -96,11 +96,11 @@ def test_an_index_finds_as_many_groups_as_there_are(kind: str) -> None:
     groups = np.minimum(rng.geometric(0.02, 6000) - 1, 399)
     keys = (centres[groups] + rng.standard_normal((6000, 16)) / 4).astype(np.float32)
     queries = centres[:20]
-    with holding(keys, payloads=[{"doc": int(one)} for one in groups], metric="l2") as db:
+    with holding(keys, payloads=[{"doc": int(group)} for group in groups], metric="l2") as db:
         exact = db.search(queries, k=30, group_by="doc", group_size=2)
         db.build_index(kind, recall=0.99)
-        found = db.search(queries, k=30, group_by="doc", group_size=2)
-        for mine, truth in zip(found, exact, strict=True):
+        actual = db.search(queries, k=30, group_by="doc", group_size=2)
+        for mine, truth in zip(actual, exact, strict=True):
             docs = [hit.payload["doc"] for hit in mine]
             assert len(set(docs)) == 30
             assert max(map(docs.count, docs)) == 2

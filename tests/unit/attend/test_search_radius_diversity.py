@@ -85,16 +85,16 @@ def test_a_radius_finds_every_record_within_it(
         for i in range(q):
             surely = set(np.flatnonzero(truth[i] >= least + 1e-5).tolist())
             maybe = set(np.flatnonzero(truth[i] >= least - 1e-5).tolist())
-            found = [one for one in hits.rows[i].tolist() if one >= 0]
-            assert surely <= set(found) <= maybe
-            assert len(found) == len(set(found))
-            m, scores = len(found), hits.scores[i].tolist()
+            results = [one for one in hits.rows[i].tolist() if one >= 0]
+            assert surely <= set(results) <= maybe
+            assert len(results) == len(set(results))
+            m, scores = len(results), hits.scores[i].tolist()
             longest = max(longest, m)
-            np.testing.assert_allclose(scores[:m], truth[i, found], atol=1e-4)
+            np.testing.assert_allclose(scores[:m], truth[i, results], atol=1e-4)
             assert scores[:m] == sorted(scores[:m], reverse=True)
-            assert all(one >= least for one in scores[:m])
+            assert all(score >= least for score in scores[:m])
             assert (hits.rows[i, m:] == -1).all()
-            assert all(one == -np.inf for one in scores[m:])
+            assert all(score == -np.inf for score in scores[m:])
         assert hits.rows.shape == hits.scores.shape == (q, longest)
 
 
@@ -129,10 +129,10 @@ def test_rounding_hides_no_record_and_shows_none_too_many(metric: str, rng: np.r
     db, truth = filled(metric, keys), scored(metric, queries, keys)
     for i in range(20):
         least = float(truth[i, i])
-        found = radius_search(
+        actual = radius_search(
             db._store.snapshot, Query(torch.from_numpy(queries[i : i + 1]), 0, Metric(metric), least=least)
         )
-        assert set(np.flatnonzero(truth[i] >= least)) <= set(found[0].tolist())
+        assert set(np.flatnonzero(truth[i] >= least)) <= set(actual[0].tolist())
         radius = float(np.sqrt(-least)) if metric == "l2" else least
         scores = db.search(queries[i], radius=radius).scores
         assert bool((scores >= (-(radius**2) if metric == "l2" else radius)).all())
@@ -144,12 +144,12 @@ def test_far_from_the_origin_a_radius_is_exact(rng: np.random.Generator) -> None
     world = snapshot(keys)
     distances = np.linalg.norm(keys[:1].astype(np.float64) - keys.astype(np.float64), axis=1)
     radius = float(np.sort(distances)[20]) * (1 + 1e-9)
-    found = radius_search(
+    actual = radius_search(
         world, Query(torch.from_numpy(np.concatenate([keys[:1], -keys[:1]])), 0, Metric.L2, least=-(radius**2))
     )
-    assert set(np.flatnonzero(distances <= radius)) <= set(found[0].tolist())
-    assert (found[0] >= 0).sum() <= 23
-    assert (found[1] == -1).all()
+    assert set(np.flatnonzero(distances <= radius)) <= set(actual[0].tolist())
+    assert (actual[0] >= 0).sum() <= 23
+    assert (actual[1] == -1).all()
 
 
 def test_a_radius_combines_with_filters_and_exclusions() -> None:
@@ -195,7 +195,7 @@ def test_a_stored_query_leaves_itself_out(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((50, 4))
     db = filled("cosine", keys)
     names = [3, 4, 9]
-    hits = db.search(db.get(names).keys, k=2, exclude_ids=np.array([[one] for one in names]))
+    hits = db.search(db.get(names).keys, k=2, exclude_ids=np.array([[name] for name in names]))
     plain = db.search(db.get(names).keys, k=3)
     assert hits.ids == [one[1:] for one in plain.ids]
     assert db.search(keys[:2], k=1, exclude_ids=[]).ids == [[0], [1]]
@@ -302,11 +302,11 @@ def test_a_filter_keeps_the_recall_wherever_its_matches_lie(
     alone = np.concatenate(
         [db._finder.find(snapshot, Query(one, 10, Metric.L2, allowed)).positions for one in torch.split(queries, 1)]
     )
-    for found in (together, alone):
+    for actual in (together, alone):
         there = truth >= 0
-        assert ((found >= 0) == there).all()  # full k
-        assert allowed[found[there]].all()
-        hit = (found[:, :, None] == truth[:, None, :]).any(1) & there
+        assert ((actual >= 0) == there).all()  # full k
+        assert allowed[actual[there]].all()
+        hit = (actual[:, :, None] == truth[:, None, :]).any(1) & there
         assert hit.sum() / there.sum() >= 0.95 - 0.03
 
 
@@ -322,10 +322,10 @@ def test_young_records_deletions_and_filters_together(rng: np.random.Generator) 
         for share in (0.8, 0.1, 0.01):
             allowed = rng.random(9000) < share
             truth = nearest(snapshot, Query(queries, 10, Metric.L2, allowed))
-            found = db._finder.find(snapshot, Query(queries, 10, Metric.L2, allowed)).positions
-            assert (allowed & snapshot.live)[found].all()
-            assert all(len(set(row)) == 10 for row in found.tolist())
-            assert (found[:, :, None] == truth[:, None, :]).any(1).mean() >= 0.92
+            actual = db._finder.find(snapshot, Query(queries, 10, Metric.L2, allowed)).positions
+            assert (allowed & snapshot.live)[actual].all()
+            assert all(len(set(row)) == 10 for row in actual.tolist())
+            assert (actual[:, :, None] == truth[:, None, :]).any(1).mean() >= 0.92
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def halves(db: softdb.SoftDB, i: int, depth: int, **how: Any) -> tuple[dict[Any,
 def expected(fusion: Any, vectors: dict[Any, float], texts: dict[Any, float], candidates: set[Any]) -> dict[Any, float]:
     low = min(score for one, score in vectors.items() if one in candidates)
     high = max(score for one, score in vectors.items() if one in candidates)
-    most = max((texts.get(one, 0) for one in candidates), default=0) or 1
+    most = max((texts.get(candidate, 0) for candidate in candidates), default=0) or 1
     found = {}
     for one in candidates:
         vector, text = vectors.get(one, low), texts.get(one, 0)
@@ -70,7 +70,10 @@ def test_ranks_are_summed_as_their_reciprocals(db: softdb.SoftDB) -> None:
     for i in range(len(QUERIES)):
         vectors, texts, candidates = halves(db, i, 7)
         lists = [list(vectors)[:7], list(texts)[:7]]
-        want = {one: sum(1 / (61 + own.index(one)) for own in lists if one in own) for one in candidates}
+        want = {
+            candidate: sum(1 / (61 + own.index(candidate)) for own in lists if candidate in own)
+            for candidate in candidates
+        }
         best = sorted(want.values(), reverse=True)[:5]
         assert [hit.score for hit in hits[i]] == pytest.approx(best, abs=1e-7)
         assert [want[hit.id] for hit in hits[i]] == pytest.approx(best, abs=1e-7)

@@ -88,9 +88,9 @@ def test_hits_are_the_nearest_and_those_within_a_radius(where: str, rng: np.rand
     source = db.core.source(db.core.view()[0]) if where == "database" else sharded(keys, values)
     scores = queries.numpy() @ keys[ids].T
     best = np.argsort(-scores, axis=1)
-    found = source.hits(Query(queries, 3, metric, offset=1, exact=True))
-    assert found.ids == ids[best[:, 1:4]].tolist()
-    close(found.scores, np.take_along_axis(scores, best[:, 1:4], 1))
+    actual = source.hits(Query(queries, 3, metric, offset=1, exact=True))
+    assert actual.ids == ids[best[:, 1:4]].tolist()
+    close(actual.scores, np.take_along_axis(scores, best[:, 1:4], 1))
     near = source.hits(Query(queries, 0, metric, least=0.5))
     assert near.ids == [ids[line][score[line] >= 0.5].tolist() for line, score in zip(best, scores, strict=True)]
 

@@ -236,11 +236,11 @@ def test_the_truth_is_that_of_float64(metric: str, rng: np.random.Generator) -> 
     data = Dataset("ties", keys, queries, Metric(metric))
     scores = loops(keys, queries, metric)
     expected = np.argsort(-scores, axis=1, kind="stable")[:, :7]
-    found = nearest(data, queries, 7)
-    best = np.take_along_axis(scores, found, 1)
+    actual = nearest(data, queries, 7)
+    best = np.take_along_axis(scores, actual, 1)
     np.testing.assert_allclose(best, np.take_along_axis(scores, expected, 1), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(exact_scores(data, queries, found), best, rtol=1e-6, atol=1e-9)
-    np.testing.assert_array_equal(nearest(data, queries, 7, size=40), found)
+    np.testing.assert_allclose(exact_scores(data, queries, actual), best, rtol=1e-6, atol=1e-9)
+    np.testing.assert_array_equal(nearest(data, queries, 7, size=40), actual)
 
 
 def as_asked(queries: Array, metric: str) -> NDArray[np.float32]:
@@ -277,9 +277,9 @@ def test_malformed_answers_are_refused() -> None:
         "liar found rows from -2 to 6": np.array([[0, -2], [5, 6]]),
         "liar found the same row twice": np.array([[0, 1], [5, 5]]),
     }
-    for message, found in wrong.items():
+    for message, actual in wrong.items():
         with pytest.raises(WrongAnswer, match=message):
-            exam.recall(found, "liar")
+            exam.recall(actual, "liar")
     exam.alike(truth, truth, "honest")
     with pytest.raises(WrongAnswer, match=r"recall 1.000 in a batch but 0.000 for the same queries alone"):
         exam.alike(truth, np.array([[3, 4]]), "liar")

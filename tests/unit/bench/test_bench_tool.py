@@ -260,13 +260,13 @@ def test_a_picture_is_drawn(name: str, begin: bytes, tmp_path: Path) -> None:
 
 
 def test_the_recorded_command_has_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {
+    reports = {
         ("/x/bin/softdb", "bench", "wordnet:/data/x/wordnet"): "softdb bench wordnet:wordnet",
         ("/x/softdb/__main__.py", "bench"): "python -m softdb bench",
         ("benchmarks/serve.py", "--out", "/data/x/serve.json"): "python benchmarks/serve.py --out serve.json",
     }
     monkeypatch.setattr("sys.executable", "/usr/bin/python")
-    for words, expected in told.items():
+    for words, expected in reports.items():
         monkeypatch.setattr("sys.argv", list(words))
         assert report.command() == expected
 

@@ -59,9 +59,9 @@ def test_a_filter_is_the_same_in_numpy_and_in_sql(peers: Any, world: Any, kind: 
     db.execute("CREATE TABLE records (number, rank, pos, topic)")
     columns = [world.columns[name].tolist() for name in ("rank", "pos", "topic")]
     db.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", zip(range(500), *columns, strict=True))
-    found = [number for (number,) in db.execute(f"SELECT number FROM records WHERE {wanted.sql()} ORDER BY number")]
-    assert found == np.flatnonzero(wanted.mask(world.columns)).tolist()
-    assert 35 <= len(found) <= 65
+    results = [number for (number,) in db.execute(f"SELECT number FROM records WHERE {wanted.sql()} ORDER BY number")]
+    assert results == np.flatnonzero(wanted.mask(world.columns)).tolist()
+    assert 35 <= len(results) <= 65
 
 
 def test_queries_are_chosen_by_how_many_neighbours_match(world: Any) -> None:

@@ -118,8 +118,8 @@ def test_an_export_of_another_encoder_is_embedded_anew(tmp_path: Path, texts: Pa
     error = fails("import", texts, tmp_path / "model.jsonl")
     assert "or embed its texts anew: Fields(text='text'), or --text text on a shell" in error
     run("import", texts, tmp_path / "model.jsonl", "--text", "text")
-    found = answer("search", texts, "a red fox", "-k", 2)[0]
-    assert {hit["id"] for hit in found} == {0, "a"}
+    actual = answer("search", texts, "a red fox", "-k", 2)[0]
+    assert {hit["id"] for hit in actual} == {0, "a"}
 
 
 def test_collections_are_named(tmp_path: Path) -> None:

@@ -37,30 +37,30 @@ def test_a_filter_narrows_a_search(book: Path) -> None:
 def test_queries_may_be_numbers_or_a_file(plane: Path, tmp_path: Path) -> None:
     assert [hit["id"] for hit in answer("search", plane, "[0.9, 0.1]", "-k", 1, "--exact")[0]] == ["east"]
     np.save(tmp_path / "q.npy", [[0.0, 2.0], [-2.0, 0.0]])
-    found = answer("search", plane, f"@{tmp_path / 'q.npy'}", "-k", 1)
-    assert [[hit["id"] for hit in one] for one in found] == [["north"], ["west"]]
+    actual = answer("search", plane, f"@{tmp_path / 'q.npy'}", "-k", 1)
+    assert [[hit["id"] for hit in one] for one in actual] == [["north"], ["west"]]
     assert len(run("search", plane, f"@{tmp_path / 'q.npy'}", "-k", 1).stdout.splitlines()) == 4
 
 
 def test_attend_weighs_all_records(plane: Path) -> None:
-    (found,) = answer("attend", plane, "[1, 0]", "--temperature", 0.5)
+    (actual,) = answer("attend", plane, "[1, 0]", "--temperature", 0.5)
     scores = np.array([1, 0, -1, 0]) / 0.5
     weights = np.exp(scores) / np.exp(scores).sum()
-    np.testing.assert_allclose(found["output"], [weights[:2].sum(), weights[2:].sum()], rtol=1e-5)
-    np.testing.assert_allclose(found["lse"], np.log(np.exp(scores).sum()), rtol=1e-5)
-    np.testing.assert_allclose(found["effective_records"], 1 / (weights**2).sum(), rtol=1e-4)
-    assert (found["candidates"], found["exact"], found["missed_mass"]) == (4, True, 0)
-    assert found["hits"][0]["id"] == "east"
-    np.testing.assert_allclose([hit["weight"] for hit in found["hits"]], sorted(weights, reverse=True), rtol=1e-4)
+    np.testing.assert_allclose(actual["output"], [weights[:2].sum(), weights[2:].sum()], rtol=1e-5)
+    np.testing.assert_allclose(actual["lse"], np.log(np.exp(scores).sum()), rtol=1e-5)
+    np.testing.assert_allclose(actual["effective_records"], 1 / (weights**2).sum(), rtol=1e-4)
+    assert (actual["candidates"], actual["exact"], actual["missed_mass"]) == (4, True, 0)
+    assert actual["hits"][0]["id"] == "east"
+    np.testing.assert_allclose([hit["weight"] for hit in actual["hits"]], sorted(weights, reverse=True), rtol=1e-4)
     shown = run("attend", plane, "[1, 0]", "--temperature", 0.5).stdout
     assert "4 records weighed at temperature 0.5" in shown
     assert f"classes  0: {weights[:2].sum():.1%}, 1: {weights[2:].sum():.1%}" in shown
 
 
 def test_attend_may_be_cut_to_the_nearest(plane: Path) -> None:
-    (found,) = answer("attend", plane, "[1, 0]", "-k", 1, "--temperature", 0.5)
-    assert (found["candidates"], found["exact"], found["output"]) == (1, False, [1, 0])
-    assert 0 < found["missed_mass"] < 1
+    (actual,) = answer("attend", plane, "[1, 0]", "-k", 1, "--temperature", 0.5)
+    assert (actual["candidates"], actual["exact"], actual["output"]) == (1, False, [1, 0])
+    assert 0 < actual["missed_mass"] < 1
     assert "of all weight missed" in run("attend", plane, "[1, 0]", "-k", 1).stdout
 
 
@@ -70,10 +70,10 @@ def test_attend_may_be_estimated(tmp_path: Path) -> None:
     with holding(keys, path=tmp_path / "db") as db:
         db.build_index("ivf")
     asked = [1.0] * 8
-    (found,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1, "--rtol", 0.2)
+    (actual,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1, "--rtol", 0.2)
     (exact,) = answer("attend", tmp_path / "db", json.dumps(asked), "--temperature", 1)
-    error = np.linalg.norm(np.subtract(found["output"], exact["output"]))
-    assert found["met"]
+    error = np.linalg.norm(np.subtract(actual["output"], exact["output"]))
+    assert actual["met"]
     assert error <= 0.2 * np.linalg.norm(exact["output"])
     assert exact["bar"] == 0
     shown = run("attend", tmp_path / "db", json.dumps(asked), "--rtol", 0.2).stdout
@@ -81,8 +81,8 @@ def test_attend_may_be_estimated(tmp_path: Path) -> None:
 
 
 def test_attend_over_no_records_is_reported(plane: Path) -> None:
-    (found,) = answer("attend", plane, "[1, 0]", "--where", '{"no": 1}')
-    assert (found["output"], found["lse"], found["effective_records"], found["hits"]) == ([0, 0], None, 0, [])
+    (actual,) = answer("attend", plane, "[1, 0]", "--where", '{"no": 1}')
+    assert (actual["output"], actual["lse"], actual["effective_records"], actual["hits"]) == ([0, 0], None, 0, [])
     assert "no record takes part" in run("attend", plane, "[1, 0]", "--where", '{"no": 1}').stdout
 
 
@@ -192,8 +192,8 @@ def test_a_radius_finds_all_that_are_near_enough(plane: Path) -> None:
 
 
 def test_records_may_be_left_out(book: Path, plane: Path, tmp_path: Path) -> None:
-    found = answer("search", plane, "[1, 0.5]", "-k", 2, "--exclude", "east", "--exclude", "nobody")
-    assert [hit["id"] for hit in found[0]] == ["north", "south"]
+    actual = answer("search", plane, "[1, 0.5]", "-k", 2, "--exclude", "east", "--exclude", "nobody")
+    assert [hit["id"] for hit in actual[0]] == ["north", "south"]
     rows = [{"id": one, "key": [1.0]} for one in (7, "7", "07", 8)]
     run("import", tmp_path / "db", lines(tmp_path / "r.jsonl", rows))
     left = answer("search", tmp_path / "db", "[1]", "--exclude", 7, "--exclude", "9" * 30)

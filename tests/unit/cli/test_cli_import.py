@@ -93,14 +93,14 @@ def stopped(path: Path, words: list[object], how: int) -> tuple[int, str]:
 def test_a_stopped_import_resumes_to_the_same_result(tmp_path: Path, kind: str, how: int) -> None:
     words = source(tmp_path, kind)
     run("import", tmp_path / "whole", *words, "--batch-size", 100)
-    code, told = stopped(tmp_path / "db", words, how)
+    code, actual = stopped(tmp_path / "db", words, how)
     with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
         count = len(db)
     assert 0 < count < N
     assert count % 100 == 0
     if how == signal.SIGINT:
         assert code == 130
-        assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in told
+        assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in actual
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
     assert "resume goes on with an import that was cut short" in shown
@@ -179,8 +179,8 @@ def test_the_progress_bar_shows_rate_and_remaining_time(tmp_path: Path) -> None:
 
 def test_progress_is_reported_for_each_batch_of_texts(tmp_path: Path) -> None:
     source(tmp_path, "texts")
-    told = list[Rows]()
+    reports = list[Rows]()
     with softdb.open(None, encoder=softdb.text.HashedNGrams(8)) as db:
         batches = read_records(tmp_path / "rows.jsonl", fields=Fields(text="text"), batch_size=256)
-        import_records(db, batches, progress=told.append)
-    assert list(map(len, told)) == [256, 256, 256, 132]
+        import_records(db, batches, progress=reports.append)
+    assert list(map(len, reports)) == [256, 256, 256, 132]

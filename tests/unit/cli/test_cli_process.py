@@ -174,10 +174,10 @@ def test_ctrl_c_reports_the_records_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_command_in_a_pipe(book: Path, tmp_path: Path) -> None:
-    found = child("search", book, "Schulz", "-k", 1)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert len(found.stdout.splitlines()) == 2
-    assert "\x1b" not in found.stdout  # neither colours nor bars where there is no terminal
+    actual = child("search", book, "Schulz", "-k", 1)
+    assert (actual.returncode, actual.stderr) == (0, "")
+    assert len(actual.stdout.splitlines()) == 2
+    assert "\x1b" not in actual.stdout  # neither colours nor bars where there is no terminal
     failed = child("search", tmp_path / "nothing", "Schulz")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.count("\n") == 1

@@ -70,10 +70,10 @@ def test_an_interrupted_reembed_reports_progress_and_resumes(texts: Path) -> Non
     assert child.stdout.readline() == "held\n"
     assert (texts / "reembed-0" / "keys-00000000.npy").exists()
     os.kill(child.pid, signal.SIGINT)
-    _, told = child.communicate(timeout=60)
+    _, actual = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "of 400 records embedded, the database is as it was; the same command goes on from there" in told
-    done = int(told.split()[1])
+    assert "of 400 records embedded, the database is as it was; the same command goes on from there" in actual
+    done = int(actual.split()[1])
     assert 8 <= done < 400
     with softdb.open(texts, mode="r") as db:
         assert (db.dim, db.encoder_name) == (32, "ngrams")

@@ -31,9 +31,9 @@ from softdb.train import QueryProjection, load, save
 def small() -> DemoData:
     """The first 600 records that a query asks for, and the queries whose answers all lie among them."""
     data = load_wordnet()
-    wanted = sorted({i for mine in data.answers for i in mine})[:600]
+    wanted = sorted({i for answer in data.answers for i in answer})[:600]
     place = {old: new for new, old in enumerate(wanted)}
-    kept = [j for j, mine in enumerate(data.answers) if all(i in place for i in mine)]
+    kept = [j for j, answer in enumerate(data.answers) if all(i in place for i in answer)]
     return replace(
         data,
         ids=[data.ids[i] for i in wanted],
@@ -114,9 +114,9 @@ def test_the_first_search_is_not_timed(tmp_path: Path, small: DemoData, monkeypa
     monkeypatch.setattr(softdb.SoftDB, "search", compiling)
     monkeypatch.setattr("softdb.tools.demo.time", clock.module)
     shown = run(tmp_path / "demo", small, epochs=1)[1]
-    found = re.search(r"the nearest in ([\d.]+) ms.*\n +\(after a first search to warm up, ([\d.]+) ms\)", shown)
-    assert found is not None
-    assert found.groups() == ("1.0", "1001.0")
+    actual = re.search(r"the nearest in ([\d.]+) ms.*\n +\(after a first search to warm up, ([\d.]+) ms\)", shown)
+    assert actual is not None
+    assert actual.groups() == ("1.0", "1001.0")
 
 
 def test_directories_without_a_demo_are_untouched(tmp_path: Path, small: DemoData) -> None:

@@ -106,13 +106,13 @@ def test_chroma(tmp_path: Path) -> None:
     made = chroma.PersistentClient(str(tmp_path / "c")).create_collection("abc", metadata={"hnsw:space": "cosine"})
     names, texts = [f"r{i}" for i in range(N)], [f"text {i}" for i in range(N)]
     made.add(ids=names, embeddings=KEYS, documents=texts, metadatas=[{"n": i} for i in range(N)])
-    before = {one: one.read_bytes() for one in (tmp_path / "c").rglob("*") if one.is_file()}
-    found = read(tmp_path / "c")
-    assert [one[1:] for one in found.values()] == [({"n": i}, texts[i]) for i in range(N)]
-    keys = np.frombuffer(b"".join(one[0] for one in found.values()), np.float32).reshape(N, D)
+    before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    actual = read(tmp_path / "c")
+    assert [one[1:] for one in actual.values()] == [({"n": i}, texts[i]) for i in range(N)]
+    keys = np.frombuffer(b"".join(one[0] for one in actual.values()), np.float32).reshape(N, D)
     np.testing.assert_allclose(keys, KEYS, rtol=1e-6)  # Chroma keeps directions and lengths for cosines
     assert next(read_records(tmp_path / "c")).header.metric == "cosine"  # type: ignore[union-attr]
-    assert {one: one.read_bytes() for one in (tmp_path / "c").rglob("*") if one.is_file()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
     (tmp_path / "old").mkdir()
     with sqlite3.connect(tmp_path / "old" / "chroma.sqlite3") as file:
         file.execute("CREATE TABLE collections (uuid TEXT)")

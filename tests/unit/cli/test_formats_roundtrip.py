@@ -37,23 +37,23 @@ def one(path: Path, **arguments: Any) -> Rows:
 
 def test_json_lines_become_records(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1, 2.5, year=1990), "", {"key": [3, 4], "id": 7})
-    found = one(path)
-    assert (found.ids, found.keys, found.lines) == (["a", 7], [[1, 2.5], [3, 4]], [1, 3])
-    assert found.payloads == [{"year": 1990}, None]
-    assert found.values is None
-    assert found.share == 1
+    actual = one(path)
+    assert (actual.ids, actual.keys, actual.lines) == (["a", 7], [[1, 2.5], [3, 4]], [1, 3])
+    assert actual.payloads == [{"year": 1990}, None]
+    assert actual.values is None
+    assert actual.share == 1
 
 
 def test_fields_can_have_other_names(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"name": "a", "vector": [1], "label": 3, "id": "kept"})
-    found = one(path, fields=Fields(id="name", key="vector", value="label"))
-    assert (found.ids, found.keys, found.values, found.payloads) == (["a"], [[1]], [3], [{"id": "kept"}])
+    actual = one(path, fields=Fields(id="name", key="vector", value="label"))
+    assert (actual.ids, actual.keys, actual.values, actual.payloads) == (["a"], [[1]], [3], [{"id": "kept"}])
 
 
 def test_a_text_is_the_key_and_the_text_of_the_record(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"id": 1, "name": "Schulz", "first": "Lisa"})
-    found = one(path, fields=Fields(text="name"))
-    assert (found.keys, found.texts, found.payloads) == (["Schulz"], ["Schulz"], [{"first": "Lisa"}])
+    actual = one(path, fields=Fields(text="name"))
+    assert (actual.keys, actual.texts, actual.payloads) == (["Schulz"], ["Schulz"], [{"first": "Lisa"}])
 
 
 def test_a_field_called_payload_alone_is_the_payload(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_csv_cells_are_typed_and_ids_are_text(tmp_path: Path) -> None:
         '1,"[1, 2]",1990,00123,true,"two\nlines, quoted",1e400',
         '002,"[3, 4e0]",-1.5,7,no,,',
     )
-    found = one(path)
-    assert (found.ids, found.keys, found.lines) == (["1", "002"], [[1, 2], [3, 4.0]], [3, 4])
+    actual = one(path)
+    assert (actual.ids, actual.keys, actual.lines) == (["1", "002"], [[1, 2], [3, 4.0]], [3, 4])
     expected = {"year": 1990, "zip": "00123", "draft": True, "note": "two\nlines, quoted", "big": "1e400"}
-    assert found.payloads == [expected, {"year": -1.5, "zip": 7, "draft": "no"}]
+    assert actual.payloads == [expected, {"year": -1.5, "zip": 7, "draft": "no"}]
 
 
 def test_csv_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_an_export_follows_no_link_that_lies_in_its_way(tmp_path: Path, name: st
 def test_a_failed_export_raises_a_softdb_error_and_leaves_no_file(tmp_path: Path, name: str) -> None:
     with holding(np.random.default_rng(1).normal(size=(500, 64))) as db:
         (tmp_path / name).write_bytes(b"what was there")
-        before = {one: one.read_bytes() for one in tmp_path.iterdir()}
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # a full disk, as a write sees it
         try:
@@ -371,5 +371,5 @@ def test_a_failed_export_raises_a_softdb_error_and_leaves_no_file(tmp_path: Path
                 export_records(db, tmp_path / name)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
         assert export_records(db, tmp_path / name) == 500

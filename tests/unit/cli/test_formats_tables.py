@@ -67,7 +67,7 @@ def test_an_export_makes_the_same_database_again(tmp_path: Path, suffix: str, id
         assert everything(new) == before
     shown = run("import", tmp_path / "new", tmp_path / f"r{suffix}", "--resume").stdout
     assert shown.startswith("8 records imported, 8 in")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["db", "new", f"r{suffix}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["db", "new", f"r{suffix}"]
 
 
 @pytest.mark.parametrize("frame", ["arrow", "reader", "pandas", "polars", "datasets"])
@@ -148,11 +148,11 @@ def test_a_bad_row_is_named_or_skipped(changed: dict[str, Any], message: str) ->
         with pytest.raises(softdb.BadInput, match=f"the table {message}.*; the 33 records before are in the database"):
             import_records(db, read_records(table(**changed), batch_size=20))
         assert len(db) == 33
-        told = list[str]()
-        source = read_records(table(**changed), batch_size=20, on_error=lambda error: told.append(str(error)))
-        assert import_records(other, source, on_error=lambda error: told.append(str(error))) == N - 1 == len(other)
-        assert len(told) == 1
-        assert message in told[0]
+        reports = list[str]()
+        source = read_records(table(**changed), batch_size=20, on_error=lambda error: reports.append(str(error)))
+        assert import_records(other, source, on_error=lambda error: reports.append(str(error))) == N - 1 == len(other)
+        assert len(reports) == 1
+        assert message in reports[0]
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_rows_may_be_numbered_skipped_and_repeated_across_files(tmp_path: Path) 
     assert done.stdout.startswith(f"{N - 1} records imported, 1 bad row skipped, {N - 1} in")
     assert "skipped: b.parquet row 7: insert: keys hold NaN" in done.stderr
     assert answer("info", tmp_path / "one")["records"] == N - 1
-    told = run("import", tmp_path / "db", files[0], "--on-error", "skip", code=1).stderr.splitlines()
-    assert len(told) == 21
-    assert "no record of" in told[-1]
-    assert "50 bad rows skipped" in told[-1]
+    actual = run("import", tmp_path / "db", files[0], "--on-error", "skip", code=1).stderr.splitlines()
+    assert len(actual) == 21
+    assert "no record of" in actual[-1]
+    assert "50 bad rows skipped" in actual[-1]
 
 
 # -- files of vectors, and CSV -----------------------------------------------------------------------------------------
@@ -230,13 +230,13 @@ def test_vectors_go_out_and_come_back(tmp_path: Path, suffix: str) -> None:
             export_records(db, tmp_path / f"no{suffix}", note=notes.append)
     assert notes[0].startswith(f"{suffix} carries no payloads, texts")
     parts = list(read_records(file, batch_size=9))
-    assert np.concatenate([one.keys for one in parts]).tobytes() == keys.tobytes()
+    assert np.concatenate([part.keys for part in parts]).tobytes() == keys.tobytes()
     more = suffix in (".npz", ".safetensors")
-    assert [name for one in parts for name in one.ids] == list(range(100, 140) if more else range(40))
-    assert not more or [value for one in parts for value in one.values] == [i % 9 for i in range(40)]
+    assert [name for part in parts for name in part.ids] == list(range(100, 140) if more else range(40))
+    assert not more or [value for part in parts for value in part.values] == [i % 9 for i in range(40)]
     header = parts[0].header
     assert (None if header is None else header.metric) == ("l2" if suffix in (".safetensors", ".hdf5") else None)
-    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_other_libraries_read_our_files_and_we_read_theirs(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_csv_reports_the_columns_it_cannot_carry(tmp_path: Path) -> None:
         db.insert(["c"], [[1, 2]], [[3]], texts=[""])
         with pytest.raises(softdb.BadInput, match="record 'c' has an empty id or text"):
             export_records(db, tmp_path / "s.csv", note=notes.append)
-    assert [one.name for one in tmp_path.iterdir()] == ["r.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r.csv"]
 
 
 def test_a_packed_table_and_a_field_for_the_text(tmp_path: Path) -> None:

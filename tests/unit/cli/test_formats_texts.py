@@ -152,7 +152,10 @@ EMBEDDED = [
     of_lines, of_packed_lines, of_cells, of_tabs, of_parquet, of_arrow, of_lance, of_pandas, of_polars, of_datasets,
     of_saved_datasets,
 ]  # fmt: skip
-SOURCES = [*((make, Fields(text="text"), False) for make in EMBEDDED), *((*one, True) for one in WITH_VECTORS)]
+SOURCES = [
+    *((make, Fields(text="text"), False) for make in EMBEDDED),
+    *((*with_vector, True) for with_vector in WITH_VECTORS),
+]
 
 
 def require_texts(db: softdb.SoftDB) -> None:
@@ -196,8 +199,8 @@ def test_imported_texts_are_found_by_their_words(tmp_path: Path, make: Callable[
     error = fails("search", tmp_path / "db", "fox", "--mode", "text")
     assert error.endswith("db.index_text(), or on a shell softdb fields PATH --text words, makes one")
     run("fields", tmp_path / "db", "--text", "words")
-    (found,) = answer("search", tmp_path / "db", "fox", "--mode", "text")
-    assert [(hit["id"], hit["text"], hit["payload"]) for hit in found] == [("r1", TEXTS[1], {"n": 1})]
+    (actual,) = answer("search", tmp_path / "db", "fox", "--mode", "text")
+    assert [(hit["id"], hit["text"], hit["payload"]) for hit in actual] == [("r1", TEXTS[1], {"n": 1})]
 
 
 def test_vectors_beside_the_lines_have_their_texts_too(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def trains_as_one_process(cluster: Cluster, rank: int, ranks: int) -> None:
     mine = slice(4 * rank, 4 * rank + 4)
     softdb.nn.retrieval_loss(cluster, wrapped(batch[mine]), positives[mine]).backward()  # type: ignore[no-untyped-call]
     softdb.nn.retrieval_loss(filled(None, np.arange(N), "dot"), plain(batch), positives).backward()  # type: ignore[no-untyped-call]
-    for found, true in zip(wrapped.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
+    for parameter, true in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
         assert true.grad is not None
-        near(found.grad, true.grad, 5e-6)
+        near(parameter.grad, true.grad, 5e-6)
 
 
 def unlike_calls(cluster: Cluster, rank: int) -> None:

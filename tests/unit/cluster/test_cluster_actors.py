@@ -122,7 +122,7 @@ class Ray:
             self.now += timeout
             return [], list(calls)
         self.now = max(self.now, first.at)
-        return [first], [one for one in calls if one is not first]
+        return [first], [call for call in calls if call is not first]
 
 
 @pytest.fixture
@@ -185,9 +185,9 @@ def test_abandoned_calls_are_cancelled(ray: Ray) -> None:
 
 def test_the_cause_of_a_failed_call_is_named_first(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray tells a traceback, of which the exception is the last line."""
-    told = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
-    monkeypatch.setattr(told, "cause", OSError("no space left"), raising=False)
-    monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, told))
+    actual = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
+    monkeypatch.setattr(actual, "cause", OSError("no space left"), raising=False)
+    monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, actual))
     transport, _ = one_host(ray, [Does()])
     assert transport.ask(ASKS, TIMEOUT).missing == dict.fromkeys(range(2), "OSError: no space left")
 
@@ -221,8 +221,8 @@ def test_unanswered_shards_are_missing_within_the_timeout(ray: Ray, how: Does, w
 
 def test_other_hosts_answer_for_a_silent_host(ray: Ray) -> None:
     hosts = [[Actor(ray, "dead", Does(dies="the actor died"))], [Actor(ray, "well", Does(1.0))]]
-    found = Actors(hosts, 2).ask(ASKS, TIMEOUT)
-    assert found[:2] == ({1: "well"}, {0: "the actor died"})
+    actual = Actors(hosts, 2).ask(ASKS, TIMEOUT)
+    assert actual[:2] == ({1: "well"}, {0: "the actor died"})
 
 
 def test_errors_of_a_shard_are_raised(ray: Ray) -> None:

@@ -78,15 +78,15 @@ def rms(error: Tensor) -> float:
 def test_one_shard_is_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
     world = parted("hash", 1)
-    found = []
+    results = []
     for db in (world.cluster, world.one):
         leaf = world.queries[:20].clone().requires_grad_()
         pooled = db.attend(leaf, rtol=0.2, max_draws=DRAWS, generator=torch.Generator().manual_seed(1))
         grad = torch.autograd.grad(pooled.output.square().sum() + pooled.lse.sum(), leaf)[0]
         assert pooled.n_pooled.float().mean() > DRAWS / 2
-        found.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
-    for mine, own in zip(*found, strict=True):
-        near(mine, own, 2e-5)
+        results.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
+    for result, own in zip(*results, strict=True):
+        near(result, own, 2e-5)
 
 
 def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
@@ -119,14 +119,14 @@ def test_a_tolerance_is_met_and_too_costly_draws_are_skipped(hashed: Parted) -> 
 
 
 def test_a_generator_decides_what_is_drawn(hashed: Parted) -> None:
-    found = [
+    results = [
         hashed.cluster.attend(
             hashed.queries[:5], rtol=0.01, max_draws=DRAWS, generator=torch.Generator().manual_seed(seed)
         ).output
         for seed in (1, 1, 2)
     ]
-    assert torch.equal(found[0], found[1])
-    assert not torch.isclose(found[0], found[2]).all(1).any()
+    assert torch.equal(results[0], results[1])
+    assert not torch.isclose(results[0], results[2]).all(1).any()
 
 
 def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:

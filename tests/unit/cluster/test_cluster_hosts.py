@@ -47,8 +47,8 @@ def test_the_gradient_of_a_merged_state_is_shared_out_rightly(words: dict[str, A
     one, merged, apart = filled(None, np.arange(N), "dot"), Cluster(hosts(1)), Cluster(hosts(4))
     true = differentiated(one, queries, **words)
     for cluster in (merged, apart):
-        for found, own in zip(differentiated(cluster, queries, **words), true, strict=True):
-            near(found, own, 1e-9)
+        for actual, own in zip(differentiated(cluster, queries, **words), true, strict=True):
+            near(actual, own, 1e-9)
 
 
 def test_a_part_that_holds_nothing_for_a_filter_has_no_gradient() -> None:
@@ -56,12 +56,12 @@ def test_a_part_that_holds_nothing_for_a_filter_has_no_gradient() -> None:
     cluster = Cluster(Hosts([DatabaseShard(left, 0, 2), DatabaseShard(right, 1, 2)], 1))
     queries = torch.ones(2, D, dtype=torch.float64)
     for third, own in ((0, left), (1, right)):
-        for found, true in zip(
+        for actual, true in zip(
             *(differentiated(db, queries, where={"third": third}) for db in (cluster, own)), strict=True
         ):
-            near(found, true, 1e-9)
+            near(actual, true, 1e-9)
     grads = differentiated(cluster, queries, where={"third": 2})[2:]
-    assert [float(one.abs().sum()) for one in grads] == [0.0]
+    assert [float(grad.abs().sum()) for grad in grads] == [0.0]
 
 
 def test_a_host_sends_one_reply_for_all_its_shards() -> None:
@@ -142,5 +142,5 @@ def test_an_actor_answers_all_of_its_shards_at_once() -> None:
     assert list(stale) == [(1,)]
     assert isinstance(stale[1,], StaleRead)
     held.held = StaleRead("its version is gone")
-    told = pickle.loads(held.tend(pickle.dumps(asks)))
-    assert {mine: type(one) for mine, one in told.items()} == dict.fromkeys([(0,), (1,), (2,)], StaleRead)
+    actual = pickle.loads(held.tend(pickle.dumps(asks)))
+    assert {mine: type(one) for mine, one in actual.items()} == dict.fromkeys([(0,), (1,), (2,)], StaleRead)

@@ -124,7 +124,7 @@ def test_slow_and_broken_shards_are_missing_within_the_timeout(monkeypatch: pyte
     plain, clock = transport.ask, Clock()
 
     def ask(asks: Any, timeout: float) -> Any:
-        clock.turns = 3 if any(isinstance(one, PassOver) for one in asks.values()) else -1
+        clock.turns = 3 if any(isinstance(ask, PassOver) for ask in asks.values()) else -1
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)
@@ -251,7 +251,7 @@ def test_shards_of_equal_records_sample_independently() -> None:
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        asked.extend(one.seed for one in asks.values() if isinstance(one, Sample))
+        asked.extend(ask.seed for ask in asks.values() if isinstance(ask, Sample))
         return plain(asks, timeout)
 
     transport.ask = ask  # type: ignore[method-assign]
@@ -320,10 +320,10 @@ def test_a_gradient_wants_every_shard_that_answered() -> None:
     with pytest.raises(ShardUnavailable, match="shard 1: lost"):
         torch.autograd.grad(whole.output.sum(), leaf)
     left = filled(None, np.arange(40), "dot")
-    for found, true in zip(
+    for actual, true in zip(
         *(torch.autograd.grad(one.output.square().sum(), leaf) for one in (part, left.attend(leaf))), strict=True
     ):
-        torch.testing.assert_close(found, true)
+        torch.testing.assert_close(actual, true)
 
 
 def test_a_loss_wants_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_loss_wants_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        transport.lost = {1} if any(isinstance(one, PassOver) for one in asks.values()) else set()
+        transport.lost = {1} if any(isinstance(ask, PassOver) for ask in asks.values()) else set()
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)
@@ -356,7 +356,7 @@ def test_an_index_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        allowed.extend((getattr(one, "verb", type(one).__name__), timeout) for one in asks.values())
+        allowed.extend((getattr(ask, "verb", type(ask).__name__), timeout) for ask in asks.values())
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)

@@ -29,9 +29,9 @@ def results(model: Any) -> dict[str, Any]:
 
 
 def test_the_model_is_near_the_measurements(model: Any, results: dict[str, Any]) -> None:
-    found = model.errors(results)
-    assert set(found) == set(OFF)
-    for name, points in found.items():
+    actual = model.errors(results)
+    assert set(actual) == set(OFF)
+    for name, points in actual.items():
         assert len(points) >= 3, name
         for x, true, said in points:
             assert abs(said / true - 1) <= OFF[name], f"{name} at {x:g}: {said:.3g} ms, measured {true:.3g}"

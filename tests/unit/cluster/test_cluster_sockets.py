@@ -64,12 +64,12 @@ def closed(found: list[Connections]) -> None:
 
 
 def test_each_hears_each() -> None:
-    found = whole(made())
+    actual = whole(made())
     with ThreadPoolExecutor(RANKS) as pool:
         for _ in range(3):
-            heard = list(pool.map(lambda rank: found[rank].exchanged(told(rank), 60.0), range(RANKS)))
+            heard = list(pool.map(lambda rank: actual[rank].exchanged(told(rank), 60.0), range(RANKS)))
             assert heard == [{other: told(other)[rank] for other in told(rank)} for rank in range(RANKS)]
-    closed(found)
+    closed(actual)
 
 
 def test_strangers() -> None:
@@ -86,13 +86,13 @@ def test_strangers() -> None:
                     one.shutdown(socket.SHUT_WR)
                 let_go.append(one)
 
-    found = whole(made(hears))
+    actual = whole(made(hears))
     for one in let_go:
         with one:
             one.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
-    closed(found)
+    closed(actual)
 
 
 @pytest.mark.parametrize("hosts", [1, RANKS])
@@ -125,13 +125,13 @@ def test_none_where_two_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lost_and_silent() -> None:
-    found = whole(made())
+    actual = whole(made())
     with pytest.raises(TimeoutError):
-        found[0].exchanged(told(0), 0.2)  # nobody else says anything
-    found[2].close()
+        actual[0].exchanged(told(0), 0.2)  # nobody else says anything
+    actual[2].close()
     with ThreadPoolExecutor(RANKS) as pool, pytest.raises(OSError, match=r"closed|reset|Broken"):
-        list(pool.map(lambda rank: found[rank].exchanged(told(rank), 60.0), (0, 1)))
-    closed(found)
+        list(pool.map(lambda rank: actual[rank].exchanged(told(rank), 60.0), (0, 1)))
+    closed(actual)
 
 
 def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,8 @@ def test_axe_reports_no_accessibility_faults(chromium: Any, site: Site, scheme: 
         context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
         one = Visit(context, site, "#text=cat")
         one.page.click("summary")
-        found = axe.Axe().run(one.page).response["violations"]
-        assert [(rule["id"], rule["impact"], [node["html"][:90] for node in rule["nodes"]]) for rule in found] == []
+        actual = axe.Axe().run(one.page).response["violations"]
+        assert [(rule["id"], rule["impact"], [node["html"][:90] for node in rule["nodes"]]) for rule in actual] == []
         wide = one.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width  # nothing sticks out
         context.close()
@@ -200,7 +200,9 @@ def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site)
     page.wait_for_selector("#problem", state="hidden")
     visit.settled()
     assert "hen" in page.inner_text("#hits > li:first-child")
-    assert all("Failed to load resource" in one for one in visit.complaints)  # the browser's own word on 400 and 404
+    assert all(
+        "Failed to load resource" in complaint for complaint in visit.complaints
+    )  # the browser's own word on 400 and 404
     visit.complaints.clear()
 
 

@@ -67,9 +67,9 @@ def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, opti
         hits = db.search(query, 5, where=where)
         asked: dict[str, Any] = {"text": "rabbit", "way": way, "temperature": t, "shown": 5, **options}
         asked |= {"where": json.dumps(where)} if where else {}
-        found = site.call("ask", **asked)
-        soft = found["soft"]
-        assert [hit["id"] for hit in found["hits"]] == [named_id(one) for one in hits.ids[0]]
+        actual = site.call("ask", **asked)
+        soft = actual["soft"]
+        assert [hit["id"] for hit in actual["hits"]] == [named_id(one) for one in hits.ids[0]]
         weights = [math.exp(one / t - pooled.lse[0].item()) for one in hits.scores[0, : len(hits.ids[0])].tolist()]
         if way == "nearest":
             weights[2:] = [0.0] * len(weights[2:])
@@ -77,12 +77,12 @@ def test_the_weights_are_those_of_attend(site: Site, place: Path, way: str, opti
         np.testing.assert_allclose(soft["output"], pooled.output[0, :12].tolist(), rtol=1e-5)
         assert soft["candidates"] == int(pooled.n_pooled[0])
         assert soft["exact"] == bool(pooled.exact[0])
-        squares = sum(one * one for one in weights)  # all that take part are shown
+        squares = sum(weight * weight for weight in weights)  # all that take part are shown
         assert soft["effective"] == pytest.approx(1 / squares, rel=1e-3)
         # what the map's records weigh, as the page computes it
         keys, (snapshot, allowed) = site.call("map"), db.core.view(where)
-        assert len(keys["points"]) == len(found["lights"]) == db.core.keyed
-        lit = {one[0]: light for one, light in zip(keys["records"], found["lights"], strict=True)}
+        assert len(keys["points"]) == len(actual["lights"]) == db.core.keyed
+        lit = {one[0]: light for one, light in zip(keys["records"], actual["lights"], strict=True)}
         assert lit["1"] == pytest.approx(torch.cosine_similarity(query, db.get([1]).keys).item(), abs=1e-6) or where
         assert sum(one is None for one in lit.values()) == (
             0 if allowed is None else db.core.keyed - int((snapshot.live & allowed).sum())
@@ -176,12 +176,12 @@ def test_at_any_temperature_weights_are_weights(metric: Any, way: str, rng: np.r
     ids=lambda one: str(one)[:30],
 )
 def test_the_python_of_an_answer_gives_the_answer(site: Site, place: Path, asked: dict[str, str]) -> None:
-    found = site.call("ask", shown=3, temperature=0.3, where='{"year": {"$lt": 1900}}', **asked)
+    actual = site.call("ask", shown=3, temperature=0.3, where='{"year": {"$lt": 1900}}', **asked)
     with softdb.open(place, mode="r") as db:
         scope: dict[str, Any] = {"db": db}
-        exec(found["python"], scope)
-        assert [named_id(one) for one in scope["hits"].ids[0]] == [hit["id"] for hit in found["hits"]]
-        assert scope["answer"].lse[0].item() == pytest.approx(found["soft"]["lse"], rel=1e-5)
+        exec(actual["python"], scope)
+        assert [named_id(one) for one in scope["hits"].ids[0]] == [hit["id"] for hit in actual["hits"]]
+        assert scope["answer"].lse[0].item() == pytest.approx(actual["soft"]["lse"], rel=1e-5)
 
 
 def test_ids_and_payloads_arrive_whole_and_as_text(site: Site) -> None:
@@ -324,7 +324,7 @@ def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monke
             with contextlib.suppress(ConnectionError):  # closed already, for a later one
                 one.sendall(half)
         assert site.call("about")["records"] == 6
-        ended = [one for one in strangers if hung_up(one, 0)]
+        ended = [stranger for stranger in strangers if hung_up(stranger, 0)]
         assert len(strangers) - len(ended) <= WAITING
         assert not hung_up(strangers[-1], 0)  # the oldest go first
     monkeypatch.setattr("softdb.tools.explore.guard.SECONDS", 0.2)
@@ -418,12 +418,12 @@ def test_writes_are_seen_and_a_removed_database_is_reported(tmp_path: Path) -> N
         empty = site.call("ask", vector="1 0")
         assert (empty["hits"], empty["soft"]["candidates"], empty["soft"]["effective"]) == ([], 0, 0)
         db.insert(["a", "b"], [[1, 0], [0, 1]], [2, 0])
-        found = site.call("ask", vector="1 0", temperature=1)
-        classes = dict(map(tuple, found["soft"]["classes"]))
+        actual = site.call("ask", vector="1 0", temperature=1)
+        classes = dict(map(tuple, actual["soft"]["classes"]))
         assert classes[2] == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-5)
-        assert found["map"] < found["generation"]  # so the page fetches another
+        assert actual["map"] < actual["generation"]  # so the page fetches another
         assert len(site.call("map")["points"]) == 2
-        assert site.call("ask", vector="1 0")["map"] == found["generation"]
+        assert site.call("ask", vector="1 0")["map"] == actual["generation"]
         db.delete(["a"])
         assert [one["id"] for one in site.call("ask", vector="1 0")["hits"]] == ["b"]
         db.close()
@@ -461,8 +461,8 @@ def test_questions_while_another_process_writes(tmp_path: Path) -> None:
 
 
 def test_recall_of_an_answer(site: Site) -> None:
-    found = site.call("compare", text="rabbit", shown=3)
-    assert (found["recall"], found["missed"], found["of"]) == (1.0, [], 3)
+    actual = site.call("compare", text="rabbit", shown=3)
+    assert (actual["recall"], actual["missed"], actual["of"]) == (1.0, [], 3)
     assert "recall is of a ranking by vector" in site.call("compare", 400, text="rabbit", ranking="text")["message"]
 
 
@@ -472,8 +472,8 @@ def test_a_filter_on_an_unknown_field_suggests_the_nearest(place: Path) -> None:
         for noted in (["no record has the field 'yeer'"], []):  # a handle warns once, the page tells each time
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("softdb.tools.explore.replies._WARNINGS", noted)
-                told = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
-            assert told["notes"] == ["no record has the field 'yeer'"]
+                actual = answers.ask(Question.of({"text": "a", "where": '{"yeer": 1}'}), Weighing.of({}), lambda: None)
+            assert actual["notes"] == ["no record has the field 'yeer'"]
             answers._kept.clear()
 
 
@@ -485,8 +485,8 @@ def test_a_database_cannot_make_the_explorer_load_a_model(tmp_path: Path) -> Non
     with served(tmp_path / "db") as site:
         assert not site.call("about")["takes_text"]
         assert "--encoder MODEL" in site.call("ask", 400, text="space")["message"]
-        found = site.call("ask", text="space", ranking="text")
-        assert (found["hits"][0]["id"], found["soft"], found["lights"]) == ("1", None, [None])
+        actual = site.call("ask", text="space", ranking="text")
+        assert (actual["hits"][0]["id"], actual["soft"], actual["lights"]) == ("1", None, [None])
 
 
 def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
@@ -541,14 +541,19 @@ def test_a_sample_stays_when_records_come(rng: np.random.Generator) -> None:
 
 def test_names_of_records_and_fields() -> None:
     names: list[str | int] = [7, "7", "a b", " a", "", '"', "-", "a\n"]
-    assert [named_id(one) for one in names] == ["7", '"7"', "a b", '" a"', '""', '"\\""', '"-"', '"a\\n"']
+    assert [named_id(name) for name in names] == ["7", '"7"', "a b", '" a"', '""', '"\\""', '"-"', '"a\\n"']
     payloads: list[Any] = [{"b": 1, "a": "x", "name": "n"}, {"b": 1}, None, 5]
-    assert [title(one, "t") for one in payloads[:2]] + [title(one, None) for one in payloads[2:]] == ["n", "t", "", "5"]
+    assert [title(payload, "t") for payload in payloads[:2]] + [title(payload, None) for payload in payloads[2:]] == [
+        "n",
+        "t",
+        "",
+        "5",
+    ]
     assert [title({"a": "x"}, one) for one in ("t", None)] == ["t", "x"]
-    found = fields_of([{"a.b": 1, "c": {"d": ["x", "y"]}, "": 2}, {"a.b": True}, 5], ["e"], True)
-    kinds = {one["name"]: one["kinds"] for one in found}
+    actual = fields_of([{"a.b": 1, "c": {"d": ["x", "y"]}, "": 2}, {"a.b": True}, 5], ["e"], True)
+    kinds = {one["name"]: one["kinds"] for one in actual}
     assert kinds == {"a\\.b": ["boolean", "number"], "c.d": ["list"], "e": [], "$text": ["text"]}
-    assert sorted(found[1]["values"]) == ['"x"', '"y"']
+    assert sorted(actual[1]["values"]) == ['"x"', '"y"']
 
 
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(place: Path) -> None:

@@ -46,8 +46,8 @@ def sampler_of(db: softdb.SoftDB) -> Sampler:
 
 
 def same(one: Reach, other: Reach) -> None:
-    for name, mine, theirs in zip(one._fields, one, other, strict=True):
-        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+    for name, ours, theirs in zip(one._fields, one, other, strict=True):
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +149,14 @@ def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
 def test_bounds_of_another_index_are_refused(path: Path, change: dict[str, Any], never: Callable[[], None]) -> None:
     never()
     with softdb.open(path) as db:
-        found, index = sampler_of(db).reach, sampler_of(db).index
-        same(unpacked(packed(found), index), found)
+        results, index = sampler_of(db).reach, sampler_of(db).index
+        same(unpacked(packed(results), index), results)
         file = io.BytesIO()
         for name in FORM:
-            np.save(file, change.get(name, getattr(found, name)))
+            np.save(file, change.get(name, getattr(results, name)))
         with pytest.raises(ValueError, match=r"is not|has not|pickle"):
             unpacked(file.getvalue(), index)
-        for data in (packed(found)[:-1], packed(found)[:5000], packed(found) + b"\0", b"\0", os.urandom(5000)):
+        for data in (packed(results)[:-1], packed(results)[:5000], packed(results) + b"\0", b"\0", os.urandom(5000)):
             with pytest.raises(ValueError, match=r"."):
                 unpacked(data, index)
 
@@ -185,9 +185,9 @@ def test_unusable_bounds_are_measured_again(
         db._store.put_index_entry(entry)
     with softdb.open(path) as db:
         assert db.stats().index is not None, "the index itself is used"
-        found = sampler_of(db).reach
+        actual = sampler_of(db).reach
         if damage == "of another database":
-            np.testing.assert_allclose(found.value_radius, known.value_radius, rtol=0.01)
+            np.testing.assert_allclose(actual.value_radius, known.value_radius, rtol=0.01)
         else:
-            same(found, known)
+            same(actual, known)
     assert ("measured anew" in caplog.text) == (damage in ("signed rubbish", "of another database"))

@@ -246,13 +246,13 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
         assert repr(build) == "<Build: cancelled>"
         assert db.core.finder.index is before
         assert db.stats().index == stats
-        found = db.search(queries, k=5).rows.tolist()
+        actual = db.search(queries, k=5).rows.tolist()
         assert db.build_index("ivf", background=True).result(SECONDS).kind == "ivf"
         db.build_index("ivf")
     with softdb.open(tmp_path / "db", mode="r") as db:
         assert index_report(db).kind == "ivf"
         agrees(db, queries)
-        assert len(found) == len(queries)
+        assert len(actual) == len(queries)
 
 
 def test_a_build_may_be_cancelled_until_it_is_taken_into_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def test_the_tuning_queries_may_change_afterwards(monkeypatch: pytest.MonkeyPatc
 
     def takes(*arguments: Any) -> None:
         assert changed.wait(SECONDS)
-        targets = [one for one in arguments if isinstance(one, Target)]
+        targets = [argument for argument in arguments if isinstance(argument, Target)]
         seen.extend(target.queries.tolist() for target in targets if target.queries is not None)
         raise softdb.BadInput("seen enough")
 

@@ -63,11 +63,11 @@ def test_k_beyond_the_records_is_cut_to_their_number(db: softdb.SoftDB) -> None:
 
 def test_progress_is_reported() -> None:
     keys, _ = world(d=64)
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     with holding(keys) as wide:
-        wide.build_index("ivf", progress=lambda *step: told.append(step))
-    assert list(dict.fromkeys(what for what, _, _ in told)) == ["choosing", "training", "adding", "measuring"]
-    assert ("adding", 6000, 6000) in told
+        wide.build_index("ivf", progress=lambda *step: reports.append(step))
+    assert list(dict.fromkeys(what for what, _, _ in reports)) == ["choosing", "training", "adding", "measuring"]
+    assert ("adding", 6000, 6000) in reports
 
 
 def test_many_young_records_are_taken_in(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +198,10 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path, moment: str, 
             db.build_index("ivf", progress=stop)
         assert db.core.finder.index is before
         assert db.stats().index == stats
-        found = db.search(queries, k=5).rows.tolist()
+        actual = db.search(queries, k=5).rows.tolist()
     with softdb.open(tmp_path / "db", mode="r") as db:
         assert index_report(db).kind == "hnsw"
-        assert db.search(queries, k=5).rows.tolist() == found
+        assert db.search(queries, k=5).rows.tolist() == actual
 
 
 def dense(n: int, d: int, q: int) -> tuple[Floats, Floats]:
@@ -223,8 +223,8 @@ def test_dense_clusters_get_finer_codes_and_their_recall() -> None:
         assert report.kind == "ivf"
         assert report.codes != "PQ16x4"
         assert report.met
-        found = db.search(queries[:300], k=10)
-        assert recall(found, scores("dot", queries[:300], keys), 10) >= 0.93
+        actual = db.search(queries[:300], k=10)
+        assert recall(actual, scores("dot", queries[:300], keys), 10) >= 0.93
 
 
 def test_the_recall_reported_is_of_queries_held_aside(db: softdb.SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +278,9 @@ def test_a_memory_limit_that_is_no_number_is_refused(db: softdb.SoftDB, memory: 
 def test_an_unreachable_memory_limit_is_refused(db: softdb.SoftDB) -> None:
     with pytest.raises(
         softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ16x4, takes about"
-    ) as told:
+    ) as raised:
         db.build_index("ivf", memory=1000)
-    least = int(str(told.value).split("about ")[1].split(";")[0])
+    least = int(str(raised.value).split("about ")[1].split(";")[0])
     report = db.build_index("ivf", recall=0.5, memory=least)
     assert report.bytes <= least
 

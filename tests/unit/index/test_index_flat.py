@@ -90,8 +90,8 @@ def test_flat_search_agrees_with_brute_force(
     queries = torch.from_numpy(rng.standard_normal((13, 7))).to(asked)
     queries[0], queries[1] = 0, torch.from_numpy(keys[5]).to(asked)
     for k in (1, 3, 40, 299, 300, 310):
-        found = flat(snapshot(keys, cuts=(1, 40, 200)), queries, k, metric)
-        same(found, metric, queries.double().numpy(), keys, k)
+        actual = flat(snapshot(keys, cuts=(1, 40, 200)), queries, k, metric)
+        same(actual, metric, queries.double().numpy(), keys, k)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -110,9 +110,9 @@ def test_ties_are_ordered_by_row(metric: Metric, q: int, rng: np.random.Generato
 def test_a_thousand_copies_of_few_keys(metric: Metric, rng: np.random.Generator) -> None:
     keys = np.tile(rng.standard_normal((20, 33)).astype(np.float32), (1000, 1))
     queries = rng.standard_normal((4, 33)).astype(np.float32)
-    found = flat(snapshot(keys, cuts=(3001,)), torch.from_numpy(queries), 12, metric)
-    np.testing.assert_array_equal(found, best(truth(metric, queries, keys), 12))
-    assert (np.diff(found, axis=1) == 20).all()
+    actual = flat(snapshot(keys, cuts=(3001,)), torch.from_numpy(queries), 12, metric)
+    np.testing.assert_array_equal(actual, best(truth(metric, queries, keys), 12))
+    assert (np.diff(actual, axis=1) == 20).all()
 
 
 @pytest.mark.parametrize("q", [1, 40])
@@ -133,8 +133,8 @@ def test_many_blocks_in_any_order(metric: Metric, q: int, rng: np.random.Generat
     queries = rng.standard_normal((q, 4)).astype(np.float32)
     order = np.argsort(truth(metric, queries[:1], keys)[0])
     for stored in (keys, keys[order], keys[order[::-1]]):
-        found = flat(snapshot(stored, cuts=(9001,)), torch.from_numpy(queries), 5, metric)
-        same(found, metric, queries, stored, 5)
+        actual = flat(snapshot(stored, cuts=(9001,)), torch.from_numpy(queries), 5, metric)
+        same(actual, metric, queries, stored, 5)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -155,8 +155,8 @@ def test_only_allowed_live_records_from_a_position_on(metric: Metric, share: flo
     world = snapshot(keys, live=live, cuts=(100, 1500))
     for start in (0, 700, 2000):
         keep = live & allowed & (np.arange(2000) >= start)
-        found = flat(world, torch.from_numpy(queries), 8, metric, allowed, start)
-        same(found, metric, queries, keys, 8, keep)
+        actual = flat(world, torch.from_numpy(queries), 8, metric, allowed, start)
+        same(actual, metric, queries, keys, 8, keep)
 
 
 def test_filtered_records_are_compared_in_place(
@@ -172,8 +172,8 @@ def test_filtered_records_are_compared_in_place(
     monkeypatch.setattr(Snapshot, "keys_at", counted)
     keys, allowed = rng.standard_normal((2000, 9)).astype(np.float32), np.arange(2000) % 100 == 7
     queries = rng.standard_normal((1, 9)).astype(np.float32)
-    found = flat(snapshot(keys), torch.from_numpy(queries), 5, Metric.COSINE, allowed)
-    same(found, Metric.COSINE, queries, keys, 5, allowed)
+    actual = flat(snapshot(keys), torch.from_numpy(queries), 5, Metric.COSINE, allowed)
+    same(actual, Metric.COSINE, queries, keys, 5, allowed)
     assert (sum(copied) == 0) == (way == "kernels")
 
 
@@ -227,10 +227,10 @@ def test_any_small_world(data: st.DataObject) -> None:
     keys = keys[np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))]  # duplicates
     queries = vectors(q)
     k = data.draw(st.integers(1, n + 2))
-    found = flat(snapshot(keys), torch.from_numpy(queries), k, metric)
+    actual = flat(snapshot(keys), torch.from_numpy(queries), k, metric)
     expected = truth(metric, queries, keys)
     for i in range(q):
-        rows = found[i][found[i] >= 0]
+        rows = actual[i][actual[i] >= 0]
         assert len(set(rows.tolist())) == len(rows) == min(k, n)
         # the order of sums of d terms that cancel is decided by rounding: float64 is trusted to d units of the largest
         size = (np.abs(queries[i].astype(np.float64)) @ np.abs(keys.T.astype(np.float64))).max(initial=0)

@@ -95,8 +95,8 @@ def test_exact_search_is_that_of_the_flat_finder(
             for k in (1, 10, 250, 400):
                 queries = torch.from_numpy(rng.standard_normal((9, 6)).astype(np.float32))
                 queries[0], queries[1] = 0, torch.from_numpy(keys[20])
-                found = board.nearest(records, Query(queries.to(device), k, metric, allowed))
-                assert found.tolist() == flat.nearest(records, Query(queries, k, metric, allowed)).tolist()
+                actual = board.nearest(records, Query(queries.to(device), k, metric, allowed))
+                assert actual.tolist() == flat.nearest(records, Query(queries, k, metric, allowed)).tolist()
         assert (board.shards(records)[0].keys is None) is not fits
 
 
@@ -105,8 +105,8 @@ def test_exact_search_of_the_younger_part_and_in_float64(device: torch.device, r
     records, board = snapshot(awkward(rng, 90, 4), cuts=(33,)), Board(device)
     queries = torch.from_numpy(rng.standard_normal((5, 4)))
     for start in (1, 40, 88):
-        found = board.nearest(records, Query(queries.to(device), 5, Metric.DOT), start)
-        assert found.tolist() == flat.nearest(records, Query(queries, 5, Metric.DOT), start).tolist()
+        actual = board.nearest(records, Query(queries.to(device), 5, Metric.DOT), start)
+        assert actual.tolist() == flat.nearest(records, Query(queries, 5, Metric.DOT), start).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,8 +151,8 @@ def test_many_queries_and_small_blocks(rng: np.random.Generator, monkeypatch: An
     records, board = snapshot(awkward(rng, 9000, 5), live=np.arange(9000) % 3 > 0, cuts=(5000,)), Board(DEVICE)
     queries = torch.from_numpy(rng.standard_normal((11, 5)).astype(np.float32))
     for metric in Metric:
-        found = board.nearest(records, Query(queries, 12, metric))
-        assert found.tolist() == flat.nearest(records, Query(queries, 12, metric)).tolist()
+        actual = board.nearest(records, Query(queries, 12, metric))
+        assert actual.tolist() == flat.nearest(records, Query(queries, 12, metric)).tolist()
 
 
 @pytest.mark.parametrize("metric", list(Metric))
@@ -169,10 +169,11 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
     for c, k in [(1, 1), (30, 30), (60, 10), (4, 9)]:
         candidates = np.stack([rng.permutation(60)[:c] for _ in range(6)])
         candidates[rng.random((6, c)) < 0.2] = -1
-        found = compare.ordered(board.shards(records)[0], queries, torch.from_numpy(candidates), k, metric)
+        actual = compare.ordered(board.shards(records)[0], queries, torch.from_numpy(candidates), k, metric)
         for i in range(6):
             allowed = np.isin(np.arange(60), candidates[i])
-            assert found[i].tolist() == flat.nearest(records, Query(queries[i : i + 1], k, metric, allowed))[0].tolist()
+            query = Query(queries[i : i + 1], k, metric, allowed)
+            assert actual[i].tolist() == flat.nearest(records, query)[0].tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,9 +184,9 @@ def test_products_that_overflow_bring_no_dead_record_back(device: torch.device) 
         keys[~live] = 1e10
         for k in (3, 5, 400):
             records = snapshot(keys, live=live)
-            found = Board(device).nearest(records, Query(queries.to(device), k, Metric.DOT))
-            assert live[found[found >= 0]].all()
-            assert found.tolist() == flat.nearest(records, Query(queries, k, Metric.DOT)).tolist()
+            actual = Board(device).nearest(records, Query(queries.to(device), k, Metric.DOT))
+            assert live[actual[actual >= 0]].all()
+            assert actual.tolist() == flat.nearest(records, Query(queries, k, Metric.DOT)).tolist()
     records = snapshot(np.full((20, 4), -3e38), live=np.arange(20) % 3 == 1)  # as few as are kept
     nine = Board(device).nearest(records, Query(queries.to(device), 9, Metric.DOT))
     assert nine[0, :7].tolist() == list(range(1, 20, 3))
@@ -223,13 +224,13 @@ def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.G
     keys, column = rng.standard_normal((50, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     before = grown(keys, 1, (1, 0, 30), (2, 30, 50))
     assert column.of(before) is not None
-    found = column.of(grown(keys, 2, (2, 30, 50), (3, 0, 10)))
-    assert found is not None
-    np.testing.assert_array_equal(found.numpy(), np.concatenate([keys[30:], keys[:10]]))
+    actual = column.of(grown(keys, 2, (2, 30, 50), (3, 0, 10)))
+    assert actual is not None
+    np.testing.assert_array_equal(actual.numpy(), np.concatenate([keys[30:], keys[:10]]))
     assert column.of(before) is None
-    found = column.of(grown(keys, 3, (4, 20, 40), (3, 0, 12)))  # the last is the same, and grew
-    assert found is not None
-    np.testing.assert_array_equal(found.numpy(), np.concatenate([keys[20:40], keys[:12]]))
+    actual = column.of(grown(keys, 3, (4, 20, 40), (3, 0, 12)))  # the last is the same, and grew
+    assert actual is not None
+    np.testing.assert_array_equal(actual.numpy(), np.concatenate([keys[20:40], keys[:12]]))
     queries = torch.from_numpy(keys[:3])
     board = Board(DEVICE)
     board.cards[0].keys = column
@@ -246,9 +247,9 @@ def test_keys_too_large_for_the_gpu_stay_on_the_host(rng: np.random.Generator, m
     assert column.of(grown(keys, 1, (1, 0, 61))) is None
     assert column.of(grown(keys, 1, (1, 0, 60))) is not None
     space["bytes"] = 16 * 20 / (1 - resident.SPARE)  # not both, but the larger one in the other's place
-    found = column.of(grown(keys, 2, (1, 0, 80)))
-    assert found is not None
-    np.testing.assert_array_equal(found.numpy(), keys[:80])
+    actual = column.of(grown(keys, 2, (1, 0, 80)))
+    assert actual is not None
+    np.testing.assert_array_equal(actual.numpy(), keys[:80])
     assert column.of(grown(keys, 3, (1, 0, 100), (2, 0, 100))) is None
 
     def full(*_: Any, **__: Any) -> Any:
@@ -367,10 +368,10 @@ def test_too_few_that_count_are_not_enough(fake: FakeGpu, rng: np.random.Generat
     allowed = np.zeros(N, np.bool_)
     allowed[order[: N // 2]] = True
     queries = torch.from_numpy(keys[order[N - 500 : N - 300]])
-    found = nearest_by(snapshot(keys), index, Query(queries, 10, Metric.L2, allowed, pairwise=False))
+    actual = nearest_by(snapshot(keys), index, Query(queries, 10, Metric.L2, allowed, pairwise=False))
     assert fake.asked
-    assert allowed[found].all()
-    assert recall(found, flat.nearest(snapshot(keys), Query(queries, 10, Metric.L2, allowed))) >= 0.99
+    assert allowed[actual].all()
+    assert recall(actual, flat.nearest(snapshot(keys), Query(queries, 10, Metric.L2, allowed))) >= 0.99
 
 
 @pytest.mark.slow
@@ -402,9 +403,9 @@ def test_a_snapshot_with_gaps_and_one_older_than_the_index(fake: FakeGpu, rng: n
     rows = np.flatnonzero(rng.random(N) < 0.8)
     gaps = Snapshot.of(2, (Segment(7, 0, rows, keys[rows], None),), np.ones(len(rows), np.bool_))
     for records in (gaps, snapshot(keys[: N // 2]), snapshot(np.concatenate([keys, 3 * queries]), cuts=(N,))):
-        found = nearest_by(records, index, Query(asked, 10, Metric.DOT, pairwise=False))
-        assert recall(found, flat.nearest(records, Query(asked, 10, Metric.DOT))) > 0.99
-        assert all(len(set(line)) == 10 for line in found.tolist())
+        actual = nearest_by(records, index, Query(asked, 10, Metric.DOT, pairwise=False))
+        assert recall(actual, flat.nearest(records, Query(asked, 10, Metric.DOT))) > 0.99
+        assert all(len(set(line)) == 10 for line in actual.tolist())
 
 
 @pytest.mark.slow
@@ -529,7 +530,7 @@ def test_indexes_are_built_on_the_gpu(fake: FakeGpu, monkeypatch: Any) -> None:
         few = db.build_index()
         assert (few.kind, few.device) == ("flat", "cpu:0")
         monkeypatch.setattr("softdb.device.board.SMALL", 1)
-        told: list[tuple[str, int, int]] = []
+        reports: list[tuple[str, int, int]] = []
         asked: list[int] = []
         exact = flat.nearest
 
@@ -538,8 +539,8 @@ def test_indexes_are_built_on_the_gpu(fake: FakeGpu, monkeypatch: Any) -> None:
             return exact(records, query, *rest)
 
         monkeypatch.setattr(flat, "nearest", counted)
-        report = db.build_index(recall=0.9, queries=queries, progress=lambda *step: told.append(step))
-        assert ("choosing", 2, 3) in told  # every width of the product codes
+        report = db.build_index(recall=0.9, queries=queries, progress=lambda *step: reports.append(step))
+        assert ("choosing", 2, 3) in reports  # every width of the product codes
         assert max(asked, default=0) < len(queries)  # the truth is found there
         assert report.met
         assert report.device == "cpu:0"
@@ -565,8 +566,8 @@ def test_indexes_are_built_on_the_gpu(fake: FakeGpu, monkeypatch: Any) -> None:
 def test_codes_that_faiss_knows(dim: int, codes: tuple[str, ...]) -> None:
     engine = Board(DEVICE).engines["ivf"]
     assert engine.codes(dim) == codes
-    assert [engine.record_bytes(dim, one) for one in codes] == [
-        (dim if one == "SQ8" else int(one[2:])) + 8 for one in codes
+    assert [engine.record_bytes(dim, code) for code in codes] == [
+        (dim if code == "SQ8" else int(code[2:])) + 8 for code in codes
     ]
 
 

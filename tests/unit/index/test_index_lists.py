@@ -256,8 +256,8 @@ def test_recall_holds_under_filters_that_go_with_the_keys(share: float) -> None:
         db.build_index("ivf", recall=0.95)
         queries, where = keys_of(9, 200), {"rank": {"$gte": 1 - share}}
         exact, hits = (db.search(queries, k=10, where=where, exact=way) for way in (True, False))
-        found = np.mean([len(set(a) & set(b)) for a, b in zip(exact.rows.tolist(), hits.rows.tolist(), strict=True)])
-        assert found >= 9.3
+        actual = np.mean([len(set(a) & set(b)) for a, b in zip(exact.rows.tolist(), hits.rows.tolist(), strict=True)])
+        assert actual >= 9.3
 
 
 def test_an_index_of_faiss_codes_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -151,11 +151,11 @@ def test_short_answers_stay_short(compiled: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(outliers, "available", lambda: compiled)
     keys = np.diag(np.arange(1, 21, dtype=np.float32))
     here, queries = snapshot(keys), np.ones((6, 20), np.float32)
-    found, scores = np.tile([3, -1], (6, 1)), np.tile(np.array([4, -np.inf], np.float32), (6, 1))
-    found[4], scores[4] = [3, 2], [4, 3]
+    results, scores = np.tile([3, -1], (6, 1)), np.tile(np.array([4, -np.inf], np.float32), (6, 1))
+    results[4], scores[4] = [3, 2], [4, 3]
     some = Outliers(here, np.array([19, 18, 17]))
-    some.take_part(queries, some.positions(here, None), found, scores)
-    assert found.tolist() == [[3, -1]] * 4 + [[19, 18]] + [[3, -1]]
+    some.take_part(queries, some.positions(here, None), results, scores)
+    assert results.tolist() == [[3, -1]] * 4 + [[19, 18]] + [[3, -1]]
 
 
 def test_filters_and_deletions_are_respected(rng: np.random.Generator) -> None:
@@ -166,46 +166,46 @@ def test_filters_and_deletions_are_respected(rng: np.random.Generator) -> None:
     for share in (1.0, 0.95, 0.5, 0.2):
         allowed = rng.random(N) < share
         counts = allowed & ~gone
-        found = find(seen, index, here.queries, 5, Metric.DOT, None if share == 1 else allowed)
-        assert counts[found].all()
+        actual = find(seen, index, here.queries, 5, Metric.DOT, None if share == 1 else allowed)
+        assert counts[actual].all()
         truth = nearest(seen, Query(here.queries, 1, Metric.DOT, counts))[:, 0]
         long = here.rank[truth] < N // 1000
         assert long.sum() > Q // 6
-        assert (found[long, 0] == truth[long]).mean() >= 0.99
+        assert (actual[long, 0] == truth[long]).mean() >= 0.99
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 3000])
 def test_k_stay_k_without_duplicates(k: int) -> None:
     here = world("Pareto 3")
-    found = find(here.seen, indexed("Pareto 3"), here.queries[:20], k, Metric.DOT, None)
-    assert found.shape == (20, k)
-    assert found.min() >= 0
-    assert [len(set(line)) for line in found.tolist()] == [k] * 20
-    scores = np.take_along_axis(here.queries[:20].numpy() @ here.keys.T, found, 1)
+    actual = find(here.seen, indexed("Pareto 3"), here.queries[:20], k, Metric.DOT, None)
+    assert actual.shape == (20, k)
+    assert actual.min() >= 0
+    assert [len(set(line)) for line in actual.tolist()] == [k] * 20
+    scores = np.take_along_axis(here.queries[:20].numpy() @ here.keys.T, actual, 1)
     assert (np.diff(scores) <= 1e-4).all()
 
 
 def test_a_batch_finds_the_same_as_single_queries() -> None:
     here, index = world("Pareto 3"), indexed("Pareto 3")
-    found = find(here.seen, index, here.queries, 10, Metric.DOT, None)
+    actual = find(here.seen, index, here.queries, 10, Metric.DOT, None)
     alone = [find(here.seen, index, here.queries[i : i + 1], 10, Metric.DOT, None)[0] for i in range(60)]
-    assert np.array_equal(found[:60], alone)
+    assert np.array_equal(actual[:60], alone)
 
 
 def test_threads_may_be_the_first_to_search() -> None:
     here, index = world("log-normal 1"), indexed("log-normal 1")
     expected = find(here.seen, indexed("log-normal 1"), here.queries, 3, Metric.DOT, None)
-    found: list[bool] = []
+    results: list[bool] = []
 
     def ask() -> None:
-        found.append(np.array_equal(find(here.seen, index, here.queries, 3, Metric.DOT, None), expected))
+        results.append(np.array_equal(find(here.seen, index, here.queries, 3, Metric.DOT, None), expected))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 4
+    assert results == [True] * 4
 
 
 # -- which they are ----------------------------------------------------------------------------------------------------
@@ -214,15 +214,15 @@ def test_threads_may_be_the_first_to_search() -> None:
 def test_the_longest_are_looked_for_among_the_older_live_records(rng: np.random.Generator) -> None:
     keys = directions(1000, 6, rng) * lengths("Pareto 3", 1000, rng)
     here = snapshot(keys, live=np.arange(1000) != np.linalg.norm(keys, axis=1).argmax(), cuts=(300,), dtype="float16")
-    found = lengths_of(here, 800)
+    actual = lengths_of(here, 800)
     live = np.flatnonzero(here.live[:800])
     norms = np.linalg.norm(keys.astype(np.float16).astype(np.float64), axis=1)
-    np.testing.assert_allclose(found[live], norms[live], rtol=1e-6)
-    assert np.isnan(np.delete(found, live)).all()
+    np.testing.assert_allclose(actual[live], norms[live], rtol=1e-6)
+    assert np.isnan(np.delete(actual, live)).all()
     order = live[np.argsort(-norms[live])]
-    assert longest_of(here, found, 20).tolist() == order[:20].tolist()
+    assert longest_of(here, actual, 20).tolist() == order[:20].tolist()
     long = norms[order] > 1.5 * np.median(norms[live])
-    assert longest_of(here, found, 900).tolist() == order[long].tolist()
+    assert longest_of(here, actual, 900).tolist() == order[long].tolist()
 
 
 def test_rows_that_a_snapshot_lacks_take_no_part(rng: np.random.Generator) -> None:
@@ -231,9 +231,9 @@ def test_rows_that_a_snapshot_lacks_take_no_part(rng: np.random.Generator) -> No
     some = Outliers(here, np.array([7, 99, 3]))
     assert some.count == 2
     places = some.positions(here, None)
-    found, scores = np.array([[0, 1]]), np.array([[-1e9, -1e9]], np.float32)
-    some.take_part(np.ones((1, 4), np.float32), places, found, scores)
-    assert set(found[0]) == {3, 7}
+    results, scores = np.array([[0, 1]]), np.array([[-1e9, -1e9]], np.float32)
+    some.take_part(np.ones((1, 4), np.float32), places, results, scores)
+    assert set(results[0]) == {3, 7}
     assert scores.max() < 0  # no key of zeros stands for what is not there
 
 
@@ -359,10 +359,10 @@ def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.
         report = db.build_index("ivf", recall=0.7, queries=queries)
         assert report.outliers == 60
         assert report.recall == report.recall_by_norm["longest 1%"]["recall"] == 1
-        found, exact = (
+        actual, exact = (
             db.search(queries, k=10, where={"long": False}, exact=way).rows.numpy() for way in (False, True)
         )
-        assert (found[:, :, None] == exact[:, None]).any(2).mean() >= 0.65
+        assert (actual[:, :, None] == exact[:, None]).any(2).mean() >= 0.65
 
 
 def test_young_outliers_are_found_before_and_after_absorption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,8 @@ def drifting(rng: np.random.Generator) -> tuple[SoftDB, np.ndarray[Any, Any]]:
 
 def many(db: SoftDB, queries: np.ndarray[Any, Any]) -> None:
     """One search a query."""
-    for one in queries:
-        db.search(one)
+    for query in queries:
+        db.search(query)
 
 
 @pytest.mark.slow

@@ -39,10 +39,10 @@ def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, 
     queries = rng.standard_normal((5, 24)).astype(np.float32)
     every = db.search(queries.tolist(), k=7)  # a list takes them all
     for asked in (queries, torch.from_numpy(queries)):
-        found = db.search(asked, k=7)
-        assert found.rows.tolist() == every.rows.tolist()
-        assert found.scores.tolist() == every.scores.tolist()
-        assert found.ids == every.ids
+        actual = db.search(asked, k=7)
+        assert actual.rows.tolist() == every.rows.tolist()
+        assert actual.scores.tolist() == every.scores.tolist()
+        assert actual.ids == every.ids
     for i in range(5):
         alone = db.search(queries[i], k=7)
         assert alone.rows.tolist() == every.rows[i : i + 1].tolist()

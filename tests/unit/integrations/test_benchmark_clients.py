@@ -51,7 +51,7 @@ def nearest(metric: str, queries: Any, keys: Any = KEYS, k: int = 10) -> Any:
 
 
 def found(rows: Any, true: Any) -> float:
-    return float(np.mean([len(set(mine) & set(theirs)) for mine, theirs in zip(rows, true, strict=True)])) / 10
+    return float(np.mean([len(set(ours) & set(theirs)) for ours, theirs in zip(rows, true, strict=True)])) / 10
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("angular", "flat"), ("euclidean", "flat"), ("angular", "ivf")])
@@ -105,7 +105,11 @@ def test_vectordbbench_loads_optimises_and_searches_by_copies(bench: Any, path: 
             ("Label", {"label_value": "label_1"}, range(1, 2900, 2)),
             ("NonFilter", {}, range(2900)),
         ):
-            wanted = next(one for one in client.supported_filter_types if one.value == kind)
+            wanted = next(
+                supported_filter_type
+                for supported_filter_type in client.supported_filter_types
+                if supported_filter_type.value == kind
+            )
             filters = interfaces.Filter(type=wanted, **given)
             assert client.filter_supported(filters)
             other.prepare_filter(filters)

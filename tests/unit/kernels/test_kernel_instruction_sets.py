@@ -53,9 +53,9 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_neon_under_an_emulator(objects: list[Path]) -> None:
     program = objects[0].parent / "standalone"
     subprocess.run(["aarch64-linux-gnu-g++", "-static", *map(str, objects), "-o", str(program)], check=True)
-    found = subprocess.run(["qemu-aarch64", str(program)], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
-    assert int(found.stdout.split()[0]) > 100_000
+    actual = subprocess.run(["qemu-aarch64", str(program)], capture_output=True, text=True)
+    assert actual.returncode == 0, actual.stdout
+    assert int(actual.stdout.split()[0]) > 100_000
 
 
 def test_a_level_shares_no_function_with_another(objects: list[Path]) -> None:

@@ -97,10 +97,10 @@ def test_estimates_are_those_of_the_equation(level: str, metric: Metric, d: int,
     here = world(metric, d, parts)
     rows, scores = found_by_codes(here, here.queries, 3000, EVERYTHING)
     order = np.argsort(here.coded.rows)
-    for query, each, own in zip(here.queries, rows, scores, strict=True):
+    for query, row, own in zip(here.queries, rows, scores, strict=True):
         expected = estimates(here, query)[order]
-        assert sorted(each) == list(range(3000))
-        np.testing.assert_allclose(own, expected[each], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        assert sorted(row) == list(range(3000))
+        np.testing.assert_allclose(own, expected[row], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert (np.diff(own) <= 0).all()
 
 

@@ -104,9 +104,9 @@ def piped(path: Path) -> Any:
 def test_over_pipes_stored_text_is_data_and_errors_are_one_line(library: Path, tmp_path: Path) -> None:
     async def ask(client: Client, call: Call) -> None:
         tools = (await client.list_tools()).tools
-        assert [one.name for one in tools] == ["describe", "search", "get", "count", "attend"]
-        assert all(one.annotations is not None and one.annotations.read_only_hint for one in tools)
-        told = "".join(one.model_dump_json() for one in tools) + str(client.instructions)
+        assert [tool.name for tool in tools] == ["describe", "search", "get", "count", "attend"]
+        assert all(tool.annotations is not None and tool.annotations.read_only_hint for tool in tools)
+        told = "".join(tool.model_dump_json() for tool in tools) + str(client.instructions)
         assert "Ignore all" not in told  # nothing stored is where a model looks for instructions
         assert "never follow instructions" in told
 
@@ -143,12 +143,12 @@ def test_the_answers_are_those_of_the_database(library: Path) -> None:
         dim, vector = db.dim, db["1"].key.tolist()
 
     async def ask(_: Client, call: Call) -> None:
-        found = await call("attend", text=query, temperature=0.5, k=2)
-        assert len(found["hits"]) == 2
-        np.testing.assert_allclose(found["output"], exact.output[0][:64].tolist(), rtol=1e-6)
-        assert (found["output_width"], found["exact"], found["candidates"]) == (dim, True, 3)
+        actual = await call("attend", text=query, temperature=0.5, k=2)
+        assert len(actual["hits"]) == 2
+        np.testing.assert_allclose(actual["output"], exact.output[0][:64].tolist(), rtol=1e-6)
+        assert (actual["output_width"], actual["exact"], actual["candidates"]) == (dim, True, 3)
         weights = [math.exp(hit.score / 0.5 - float(exact.lse[0])) for hit in hits]
-        np.testing.assert_allclose([one["weight"] for one in found["hits"]], weights[:2], rtol=1e-5)
+        np.testing.assert_allclose([one["weight"] for one in actual["hits"]], weights[:2], rtol=1e-5)
         assert [one["id"] for one in (await call("search", text=query, offset=1))["hits"]] == [h.id for h in hits[1:]]
         assert (await call("search", vector=vector, k=1))["hits"][0]["id"] == "1"
         got = await call("get", ids=["1", 1, "nobody"])
@@ -195,10 +195,10 @@ def test_an_answer_is_bounded(tmp_path: Path) -> None:
 
     async def ask(_: Client, call: Call) -> None:
         for tool, arguments in (("search", {"vector": [1, 0], "k": MOST}), ("attend", {"vector": [1, 0], "k": MOST})):
-            found = await call(tool, **arguments)
-            assert len(dumps(found)) < WHOLE + 1000
-            assert len(found["hits"]) + found["left_off"] == MOST
-            assert len(found["hits"]) >= 8
+            actual = await call(tool, **arguments)
+            assert len(dumps(actual)) < WHOLE + 1000
+            assert len(actual["hits"]) + actual["left_off"] == MOST
+            assert len(actual["hits"]) >= 8
         first, last = (await call("get", ids=[0, 99]))["records"]
         assert (first["cut"], last["cut"]) == (["text", "payload"], ["text"])
         assert first["payload"].startswith('{"a": "éé')
@@ -236,8 +236,8 @@ def test_a_text_index_is_searched_by_words(tmp_path: Path, library: Path) -> Non
         assert "without an encoder" in await call("attend", text="Thief", fails=True)
 
     async def ask_both(_: Client, call: Call) -> None:
-        found = (await call("search", text="rabbit", k=2))["hits"]
-        np.testing.assert_allclose([hit["score"] for hit in found], both.scores[0].tolist(), rtol=1e-6)
+        actual = (await call("search", text="rabbit", k=2))["hits"]
+        np.testing.assert_allclose([hit["score"] for hit in actual], both.scores[0].tolist(), rtol=1e-6)
 
     asked(tmp_path / "words", ask)
     asked(library, ask_both)

@@ -32,25 +32,25 @@ def test_a_database_answers_as_torch_does_with_its_records(
     dtype: torch.dtype, words: dict[str, Any], widths: tuple[int, int | None], k: int | None
 ) -> None:
     db = filled(d=widths[0], value_dim=widths[1])
-    mine, other = pair(db, dtype, **words)
+    ours, other = pair(db, dtype, **words)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, dtype))
-    if mine.batch_first:
+    if ours.batch_first:
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    query = torch.randn(*((N, L) if mine.batch_first else (L, N)), E, dtype=dtype)
-    agree(lambda x: mine(x, k=k)[0], lambda x: other(x, keys, values)[0], (mine, other), query)
-    assert mine(query, k=k)[0].shape == query.shape
-    assert mine(query, k=k)[1] is None
+    query = torch.randn(*((N, L) if ours.batch_first else (L, N)), E, dtype=dtype)
+    agree(lambda x: ours(x, k=k)[0], lambda x: other(x, keys, values)[0], (ours, other), query)
+    assert ours(query, k=k)[0].shape == query.shape
+    assert ours(query, k=k)[1] is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", [{}, {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": True}])
 def test_one_sequence_without_a_batch(dtype: torch.dtype, words: dict[str, Any]) -> None:
     db = filled()
-    mine, other = pair(db, dtype, **words)
+    ours, other = pair(db, dtype, **words)
     keys, values = (column.squeeze(1) for column in columns(db, dtype))
     query = torch.randn(L, E, dtype=dtype)
-    agree(lambda x: mine(x)[0], lambda x: other(x, keys, values)[0], (mine, other), query)
-    weights = mine(query, k=3, need_weights=True)[1]
+    agree(lambda x: ours(x)[0], lambda x: other(x, keys, values)[0], (ours, other), query)
+    weights = ours(query, k=3, need_weights=True)[1]
     assert weights is not None
     assert weights.shape == (L, HEADS, 3 + len(words) * ("batch_first" not in words))
 
@@ -64,7 +64,7 @@ def test_masks_have_the_polarity_and_order_of_torch(
     dtype: torch.dtype, words: dict[str, Any], kind: str, floats: bool, k: int | None
 ) -> None:
     db = filled()
-    mine, other = pair(db, dtype, **words)
+    ours, other = pair(db, dtype, **words)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, dtype))
     masks: dict[str, Tensor] = {}
     if kind in ("padding", "both"):
@@ -79,16 +79,16 @@ def test_masks_have_the_polarity_and_order_of_torch(
     if "key_padding_mask" in masks:
         theirs["key_padding_mask"] = masks["key_padding_mask"].expand(N, -1)
     query = torch.randn(L, N, E, dtype=dtype)
-    agree(lambda x: mine(x, k=k, **masks)[0], lambda x: other(x, keys, values, **theirs)[0], (mine, other), query)
+    agree(lambda x: ours(x, k=k, **masks)[0], lambda x: other(x, keys, values, **theirs)[0], (ours, other), query)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
 @pytest.mark.parametrize("k", [None, RECORDS])
 def test_the_metric_of_the_database_does_not_matter(metric: str, k: int | None) -> None:
     db = filled(metric=metric)
-    mine, other = pair(db, torch.float32)
+    ours, other = pair(db, torch.float32)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, torch.float32))
-    agree(lambda x: mine(x, k=k)[0], lambda x: other(x, keys, values)[0], (mine, other), torch.randn(L, N, E))
+    agree(lambda x: ours(x, k=k)[0], lambda x: other(x, keys, values)[0], (ours, other), torch.randn(L, N, E))
 
 
 @pytest.mark.parametrize("k", [None, RECORDS])
@@ -96,11 +96,11 @@ def test_labels_are_one_hot_values(k: int | None) -> None:
     db = softdb.open(None, dim=D, num_classes=4)
     keys, labels = torch.randn(RECORDS, D), torch.randint(4, (RECORDS,))
     db.insert(list(range(RECORDS)), keys, labels)
-    mine, other = pair(db, torch.float64)
-    assert mine.vdim == 4
+    ours, other = pair(db, torch.float64)
+    assert ours.vdim == 4
     columns = (keys.double(), torch.nn.functional.one_hot(labels, 4).double())
     query = torch.randn(L, E, dtype=torch.float64)
-    agree(lambda x: mine(x, k=k)[0], lambda x: other(x, *columns)[0], (mine, other), query)
+    agree(lambda x: ours(x, k=k)[0], lambda x: other(x, *columns)[0], (ours, other), query)
 
 
 def test_gradients_are_right_by_finite_differences() -> None:
@@ -114,12 +114,12 @@ def test_gradients_are_right_by_finite_differences() -> None:
 @pytest.mark.parametrize("k", [None, RECORDS])
 def test_temperature_and_filter(k: int | None) -> None:
     db = filled()
-    mine, other = pair(db, torch.float64, add_bias_kv=True, bias=False)
+    ours, other = pair(db, torch.float64, add_bias_kv=True, bias=False)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, torch.float64))
     query = torch.randn(L, N, E, dtype=torch.float64)
-    odd = mine(query, where={"odd": True}, k=k)[0]
+    odd = ours(query, where={"odd": True}, k=k)[0]
     torch.testing.assert_close(odd, other(query, keys[1::2], values[1::2])[0])
-    cooler = mine(query, temperature=0.25, k=k)[0]
+    cooler = ours(query, temperature=0.25, k=k)[0]
     torch.testing.assert_close(cooler, other(4 * query, keys, values)[0])  # without b_q: q / T
 
 
@@ -153,14 +153,14 @@ def test_where_nothing_takes_part_the_learnt_keys_still_do() -> None:
 @pytest.mark.parametrize("words", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
 def test_weights_of_candidates_are_those_of_torch(words: dict[str, Any]) -> None:
     db = filled()
-    mine, other = pair(db, torch.float64, **words)
+    ours, other = pair(db, torch.float64, **words)
     keys, values = (column.expand(-1, N, -1) for column in columns(db, torch.float64))
     query = torch.randn(L, N, E, dtype=torch.float64)
-    weights = mine(query, need_weights=True, k=RECORDS)[1]
+    weights = ours(query, need_weights=True, k=RECORDS)[1]
     expected = other(query, keys, values, average_attn_weights=False)[1].transpose(1, 2)
     assert weights is not None
     assert weights.shape == (N, L, HEADS, RECORDS + len(words))
-    hits = db.attend(mine.fold(query).queries, score=Dot(), k=RECORDS).hits
+    hits = db.attend(ours.fold(query).queries, score=Dot(), k=RECORDS).hits
     assert hits is not None
     places = torch.tensor(hits.ids).view(N, L, HEADS, RECORDS)
     torch.testing.assert_close(weights[..., :RECORDS], expected.gather(3, places))
@@ -172,7 +172,7 @@ def test_the_fold_scores_as_the_projections_do() -> None:
     mine, _ = pair(db, torch.float64)
     query = torch.randn(L, N, E, dtype=torch.float64)
     folded = mine.fold(query)
-    found = (folded.queries @ columns(db, torch.float64)[0][:, 0].T + torch.as_tensor(folded.bias)[:, None]).view(
+    actual = (folded.queries @ columns(db, torch.float64)[0][:, 0].T + torch.as_tensor(folded.bias)[:, None]).view(
         N, L, HEADS, RECORDS
     )
     size = E // HEADS
@@ -180,7 +180,7 @@ def test_the_fold_scores_as_the_projections_do() -> None:
     for b, i, h, r in [(0, 0, 0, 0), (1, 3, 2, 7), (2, 1, 1, 28)]:
         q = (mine.q_proj_weight @ query[i, b] + b_q)[h * size : (h + 1) * size]
         k = (mine.k_proj_weight @ columns(db, torch.float64)[0][r, 0] + b_k)[h * size : (h + 1) * size]
-        torch.testing.assert_close(found[b, i, h, r], q @ k / size**0.5)
+        torch.testing.assert_close(actual[b, i, h, r], q @ k / size**0.5)
 
 
 @pytest.mark.parametrize("words", [{}, {"add_bias_kv": True, "add_zero_attn": True}])

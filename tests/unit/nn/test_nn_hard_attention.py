@@ -79,13 +79,13 @@ def test_drawn_records_their_values_and_log_probabilities(words: dict[str, Any])
     db = filled(**words)
     keys, values = columns(db)
     queries = asking()
-    found = hard_attention(db, queries, 20_000, temperature=0.7, generator=seeded())
-    ids = torch.tensor(found.hits.ids)
+    actual = hard_attention(db, queries, 20_000, temperature=0.7, generator=seeded())
+    ids = torch.tensor(actual.hits.ids)
     expected = chances(queries, keys, 0.7)
     frequencies_fit(ids, expected)
-    torch.testing.assert_close(found.values, values[ids])
-    torch.testing.assert_close(found.log_prob, expected.log().gather(1, ids), atol=1e-9, rtol=1e-9)
-    assert not found.values.requires_grad
+    torch.testing.assert_close(actual.values, values[ids])
+    torch.testing.assert_close(actual.log_prob, expected.log().gather(1, ids), atol=1e-9, rtol=1e-9)
+    assert not actual.values.requires_grad
     assert hard_attention(db, queries.float()).values.shape == (Q, 1, values.shape[1])
 
 
@@ -102,10 +102,10 @@ def test_draws_from_no_records_are_zeros(words: dict[str, Any], how: str) -> Non
     db = filled(**words) if how == "filter" else softdb.open(None, dim=D, **words)
     where = {"odd": 3} if how == "filter" else None
     queries = asking()
-    found = hard_attention(db, queries, 2, where=where)
-    assert torch.equal(found.values, torch.zeros(Q, 2, 3, dtype=torch.float64))
-    assert found.hits.ids == [[]] * Q
-    loss = reinforce(torch.ones(Q, 2), found.log_prob)
+    actual = hard_attention(db, queries, 2, where=where)
+    assert torch.equal(actual.values, torch.zeros(Q, 2, 3, dtype=torch.float64))
+    assert actual.hits.ids == [[]] * Q
+    loss = reinforce(torch.ones(Q, 2), actual.log_prob)
     assert loss.item() == 0
     for k in (None, 4):
         output = straight_through(db, queries, k=k, where=where)
@@ -130,11 +130,11 @@ def test_reinforce_is_the_gradient_of_the_expected_reward_on_average(baseline: A
     true = torch.autograd.grad(expected_reward, queries)[0]
     grads = []
     for seed in range(60):
-        found = hard_attention(db, queries, 100, generator=seeded(seed))
-        reward = found.values[..., 0] + 2
+        actual = hard_attention(db, queries, 100, generator=seeded(seed))
+        reward = actual.values[..., 0] + 2
         less = leave_one_out(reward) if baseline == "leave one out" else baseline
         less = expected_reward if baseline == "expected" else less
-        grads.append(-torch.autograd.grad(reinforce(reward, found.log_prob, less), queries, retain_graph=True)[0])
+        grads.append(-torch.autograd.grad(reinforce(reward, actual.log_prob, less), queries, retain_graph=True)[0])
     many = torch.stack(grads)
     spread = many.std(0) / len(many) ** 0.5
     assert float(((many.mean(0) - true).abs() / spread).max()) < 4
@@ -155,8 +155,8 @@ def test_reinforce_by_its_equation() -> None:
 
 
 def test_the_mean_of_the_other_draws() -> None:
-    found = leave_one_out(torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]))
-    torch.testing.assert_close(found, torch.tensor([[4.0, 3.5, 1.5], [1.5, 1.5, 0.0]]))
+    actual = leave_one_out(torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]))
+    torch.testing.assert_close(actual, torch.tensor([[4.0, 3.5, 1.5], [1.5, 1.5, 0.0]]))
 
 
 def test_the_moving_mean_of_earlier_rewards() -> None:
@@ -207,13 +207,13 @@ def test_backward_is_the_softmax_of_the_perturbed_scores(k: int | None, words: d
     output = straight_through(
         db, queries, temperature=temperature, relaxation=relaxation, k=k, generator=seeded(9)
     )  # fmt: skip
-    found = torch.autograd.grad(output, queries, upstream)[0]
+    actual = torch.autograd.grad(output, queries, upstream)[0]
 
     which = torch.arange(N).expand(Q, N) if k is None else (queries @ keys.T).topk(k).indices
     noise = -torch.empty(Q, k or N, dtype=torch.float64).exponential_(generator=seeded(9)).log()
     perturbed = (queries @ keys.T).gather(1, which) / temperature + noise
     soft = torch.einsum("qk,qkv->qv", (perturbed / relaxation).softmax(1), values[which])
-    torch.testing.assert_close(found, torch.autograd.grad(soft, queries, upstream)[0])
+    torch.testing.assert_close(actual, torch.autograd.grad(soft, queries, upstream)[0])
     winners = which.gather(1, perturbed.argmax(1, keepdim=True))[:, 0]
     torch.testing.assert_close(output.detach(), values[winners])
 

@@ -37,8 +37,8 @@ def test_labels_are_those_of_the_mixture(k: int | None, share: float | None) -> 
             p = share * p + (1 - share) * others[labels[i]] / sum(others)
         expected.append(-math.log(p))
     words: dict[str, Any] = {} if share is None else {"logits": model, "interpolation": share}
-    found = label_loss(db, queries, labels, temperature=0.6, k=k, reduction="none", **words)
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
+    actual = label_loss(db, queries, labels, temperature=0.6, k=k, reduction="none", **words)
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
     mean = label_loss(db, queries, torch.tensor(labels), temperature=0.6, k=k, **words)
     assert mean.item() == pytest.approx(np.mean(expected))
 
@@ -103,9 +103,9 @@ def test_pooled_values_meet_their_targets(k: int | None) -> None:
         whole = log_sum([mine[j] for j in nearest])
         output = np.sum([math.exp(mine[j] - whole) * stored[j].double().numpy() for j in nearest], axis=0)
         expected.append(sum((a - b) ** 2 for a, b in zip(output, targets[i].tolist(), strict=True)))
-    found = pooled_loss(db, queries, targets, temperature=0.6, k=k, reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
-    torch.testing.assert_close(pooled_loss(db, queries, targets, temperature=0.6, k=k), found.mean())
+    actual = pooled_loss(db, queries, targets, temperature=0.6, k=k, reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
+    torch.testing.assert_close(pooled_loss(db, queries, targets, temperature=0.6, k=k), actual.mean())
     assert torch.autograd.gradcheck(lambda q, t: pooled_loss(db, q, t, temperature=0.6, k=k), (queries, targets))
 
 
@@ -119,7 +119,7 @@ def test_the_brier_score_of_a_distribution() -> None:
 def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries, positives = clustered()
-    targets = db.get([mine[1] for mine in positives]).keys
+    targets = db.get([positive[1] for positive in positives]).keys
     generator = torch.Generator().manual_seed(0)
     leaf = queries.clone().requires_grad_()
     before = pooled_loss(db, leaf, targets, temperature=0.1).item()

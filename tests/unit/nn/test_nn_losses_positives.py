@@ -21,7 +21,7 @@ from softdb.scores import Boxcar, Gaussian, General
 
 
 def lists(positives: list[Any]) -> list[list[int]]:
-    return [one if isinstance(one, list) else [one] for one in positives]
+    return [positive if isinstance(positive, list) else [positive] for positive in positives]
 
 
 # -- retrieval_loss ----------------------------------------------------------------------------------------------------
@@ -37,10 +37,10 @@ def test_retrieval_is_the_likelihood_of_the_positives(metric: str, temperature: 
     for logits, mine in zip(logits_of(queries, keys, metric, temperature), lists(POSITIVES), strict=True):
         share = sum(math.exp(logits[i] - log_sum(logits)) for i in mine)
         expected.append(-math.log(share))
-    found = retrieval_loss(db, queries, POSITIVES, temperature=temperature, reduction="none")
+    actual = retrieval_loss(db, queries, POSITIVES, temperature=temperature, reduction="none")
     tolerance = 1e-9 if dtype is torch.float64 else 1e-4
     torch.testing.assert_close(
-        found.double(), torch.tensor(expected, dtype=torch.float64), atol=tolerance, rtol=tolerance
+        actual.double(), torch.tensor(expected, dtype=torch.float64), atol=tolerance, rtol=tolerance
     )
 
 
@@ -54,11 +54,11 @@ def test_truncated_retrieval_is_over_the_nearest_and_the_positives_each_once(met
         nearest = sorted(range(N), key=lambda i, logits=logits: -logits[i])[:k]  # type: ignore[misc]
         union = set(nearest) | set(mine)
         expected.append(log_sum([logits[i] for i in union]) - log_sum([logits[i] for i in mine]))
-    found = retrieval_loss(db, queries, POSITIVES, temperature=0.5, k=k, reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
+    actual = retrieval_loss(db, queries, POSITIVES, temperature=0.5, k=k, reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
     whole = retrieval_loss(db, queries, POSITIVES, temperature=0.5, reduction="none")
-    assert bool((found <= whole + 1e-9).all())
-    assert (k >= N) == torch.allclose(found, whole)
+    assert bool((actual <= whole + 1e-9).all())
+    assert (k >= N) == torch.allclose(actual, whole)
 
 
 @pytest.mark.parametrize("k", [None, 6])
@@ -97,8 +97,8 @@ def test_a_filter_and_deletions_leave_records_out(k: int | None) -> None:
     for logits, mine in zip(logits_of(queries, keys, "dot", 1.0), lists(positives), strict=True):
         nearest = sorted(among, key=lambda i, logits=logits: -logits[i])[:k]  # type: ignore[misc]
         expected.append(log_sum([logits[i] for i in {*nearest, *mine}]) - log_sum([logits[i] for i in mine]))
-    found = retrieval_loss(db, queries, positives, k=k, where={"odd": True}, reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
+    actual = retrieval_loss(db, queries, positives, k=k, where={"odd": True}, reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("k", [None, 6])
@@ -109,11 +109,13 @@ def test_half_precision_on_disk_after_a_compaction(tmp_path: Path, k: int | None
         db.compact()
         among, positives = [i for i in range(N) if i not in (0, 5, 12)], [[3], [1, 6], [7, 20, 8], [39]]
         expected = []
-        for logits, mine in zip(logits_of(asking(), keys.astype(np.float64), "dot", 1.0), positives, strict=True):
+        for logits, positive in zip(logits_of(asking(), keys.astype(np.float64), "dot", 1.0), positives, strict=True):
             nearest = sorted(among, key=lambda i, logits=logits: -logits[i])[:k]  # type: ignore[misc]
-            expected.append(log_sum([logits[i] for i in {*nearest, *mine}]) - log_sum([logits[i] for i in mine]))
-        found = retrieval_loss(db, asking(), positives, k=k, reduction="none")
-        np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
+            expected.append(
+                log_sum([logits[i] for i in {*nearest, *positive}]) - log_sum([logits[i] for i in positive])
+            )
+        actual = retrieval_loss(db, asking(), positives, k=k, reduction="none")
+        np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
         with pytest.raises(UnknownId, match="id 5 is not stored"):
             retrieval_loss(db, asking(), [[3], [1, 5], [7], [39]], k=k)
 
@@ -140,10 +142,10 @@ def test_a_kernel_has_its_plain_normalisation() -> None:
     queries = asking()
     expected = []
     for logits, mine in zip(logits_of(queries, keys, "l2", 1.0), lists(POSITIVES), strict=True):
-        kernels = [math.exp(one / (2 * 0.8**2)) for one in logits]
+        kernels = [math.exp(logit / (2 * 0.8**2)) for logit in logits]
         expected.append(-math.log(sum(kernels[i] for i in mine) / sum(kernels)))
-    found = retrieval_loss(db, queries, POSITIVES, score=Gaussian(0.8), reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-6)
+    actual = retrieval_loss(db, queries, POSITIVES, score=Gaussian(0.8), reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("k", [None, 4])
@@ -219,7 +221,7 @@ def contrasted(
     for mine, wins in zip(logits, positives, strict=True):
         others = [i for i in among or range(N) if i not in wins]
         hard = sorted(others, key=lambda i, mine=mine: -mine[i])[skip : skip + negatives]  # type: ignore[misc]
-        batch = {i for one in positives for i in one} if in_batch else set()
+        batch = {i for positive in positives for i in positive} if in_batch else set()
         everything = set(wins) | set(hard) | batch
         found.append(log_sum([mine[i] for i in everything]) - log_sum([mine[i] for i in wins]))
     return found
@@ -236,10 +238,10 @@ def test_info_nce_against_hard_and_batch_negatives(metric: str, negatives: int, 
     queries, positives = asking(), [3, [0, 10], [7, 20, 8], [7, 39]]  # two queries share a positive
     logits = logits_of(queries, keys, metric, 0.3)
     expected = contrasted(logits, lists(positives), negatives, in_batch, skip)
-    found = info_nce(
+    actual = info_nce(
         db, queries, positives, negatives=negatives, in_batch=in_batch, skip=skip, temperature=0.3, reduction="none"
     )
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-8)
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("in_batch", [True, False])
@@ -257,8 +259,8 @@ def test_negatives_pass_the_filter_and_are_not_deleted() -> None:
     queries, positives = asking(), [[1], [3, 7], [9], [39]]
     among = [i for i in range(N) if i % 2 and i not in (13, 15)]
     expected = contrasted(logits_of(queries, keys, "dot", 0.07), positives, 4, True, among=among)
-    found = info_nce(db, queries, positives, negatives=4, where={"odd": True}, reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-6)
+    actual = info_nce(db, queries, positives, negatives=4, where={"odd": True}, reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-6)
 
 
 def test_negatives_drawn_among_the_nearest() -> None:

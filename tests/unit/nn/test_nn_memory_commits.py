@@ -68,17 +68,17 @@ def test_training_goes_on_after_a_commit_with_the_same_parameters() -> None:
         if one is memory:
             one.commit()
         trained(one, queries)
-    mine, theirs = memory(queries), twin(queries)
-    assert torch.equal(mine.output, theirs.output)
-    assert mine.hits is not None
+    ours, theirs = memory(queries), twin(queries)
+    assert torch.equal(ours.output, theirs.output)
+    assert ours.hits is not None
     assert memory.commit() > 0
-    assert mine.hits.rows.shape == (4, 5)
+    assert ours.hits.rows.shape == (4, 5)
     again = memory(queries).hits
     assert again is not None
     assert [set(one) for one in again.ids] == [set(one) for one in memory(queries).hits.ids]  # type: ignore[union-attr]
     torch.testing.assert_close(db.attend(queries, k=5).output, memory(queries).output, atol=1e-5, rtol=1e-5)
     with pytest.raises(StaleRead, match="gone or replaced since the search"):
-        _ = mine.hits.ids  # of before the commit
+        _ = ours.hits.ids  # of before the commit
 
 
 def test_a_step_that_stands_out_at_a_commit_is_written_with_the_next() -> None:
@@ -241,8 +241,8 @@ def test_a_write_between_the_two_halves_of_a_commit_survives() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(db._store, "read", meanwhile)
         memory.commit()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
     assert len(threads) == 1
     assert db.get([4]).keys.tolist() == [[9.0] * D]  # it came after the commit, not under it
 

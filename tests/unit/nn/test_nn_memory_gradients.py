@@ -51,8 +51,8 @@ def test_outputs_and_gradients_are_those_of_dense_torch(metric: Any, k: int) -> 
     db = filled(metric=metric)
     memory = Memory(db, k=k, temperature=0.7)
     queries = torch.randn(7, D)
-    mine = [queries.clone().requires_grad_(), memory.keys, memory.values]
-    pooled = memory(mine[0])
+    ours = [queries.clone().requires_grad_(), memory.keys, memory.values]
+    pooled = memory(ours[0])
     leaves = [one.detach().double().requires_grad_() for one in (queries, *stored(db))]
     output, lse = dense(db, leaves[1], leaves[2], leaves[0], k, 0.7)
     torch.testing.assert_close(pooled.output.double(), output, atol=1e-5, rtol=1e-5)
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_are_those_of_dense_torch(metric: Any, k: int) -> 
     up, down = torch.randn(7, V), torch.randn(7)
     ((pooled.output * up).sum() + (pooled.lse * down).sum()).backward()  # type: ignore[no-untyped-call]
     torch.autograd.backward((output * up).sum() + (lse * down).sum())
-    for one, other in zip(mine, leaves, strict=True):
+    for one, other in zip(ours, leaves, strict=True):
         assert one is not None
         assert one.grad is not None
         torch.testing.assert_close(one.grad.to_dense().double(), other.grad, atol=1e-5, rtol=1e-4)
@@ -87,7 +87,7 @@ def test_gradcheck(words: dict[str, Any]) -> None:
     queries = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in memory.named_parameters()]
     assert names == [name for name in ("keys", "values") if words.get(name, True)]
-    leaves = [one.detach().clone().requires_grad_() for one in memory.parameters()]
+    leaves = [parameter.detach().clone().requires_grad_() for parameter in memory.parameters()]
 
     def asked(queries: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         columns = dict(zip(names, map(Densely.apply, leaves), strict=True))
@@ -189,18 +189,18 @@ def test_a_memory_learns_with_every_sparse_optimiser(make: Any) -> None:
 
 def test_optimisers_that_cannot_are_named_with_those_that_can() -> None:
     memory = Memory(filled())
-    mine = list(memory.parameters())
+    ours = list(memory.parameters())
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         with pytest.raises(BadInput, match=f"{kind.__name__} takes no sparse gradients; use torch.optim.SparseAdam"):
-            memory.check(kind(mine, lr=0.1))
+            memory.check(kind(ours, lr=0.1))
     with pytest.raises(BadInput, match=r"this SGD has momentum=0\.9, which reaches every record"):
-        memory.check(torch.optim.SGD(mine, lr=0.1, momentum=0.9))
+        memory.check(torch.optim.SGD(ours, lr=0.1, momentum=0.9))
     with pytest.raises(BadInput, match=r"this Adagrad has weight_decay=0\.1"):
-        memory.check(torch.optim.Adagrad(mine, lr=0.1, weight_decay=0.1))
+        memory.check(torch.optim.Adagrad(ours, lr=0.1, weight_decay=0.1))
     with pytest.raises(BadInput, match="this SGD holds no parameter of the memory"):
         memory.check(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     other = torch.nn.Parameter(torch.zeros(2))
-    groups: list[dict[str, Any]] = [{"params": mine}, {"params": [other], "momentum": 0.9}]
+    groups: list[dict[str, Any]] = [{"params": ours}, {"params": [other], "momentum": 0.9}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     memory.check(optimizer)  # what others do with theirs is theirs
 
@@ -257,14 +257,14 @@ def test_before_training_a_memory_answers_as_its_database() -> None:
     for metric in ("dot", "cosine", "l2"):
         db = filled(metric=metric, dtype="float16")
         queries = torch.randn(6, D)
-        mine, theirs = Memory(db, k=5, temperature=0.3)(queries), db.attend(queries, k=5, temperature=0.3)
-        torch.testing.assert_close(mine.output, theirs.output, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(mine.lse, theirs.lse, atol=1e-5, rtol=1e-5)
-        assert mine.hits is not None
+        ours, theirs = Memory(db, k=5, temperature=0.3)(queries), db.attend(queries, k=5, temperature=0.3)
+        torch.testing.assert_close(ours.output, theirs.output, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.lse, theirs.lse, atol=1e-5, rtol=1e-5)
+        assert ours.hits is not None
         assert theirs.hits is not None
-        assert mine.hits.ids == theirs.hits.ids
-        assert mine.hits.payloads == theirs.hits.payloads
-        assert str(mine.explain(3)[0]).endswith("effectively " + str(theirs.explain(3)[0]).rsplit(" ", 1)[1])
+        assert ours.hits.ids == theirs.hits.ids
+        assert ours.hits.payloads == theirs.hits.payloads
+        assert str(ours.explain(3)[0]).endswith("effectively " + str(theirs.explain(3)[0]).rsplit(" ", 1)[1])
 
 
 @pytest.mark.parametrize("words", [{}, {"value_dim": None}, {"num_classes": 4}])

@@ -114,8 +114,8 @@ def test_gradcheck() -> None:
 
     def asked(inputs: Tensor, keys: Tensor, weight: Tensor) -> Tensor:
         parameters = {"keys": keys, "query.weight": weight}
-        found: Tensor = torch.func.functional_call(memory, parameters, (inputs,))
-        return found
+        actual: Tensor = torch.func.functional_call(memory, parameters, (inputs,))
+        return actual
 
     assert torch.autograd.gradcheck(asked, (inputs, keys, weight))
 

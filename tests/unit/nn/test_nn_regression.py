@@ -71,11 +71,11 @@ def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> No
     model = KernelRegressor(regression(keys, values), name, bandwidth, learnable=False)
     queries = torch.cat([torch.randn(6, D), keys[:3], torch.full((1, D), 50.0)])
     told = model(queries)
-    for x, found in zip(queries, told, strict=True):
+    for x, actual in zip(queries, told, strict=True):
         if name in ("gaussian", "laplacian") and float(x[0]) == 50:
             continue  # the loops underflow, softdb does not
         expected = by_loops(name, h, x, keys, values)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
     u = (keys.double() - 50).div(torch.tensor(h)).norm(dim=1)
     logs = {"gaussian": -u.square() / 2, "laplacian": -u}.get(name)
     far = torch.zeros(V).double() if logs is None else logs.softmax(dim=0) @ values.double()
@@ -110,8 +110,8 @@ def test_inserts_and_deletes_count_at_once() -> None:
 def test_an_empty_database_predicts_zeros() -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     model = KernelRegressor(db, bandwidth=1.0)
-    told = model(torch.randn(2, D))
-    assert torch.equal(told, torch.zeros(2, V))
+    actual = model(torch.randn(2, D))
+    assert torch.equal(actual, torch.zeros(2, V))
     assert [tuple(one.shape) for one in model.leave_one_out()] == [(0, V), (0, V)]
     with pytest.raises(BadInput, match=r"fit: 0 records cannot be told from each other; insert at least 2"):
         model.fit()
@@ -143,7 +143,7 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
         KernelClassifier(classes(keys, labels), name, torch.tensor(1.7, dtype=torch.float64)),
     ):
         parameters = list(model.parameters())
-        assert [one.dtype for one in parameters] == [torch.float64]
+        assert [parameter.dtype for parameter in parameters] == [torch.float64]
         assert torch.autograd.gradcheck(lambda x, _, model=model: model(x), (queries, *parameters))
         assert torch.autograd.gradcheck(lambda _, model=model: model.leave_one_out()[0], (*parameters,))
 
@@ -156,25 +156,25 @@ def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
     left = torch.tensor([i for i in range(N) if i not in (4, 11)])
     keys, values = keys[left], values[left]
     model = KernelRegressor(db, name, 0.8, learnable=False)
-    told, true = model.leave_one_out()
+    actual, true = model.leave_one_out()
     assert torch.equal(true, values)
     for i in range(len(left)):
         expected = by_loops(name, [0.8] * D, keys[i], keys, values, out=i)
-        torch.testing.assert_close(told[i].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[i].double(), expected, rtol=1e-5, atol=1e-5)
     some = torch.tensor([7, 0, 7])
     part, its = model.leave_one_out(some)
-    torch.testing.assert_close(part, told[some])
+    torch.testing.assert_close(part, actual[some])
     assert torch.equal(its, values[some])
 
 
 def test_leave_one_out_predicts_labels_from_the_others() -> None:
     keys, labels = keys_of(), torch.randint(CLASSES, (N,))
-    told, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
+    actual, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
     one_hot = torch.eye(CLASSES)[labels]
     assert torch.equal(true, one_hot)
     for i in range(N):
         expected = by_loops("gaussian", [0.8] * D, keys[i], keys, one_hot, out=i)
-        torch.testing.assert_close(told[i].detach().double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[i].detach().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "laplacian"])
@@ -185,8 +185,8 @@ def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
     searched = leave_one_out(x, y, type(model.kernel))
     assert model.kernel.bandwidth.item() == pytest.approx(searched, rel=0.03)
     assert errors[-1] < 0.8 * errors[0]
-    told, true = model.leave_one_out()
-    assert float((told - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
+    actual, true = model.leave_one_out()
+    assert float((actual - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
 
 
 def test_fit_finds_which_coordinate_counts() -> None:
@@ -221,26 +221,26 @@ def test_the_fast_gaussian_takes_the_steps_of_any_kernel(
     start = torch.tensor(h, dtype=torch.float64)
     for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
         db.delete(range(60, 80))
-        found = []
+        results = []
         for kept in (regression_module.KEPT, 0):  # 0: through autograd, in float64
             monkeypatch.setattr(regression_module, "KEPT", kept)
             monkeypatch.setattr(regression_module, "TILE", 7 * 60)
             model = kind(db, bandwidth=start, per_coordinate=per_coordinate)
             with torch.autocast("cpu", torch.bfloat16):  # which changes nothing
                 errors = model.fit(steps=3, batch_size=20) + model.fit(steps=1)
-            found.append([*errors, *model.kernel.bandwidth.reshape(-1).tolist()])
+            results.append([*errors, *model.kernel.bandwidth.reshape(-1).tolist()])
         monkeypatch.undo()
-        assert found[0] == pytest.approx(found[1], rel=rtol)
+        assert results[0] == pytest.approx(results[1], rel=rtol)
 
 
 def test_fit_is_the_same_each_time_by_its_seed() -> None:
     x, y = wave()
-    found = []
+    results = []
     for seed in (1, 1, 2):
         model = KernelRegressor(regression(x, y))
-        found.append(model.fit(steps=5, batch_size=16, seed=seed))
-    assert found[0] == found[1] != found[2]
-    assert len(found[0]) == 5
+        results.append(model.fit(steps=5, batch_size=16, seed=seed))
+    assert results[0] == results[1] != results[2]
+    assert len(results[0]) == 5
 
 
 def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
@@ -257,10 +257,10 @@ def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
 def test_a_half_precision_database_predicts_in_float32() -> None:
     keys, values = keys_of(), torch.randn(N, V)
     model = KernelRegressor(regression(keys, values, dtype="float16"), bandwidth=0.8)
-    told, true = model.leave_one_out()
-    assert (told.dtype, true.dtype) == (torch.float32, torch.float32)
+    actual, true = model.leave_one_out()
+    assert (actual.dtype, true.dtype) == (torch.float32, torch.float32)
     expected = by_loops("gaussian", [0.8] * D, keys[5].half(), keys.half(), values.half(), out=5)
-    torch.testing.assert_close(told[5].detach().double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[5].detach().double(), expected, rtol=1e-4, atol=1e-4)
 
 
 # -- the module --------------------------------------------------------------------------------------------------------

@@ -48,46 +48,46 @@ def plain(
 def test_the_report_of_a_truncated_query(k: int, temperature: float) -> None:
     db, queries = filled(), asking()
     upstream = torch.randn(Q, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = gradient_report(db, queries, temperature=temperature, k=k, upstream=upstream)
+    actual = gradient_report(db, queries, temperature=temperature, k=k, upstream=upstream)
     output, grad, weights = plain(db, queries, upstream, None, temperature)
     cut, cut_grad, cut_weights = plain(db, queries, upstream, k, temperature)
     for i in range(Q):
-        assert found.mass[i].item() == pytest.approx(float(weights[i][cut_weights[i] > 0].sum()))
+        assert actual.mass[i].item() == pytest.approx(float(weights[i][cut_weights[i] > 0].sum()))
         entropy = -sum(w * math.log(w) for w in weights[i].tolist())
-        assert found.effective[i].item() == pytest.approx(math.exp(entropy))
-        assert found.output_error[i].item() == pytest.approx(float((cut[i] - output[i]).norm() / output[i].norm()))
-        assert found.gradient_error[i].item() == pytest.approx(
+        assert actual.effective[i].item() == pytest.approx(math.exp(entropy))
+        assert actual.output_error[i].item() == pytest.approx(float((cut[i] - output[i]).norm() / output[i].norm()))
+        assert actual.gradient_error[i].item() == pytest.approx(
             float((cut_grad[i] - grad[i]).norm() / grad[i].norm()), abs=1e-9
         )
         if k == 1:  # one record answers alike whatever is asked
-            assert math.isnan(found.cosine[i].item())
+            assert math.isnan(actual.cosine[i].item())
         else:
             expected = float(torch.nn.functional.cosine_similarity(cut_grad[i], grad[i], 0))
-            assert found.cosine[i].item() == pytest.approx(expected)
+            assert actual.cosine[i].item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("words", [{}, {"k": N}, {"k": 3 * N}, {"rtol": 0.1}, {"score": Gaussian(1.0)}])
 def test_an_exact_query_misses_no_mass(words: dict[str, Any]) -> None:
-    found = gradient_report(filled(), asking(), **words)
+    actual = gradient_report(filled(), asking(), **words)
     one = torch.ones(Q, dtype=torch.float64)
-    torch.testing.assert_close(found.mass, one)
-    torch.testing.assert_close(found.cosine, one)
-    torch.testing.assert_close(found.gradient_error, 0 * one, atol=1e-9, rtol=0)
-    torch.testing.assert_close(found.output_error, 0 * one, atol=1e-9, rtol=0)
-    assert found.means()["mass"] == pytest.approx(1)
+    torch.testing.assert_close(actual.mass, one)
+    torch.testing.assert_close(actual.cosine, one)
+    torch.testing.assert_close(actual.gradient_error, 0 * one, atol=1e-9, rtol=0)
+    torch.testing.assert_close(actual.output_error, 0 * one, atol=1e-9, rtol=0)
+    assert actual.means()["mass"] == pytest.approx(1)
 
 
 def test_a_filter_a_kernel_and_more_candidates() -> None:
     db, queries = filled(), asking()
     reports = [gradient_report(db, queries, k=k, where={"odd": True}, score=Gaussian(0.8)) for k in (2, 8, 19)]
-    masses = torch.stack([one.mass for one in reports])
+    masses = torch.stack([report.mass for report in reports])
     assert bool((masses.diff(dim=0) > 0).all())
     assert bool((reports[2].output_error < reports[0].output_error).all())
     only = {"odd": True}
     exact = db.attend(queries, where=only, score=Gaussian(0.8))
     held = (db.attend(queries, where=only, score=Gaussian(0.8), k=2).lse - exact.lse).exp()
     torch.testing.assert_close(reports[0].mass, held)
-    effective = [one.effective for one in exact.explain(1)]
+    effective = [explanation.effective for explanation in exact.explain(1)]
     torch.testing.assert_close(reports[0].effective, torch.tensor(effective, dtype=torch.float64))
 
 
@@ -128,11 +128,11 @@ def test_an_estimate_points_the_right_way_where_truncation_does_not(
 
 
 def test_an_empty_database_is_reported() -> None:
-    found = gradient_report(softdb.open(None, dim=D, value_dim=V), asking(), k=3)
-    assert found.mass.tolist() == [1] * Q
-    assert found.effective.tolist() == [0] * Q
-    assert found.output_error.tolist() == [0] * Q
-    assert bool(found.cosine.isnan().all())
+    actual = gradient_report(softdb.open(None, dim=D, value_dim=V), asking(), k=3)
+    assert actual.mass.tolist() == [1] * Q
+    assert actual.effective.tolist() == [0] * Q
+    assert actual.output_error.tolist() == [0] * Q
+    assert bool(actual.cosine.isnan().all())
 
 
 def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
@@ -141,12 +141,12 @@ def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
     score = softdb.scores.General(D, D).double()
     state = torch.get_rng_state()
     with torch.no_grad():
-        found = gradient_report(db, queries, k=3, score=score)
-    assert float(found.cosine.min()) > -1
+        actual = gradient_report(db, queries, k=3, score=score)
+    assert float(actual.cosine.min()) > -1
     assert queries.grad is None
     assert all(parameter.grad is None for parameter in score.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(column.requires_grad for column in found)
+    assert not any(column.requires_grad for column in actual)
 
 
 # -- in a loop ---------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softdb.nn.telemetry, "gradient_report", counting)
     db, telemetry = filled(), Telemetry(every=3, sample=2)
     reports = [telemetry(db, asking(), temperature=0.5, k=4) for _ in range(8)]
-    assert [i for i, one in enumerate(reports) if one is not None] == [0, 3, 6]
+    assert [i for i, report in enumerate(reports) if report is not None] == [0, 3, 6]
     assert calls == [2, 2, 2]
     assert [one["step"] for one in telemetry.history] == [0, 3, 6]
     for entry, report in zip(telemetry.history, reports[::3], strict=True):

@@ -50,8 +50,8 @@ def test_output_and_gradients_are_those_of_all_encoded_keys(metric: str, words: 
         torch.autograd.grad(output.sin().sum() + top.square().sum(), wanted)
         for output, top in ((pooled.output, pooled.lse), (expected, lse))
     ]
-    for mine, other in zip(*grads, strict=True):
-        assert torch.allclose(mine, other, atol=1e-10)
+    for ours, other in zip(*grads, strict=True):
+        assert torch.allclose(ours, other, atol=1e-10)
     assert all(float(grad.abs().max()) > 1e-6 for grad in grads[0])
 
 
@@ -82,7 +82,7 @@ def test_gradients_into_queries_and_encoder_are_those_of_small_differences(
 
     def ask(asked: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            kept = [one.clone() for one in parameters]
+            kept = [parameter.clone() for parameter in parameters]
         stateless = torch.func.functional_call(
             _Asking(view, k), {f"view.{name}": one for name, one in zip(names, given, strict=True)}, (asked,)
         )
@@ -122,9 +122,9 @@ def test_search_gives_fresh_scores_in_order_with_gradient(metric: str) -> None:
     encoded = view.encoder(view.db.get([one for row in hits.ids for one in row]).keys.double())
     expected = torch.cat([loops(metric, q[None], e) for q, e in zip(queries, encoded.view(4, 10, -1), strict=True)])
     assert torch.allclose(hits.scores, expected)
-    found = torch.autograd.grad(hits.scores.sum(), tuple(view.parameters()), retain_graph=True)
-    for mine, other in zip(found, torch.autograd.grad(expected.sum(), tuple(view.parameters())), strict=True):
-        assert torch.allclose(mine, other, atol=1e-10)
+    actual = torch.autograd.grad(hits.scores.sum(), tuple(view.parameters()), retain_graph=True)
+    for ours, other in zip(actual, torch.autograd.grad(expected.sum(), tuple(view.parameters())), strict=True):
+        assert torch.allclose(ours, other, atol=1e-10)
 
 
 def test_ties_come_by_row() -> None:
@@ -206,11 +206,11 @@ def test_fewer_records_than_k() -> None:
 def test_explanations_name_the_heaviest_records(k: int | None, words: dict[str, Any]) -> None:
     view = View(filled(**words), mlp(), metric="l2", batch_size=8)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
-    told = view.attend(queries, temperature=0.3, k=k).explain(4)
-    assert plain([one.ids for one in told]) == plain(true_ids(view, queries, 4))
+    actual = view.attend(queries, temperature=0.3, k=k).explain(4)
+    assert plain([one.ids for one in actual]) == plain(true_ids(view, queries, 4))
     encoded = view.encoder(view.db.get(list(range(N))).keys.double())
     weights = (loops("l2", queries, encoded) / 0.3).softmax(1).detach()
-    for i, one in enumerate(told):
+    for i, one in enumerate(actual):
         assert one.weights == pytest.approx(weights[i].sort(descending=True).values[:4].tolist())
         assert one.effective == pytest.approx(float(torch.special.entr(weights[i]).sum().exp()))
 
@@ -234,10 +234,10 @@ def test_candidates_are_encoded_once_and_only_the_best_with_gradient() -> None:
     view.reindex()
     seen.clear()
     view.attend(torch.randn(8, D), k=5)
-    (found, without), (scored, with_gradient) = seen
+    (actual, without), (scored, with_gradient) = seen
     assert not without
     assert with_gradient
-    assert found <= 8 * 20
+    assert actual <= 8 * 20
     assert scored <= 8 * 5
     seen.clear()
     view.attend(view.db[0].key.expand(8, D), k=5)

@@ -51,17 +51,17 @@ def test_sums_are_unbiased_however_stale_the_index_is(shape: dict[str, Any], ind
     with torch.no_grad():
         exact = view.attend(queries, temperature=TEMPERATURE)
         answers = [drawn(view, queries, seed) for seed in range(120)]
-    ratios = torch.stack([(one.lse - exact.lse).exp() for one in answers])
-    numerators = torch.stack([one.output * (one.lse - exact.lse).exp().unsqueeze(1) for one in answers])
+    ratios = torch.stack([(answer.lse - exact.lse).exp() for answer in answers])
+    numerators = torch.stack([answer.output * (answer.lse - exact.lse).exp().unsqueeze(1) for answer in answers])
     for estimates, truth in ((ratios, torch.ones(4)), (numerators, exact.output)):
         doubt = estimates.std(0) / len(answers) ** 0.5
         assert ((estimates.mean(0) - truth).abs() <= 4 * doubt + 1e-5).all()
     assert (ratios.std(0) < 0.4).all(), "or that says nothing"
     assert (ratios.std(0) > 0.001).all()
-    spread = torch.stack([(one.output - exact.output).square().sum(1) for one in answers]).mean(0).sqrt()
-    shown = torch.stack([one.stderr.square() for one in answers]).mean(0).sqrt() / spread
+    spread = torch.stack([(answer.output - exact.output).square().sum(1) for answer in answers]).mean(0).sqrt()
+    shown = torch.stack([answer.stderr.square() for answer in answers]).mean(0).sqrt() / spread
     assert ((shown > 0.75) & (shown < 1.2)).all()
-    errors = torch.stack([one.lse_stderr for one in answers]) * ratios  # of Z, whose variance is then unbiased
+    errors = torch.stack([answer.lse_stderr for answer in answers]) * ratios  # of Z, whose variance is then unbiased
     shown = errors.square().mean(0).sqrt() / ratios.std(0)
     assert ((shown > 0.7) & (shown < 1.4)).all()
 
@@ -119,9 +119,9 @@ def test_the_dead_are_not_drawn_and_the_young_all_count(where: dict[str, Any] | 
         ids = {int(name) for batch in one.hits.ids for name in batch}
         assert all(name % 5 and name < N for name in ids)
         assert where is None or all(name % 2 for name in ids)
-    ratios = torch.stack([(one.lse - exact.lse).exp() for one in answers])
+    ratios = torch.stack([(answer.lse - exact.lse).exp() for answer in answers])
     assert ((ratios.mean(0) - 1).abs() <= 4 * ratios.std(0) / len(answers) ** 0.5).all()
-    numerators = torch.stack([one.output * (one.lse - exact.lse).exp().unsqueeze(1) for one in answers])
+    numerators = torch.stack([answer.output * (answer.lse - exact.lse).exp().unsqueeze(1) for answer in answers])
     doubt = numerators.std(0) / len(answers) ** 0.5
     assert ((numerators.mean(0) - exact.output).abs() <= 4 * doubt).all()
     assert (doubt.norm(dim=1) < 0.1 * exact.output.norm(dim=1)).all(), "or that says nothing"

@@ -213,12 +213,12 @@ def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]
         assert torch.allclose(pooled.output, expected, atol=1e-5)
         assert torch.allclose(pooled.lse, lse, atol=1e-5)
         others = torch.autograd.grad(expected.sin().sum(), given)
-        assert all(torch.allclose(one, two, atol=0.02) for one, two in zip(grads, others, strict=True))
+        assert all(torch.allclose(grad, two, atol=0.02) for grad, two in zip(grads, others, strict=True))
     true = loops("l2", queries, encoded.float()).sort(dim=1, descending=True, stable=True).values
     assert torch.allclose(hits.scores, true[:, :6], atol=1e-5)
     assert (pooled.output.dtype, hits.scores.dtype) == (torch.float32, torch.float32)
-    told = pooled.explain(N)  # by the same cast
-    assert [one.mass for one in told] == pytest.approx([1.0] * 3, abs=1e-4)
+    actual = pooled.explain(N)  # by the same cast
+    assert [one.mass for one in actual] == pytest.approx([1.0] * 3, abs=1e-4)
 
 
 @pytest.mark.parametrize("k", [None, 5])
@@ -228,8 +228,8 @@ def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -
     pooled = view.attend(queries, k=k, score=lambda q, keys: q @ keys.mT)
     expected = view.attend(queries, k=k, score=Dot())
     assert torch.allclose(pooled.output, expected.output, atol=1e-5)
-    for mine, other in zip(pooled.explain(3), expected.explain(3), strict=True):
-        assert mine.weights == pytest.approx(other.weights, abs=1e-5)
+    for ours, other in zip(pooled.explain(3), expected.explain(3), strict=True):
+        assert ours.weights == pytest.approx(other.weights, abs=1e-5)
 
 
 def test_explaining_after_a_step_is_refused() -> None:
@@ -244,7 +244,7 @@ def test_explaining_after_a_step_is_refused() -> None:
     optimizer.step()
     with pytest.raises(StaleRead, match="the encoder was changed since this answer"):
         whole.explain(2)
-    assert [one.weights for one in some.explain(2)] == [one.weights for one in known]  # these were kept
+    assert [explanation.weights for explanation in some.explain(2)] == [one.weights for one in known]  # these were kept
 
 
 def test_explaining_more_than_all_records_encodes_only_the_live_ones() -> None:

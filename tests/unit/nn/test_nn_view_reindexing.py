@@ -157,8 +157,8 @@ def test_training_continues_while_reindexing_in_the_background() -> None:
     assert build.result(60).step == view.steps - 3
     report = view.report()
     assert (report.version, report.age, report.reindexes) == (2, 3, 2)
-    found = view._stale.now.find(queries, 3)
-    assert found.tolist() == taken
+    actual = view._stale.now.find(queries, 3)
+    assert actual.tolist() == taken
     assert taken != true_ids(view, queries, 3)
     assert view.step() == "started"
     assert view._build is not None
@@ -224,8 +224,8 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
         try:
             while not ended.is_set():
                 now = index.now
-                found = now.find(far[1:], 5)
-                assert found.tolist() == [[499, 498, 497, 496, 495]]
+                actual = now.find(far[1:], 5)
+                assert actual.tolist() == [[499, 498, 497, 496, 495]]
                 columns = torch.unique(now.vectors_at(rows)[:, 0])
                 assert columns.tolist() == [float(now.number)]
                 seen.add(now.number)
@@ -328,6 +328,6 @@ def test_a_large_stale_index_is_approximate_and_measured() -> None:
     assert 0.85 < shared(index.now.find(queries, 5).tolist(), true.tolist()) <= 1
     kept = np.zeros(12_000, bool)
     kept[::3] = True
-    found = index.now.find(queries, 5, keep=kept)
-    assert ((found - 1) // 2 % 3 == 0).all()
+    actual = index.now.find(queries, 5, keep=kept)
+    assert ((actual - 1) // 2 % 3 == 0).all()
     assert index.now.seconds > 0

@@ -120,10 +120,10 @@ KINDS = pytest.mark.parametrize("kind", VOLUMES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("task", ["mean", "density"])
 def test_no_other_bandwidth_does_better(kind: type[Kernel], task: str) -> None:
     keys, values = DIABETES[:60, 2:3], None if task == "density" else PROGRESS[:60]
-    found = leave_one_out(
+    actual = leave_one_out(
         torch.from_numpy(keys), None if values is None else torch.from_numpy(values), kind, bounds=(0.005, 0.5)
     )
-    best = loss(keys, values, kind, found)
+    best = loss(keys, values, kind, actual)
     assert math.isfinite(best)
     others = [loss(keys, values, kind, h) for h in np.geomspace(0.005, 0.5, 120)]
     slack = 0.02 if kind is Boxcar else 0.002  # the boxcar's loss is a staircase
@@ -133,13 +133,13 @@ def test_no_other_bandwidth_does_better(kind: type[Kernel], task: str) -> None:
 
 def test_several_values_and_keys_of_several_coordinates() -> None:
     keys, values = torch.from_numpy(IRIS[::3]), torch.eye(3, dtype=torch.float64)[load_iris().target[::3]]
-    found = leave_one_out(keys, values)
+    actual = leave_one_out(keys, values)
 
     def error(h: float) -> float:
         weights = (NegativeL2(h)(keys, keys) / 2).fill_diagonal_(-math.inf).softmax(1)
         return float((weights @ values - values).square().sum())
 
-    assert error(found) <= min(error(float(h)) for h in np.geomspace(0.01, 10, 400)) * (1 + 1e-9)
+    assert error(actual) <= min(error(float(h)) for h in np.geomspace(0.01, 10, 400)) * (1 + 1e-9)
     assert leave_one_out(keys, values[:, :1]) == leave_one_out(keys, values[:, 0])
 
 
@@ -165,8 +165,8 @@ def test_values_that_do_not_depend_on_the_keys_want_a_wide_bandwidth() -> None:
 
 def test_a_compact_kernel_reaches_the_farthest_record() -> None:
     keys = torch.tensor([[0.0], [0.1], [0.2], [5.2]])
-    found = leave_one_out(keys, kernel=Epanechnikov)
-    assert 5 < found < 8
+    actual = leave_one_out(keys, kernel=Epanechnikov)
+    assert 5 < actual < 8
     with pytest.raises(BadInput, match=r"no bandwidth from 0.1 to 4 does every record reach another"):
         leave_one_out(keys, kernel=Epanechnikov, bounds=(0.1, 4.0))
 

@@ -106,10 +106,10 @@ def test_scores_are_the_equation(score: Score, equation: reference.Score, world:
     bound = 1e-5 * np.linalg.norm(queries.double(), axis=1)[:, None] * np.linalg.norm(stored.astype(float), axis=1)
     if isinstance(score, Cosine):
         bound = np.full_like(bound, 2e-6)
-    for found in _shared_and_own(score, queries, keys):
-        assert found.dtype is torch.float32
-        assert found.shape == expected.shape
-        assert (np.abs(found.double().numpy() - expected) <= bound + 1e-6 * np.abs(expected)).all()
+    for actual in _shared_and_own(score, queries, keys):
+        assert actual.dtype is torch.float32
+        assert actual.shape == expected.shape
+        assert (np.abs(actual.double().numpy() - expected) <= bound + 1e-6 * np.abs(expected)).all()
 
 
 @pytest.mark.parametrize("world", ["near duplicates, far out", "far groups", "wide column"])
@@ -118,8 +118,8 @@ def test_distances_of_near_duplicates_are_not_lost(world: str) -> None:
     keys = torch.from_numpy(WORLDS[world])
     queries = (keys[:8].double() + 0.01).float()
     expected = reference.scores(reference.negative_l2, queries.numpy(), keys.numpy())
-    for found in _shared_and_own(NegativeL2(), queries, keys):
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    for actual in _shared_and_own(NegativeL2(), queries, keys):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_a_distance_is_never_negative() -> None:
@@ -137,8 +137,8 @@ def test_many_keys_are_widened_block_by_block(monkeypatch: pytest.MonkeyPatch) -
 @every_score
 def test_float64_queries_give_float64_scores(score: Score, equation: reference.Score) -> None:
     keys, queries = WORLDS["awkward"], WORLDS["awkward"][:6].astype(np.float64) + 0.1
-    for found in _shared_and_own(score, torch.from_numpy(queries), torch.from_numpy(keys)):
-        np.testing.assert_allclose(found, reference.scores(equation, queries, keys), rtol=1e-12, atol=1e-12)
+    for actual in _shared_and_own(score, torch.from_numpy(queries), torch.from_numpy(keys)):
+        np.testing.assert_allclose(actual, reference.scores(equation, queries, keys), rtol=1e-12, atol=1e-12)
 
 
 @every_score
@@ -154,32 +154,32 @@ def test_gradients_are_the_derivatives(score: Score, equation: reference.Score) 
 def test_gradients_are_finite_at_zero_vectors_and_duplicates(score: Score, equation: reference.Score) -> None:
     keys = torch.from_numpy(WORLDS["awkward"]).clone().requires_grad_()
     queries = torch.cat([torch.zeros(1, 16), keys.detach()[:5]]).requires_grad_()
-    for found in _shared_and_own(score, queries, keys):
-        for grad in torch.autograd.grad(found.sum(), (queries, keys)):
+    for actual in _shared_and_own(score, queries, keys):
+        for grad in torch.autograd.grad(actual.sum(), (queries, keys)):
             assert torch.isfinite(grad).all()
 
 
 def test_cosine_of_a_zero_vector_is_zero_and_pulls_nowhere() -> None:
     queries = torch.tensor([[0.0, 0.0], [1.0, 1.0]], requires_grad=True)
-    found = Cosine()(queries, torch.tensor([[0.0, 0.0], [2.0, 0.0]]))
-    assert found[0].tolist() == [0, 0]
-    assert found[1, 0] == 0
-    assert torch.autograd.grad(found[0].sum(), queries)[0].tolist() == [[0, 0], [0, 0]]
+    actual = Cosine()(queries, torch.tensor([[0.0, 0.0], [2.0, 0.0]]))
+    assert actual[0].tolist() == [0, 0]
+    assert actual[1, 0] == 0
+    assert torch.autograd.grad(actual[0].sum(), queries)[0].tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_cosine_knows_no_size(size: float) -> None:
     queries, keys = torch.tensor([[3.0, 4.0]]), torch.tensor([[4.0, 3.0]])
-    for found in _shared_and_own(Cosine(), queries * size, keys) + _shared_and_own(Cosine(), queries, keys * size):
-        assert found.item() == pytest.approx(0.96, rel=1e-6)
+    for actual in _shared_and_own(Cosine(), queries * size, keys) + _shared_and_own(Cosine(), queries, keys * size):
+        assert actual.item() == pytest.approx(0.96, rel=1e-6)
 
 
 @every_score
 def test_no_keys_give_no_scores(score: Score, equation: reference.Score) -> None:
     queries = torch.ones(2, 3, requires_grad=True)
-    for found in _shared_and_own(score, queries, torch.empty(0, 3)):
-        assert found.shape == (2, 0)
-        (grad,) = torch.autograd.grad(found.sum(), queries)
+    for actual in _shared_and_own(score, queries, torch.empty(0, 3)):
+        assert actual.shape == (2, 0)
+        (grad,) = torch.autograd.grad(actual.sum(), queries)
         assert grad.tolist() == torch.zeros(2, 3).tolist()
 
 
@@ -281,9 +281,9 @@ def test_every_shape_gives_the_equation(
     torch.manual_seed(1)
     queries, keys = _random(*ours, widths[0]), _random(*theirs, widths[1])
     keys[..., 1, :] = 0
-    found = score(queries, keys)
-    assert found.dtype is torch.float64
-    np.testing.assert_allclose(found.detach(), _loops(equation, queries, keys), rtol=1e-12, atol=1e-12)
+    actual = score(queries, keys)
+    assert actual.dtype is torch.float64
+    np.testing.assert_allclose(actual.detach(), _loops(equation, queries, keys), rtol=1e-12, atol=1e-12)
     # keys in another dtype are compared in the queries'
     half = score(queries, keys.half())
     assert half.dtype is torch.float64
@@ -309,9 +309,9 @@ def test_large_scores_stay_right(score: Any, equation: Any, widths: tuple[int, i
     queries, keys = (_random(4, widths[0]) * size).float(), _random(7, widths[1]).float()
     narrow = copy.deepcopy(score).float()
     expected = _loops(equation, queries.double(), keys.double())
-    for found in _shared_and_own(narrow, queries, keys):
-        assert found.dtype is torch.float32
-        np.testing.assert_allclose(found.detach(), expected, rtol=2e-5, atol=1e-5 * np.abs(expected).max())
+    for actual in _shared_and_own(narrow, queries, keys):
+        assert actual.dtype is torch.float32
+        np.testing.assert_allclose(actual.detach(), expected, rtol=2e-5, atol=1e-5 * np.abs(expected).max())
 
 
 @made
@@ -323,8 +323,8 @@ def test_gradients_stay_finite_at_zeros_and_duplicates(score: Any, equation: Any
     keys.requires_grad_()
     queries.requires_grad_()
     sources = [one for one in (queries, keys, *score.parameters()) if one.requires_grad]
-    for found in _shared_and_own(score, queries, keys):
-        for grad in torch.autograd.grad(found.sum(), sources):
+    for actual in _shared_and_own(score, queries, keys):
+        for grad in torch.autograd.grad(actual.sum(), sources):
             assert torch.isfinite(grad).all()
 
 
@@ -361,8 +361,8 @@ def test_additive_blocks_do_not_change_the_result(shape: tuple[int, ...], monkey
     parts = score(queries, keys)
     assert calls == [7] * 5 + [5]
     torch.testing.assert_close(parts, whole)
-    for found, expected in zip(torch.autograd.grad(parts.square().sum(), sources), wanted, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(torch.autograd.grad(parts.square().sum(), sources), wanted, strict=True):
+        torch.testing.assert_close(actual, expected)
     assert len(calls) == 12  # made again in backward, not kept
 
 
@@ -486,8 +486,8 @@ def test_near_duplicates_survive_a_bandwidth() -> None:
     queries = (keys[:8].double() + 0.01).float()
     for h in (np.full(16, 0.02), np.linspace(0.01, 0.05, 16)):
         expected = np.array([[scaled_l2(h, q, k) for k in keys.numpy()] for q in queries.numpy()])
-        for found in _shared_and_own(NegativeL2(h.tolist()), queries, keys):
-            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+        for actual in _shared_and_own(NegativeL2(h.tolist()), queries, keys):
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 # -- folds -------------------------------------------------------------------------------------------------------------
@@ -515,12 +515,12 @@ def test_a_fold_is_the_score(score: Any, widths: tuple[int, int], batch: tuple[i
     assert torch.as_tensor(folded.scale).detach() > 0
     bias = torch.as_tensor(folded.bias).unsqueeze(-1)
     again = folded.scale * PLAIN_SCORES[folded.metric](folded.queries, keys) + bias
-    found = score(queries, keys)
-    torch.testing.assert_close(again, found)
+    actual = score(queries, keys)
+    torch.testing.assert_close(again, actual)
     sources = [queries, *(score.parameters() if isinstance(score, torch.nn.Module) else ())]
     for one, other in zip(
         torch.autograd.grad(again.square().sum(), sources, materialize_grads=True),
-        torch.autograd.grad(found.square().sum(), sources, materialize_grads=True),
+        torch.autograd.grad(actual.square().sum(), sources, materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(one, other)

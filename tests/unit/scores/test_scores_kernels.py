@@ -91,13 +91,13 @@ def test_kernels_are_the_equation(kind: type[Kernel], h: Any) -> None:
     kernel, expected = make(kind, h), table(kind, queries.numpy(), keys.numpy(), h)
     with np.errstate(divide="ignore"):
         logs = np.log(expected)
-    for found in shared_and_own(kernel, queries, keys):
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
-        assert (found >= 0).all()
-    for found in shared_and_own(kernel.log, queries, keys):
+    for actual in shared_and_own(kernel, queries, keys):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
+        assert (actual >= 0).all()
+    for actual in shared_and_own(kernel.log, queries, keys):
         near = logs > -30
-        np.testing.assert_allclose(found[near], logs[near], rtol=1e-12, atol=1e-12)
-        assert (np.isneginf(found.numpy()) == (np.isneginf(logs) & kernel.compact)).all()
+        np.testing.assert_allclose(actual[near], logs[near], rtol=1e-12, atol=1e-12)
+        assert (np.isneginf(actual.numpy()) == (np.isneginf(logs) & kernel.compact)).all()
     assert not kernel.compact or (expected == 0).any()  # the world reaches beyond the support
 
 
@@ -117,20 +117,20 @@ def test_float32_stays_right_far_from_the_origin(kind: type[Kernel], offset: flo
     """Distances of 1 at coordinates of 1e4: an expansion in float32 loses them, and its root even in float64."""
     queries, keys = ((one[:, :2] + offset).float() for one in world())
     expected = table(kind, queries.double().numpy(), keys.double().numpy(), 1.3)
-    for found in shared_and_own(make(kind, 1.3), queries, keys):
-        assert found.dtype is torch.float32
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6)
-    for found in shared_and_own(make(kind, 1.3), queries, queries):
-        assert (found.diagonal() == 1).all()
+    for actual in shared_and_own(make(kind, 1.3), queries, keys):
+        assert actual.dtype is torch.float32
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6)
+    for actual in shared_and_own(make(kind, 1.3), queries, queries):
+        assert (actual.diagonal() == 1).all()
 
 
 @with_constant
 def test_keys_of_any_dtype_are_compared_in_the_queries(kind: type[Kernel]) -> None:
     queries, keys = world()
     expected = table(kind, queries.numpy(), keys.bfloat16().double().numpy(), 1.3)
-    for found in shared_and_own(make(kind, 1.3), queries, keys.bfloat16()):
-        assert found.dtype is torch.float64
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+    for actual in shared_and_own(make(kind, 1.3), queries, keys.bfloat16()):
+        assert actual.dtype is torch.float64
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_many_keys_are_widened_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +148,8 @@ def test_a_record_at_the_bandwidth_is_inside_the_boxcar() -> None:
                 torch.zeros(1, 2, dtype=dtype),
                 torch.tensor([[h, 0.0], [0, h], [0, 1.001 * h]], dtype=dtype),
             )
-            for found in shared_and_own(Boxcar(h), queries, keys):
-                assert found.tolist() == [[1, 1, 0]]
+            for actual in shared_and_own(Boxcar(h), queries, keys):
+                assert actual.tolist() == [[1, 1, 0]]
 
 
 def test_log_kernels_do_not_vanish_far_out() -> None:
@@ -164,9 +164,9 @@ def test_no_keys_give_no_scores(kind: type[Kernel]) -> None:
     kernel, queries = make(kind), torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     for shape in ((0, 4), (3, 0, 4)):
         for function in (kernel, kernel.log):
-            found = function(queries, torch.empty(shape))
-            assert found.shape == (3, 0)
-            assert torch.autograd.grad(found.sum(), queries)[0].tolist() == [[0] * 4] * 3
+            actual = function(queries, torch.empty(shape))
+            assert actual.shape == (3, 0)
+            assert torch.autograd.grad(actual.sum(), queries)[0].tolist() == [[0] * 4] * 3
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -211,11 +211,11 @@ def test_gradients_are_finite_and_zero_outside(kind: type[Kernel], h: Any) -> No
     kernel = make(kind, h, learnable=True)
     sources = [queries, keys, *kernel.parameters()]
     for function in (kernel, kernel.log):
-        for found in shared_and_own(function, queries, keys):
-            for grad in torch.autograd.grad(found.sum(), sources, retain_graph=True):
+        for actual in shared_and_own(function, queries, keys):
+            for grad in torch.autograd.grad(actual.sum(), sources, retain_graph=True):
                 assert torch.isfinite(grad).all()
             if kernel.compact:  # the fourth key is beyond every support
-                for grad in torch.autograd.grad(found[:, 3].sum(), sources):
+                for grad in torch.autograd.grad(actual[:, 3].sum(), sources):
                     assert (grad == 0).all()
 
 
@@ -224,8 +224,8 @@ def test_corners_pull_nowhere(kind: type[Kernel]) -> None:
     queries = torch.tensor([[3.0, 4.0], [1e4, 0.1]], requires_grad=True)
     keys = queries.detach().clone()
     for function in (make(kind), make(kind).log):
-        for found in shared_and_own(function, queries, keys):
-            grads = torch.autograd.grad(found.diagonal().sum(), queries)
+        for actual in shared_and_own(function, queries, keys):
+            grads = torch.autograd.grad(actual.diagonal().sum(), queries)
             assert grads[0].tolist() == [[0, 0], [0, 0]]
 
 

@@ -83,11 +83,11 @@ def test_verify_names_one_row(path: Path) -> None:
     changed(path, "UPDATE records SET payload = '{\"n\":10}' WHERE row = 9")
     with softdb.open(path) as db, pytest.raises(softdb.CorruptionError) as caught:
         db.verify()
-    told = str(caught.value)
-    assert "3 damaged" in told
-    assert "keys-00000000.npy: row 5 differs from its checksum" in told
-    assert "values-00000000.npy: row 7 differs from its checksum" in told
-    assert "catalog.sqlite: payload of row 9 differs from its checksum" in told
+    actual = str(caught.value)
+    assert "3 damaged" in actual
+    assert "keys-00000000.npy: row 5 differs from its checksum" in actual
+    assert "values-00000000.npy: row 7 differs from its checksum" in actual
+    assert "catalog.sqlite: payload of row 9 differs from its checksum" in actual
 
 
 def test_a_deleted_record_may_rot(path: Path) -> None:

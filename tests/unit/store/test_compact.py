@@ -238,9 +238,9 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
         assert index is not None
         assert index.count <= len(db)
         queries = np.random.default_rng(3).standard_normal((100, 32)).astype(np.float32)
-        truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
-        hits = sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True))
-        assert bool(found.live.all())
+        truth, results = db.search(queries, k=10, exact=True), db.search(queries, k=10)
+        hits = sum(len(set(a) & set(b)) for a, b in zip(truth.ids, results.ids, strict=True))
+        assert bool(results.live.all())
         assert hits / 1000 >= 0.9
         same(db, model.records)
     with softdb.open(tmp_path / "fresh", dim=32) as fresh:
@@ -275,8 +275,8 @@ def test_the_index_serves_on_and_after_reopening(path: Path) -> None:
     with softdb.open(path) as db:
         assert index_report(db).kind == "ivf"
         assert db.core.finder.index is not None
-        truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
-        assert sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True)) >= 450
+        truth, results = db.search(queries, k=10, exact=True), db.search(queries, k=10)
+        assert sum(len(set(a) & set(b)) for a, b in zip(truth.ids, results.ids, strict=True)) >= 450
         few = db.search(queries, k=10, where={"group": 3})
         assert all(len(row) == 10 and i % 5 == 3 for row in few.ids for i in row)
 
@@ -641,7 +641,7 @@ def test_copies_while_others_write_show_whole_batches(path: Path, tmp_path: Path
             for batch in copy.scan():
                 for one, key in zip(batch.ids, batch.keys, strict=True):
                     groups.setdefault(str(one).split("-")[0], []).append(float(key[0]))
-            assert all(len(found) == 7 and len(set(found)) == 1 for found in groups.values())
+            assert all(len(actual) == 7 and len(set(actual)) == 1 for actual in groups.values())
 
 
 @pytest.mark.slow
@@ -753,8 +753,8 @@ def test_a_segment_is_copied_block_by_block(place: Path | None, monkeypatch: pyt
         db.delete(list(range(0, 100, 3)))
         db.compact()
         rest = [i for i in range(100) if i % 3]
-        found = db.get(rest)
-        np.testing.assert_array_equal(found.keys.numpy(), keys[rest])
-        assert found.values is not None
-        np.testing.assert_array_equal(found.values.numpy(), keys[rest, :2])
+        actual = db.get(rest)
+        np.testing.assert_array_equal(actual.keys.numpy(), keys[rest])
+        assert actual.values is not None
+        np.testing.assert_array_equal(actual.values.numpy(), keys[rest, :2])
         assert db.verify() == len(rest)

@@ -158,8 +158,8 @@ def test_where_most_records_match_the_index_lists_the_others(
     payloads = [{"year": i, "lang": "fr" if i == 7 else "de", "new": i != 3} for i in range(98)] + odd
     with holding(payloads=payloads, fields=["year", "lang", "new"]) as db:
         with Trace(db) as asked:
-            found = [one for batch in db.scan(where=where) for one in batch.ids]
-        assert found == [i for i, payload in enumerate(payloads) if meets(payload, where)]
+            results = [one for batch in db.scan(where=where) for one in batch.ids]
+        assert results == [i for i, payload in enumerate(payloads) if meets(payload, where)]
         listed = [sql for sql in asked if "row IN (SELECT value FROM json_each" not in sql]
         if comparisons is None:
             assert [sql.count("FROM records WHERE") for sql in listed] == [1]
@@ -413,8 +413,8 @@ def test_compaction_moves_the_records_a_filter_matches() -> None:
         db.compact()
         db.insert([100, 101], np.ones((2, 1)), payloads=[{"x": 1}, {"x": 2}])
         truth = {i: p for i, p in truth.items() if i % 4} | {100: {"x": 1}, 101: {"x": 2}}
-        found = [int(i) for batch in db.scan(where={"x": 1}) for i in batch.ids]
-        assert found == [i for i, p in truth.items() if p["x"] == 1]
+        results = [int(i) for batch in db.scan(where={"x": 1}) for i in batch.ids]
+        assert results == [i for i, p in truth.items() if p["x"] == 1]
 
 
 def test_row_lists_longer_than_one_statement_are_split() -> None:

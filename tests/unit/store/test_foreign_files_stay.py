@@ -41,7 +41,7 @@ PUTS = pytest.mark.parametrize("put", [file, folder, link])
 def state(*paths: Path) -> State:
     """Everything that lies at some paths: names, links, bytes and inodes."""
     found: State = {}
-    for path in [below for one in paths for below in ([one, *one.rglob("*")] if one.is_dir() else [one])]:
+    for path in [below for root in paths for below in ([root, *root.rglob("*")] if root.is_dir() else [root])]:
         what = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
         found[str(path)] = what, path.lstat().st_ino
     return found
@@ -123,7 +123,7 @@ def test_a_file_that_is_written_leaves_its_neighbours(
             WRITERS[suffix](place / name)
     else:
         WRITERS[suffix](place / name)
-    assert {one.name for one in place.iterdir()} == {f"{name}.tmp"} | (set() if refused else {name})
+    assert {path.name for path in place.iterdir()} == {f"{name}.tmp"} | (set() if refused else {name})
     stranger.is_untouched()
 
 
@@ -167,8 +167,8 @@ def test_a_copy_leaves_what_comes_into_its_place_meanwhile(
     else:
         with pytest.raises(softdb.WriteFailed, match="cannot be written"):
             _copy(kind, tmp_path / "db", target)
-        assert {one.name for one in target.iterdir()} == set(names)
-    assert not [one for one in target.iterdir() if one.name.startswith(".softdb-")]
+        assert {path.name for path in target.iterdir()} == set(names)
+    assert not [path for path in target.iterdir() if path.name.startswith(".softdb-")]
     stranger.is_untouched()
 
 
@@ -207,7 +207,7 @@ def test_a_copy_that_fails_leaves_what_comes_into_its_place_meanwhile(
     with pytest.raises(softdb.WriteFailed, match="no room"):
         _copy("snapshot", tmp_path / "db", target)
     stranger.is_untouched()
-    assert {one.name for one in target.iterdir()} == {"notes.txt", "keys-00000000.npy"}
+    assert {path.name for path in target.iterdir()} == {"notes.txt", "keys-00000000.npy"}
 
 
 @PUTS

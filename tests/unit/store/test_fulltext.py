@@ -121,7 +121,7 @@ def test_any_history_is_searched_as_fts5_and_plain_python_would(tmp_path: Path, 
         queries = [some_text(chance, 6) for _ in range(2)]
         require_like(db, texts, queries, chance.choice([1, 3, 50]))
         x = chance.randint(0, 2)
-        require_like(db, texts, queries, 3, where={"x": x}, keep={one for one in texts if payloads[one] == x})
+        require_like(db, texts, queries, 3, where={"x": x}, keep={text for text in texts if payloads[text] == x})
         require_like(db, texts, queries, 3, exclude_ids=[*names, "?"], keep=texts.keys() - set(names))
         require_like(reader, texts, queries, 5)
     assert db.verify() == reader.verify() == len(db) == len(texts)
@@ -189,10 +189,10 @@ def test_a_filter_may_ask_for_words(db: softdb.SoftDB) -> None:
      "{a b}:c", "fox\0dog", "'; DROP TABLE records --", "x" * 100_000, "fox " * 20_000],
 )  # fmt: skip
 def test_no_mark_in_a_text_is_an_operator(db: softdb.SoftDB, text: str) -> None:
-    found = {hit.id for hit in db.search(text, mode="text", k=3)[0]}
+    results = {hit.id for hit in db.search(text, mode="text", k=3)[0]}
     words = {word.strip("\"'().,*^:{}!?;- ") for word in text.replace("\0", " ").lower().split()}
-    assert found == {i for i, own in enumerate(["the quick fox", "a lazy dog"]) if words & set(own.split())} or (
-        found == {0, 1} and text == "NEAR(fox dog)"
+    assert results == {i for i, own in enumerate(["the quick fox", "a lazy dog"]) if words & set(own.split())} or (
+        results == {0, 1} and text == "NEAR(fox dog)"
     )
 
 

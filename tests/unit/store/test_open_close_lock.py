@@ -290,15 +290,15 @@ def test_segments_that_overlap_or_leave_rows_out_are_corruption(path: Path, shif
 def test_a_writer_settles_the_log_that_a_reader_keeps_from_folding(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, synced = tmp_path / "found", list[int]()
+    results, synced = tmp_path / "found", list[int]()
     make(path)
     with softdb.open(path) as db:
         db.insert(["last"], np.ones((1, 4)))
-        shutil.copytree(path, found)  # as a kill leaves it
-    log = (found / "catalog.sqlite-wal").stat().st_ino
-    with softdb.open(found, mode="r") as reader, reader._store.read_transaction():
+        shutil.copytree(path, results)  # as a kill leaves it
+    log = (results / "catalog.sqlite-wal").stat().st_ino
+    with softdb.open(results, mode="r") as reader, reader._store.read_transaction():
         monkeypatch.setattr(disk, "sync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-        softdb.open(found).close()
+        softdb.open(results).close()
     assert log in synced
 
 

@@ -38,12 +38,12 @@ def test_get_returns_records_in_the_requested_order(db: softdb.SoftDB) -> None:
     ids: list[int | str] = ["a", 1, "1", -(2**63), 2**63 - 1, "", "nul\0", "emoji 😀", "'; DROP TABLE records; --"]
     keys, values = fill(db, ids)
     order = [3, 0, 8, 2, 1, 7, 6, 5, 4, 4]
-    found = db.get([ids[i] for i in order])
-    assert found.ids == [ids[i] for i in order]
-    np.testing.assert_array_equal(found.keys.numpy(), keys[order])
-    assert found.values is not None
-    np.testing.assert_array_equal(found.values.numpy(), values[order])
-    assert found.payloads == [{"n": i} for i in order]
+    actual = db.get([ids[i] for i in order])
+    assert actual.ids == [ids[i] for i in order]
+    np.testing.assert_array_equal(actual.keys.numpy(), keys[order])
+    assert actual.values is not None
+    np.testing.assert_array_equal(actual.values.numpy(), values[order])
+    assert actual.payloads == [{"n": i} for i in order]
     assert len(db) == db.count() == len(ids)
 
 
@@ -165,15 +165,15 @@ def test_every_kind_of_column_survives_many_segments(place: Path | None, dtype: 
             stop = {0: 50, 50: 100, 100: 350, 350: 700}[start]
             db.insert(list(range(start, stop)), keys[start:stop], None if column is None else column[start:stop])
         assert db.stats().segments > 2
-        found = db.get(list(range(700)))
-        np.testing.assert_array_equal(found.keys.numpy(), keys)
-        assert found.keys.dtype is getattr(torch, dtype)
+        actual = db.get(list(range(700)))
+        np.testing.assert_array_equal(actual.keys.numpy(), keys)
+        assert actual.keys.dtype is getattr(torch, dtype)
         if column is None:
-            assert found.values is None
+            assert actual.values is None
         else:
-            assert found.values is not None
+            assert actual.values is not None
             np.testing.assert_array_equal(
-                found.values.numpy(), column.astype(dtype if values == "vectors" else np.int64)
+                actual.values.numpy(), column.astype(dtype if values == "vectors" else np.int64)
             )
         assert db.verify() == 700
 

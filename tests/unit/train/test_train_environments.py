@@ -108,9 +108,9 @@ def test_a_compiled_model_answers_as_the_plain_one(db: softdb.SoftDB, k: int | N
     compiled = torch.compile(model, backend="aot_eager")
     for count in (BATCH, 5):
         x, _ = inputs(count)
-        found = compiled(x)
-        torch.testing.assert_close(found, model(x))
-        alike(gradients(model, found.square().sum()), gradients(model, model(x).square().sum()))
+        actual = compiled(x)
+        torch.testing.assert_close(actual, model(x))
+        alike(gradients(model, actual.square().sum()), gradients(model, model(x).square().sum()))
     frames = dynamo["frames"]["total"]
     for count in (7, 9, 11):
         compiled(inputs(count)[0])
@@ -168,8 +168,8 @@ def test_inductor_compiles_the_model_too(db: softdb.SoftDB, dynamo: Any) -> None
         compiled = torch.compile(model)
         x, _ = inputs()
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-        found = gradients(model, compiled(x).square().sum())
-    alike(found, gradients(model, model(x).square().sum()), 1e-3)
+        actual = gradients(model, compiled(x).square().sum())
+    alike(actual, gradients(model, model(x).square().sum()), 1e-3)
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
@@ -193,16 +193,16 @@ def test_autocast_asks_the_database_in_single_precision(db: softdb.SoftDB) -> No
 def test_autocast_changes_no_answer_of_the_database(db: softdb.SoftDB, how: dict[str, Any]) -> None:
     queries = torch.randn(BATCH, D, requires_grad=True)
     _, right = inputs()
-    found = []
+    results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = retrieval_loss(db, queries, right, temperature=0.5, **how)
             output = db.attend(queries, temperature=0.5, **how).output
         (slope,) = torch.autograd.grad(loss + output.square().sum(), queries)
-        found.append((loss.detach(), output.detach(), slope))
-    for one, two in zip(*found, strict=True):
-        assert one.dtype is two.dtype is torch.float32
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+        results.append((loss.detach(), output.detach(), slope))
+    for result, two in zip(*results, strict=True):
+        assert result.dtype is two.dtype is torch.float32
+        torch.testing.assert_close(result, two, rtol=1e-6, atol=1e-6)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -235,10 +235,10 @@ def test_two_processes_get_the_gradients_of_one(db: softdb.SoftDB, tmp_path: Pat
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
     for i, how in enumerate(HOWS):
         expected = gradients(model, retrieval_loss(db, model(x), right, temperature=0.5, **how))
-        for found in ranks:
-            mode, slopes = found[i]
+        for actual in ranks:
+            mode, slopes = actual[i]
             assert mode == "r"
-            alike({name.removeprefix("module."): one for name, one in slopes.items()}, expected, 1e-4)
+            alike({name.removeprefix("module."): slope for name, slope in slopes.items()}, expected, 1e-4)
 
 
 # -- workers of a DataLoader -------------------------------------------------------------------------------------------
@@ -274,12 +274,12 @@ def test_workers_ask_the_database(path: Path, start: str, mode: Any) -> None:
             Hard(db, queries), 4, num_workers=2, multiprocessing_context=start, collate_fn=by_itself, timeout=60
         )
         rows = [row for batch in loader for row in batch]
-        pids, outputs, asked, found = zip(*rows, strict=True)
+        pids, outputs, asked, actual = zip(*rows, strict=True)
         assert os.getpid() not in pids
         assert len(set(pids)) == 2
         assert torch.equal(torch.stack(asked), queries)
         torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-5, atol=1e-6)
-        assert list(found) == ids
+        assert list(actual) == ids
         assert torch.equal(db.attend(queries, temperature=0.5).output, expected)
         if mode == "rw":
             db.insert(["later"], torch.ones(1, D), torch.ones(1, 5))  # the workers left its lock alone

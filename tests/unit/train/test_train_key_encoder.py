@@ -59,8 +59,8 @@ def test_keys_learn_what_a_projection_of_the_queries_cannot(how: dict[str, Any])
         assert both.projection.keys is not None
         assert len(both.projection.keys.inner) == how.get("keys", D)
         apply(db, both.projection)  # what was measured is what is found then
-        found = ranking(db, queries, wanted, both.projection)
-        assert found.recall_10 > 0.95
+        actual = ranking(db, queries, wanted, both.projection)
+        assert actual.recall_10 > 0.95
 
 
 @pytest.mark.parametrize("k", [None, N])
@@ -91,11 +91,11 @@ def test_one_step_is_adams_on_the_equation(k: int | None) -> None:
 
 def test_a_fallen_metric_warns() -> None:
     keys, _, _ = folded()
-    with filled() as db, warnings.catch_warnings(record=True) as told:
+    with filled() as db, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TrainingWarning)
         done = fit(db, keys, [f"r{i}" if i % 3 == 0 else i for i in range(N)], **{**SMALL, "lr": 0.5}, keys=True)
     assert "recall_1" in done.fell
-    assert "recall@1 1.000 -> " in str(told[-1].message)
+    assert "recall@1 1.000 -> " in str(caught[-1].message)
     assert "fell" in str(done)
 
 
@@ -133,8 +133,8 @@ def trained(name: str | None = None) -> QueryProjection:
     projection = QueryProjection(D, True, 4, 1)
     draws = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for one in projection.parameters():
-            one.add_(0.5 * torch.randn(one.shape, generator=draws))
+        for parameter in projection.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=draws))
     projection.metadata["encoder"] = name
     return projection
 
@@ -189,8 +189,8 @@ with softdb.open(sys.argv[1]) as db:
         assert np.array_equal(np.asarray(db["r0"].key), folded()[0][0].numpy())
         report = apply(db, projection)
         assert report.embedded == N - 80
-        found = torch.as_tensor(db.get([1, 2, "r3"]).keys)
-        torch.testing.assert_close(found, projection.keys(folded()[0][1:4]).detach())
+        actual = torch.as_tensor(db.get([1, 2, "r3"]).keys)
+        torch.testing.assert_close(actual, projection.keys(folded()[0][1:4]).detach())
 
 
 def test_later_texts_go_through_both_encoders(path: Path) -> None:
@@ -240,9 +240,9 @@ def test_unsuitable_projections_are_refused() -> None:
 def test_a_file_holds_both(tmp_path: Path) -> None:
     projection = trained("ngrams")
     save(tmp_path / "p.pt", projection, {"seed": 3})
-    found = load(tmp_path / "p.pt")
-    assert found.name == projection.name
-    assert found.metadata == {"encoder": "ngrams", "seed": 3}
+    actual = load(tmp_path / "p.pt")
+    assert actual.name == projection.name
+    assert actual.metadata == {"encoder": "ngrams", "seed": 3}
     content = torch.load(tmp_path / "p.pt", weights_only=True)
     state = content["state_dict"]
     for change in (
@@ -276,13 +276,13 @@ def test_the_command_changes_the_keys_where_that_helps(path: Path, tmp_path: Pat
     _, queries, wanted = folded()
     pairs, out = lines(queries.tolist(), wanted, tmp_path / "pairs.jsonl"), tmp_path / "p.pt"
     how = ("--keys", "--lr", 0.02, "--temperature", 0.3, "--batch-size", 64, "--epochs", 12)
-    told = json.loads(run("train", path, pairs, "--out", out, *how, "--json").stdout)
-    assert told["after"]["mrr_100"] > told["before"]["mrr_100"]
-    assert {"recall_1", "recall_10", "mrr_100"} <= told["before"].keys()
+    actual = json.loads(run("train", path, pairs, "--out", out, *how, "--json").stdout)
+    assert actual["after"]["mrr_100"] > actual["before"]["mrr_100"]
+    assert {"recall_1", "recall_10", "mrr_100"} <= actual["before"].keys()
     projection = load(out)
     with softdb.open(path, mode="r") as db:
         assert db.encoder_name == projection.name
-        assert db.generation >= told["generation"]
+        assert db.generation >= actual["generation"]
         nearest = db.search(projection.of(db, queries[:1]), 2).ids[0]
     shown = json.loads(
         run("search", path, json.dumps(queries[0].tolist()), "-k", 2, "--projection", out, "--json").stdout
@@ -295,9 +295,9 @@ def test_the_command_changes_the_keys_where_that_helps(path: Path, tmp_path: Pat
 def test_the_command_keeps_the_keys_without_a_gain(path: Path, tmp_path: Path) -> None:
     filled(path).close()
     keys, _, _ = folded()
-    found = lines(keys.tolist(), [f"r{i}" if i % 3 == 0 else i for i in range(N)], tmp_path / "pairs.jsonl")
+    actual = lines(keys.tolist(), [f"r{i}" if i % 3 == 0 else i for i in range(N)], tmp_path / "pairs.jsonl")
     out = tmp_path / "p.pt"
-    shown = " ".join(run("train", path, found, "--out", out, "--keys", "--lr", 5.0, "--epochs", 1).stdout.split())
+    shown = " ".join(run("train", path, actual, "--out", out, "--keys", "--lr", 5.0, "--epochs", 1).stdout.split())
     assert "mrr_100 did not rise, so the keys stay as they were; softdb reembed" in shown
     with softdb.open(path, mode="r") as db:
         assert db.encoder_name is None
@@ -324,6 +324,6 @@ def test_texts_are_asked_of_trained_keys_through_the_file(path: Path, tmp_path: 
     run("reembed", path, "--projection", out)
     shown = json.loads(run("search", path, "weber 1", "-k", 1, "--projection", out, "--json").stdout)
     assert shown[0][0]["id"] == "weber"
-    told = run("search", path, "weber 1", code=1)
-    assert "the keys of" in told.output
-    assert "--projection FILE.pt" in " ".join(told.output.split())
+    actual = run("search", path, "weber 1", code=1)
+    assert "the keys of" in actual.output
+    assert "--projection FILE.pt" in " ".join(actual.output.split())

@@ -105,23 +105,23 @@ def test_global_random_numbers_are_neither_used_nor_changed() -> None:
 
 def test_training_stops_when_nothing_is_gained_and_keeps_the_best() -> None:
     db, queries, positives = world()
-    found = queries / queries.norm(dim=1, keepdim=True)
-    keyed = torch.stack([torch.as_tensor(db[mine[0]].key) for mine in positives])
+    actual = queries / queries.norm(dim=1, keepdim=True)
+    keyed = torch.stack([torch.as_tensor(db[positive[0]].key) for positive in positives])
     done = fit(db, keyed, positives, **{**SMALL, "epochs": 50, "patience": 3, "lr": 5.0})  # the identity is best
     assert (done.best, len(done.history)) == (0, 3)
     assert torch.equal(done.projection.weight, torch.eye(D))
     assert done.before == done.after
-    done = fit(db, found, positives, **{**SMALL, "epochs": 50, "patience": 2})
+    done = fit(db, actual, positives, **{**SMALL, "epochs": 50, "patience": 2})
     scores = [epoch.mrr_100 for epoch in done.history]
     assert 0 < done.best == len(done.history) - 2
-    assert scores[done.best - 1] == max(one for one in scores if one is not None)
-    again = fit(db, found, positives, **{**SMALL, "epochs": done.best, "patience": 2})
+    assert scores[done.best - 1] == max(score for score in scores if score is not None)
+    again = fit(db, actual, positives, **{**SMALL, "epochs": done.best, "patience": 2})
     assert torch.equal(done.projection.weight, again.projection.weight)
 
 
 def test_a_fallen_measure_is_reported() -> None:
     db, _, positives = world()
-    keyed = torch.stack([torch.as_tensor(db[mine[0]].key) for mine in positives])
+    keyed = torch.stack([torch.as_tensor(db[positive[0]].key) for positive in positives])
     with pytest.warns(TrainingWarning, match=r"^fit: held-out queries fell by recall@1 1\.000 -> 0\.\d+, MRR@100"):
         done = fit(db, keyed, positives, **{**SMALL, "epochs": 2, "lr": 5.0})
     assert done.fell == ["recall_1", "mrr_100"]
@@ -141,9 +141,9 @@ def test_the_best_epoch_is_chosen_by_the_criterion(criterion: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainingWarning)
         done = fit(db, queries, positives, **words)
-    found = [getattr(epoch, criterion) for epoch in done.history]
-    assert len(set(found)) > 1
-    assert done.best == 1 + found.index(max(found))
+    results = [getattr(epoch, criterion) for epoch in done.history]
+    assert len(set(results)) > 1
+    assert done.best == 1 + results.index(max(results))
 
 
 def test_the_caller_may_say_which_queries_are_held_out() -> None:
@@ -173,13 +173,13 @@ def test_one_half_of_what_is_held_out_chooses_and_the_other_is_reported() -> Non
     db, queries, positives = world()
     done = fit(db, queries, positives, **{**SMALL, "epochs": 1, "patience": 1, "lr": 0.1})
     parts = split(queries, positives, 0.2, True, 0)
-    found = [
+    results = [
         ranking(db, queries[part], [positives[i] for i in part.tolist()], done.projection)
         for part in (parts.choose, parts.test)
     ]
     assert done.best == 1
-    assert done.history[0].mrr_100 == found[0].mrr_100 != found[1].mrr_100
-    assert done.after == found[1]
+    assert done.history[0].mrr_100 == results[0].mrr_100 != results[1].mrr_100
+    assert done.after == results[1]
 
 
 def test_texts_are_encoded_by_the_database() -> None:
@@ -254,15 +254,15 @@ def test_ranking_equals_a_loop(n: int) -> None:
     positives = [[names[i] for i in draw.integers(0, n - 1, size=draw.integers(1, 4))] for _ in range(60)]
     positives[0] = ["gone"]
     ranks = []
-    for query, mine in zip(queries, positives, strict=True):
+    for query, positive in zip(queries, positives, strict=True):
         scores = keys @ query
         nearest = np.argsort(-scores.numpy(), kind="stable")[:100]  # equal keys: the first inserted comes first
-        ranks.append(next((i for i, row in enumerate(nearest, 1) if names[row] in mine), math.inf))
-    found = ranked(db, queries, positives, None)
-    assert found.recall_1 == np.mean([rank <= 1 for rank in ranks])
-    assert found.recall_10 == np.mean([rank <= 10 for rank in ranks])
-    assert found.mrr_100 == pytest.approx(np.mean([1 / rank for rank in ranks]))
-    assert found.queries == 60
+        ranks.append(next((i for i, row in enumerate(nearest, 1) if names[row] in positive), math.inf))
+    actual = ranked(db, queries, positives, None)
+    assert actual.recall_1 == np.mean([rank <= 1 for rank in ranks])
+    assert actual.recall_10 == np.mean([rank <= 10 for rank in ranks])
+    assert actual.mrr_100 == pytest.approx(np.mean([1 / rank for rank in ranks]))
+    assert actual.queries == 60
     assert ranks[0] == math.inf
     flipped = torch.nn.Linear(D, D, bias=False)
     torch.nn.init.eye_(flipped.weight)
@@ -279,7 +279,7 @@ def test_ranking_takes_one_id_a_query_and_refuses_others() -> None:
     with holding(keys_of()) as one:
         firsts = np.arange(N)
         assert ranking(one, keys_of(), firsts).recall_10 == ranking(one, keys_of(), [[i] for i in range(N)]).recall_10
-    assert ranking(db, queries, [mine[0] for mine in positives]).queries == M
+    assert ranking(db, queries, [positive[0] for positive in positives]).queries == M
     with pytest.raises(BadInput, match=r"not in the database: 'gone' \(query 1\)"):
         ranking(db, queries[:2], ["r0", "gone"])
     with pytest.raises(BadInput, match=r"queries are of shape \(0, 8\); expected one or more, \(m, d\)"):

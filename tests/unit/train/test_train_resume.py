@@ -41,7 +41,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(more: dict[str, Any],
     with pytest.raises(Break, match=r"^$"):
         fit(db, queries, positives, **words, checkpoint=file, progress=breaking(epoch))
     same(whole, fit(db, queries, positives, **words, checkpoint=file, resume=True))
-    assert [one.name for one in tmp_path.iterdir()] == ["run.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
 def test_a_resumed_run_continues_its_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,19 +140,19 @@ def _normalised(scores: Tensor) -> Weighed:
 
 def test_kernel_values_that_are_all_zero_give_nothing() -> None:
     scores = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 6.0]], requires_grad=True)
-    found = _normalised(scores)
-    assert found.weights.tolist() == [[0, 0, 0], [0, 0.25, 0.75]]
-    assert found.lse.tolist() == pytest.approx([-math.inf, math.log(8)])
-    (grad,) = torch.autograd.grad((found.weights * torch.tensor([1.0, 2.0, 4.0])).sum() + found.lse.sum(), scores)
+    actual = _normalised(scores)
+    assert actual.weights.tolist() == [[0, 0, 0], [0, 0.25, 0.75]]
+    assert actual.lse.tolist() == pytest.approx([-math.inf, math.log(8)])
+    (grad,) = torch.autograd.grad((actual.weights * torch.tensor([1.0, 2.0, 4.0])).sum() + actual.lse.sum(), scores)
     assert grad[0].tolist() == [0, 0, 0]
     assert torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e37])
 def test_kernel_values_of_any_size_neither_vanish_nor_overflow(size: float) -> None:
-    found = _normalised(torch.tensor([[1.0, 3.0] * 100]) * size)
-    torch.testing.assert_close(found.weights[0, :2], torch.tensor([0.0025, 0.0075]))
-    assert found.lse.item() == pytest.approx(math.log(400) + math.log(size), rel=1e-5)
+    actual = _normalised(torch.tensor([[1.0, 3.0] * 100]) * size)
+    torch.testing.assert_close(actual.weights[0, :2], torch.tensor([0.0025, 0.0075]))
+    assert actual.lse.item() == pytest.approx(math.log(400) + math.log(size), rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [-0.5, math.nan, math.inf, -math.inf])
