@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 
@@ -73,22 +74,16 @@ def followed() -> set[str]:
 
 def three(folder: Path | None = None, **words: Any) -> softdb.SoftDB:
     """Records a, b, c, with keys (1, 0), (0, 1), (0, 0)."""
-    db = softdb.open(folder, dim=2, **words)
-    db.insert(["a", "b", "c"], np.eye(3, 2))
-    return db
+    return holding(np.eye(3, 2), ids=["a", "b", "c"], path=folder, **words)
 
 
 def filled(metric: Any = "dot", **words: Any) -> softdb.SoftDB:
     """50 records with values of two numbers."""
-    db = softdb.open(None, dim=4, value_dim=2, metric=metric, **words)
-    db.insert(range(50), KEYS, VALUES)
-    return db
+    return holding(KEYS, VALUES, metric=metric, **words)
 
 
 def labelled() -> softdb.SoftDB:
-    db = softdb.open(None, dim=4, num_classes=3)
-    db.insert(range(50), KEYS, np.arange(50) % 3)
-    return db
+    return holding(KEYS, np.arange(50) % 3, num_classes=3)
 
 
 def _text(node: ast.expr) -> str:

@@ -15,6 +15,7 @@ import softdb
 from softdb.check import Id
 from softdb.tools.cli.commands import app
 from softdb.train import Fitted
+from worlds import holding
 
 N, D, M = 120, 8, 240
 SMALL: dict[str, Any] = {"lr": 0.02, "batch_size": 64, "epochs": 6, "patience": None}
@@ -29,9 +30,9 @@ def keys_of(n: int = N, d: int = D) -> Tensor:
 
 def world(m: int = M, n: int = N) -> tuple[softdb.SoftDB, Tensor, list[list[Id]]]:
     """Records, queries that are their keys under a rotation, and the ids each shall find; ids are of both types."""
-    db, keys, noise = softdb.open(None, dim=D), keys_of(n), torch.Generator().manual_seed(2)
+    keys, noise = keys_of(n), torch.Generator().manual_seed(2)
     ids: list[Id] = [f"r{i}" if i % 3 == 0 else i for i in range(n)]
-    db.insert(ids, keys)
+    db = holding(keys, ids=ids)
     rotation = torch.linalg.qr(torch.randn(D, D, generator=noise))[0]
     wanted = torch.randint(n, (m,), generator=noise).tolist()
     queries = keys[wanted] @ rotation + 0.05 * torch.randn(m, D, generator=noise)

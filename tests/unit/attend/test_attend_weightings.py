@@ -60,9 +60,7 @@ def records(rng: np.random.Generator) -> tuple[Array, Array]:
 
 @pytest.fixture
 def db(records: tuple[Array, Array]) -> SoftDB:
-    filled = softdb.open(None, dim=D, value_dim=V)
-    filled.insert(range(N), *records, payloads=[{"even": i % 2 == 0} for i in range(N)])
-    return filled
+    return holding(*records, payloads=[{"even": i % 2 == 0} for i in range(N)])
 
 
 @pytest.fixture

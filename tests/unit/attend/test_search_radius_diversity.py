@@ -52,13 +52,6 @@ def chosen(metric: str, query: Array, keys: Array, k: int, diversity: float) -> 
     return taken
 
 
-def filled(metric: Any, keys: Array, **more: Any) -> SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], metric=metric, **more)
-    if len(keys):
-        db.insert(list(range(len(keys))), keys)
-    return db
-
-
 # -- a radius ----------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +67,7 @@ def test_a_radius_finds_every_record_within_it(
     keys = awkward(rng, 300, 6).astype(dtype)
     queries = rng.standard_normal((q, 6)).astype(np.float32)
     queries[-1] = 0
-    db = filled(metric, keys, dtype=dtype)
+    db = holding(keys, metric=metric, dtype=dtype)
     db.delete([5, 17])
     truth = scored(metric, queries, keys)
     truth[:, [5, 17]] = -np.inf
@@ -101,12 +94,12 @@ def test_a_radius_finds_every_record_within_it(
 def test_a_radius_search_has_gradients_and_finds_the_query_itself(rng: np.random.Generator) -> None:
     keys = awkward(rng, 60, 4)
     for metric, radius in (("l2", 0.0), ("cosine", 1.0)):
-        db = filled(metric, keys, dtype="float32")
+        db = holding(keys, metric=metric, dtype="float32")
         hits = db.search(torch.from_numpy(keys).double(), radius=0.0 if metric == "l2" else radius - 1e-9)
         assert hits.ids[0][:2] == [0, 1]  # duplicates
         assert {6, 7} <= set(hits.ids[6]) or metric == "l2"  # parallel
         db.close()
-    db = filled("l2", keys)
+    db = holding(keys, metric="l2")
     queries = torch.from_numpy(rng.standard_normal((3, 4))).requires_grad_()
     assert torch.autograd.gradcheck(lambda asked: db.search(asked, radius=2.0).scores.clamp(min=-100), (queries,))
 
@@ -114,7 +107,7 @@ def test_a_radius_search_has_gradients_and_finds_the_query_itself(rng: np.random
 def test_a_score_as_shown_is_a_radius(rng: np.random.Generator) -> None:
     """The tenth score as the radius gives the ten nearest: what is shown and what is compared are one number."""
     keys, queries = rng.standard_normal((500, 32)), rng.standard_normal((20, 32)).astype(np.float32)
-    db = filled("dot", keys)
+    db = holding(keys, metric="dot")
     ten = db.search(queries, k=10)
     for i in range(20):
         hits = db.search(queries[i], radius=float(ten.scores[i, 8]) - 1e-6)
@@ -126,7 +119,7 @@ def test_rounding_hides_no_record_and_shows_none_too_many(metric: str, rng: np.r
     """Scores that differ by less than a float32 product can tell."""
     keys = (rng.standard_normal(256) + 1e-6 * rng.standard_normal((500, 256))).astype(np.float32)
     queries = rng.standard_normal((20, 256)).astype(np.float32)
-    db, truth = filled(metric, keys), scored(metric, queries, keys)
+    db, truth = holding(keys, metric=metric), scored(metric, queries, keys)
     for i in range(20):
         least = float(truth[i, i])
         actual = radius_search(
@@ -176,7 +169,7 @@ def test_excluded_records_never_appear_and_others_do(
 ) -> None:
     monkeypatch.setattr(hits_file, "GATHERED", 800)
     keys, queries = rng.standard_normal((200, 5)), rng.standard_normal((6, 5))
-    db = filled("dot", keys)
+    db = holding(keys, metric="dot")
     truth = scored("dot", queries.astype(np.float32), keys.astype(np.float32))
     order = np.argsort(-truth, axis=1)
     out: Any = [order[i, : count + i].tolist() for i in range(6)] if each else order[0, :count].tolist()
@@ -193,7 +186,7 @@ def test_excluded_records_never_appear_and_others_do(
 
 def test_a_stored_query_leaves_itself_out(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((50, 4))
-    db = filled("cosine", keys)
+    db = holding(keys, metric="cosine")
     names = [3, 4, 9]
     hits = db.search(db.get(names).keys, k=2, exclude_ids=np.array([[name] for name in names]))
     plain = db.search(db.get(names).keys, k=3)
@@ -225,7 +218,7 @@ def test_exclusion_through_an_index_and_across_a_commit(tmp_path: Any, rng: np.r
 def test_diverse_hits_agree_with_the_equation(metric: str, diversity: float, rng: np.random.Generator) -> None:
     keys, queries = rng.standard_normal((80, 5)).astype(np.float32), rng.standard_normal((4, 5)).astype(np.float32)
     keys[10:20] = keys[:10] * np.float32(1.001)
-    db = filled(metric, keys)
+    db = holding(keys, metric=metric)
     truth = scored(metric, queries, keys)
     hits = db.search(torch.from_numpy(queries).double(), k=6, diversity=diversity, fetch_k=30)
     for i in range(4):
@@ -236,7 +229,7 @@ def test_diverse_hits_agree_with_the_equation(metric: str, diversity: float, rng
 
 def test_no_diversity_is_plain_search_and_much_of_it_drops_duplicates(rng: np.random.Generator) -> None:
     keys = np.repeat(rng.standard_normal((30, 6)), 5, axis=0)
-    db = filled("cosine", keys)
+    db = holding(keys, metric="cosine")
     queries = rng.standard_normal((3, 6))
     plain = db.search(queries, k=10)
     assert db.search(queries, k=10, diversity=0).rows.tolist() == plain.rows.tolist()
@@ -249,13 +242,13 @@ def test_no_diversity_is_plain_search_and_much_of_it_drops_duplicates(rng: np.ra
 def test_diverse_hits_have_gradients_and_take_all_there_are(rng: np.random.Generator) -> None:
     keys = awkward(rng, 12, 4)
     for metric in METRICS:
-        db = filled(metric, keys)
+        db = holding(keys, metric=metric)
         queries = torch.from_numpy(rng.standard_normal((2, 4))).requires_grad_()
         assert torch.autograd.gradcheck(lambda asked, db=db: db.search(asked, k=4, diversity=0.4).scores, (queries,))
         hits = db.search(np.zeros((2, 4)), k=15, diversity=0.7)
         assert [set(row) for row in hits.ids] == [{*range(12)}] * 2
         assert hits.rows.shape == (2, 12)
-    assert filled("dot", keys[:0]).search([1, 0, 0, 0], k=3, diversity=0.5).rows.tolist() == [[]]
+    assert holding(keys[:0], metric="dot").search([1, 0, 0, 0], k=3, diversity=0.5).rows.tolist() == [[]]
 
 
 # -- filters that go with the keys -------------------------------------------------------------------------------------
@@ -269,7 +262,7 @@ def world() -> tuple[SoftDB, Array]:
     random = np.random.default_rng(0)
     keys = (2 * random.standard_normal((200, D)))[random.integers(0, 200, N)] + random.standard_normal((N, D))
     keys = keys.astype(np.float32)
-    db = filled("l2", keys)
+    db = holding(keys, metric="l2")
     assert db.build_index("ivf", recall=0.95).met
     return db, keys
 
@@ -312,7 +305,7 @@ def test_a_filter_keeps_the_recall_wherever_its_matches_lie(
 
 def test_young_records_deletions_and_filters_together(rng: np.random.Generator) -> None:
     keys = (2 * rng.standard_normal((50, 8)))[rng.integers(0, 50, 9000)] + rng.standard_normal((9000, 8))
-    db = filled("l2", keys[:8500])
+    db = holding(keys[:8500], metric="l2")
     db.build_index("ivf")
     db.insert(range(8500, 9000), keys[8500:])
     db.delete(range(0, 9000, 3))
@@ -358,12 +351,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_arguments_are_refused_by_name(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(BadInput, match=f"search: {re.escape(message)}"):
-        filled("l2", np.eye(3)).search(np.ones((2, 3)), **arguments)
+        holding(np.eye(3), metric="l2").search(np.ones((2, 3)), **arguments)
 
 
 def test_a_radius_is_in_the_units_of_the_metric() -> None:
     with pytest.raises(BadInput, match=r"radius is 1\.5; expected a similarity from -1 to 1, for the metric 'cosine'"):
-        filled("cosine", np.eye(3)).search([1, 0, 0], radius=1.5)
+        holding(np.eye(3), metric="cosine").search([1, 0, 0], radius=1.5)
     with pytest.raises(BadInput, match="radius is inf; expected the least score, a finite number"):
-        filled("dot", np.eye(3)).search([1, 0, 0], radius=float("inf"))
-    assert filled("dot", np.eye(3)).search([1, 0, 0], radius=-0.5).rows.tolist() == [[0, 1, 2]]
+        holding(np.eye(3), metric="dot").search([1, 0, 0], radius=float("inf"))
+    assert holding(np.eye(3), metric="dot").search([1, 0, 0], radius=-0.5).rows.tolist() == [[0, 1, 2]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import doctest
 import math
-from typing import Any
 
 import pytest
 import reference
@@ -35,14 +34,6 @@ def keys_of(n: int = N, d: int = D) -> Tensor:
     return keys
 
 
-def regression(keys: Tensor, values: Tensor, **words: Any) -> softdb.SoftDB:
-    return holding(keys, values, **words)
-
-
-def classes(keys: Tensor, labels: Tensor) -> softdb.SoftDB:
-    return holding(keys, labels, num_classes=CLASSES)
-
-
 def wave(n: int = 60) -> tuple[Tensor, Tensor]:
     """Noisy measurements of a curve, (n, 1) and (n, 1)."""
     x = torch.rand(n, 1) * 5
@@ -68,7 +59,7 @@ def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor,
 def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> None:
     keys, values = keys_of(), torch.randn(N, V)
     bandwidth = h[0] if h[0] == h[1] else torch.tensor(h)
-    model = KernelRegressor(regression(keys, values), name, bandwidth, learnable=False)
+    model = KernelRegressor(holding(keys, values), name, bandwidth, learnable=False)
     queries = torch.cat([torch.randn(6, D), keys[:3], torch.full((1, D), 50.0)])
     told = model(queries)
     for x, actual in zip(queries, told, strict=True):
@@ -84,7 +75,7 @@ def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> No
 
 def test_k_filter_and_mask_narrow_the_participants() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
+    db = holding(keys, values)
     db.update(list(range(N)), payloads=[{"odd": i % 2 == 1} for i in range(N)])
     model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     odd = torch.arange(N) % 2 == 1
@@ -98,7 +89,7 @@ def test_k_filter_and_mask_narrow_the_participants() -> None:
 
 def test_inserts_and_deletes_count_at_once() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
+    db = holding(keys, values)
     model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     before = model(queries)
     db.insert([100], queries[:1], [[9.0] * V])
@@ -124,7 +115,7 @@ def test_an_empty_database_predicts_zeros() -> None:
 
 def test_the_bandwidth_starts_as_silverman_says() -> None:
     keys = keys_of() * torch.tensor([1.0, 10.0])
-    db = regression(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
+    db = holding(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
     db.delete([N])  # does not count
     torch.testing.assert_close(KernelRegressor(db).kernel.bandwidth, silverman(keys).float())
     each = KernelRegressor(db, per_coordinate=True).kernel.bandwidth
@@ -139,8 +130,8 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
     keys, labels = keys_of().double(), torch.randint(CLASSES, (N,))
     queries = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
     for model in (
-        KernelRegressor(regression(keys, torch.randn(N, V)), name, torch.tensor([1.3, 2.1], dtype=torch.float64)),
-        KernelClassifier(classes(keys, labels), name, torch.tensor(1.7, dtype=torch.float64)),
+        KernelRegressor(holding(keys, torch.randn(N, V)), name, torch.tensor([1.3, 2.1], dtype=torch.float64)),
+        KernelClassifier(holding(keys, labels, num_classes=CLASSES), name, torch.tensor(1.7, dtype=torch.float64)),
     ):
         parameters = list(model.parameters())
         assert [parameter.dtype for parameter in parameters] == [torch.float64]
@@ -151,7 +142,7 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
+    db = holding(keys, values)
     db.delete([4, 11])  # places are of what is left
     left = torch.tensor([i for i in range(N) if i not in (4, 11)])
     keys, values = keys[left], values[left]
@@ -169,7 +160,7 @@ def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
 
 def test_leave_one_out_predicts_labels_from_the_others() -> None:
     keys, labels = keys_of(), torch.randint(CLASSES, (N,))
-    actual, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
+    actual, true = KernelClassifier(holding(keys, labels, num_classes=CLASSES), bandwidth=0.8).leave_one_out()
     one_hot = torch.eye(CLASSES)[labels]
     assert torch.equal(true, one_hot)
     for i in range(N):
@@ -180,7 +171,7 @@ def test_leave_one_out_predicts_labels_from_the_others() -> None:
 @pytest.mark.parametrize("kernel", ["gaussian", "laplacian"])
 def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
     x, y = wave()
-    model = KernelRegressor(regression(x, y), kernel)
+    model = KernelRegressor(holding(x, y), kernel)
     errors = model.fit()
     searched = leave_one_out(x, y, type(model.kernel))
     assert model.kernel.bandwidth.item() == pytest.approx(searched, rel=0.03)
@@ -192,7 +183,7 @@ def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
 def test_fit_finds_which_coordinate_counts() -> None:
     x, y = wave(100)
     keys = torch.cat([x, torch.rand(100, 1) * 5], dim=1)
-    model = KernelRegressor(regression(keys, y), per_coordinate=True)
+    model = KernelRegressor(holding(keys, y), per_coordinate=True)
     model.fit(batch_size=64)
     counts, idle = model.kernel.bandwidth.tolist()
     assert counts < 0.5
@@ -202,7 +193,7 @@ def test_fit_finds_which_coordinate_counts() -> None:
 def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
     keys = torch.stack([torch.linspace(0, 8, 80).round() + 0.02 * torch.randn(80), torch.rand(80) * 5], dim=1)
     labels = (keys[:, 0].round() % 2).long()  # stripes, and a coordinate that means nothing
-    model = KernelClassifier(classes(keys, labels), bandwidth=0.6, per_coordinate=True)
+    model = KernelClassifier(holding(keys, labels, num_classes=CLASSES), bandwidth=0.6, per_coordinate=True)
     before = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
     errors = model.fit()
     after = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
@@ -219,7 +210,10 @@ def test_the_fast_gaussian_takes_the_steps_of_any_kernel(
     keys[3] = keys[7]  # a duplicate is another record
     values, labels = torch.randn(80, V) + 1e4, torch.randint(CLASSES, (80,))
     start = torch.tensor(h, dtype=torch.float64)
-    for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
+    for kind, db in (
+        (KernelRegressor, holding(keys, values)),
+        (KernelClassifier, holding(keys, labels, num_classes=CLASSES)),
+    ):
         db.delete(range(60, 80))
         results = []
         for kept in (regression_module.KEPT, 0):  # 0: through autograd, in float64
@@ -237,7 +231,7 @@ def test_fit_is_the_same_each_time_by_its_seed() -> None:
     x, y = wave()
     results = []
     for seed in (1, 1, 2):
-        model = KernelRegressor(regression(x, y))
+        model = KernelRegressor(holding(x, y))
         results.append(model.fit(steps=5, batch_size=16, seed=seed))
     assert results[0] == results[1] != results[2]
     assert len(results[0]) == 5
@@ -245,7 +239,7 @@ def test_fit_is_the_same_each_time_by_its_seed() -> None:
 
 def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
     x, y = wave()
-    db = regression(x, y)
+    db = holding(x, y)
     model, generation = KernelRegressor(db), db.stats().generation
     before = model.kernel.bandwidth.item()
     with torch.no_grad():
@@ -256,7 +250,7 @@ def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
 
 def test_a_half_precision_database_predicts_in_float32() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    model = KernelRegressor(regression(keys, values, dtype="float16"), bandwidth=0.8)
+    model = KernelRegressor(holding(keys, values, dtype="float16"), bandwidth=0.8)
     actual, true = model.leave_one_out()
     assert (actual.dtype, true.dtype) == (torch.float32, torch.float32)
     expected = by_loops("gaussian", [0.8] * D, keys[5].half(), keys.half(), values.half(), out=5)
@@ -267,7 +261,7 @@ def test_a_half_precision_database_predicts_in_float32() -> None:
 
 
 def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
-    db = regression(keys_of(), torch.randn(N, V))
+    db = holding(keys_of(), torch.randn(N, V))
     model = KernelRegressor(db, bandwidth=0.5)
     twin = copy.deepcopy(model)
     assert twin.db is db
@@ -281,14 +275,14 @@ def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
 
 def test_a_given_tensor_is_copied() -> None:
     h = torch.tensor([0.5, 0.5])
-    model = KernelRegressor(regression(keys_of(), torch.randn(N, V)), bandwidth=h)
+    model = KernelRegressor(holding(keys_of(), torch.randn(N, V)), bandwidth=h)
     h[0] = 7
     torch.testing.assert_close(model.kernel.bandwidth, torch.tensor([0.5, 0.5]))
 
 
 def test_mismatched_shapes_are_refused() -> None:
     keys = keys_of()
-    numbers, labels = regression(keys, torch.randn(N, V)), classes(keys, torch.zeros(N).long())
+    numbers, labels = holding(keys, torch.randn(N, V)), holding(keys, torch.zeros(N).long(), num_classes=CLASSES)
     bare = softdb.open(None, dim=D)
     for db in (labels, bare):
         with pytest.raises(BadInput, match=r"the database has no vectors as values.*use KernelClassifier for labels"):
@@ -310,7 +304,7 @@ def test_mismatched_shapes_are_refused() -> None:
 
 
 def test_places_and_settings_that_make_no_sense_are_refused() -> None:
-    db = regression(keys_of(), torch.randn(N, V))
+    db = holding(keys_of(), torch.randn(N, V))
     model = KernelRegressor(db)
     with pytest.raises(BadInput, match=r"places reach from 0 to 23 but there are 23 records; expected 0 to 22"):
         model.leave_one_out(torch.tensor([0, N]))

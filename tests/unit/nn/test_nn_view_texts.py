@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.database.reembedding import texts_at
@@ -32,10 +33,7 @@ class OfTexts(torch.nn.Module):
 
 
 def filled(**words: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=2)
-    payloads = [{"text": "payload", "name": text} for text in TEXTS]
-    db.insert(range(len(TEXTS)), torch.randn(len(TEXTS), 2), payloads=payloads, **words)
-    return db
+    return holding(torch.randn(len(TEXTS), 2), payloads=[{"text": "payload", "name": text} for text in TEXTS], **words)
 
 
 @pytest.mark.parametrize(
