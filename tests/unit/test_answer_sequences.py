@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import holding
+from worlds import holding, labelled
 
 import softdb
 from softdb import Hit, Record
@@ -14,7 +14,7 @@ from softdb import Hit, Record
 
 @pytest.fixture
 def db() -> softdb.SoftDB:
-    return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
+    return labelled()
 
 
 def test_hits_hold_no_padding(db: softdb.SoftDB) -> None:

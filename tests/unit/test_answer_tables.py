@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import holding
+from worlds import holding, labelled
 
 import softdb
 from softdb import BadInput, MissingDependency, SoftDB, StaleRead
@@ -68,7 +68,7 @@ def page(answer: Any) -> Page:
 
 @pytest.fixture
 def db() -> SoftDB:
-    return holding([[3, 0], [2, 0], [1, 0]], [0, 1, 2], [{"x": 1}, None, "p" * 500], ids=["a", 7, "c"], num_classes=3)
+    return labelled()
 
 
 def test_tables_show_the_same_as_lists(db: SoftDB) -> None:

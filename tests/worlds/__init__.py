@@ -2,6 +2,7 @@
 
     holding(keys, values, payloads)   a database of the records that the test gives
     filled(n, d, value_dim)           a database of awkward records: twins, opposites, a zero key
+    labelled()                        a database of three records with labels
     indexed(keys)                     a database of many records, which answers by an index
     snapshot(keys, values)            a snapshot without a database
     awkward(random), clusters(random), near(random, keys, q)    keys and queries alone
@@ -11,9 +12,10 @@
 tests of `softdb.nn` and `softdb.train`.
 """
 
-from worlds.databases import D, N, V, filled, holding, index_report, indexed
+from worlds.databases import D, N, V, filled, holding, index_report, indexed, labelled
 from worlds.records import Array, awkward, clusters, near, snapshot
 
 __all__ = [
-    "Array", "D", "N", "V", "awkward", "clusters", "filled", "holding", "index_report", "indexed", "near", "snapshot",
+    "Array", "D", "N", "V", "awkward", "clusters", "filled", "holding", "index_report", "indexed", "labelled", "near",
+    "snapshot",
 ]  # fmt: skip

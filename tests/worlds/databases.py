@@ -57,6 +57,12 @@ def filled(
     return holding(keys, values, [{"odd": i % 2 == 1} for i in range(n)], dim=d, **schema)
 
 
+def labelled() -> softdb.SoftDB:
+    """Open a database of three records with the ids "a", 7 and "c", the labels 0, 1 and 2, and unlike payloads."""
+    keys, payloads = [[3, 0], [2, 0], [1, 0]], [{"x": 1}, None, "p" * 500]
+    return holding(keys, [0, 1, 2], payloads, ids=["a", 7, "c"], num_classes=3)
+
+
 def indexed(
     keys: NDArray[Any] | None = None,  # 20,000 in clusters by default
     values: Any = None,

@@ -12,7 +12,7 @@ import worlds
 from drawn import errors_of, pooled_at, sampled
 from scipy import stats
 from sklearn.neighbors import KernelDensity
-from worlds import holding
+from worlds import holding, indexed
 
 import softdb
 from softdb.attend.error import bars, f_quantile
@@ -31,17 +31,14 @@ def clusters(seed: int = 0, n: int = N) -> Any:
     return (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(np.float32)
 
 
-def filled(metric: Any = "dot", **more: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=D, metric=metric, **more)
+def filled(metric: Any = "dot", value_dim: int = 0, num_classes: int | None = None) -> softdb.SoftDB:
+    """Open a database with an index, whose records are of part 0 or 1."""
     keys = clusters()
-    values: Any = None
-    if db.value_dim:
-        values = np.random.default_rng(5).standard_normal((N, db.value_dim))
-    elif db.num_classes:
-        values = (np.abs(keys[:, 0]) * 40).astype(int) % db.num_classes
-    db.insert(range(N), keys, values, [{"part": i % 2} for i in range(N)])
-    db.build_index("ivf", recall=0.9)
-    return db
+    values: Any = np.random.default_rng(5).standard_normal((N, value_dim)) if value_dim else None
+    if num_classes:
+        values = (np.abs(keys[:, 0]) * 40).astype(int) % num_classes
+    parts = [{"part": i % 2} for i in range(N)]
+    return indexed(keys, values, parts, metric=metric, num_classes=num_classes, recall=0.9)
 
 
 @pytest.fixture(scope="module")

@@ -210,10 +210,8 @@ def test_the_fast_gaussian_takes_the_steps_of_any_kernel(
     keys[3] = keys[7]  # a duplicate is another record
     values, labels = torch.randn(80, V) + 1e4, torch.randint(CLASSES, (80,))
     start = torch.tensor(h, dtype=torch.float64)
-    for kind, db in (
-        (KernelRegressor, holding(keys, values)),
-        (KernelClassifier, holding(keys, labels, num_classes=CLASSES)),
-    ):
+    classes = holding(keys, labels, num_classes=CLASSES)
+    for kind, db in ((KernelRegressor, holding(keys, values)), (KernelClassifier, classes)):
         db.delete(range(60, 80))
         results = []
         for kept in (regression_module.KEPT, 0):  # 0: through autograd, in float64

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 from worlds.trainings import SMALL, run, same
 
 import softdb
@@ -38,10 +39,9 @@ def folded(n: int = N) -> tuple[Tensor, Tensor, list[Id]]:
 
 
 def filled(path: Path | None = None, n: int = N, **words: Any) -> softdb.SoftDB:
-    db = softdb.open(path, dim=D, metric="l2", **words)
     values = None if "value_dim" not in words else np.arange(n * 2.0).reshape(n, 2)
-    db.insert([f"r{i}" if i % 3 == 0 else i for i in range(n)], folded(n)[0], values, [{"i": i} for i in range(n)])
-    return db
+    ids, payloads = [f"r{i}" if i % 3 == 0 else i for i in range(n)], [{"i": i} for i in range(n)]
+    return holding(folded(n)[0], values, payloads, ids=ids, path=path, metric="l2", **words)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
