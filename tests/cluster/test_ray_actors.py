@@ -1,4 +1,4 @@
-"""Actors on Ray: the same answers, whoever is killed."""
+"""Actors on Ray give the same answers through kills of any of them."""
 
 from __future__ import annotations
 

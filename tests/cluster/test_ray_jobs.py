@@ -1,4 +1,4 @@
-"""Jobs on Ray: bulk ingest, which is one commit or none; shards that double; training."""
+"""Jobs on Ray: bulk ingest in one commit or none, doubling of shards, training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories below a cluster's cache are the table's own, or are made anew."""
+"""Directories below a cluster's cache belong to the table or are rebuilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line on a cluster's table: what it prints of one database of the same records."""
+"""The command line on a cluster's table prints the same as on one database of the same records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any changes of a table by Lance's own API, between a cluster's own writes: every record is always the table's."""
+"""Random changes of a table by Lance's own API between a cluster's writes: answers are always the table's."""
 
 from __future__ import annotations
 

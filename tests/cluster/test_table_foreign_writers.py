@@ -1,4 +1,4 @@
-"""What other programs do to a table by Lance's own API: followed, or refused by name, and never mistaken."""
+"""Changes of a table by other programs through Lance's own API are followed or refused by name."""
 
 from __future__ import annotations
 

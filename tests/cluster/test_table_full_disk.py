@@ -1,4 +1,4 @@
-"""A disk that fills after a write was acknowledged: shards never claim a version whose records they have lost."""
+"""A disk that fills after an acknowledged write: shards never claim a version whose records they lack."""
 
 from __future__ import annotations
 

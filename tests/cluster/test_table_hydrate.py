@@ -1,4 +1,4 @@
-"""Directories made from a table: always one version, whole, whatever has happened to them."""
+"""Directories built from a table always hold one complete version."""
 
 from __future__ import annotations
 

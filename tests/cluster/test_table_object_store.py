@@ -1,4 +1,4 @@
-"""A table in an object store: S3 as moto's server has it, whose conditional puts are tested first."""
+"""A table in an object store, moto's S3, whose conditional puts are tested first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a shard's own rows: taken one by one or picked out of all, they are the same; what is no record is named."""
+"""Reading a shard's own rows one by one or by a scan gives the same; invalid rows are named."""
 
 from __future__ import annotations
 

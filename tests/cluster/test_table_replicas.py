@@ -1,4 +1,4 @@
-"""Another directory with the same records takes over: between two questions, within one, before the gradient."""
+"""A second directory of the same records takes over between and within questions, and before a gradient."""
 
 from __future__ import annotations
 

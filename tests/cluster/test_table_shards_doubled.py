@@ -1,4 +1,4 @@
-"""Twice as many shards: split where they lie, while reads go on, whoever is killed."""
+"""Doubling the shards: they are split in place while reads continue, through kills at any step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a cluster: one ordinary database, whole or not there."""
+"""Snapshots of a cluster are one ordinary database, complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage of a table fails: it cannot be reached, is slow, loses replies, or lacks a file.
+"""Faults of a table's storage: unreachable, slow, losing replies, or lacking a file.
 
 Errors are typed and name the address and the cause. What was acknowledged is there afterwards, what was not is there
 whole or not at all, and the same handle goes on once the storage is back.

@@ -1,4 +1,4 @@
-"""Training on a cluster: what one database brings, but for rounding."""
+"""Training on a cluster equals training on one database, up to rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer is killed at named steps and at any moment: what it has acknowledged is there, and nothing is there by half.
+"""Writers killed at named and random steps: acknowledged records are there, and no batch is there in part.
 
 Beside it a reader follows; afterwards the directories that it has left, and new ones, must answer with one state of the
 records: that of the last turn that was acknowledged, or of the one that was being written, whole.

@@ -1,4 +1,4 @@
-"""The table itself: what a verb promises, whoever else writes."""
+"""Promises of the table's verbs beside other writers."""
 
 from __future__ import annotations
 

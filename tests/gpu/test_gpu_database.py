@@ -1,4 +1,4 @@
-"""softdb.device and a database on a device at real sizes against float64; the same at small sizes on the CPU."""
+"""softdb.device and a database on a device against float64: real sizes on a GPU, small ones on the CPU."""
 
 from __future__ import annotations
 

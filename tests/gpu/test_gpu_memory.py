@@ -1,4 +1,4 @@
-"""softdb.nn.Memory with its parameters on a device: as in the RAM, and what is learnt there comes back to the disk."""
+"""softdb.nn.Memory with parameters on a device equals one in RAM, and its commits reach the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model around a database switches on changes none of its answers: autocast, TF32, torch.compile."""
+"""Autocast, TF32 and torch.compile around a database change none of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.View with its encoder on a device: encodings lie there, and answers where the queries are."""
+"""softdb.nn.View with its encoder on a device: encodings stay there, answers lie where the queries lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error that advises an argument, a call or a command has a test that does so, or a reason why none does."""
+"""Every error that advises an argument, a call or a command has a test that follows it, or a reason."""
 
 from __future__ import annotations
 

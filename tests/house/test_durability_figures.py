@@ -1,4 +1,4 @@
-"""What docs/durability.md says was tried is what the tests have counted."""
+"""The figures of docs/durability.md are those that the tests counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs in a process of its own, and prints what it says it shows."""
+"""Every example runs in a process of its own and prints what it claims."""
 
 from __future__ import annotations
 

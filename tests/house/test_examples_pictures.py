@@ -1,4 +1,4 @@
-"""The short examples: each ends in assertions of its own, and draws what it shows."""
+"""The short examples end in assertions of their own and draw their pictures."""
 
 from __future__ import annotations
 

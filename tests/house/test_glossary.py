@@ -1,4 +1,4 @@
-"""One word, one meaning: docs/glossary.md says which, and the names in softdb/ keep to it."""
+"""Names in softdb/ keep to docs/glossary.md: one word, one meaning."""
 
 from __future__ import annotations
 

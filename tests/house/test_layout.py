@@ -1,4 +1,4 @@
-"""Reading order = data order = import order."""
+"""Imports follow the order of docs/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README, docs/ and the pages beside them tell the truth: code runs, links lead somewhere, names exist."""
+"""README, docs/ and the pages beside them are true: code runs, links resolve, names exist."""
 
 from __future__ import annotations
 

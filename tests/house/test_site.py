@@ -1,4 +1,4 @@
-"""The site is built without a warning, asks no other host for anything, and what is published is complete."""
+"""The site builds without a warning, loads nothing from other hosts, and is published completely."""
 
 from __future__ import annotations
 

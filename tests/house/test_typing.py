@@ -1,4 +1,4 @@
-"""What a type checker knows of answers; mypy reads this file, and a run shows that it tells the truth."""
+"""Types of answers as a type checker infers them; mypy reads this file, and a run confirms it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own program, under strict type checkers: softdb's types are whole, and say what they should."""
+"""A user's program under strict type checkers: softdb's types are complete and right."""
 
 from __future__ import annotations
 

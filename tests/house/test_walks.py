@@ -1,4 +1,4 @@
-"""The walks that docs/architecture.md describes are what runs: each step is called, in that order."""
+"""The walks of docs/architecture.md are the calls that run, in that order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Haystack's mixins leave open: retrieval, pipelines, sharing, whole documents, records of others, bad input."""
+"""Behaviour beyond Haystack's mixins: retrieval, pipelines, sharing, foreign records, bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LangChain's suites leave open: filters, diversity, relevance, words, other people's records, bad input."""
+"""Behaviour beyond LangChain's suites: filters, diversity, relevance, full text, foreign records, bad input."""
 
 from __future__ import annotations
 

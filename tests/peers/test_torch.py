@@ -1,4 +1,4 @@
-"""Functional attention is torch's scaled_dot_product_attention, and the heart of its MultiheadAttention."""
+"""Functional attention equals torch's scaled_dot_product_attention, also inside MultiheadAttention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that write to a database, tell what they have done, and die: forked in milliseconds from a warm one.
+"""Processes that write to a database, report their progress and die, forked in milliseconds from a warm one.
 
 `Nursery` keeps that one, which has softdb and has used no threads. A child says "begin n" before its n-th act and
 "done n" after it on a pipe. It is reaped when the nursery is told to: a process that is killed still has its number.

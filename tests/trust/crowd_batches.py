@@ -1,4 +1,4 @@
-"""Batches whose records belong together: a view that holds one of them in part, or mixes two, is torn.
+"""Batches whose records belong together, to detect a view that holds a batch in part or mixes two.
 
 Batch b has the ids "b:0" … "b:SIZE-1", each with key (APART b, i, 1, …), value (b, version) and payload
 {"batch": b, "of": SIZE, "version": version}.

@@ -1,4 +1,4 @@
-"""Processes for tests of many at once: quick to start, never waited for in vain, their failures told in words."""
+"""Processes for concurrency tests: quick to start, with timeouts and readable failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that stand where a file of a database should, and files that are not what their names say."""
+"""Irregular files in place of a database's files, and files whose contents contradict their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a database whose writer was killed, and a life of many such writers."""
+"""Checks of a database whose writer was killed, and a sequence of many such writers."""
 
 from __future__ import annotations
 

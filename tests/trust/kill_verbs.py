@@ -1,4 +1,4 @@
-"""What a writer does, as a pure function of a seed, a number and what is stored: so whoever knows the number knows it.
+"""Acts of a writer as a pure function of a seed, a number and the stored records.
 
 An act does something to a database and says what is stored after it. Some leave the records as they are.
 """

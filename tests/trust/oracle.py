@@ -1,4 +1,4 @@
-"""What a database must hold: a dict of records, and how to tell whether one does."""
+"""The expected contents of a database as a dict of records, and its comparison with the database."""
 
 from __future__ import annotations
 

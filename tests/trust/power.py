@@ -1,4 +1,4 @@
-"""The power goes: every state that a history may leave, opened, and compared with what was acknowledged."""
+"""Power cuts: every state that a history may leave is opened and compared with the acknowledged records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that forgets: what may be left of a log of file operations when the power goes.
+"""A disk that loses unsynced writes: the states that a log of file operations may leave after a power cut.
 
 The model, which is wider than any one file system:
 

@@ -1,4 +1,4 @@
-"""Recording: a workload's file operations, and between them what was asked for and what was acknowledged."""
+"""Recording of a workload's file operations with the requests and acknowledgements between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second blow: the power goes again while a cut is recovered from, or after a kill, when nothing was lost yet."""
+"""A second power cut during the recovery from a first one or from a kill."""
 
 from __future__ import annotations
 

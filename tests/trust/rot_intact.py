@@ -1,4 +1,4 @@
-"""Which records of a damaged world are intact, by the bytes that have changed, and what a salvage must make of it."""
+"""Intact records of a damaged world, by the changed bytes, and the expected result of a salvage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small databases of every kind for damage, what each must answer, and what damage there is."""
+"""Small databases of every kind to damage, their expected answers, and the kinds of damage."""
 
 from __future__ import annotations
 

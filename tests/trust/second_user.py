@@ -1,4 +1,4 @@
-"""A process of another user that may read a database's directory and not write to it, told what to do over a pipe."""
+"""A process of another user with read permission only, commanded over a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bit rot: whatever happens to a file, a database says what it said before, or names what is damaged."""
+"""Bit rot: a damaged database gives its old answers or names the damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many at once: a writer's threads, readers in other processes, two writers, a log that must stay small."""
+"""Threads of a writer, readers in other processes, two writers, and a log that must stay small."""
 
 from __future__ import annotations
 

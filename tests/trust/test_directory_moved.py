@@ -1,4 +1,4 @@
-"""A directory that is renamed, replaced or loses its lock while it is open: nobody writes into another's."""
+"""A directory renamed, replaced or stripped of its lock while open: no handle writes into another's."""
 
 from __future__ import annotations
 

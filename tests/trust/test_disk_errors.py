@@ -1,4 +1,4 @@
-"""Errors of the disk at every step: a typed error, a handle that still reads, and a directory that opens."""
+"""Disk errors at every step raise a typed error; the handle still reads, and the directory opens."""
 
 from __future__ import annotations
 

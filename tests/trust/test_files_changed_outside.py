@@ -1,4 +1,4 @@
-"""Files of a live directory that other programs rename, delete, replace or overwrite: nothing acknowledged is lost.
+"""Files of a live directory renamed, deleted, replaced or overwritten lose no acknowledged record.
 
 What is acknowledged after the change must be found when the database is opened again, as it lies or with what was moved
 away moved back. Where the change itself has destroyed records, opening says so and never answers with less.

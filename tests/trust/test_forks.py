@@ -1,4 +1,4 @@
-"""Forked and spawned processes: a child reads on, is told what it may not do, and disturbs nothing of its parent."""
+"""Forked and spawned processes: a child reads, is refused what it may not do, and leaves its parent alone."""
 
 from __future__ import annotations
 

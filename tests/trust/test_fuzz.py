@@ -1,4 +1,4 @@
-"""Every parser of bytes from outside, at random: an answer that is right, or a refusal by name; never anything else."""
+"""Fuzzed bytes for every parser of outside input: a right answer or a refusal by name."""
 
 from __future__ import annotations
 

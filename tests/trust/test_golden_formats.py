@@ -1,4 +1,4 @@
-"""Golden directories: a database made by each released format version opens in every later one, and lives on."""
+"""Golden directories: a database of each released format version opens in every later version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A catalogue from a stranger is refused by name or answers; it runs nothing, ends, and changes nothing outside."""
+"""A hostile catalogue is refused by name or answered; it runs no code, ends, and changes nothing outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from a stranger: none leads out of the directory, hangs, fills the memory, or runs anything."""
+"""Hostile files in a directory cannot lead outside, hang, exhaust memory or run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of HDF5 that lead elsewhere, and the process that reads them: whatever it does, the caller lives."""
+"""Hostile HDF5 files, and the process that reads them: the caller survives whatever it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids, payloads and filters that upset careless stores come back exactly, or are refused before a change."""
+"""Difficult ids, payloads and filters come back exactly or are refused before a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders of strangers that an import must refuse by name: nothing crashes, hangs, or reads another file."""
+"""Hostile files and folders for import are refused by name without a crash, hang or read outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index files from a stranger, or from elsewhere: FAISS reads only what this user has signed, and nothing beyond."""
+"""Hostile or foreign index files: FAISS reads only files that this user has signed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes, models, weights and texts from a stranger: they load nothing, run nothing, and no terminal obeys them."""
+"""Hostile notes, models, weights and texts load and run nothing, and no terminal obeys them."""
 
 from __future__ import annotations
 

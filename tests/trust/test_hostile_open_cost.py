@@ -1,4 +1,4 @@
-"""What a hostile directory costs to open is bound by what is in it, not by what it claims."""
+"""The cost of opening a hostile directory is bounded by its size, not by its claims."""
 
 from __future__ import annotations
 

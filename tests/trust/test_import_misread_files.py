@@ -1,4 +1,4 @@
-"""Files that an import once misread: each comes in as it is, or is refused by name."""
+"""Files that an import once misread are imported exactly or refused by name."""
 
 from __future__ import annotations
 

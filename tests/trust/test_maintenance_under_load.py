@@ -1,4 +1,4 @@
-"""Copies, compactions, checks and builds while others write; what a compaction frees, and what it takes meanwhile."""
+"""Copies, compactions, checks and builds beside writes; space that a compaction frees and needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The power goes at every step: what was acknowledged is there, what was in flight is whole or not at all."""
+"""Power cuts at every step: acknowledged records are there, and unacknowledged batches whole or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb, reopening, crashes and a second reader, in any order, beside a dict and numpy: they never disagree."""
+"""Every verb, reopening, crashes and a second reader in random order, against a dict and numpy."""
 
 from __future__ import annotations
 

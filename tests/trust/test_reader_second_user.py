@@ -1,4 +1,4 @@
-"""Readers under another user id, who may not write: they see later commits, or say why they cannot."""
+"""Readers under another user id without write permission see later commits or report why they cannot."""
 
 from __future__ import annotations
 

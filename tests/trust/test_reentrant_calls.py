@@ -1,4 +1,4 @@
-"""What comes in the middle of a verb: a signal's handler, a lazy payload, a fork, a traceback that is dropped late."""
+"""Signal handlers, lazy payloads, forks and late tracebacks in the middle of a verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Salvage: every intact record of a damaged database, and nothing else, in a new one."""
+"""Salvage copies every intact record of a damaged database into a new one, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Salvage and verify where parts of a database contradict each other, or claim more than there is."""
+"""Salvage and verify of databases whose parts contradict each other or claim too much."""
 
 from __future__ import annotations
 

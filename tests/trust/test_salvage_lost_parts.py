@@ -1,4 +1,4 @@
-"""Salvage where something whole is lost: tables, settings, roots of trees, logs, files, the disk's patience."""
+"""Salvage of databases that lost tables, settings, tree roots, logs or files, and beside disk errors."""
 
 from __future__ import annotations
 

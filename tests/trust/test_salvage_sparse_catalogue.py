@@ -1,4 +1,4 @@
-"""Salvage of a catalogue with holes, and of one whose settings are larger than a setting can be."""
+"""Salvage of a catalogue with holes, and of one with an oversized setting."""
 
 from __future__ import annotations
 

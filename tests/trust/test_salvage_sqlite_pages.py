@@ -1,4 +1,4 @@
-"""SQLite's files read without SQLite: as it reads them where they are sound, and nothing made up where they are not."""
+"""SQLite files read without SQLite: equal where they are sound, nothing invented where they are not."""
 
 from __future__ import annotations
 

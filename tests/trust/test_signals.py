@@ -1,4 +1,4 @@
-"""Ctrl-C, other signals, exceptions from outside: the state is old or new, the handle goes on, no lock stays."""
+"""Ctrl-C, other signals and injected exceptions leave the old or the new state, a working handle and no lock."""
 
 from __future__ import annotations
 

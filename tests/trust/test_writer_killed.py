@@ -1,4 +1,4 @@
-"""Writers are killed, at every step and at any moment: what was acknowledged is there, nothing is there by half."""
+"""Writers killed at every step: acknowledged records are there, and no batch is there in part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who follows the advice of an error gets the answer: opening and writing."""
+"""Following the advice of an error gives the answer: opening and writing."""
 
 from __future__ import annotations
 

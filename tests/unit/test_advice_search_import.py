@@ -1,4 +1,4 @@
-"""Who follows the advice of an error gets the answer: searching, indexing, importing."""
+"""Following the advice of an error gives the answer: searching, indexing, importing."""
 
 from __future__ import annotations
 

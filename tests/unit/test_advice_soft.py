@@ -1,4 +1,4 @@
-"""Who follows the advice of an error gets the answer: soft queries, temperatures, scores, pictures."""
+"""Following the advice of an error gives the answer: soft queries, temperatures, scores, pictures."""
 
 from __future__ import annotations
 

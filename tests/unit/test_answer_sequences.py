@@ -1,4 +1,4 @@
-"""Answers as sequences: what is there, without padding; and as short text."""
+"""Answers as sequences without padding, and as short text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as tables of HTML and as pandas frames: escaped, short, and what the lists say."""
+"""Answers as HTML tables and pandas frames: escaped, short and equal to the lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of docs/answers.md: calls in threads of asyncio; many at once, cancelled, interrupted."""
+"""The recipe of docs/answers.md: calls in threads of asyncio, concurrent, cancelled and interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attribute of a caller's object that fails says so itself; it is not taken for one that is not there."""
+"""An error inside an attribute of a caller's object is raised, not taken for a missing attribute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each bad input: a typed error that says what came and what to do, and nothing changed."""
+"""Each bad input raises a typed error that says what came and what to do, and changes nothing."""
 
 from __future__ import annotations
 

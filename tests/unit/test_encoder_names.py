@@ -1,4 +1,4 @@
-"""A database remembers what made its keys: by name, with its settings, wherever it goes."""
+"""A database stores the name and settings of its encoder, and copies keep them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functional attention against loops: both paths, gradients, masks, the ends."""
+"""Functional attention against loops: both paths, gradients, masks and edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: drawn without a display, of weights that are weights."""
+"""Plots are drawn without a display, and show weights that sum to 1."""
 
 from __future__ import annotations
 

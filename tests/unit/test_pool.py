@@ -1,4 +1,4 @@
-"""Pooling, merging and the estimate of what lies beyond the hits, against the equations."""
+"""Pooling, merging and the estimate of the missed mass, against the equations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts beside records, encoders of any callable, and records without a key."""
+"""Texts of records, encoders of any callable, and records without a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key made anew by another encoder: what a database of that encoder would be, in one commit, or nothing."""
+"""Reembedding equals a new database of the other encoder, in one commit or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders: stable, spelling is near spelling, and a missing package has a name."""
+"""Encoders of texts are stable, place similar spellings close, and name a missing package."""
 
 from __future__ import annotations
 

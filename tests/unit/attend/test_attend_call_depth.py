@@ -1,4 +1,4 @@
-"""How many frames of softdb stand between a soft query and FAISS, or a kernel."""
+"""Frames of softdb between a soft query and FAISS or a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error bars in every world: they hold, say when nothing can be said, and merge; what they stand on holds, too."""
+"""Error bars in every world: they hold, are infinite where nothing is known, and merge."""
 
 from __future__ import annotations
 

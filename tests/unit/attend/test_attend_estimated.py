@@ -1,4 +1,4 @@
-"""Soft queries to a tolerance: unbiased draws, error bars that hold, gradients, filters, young and dead rows."""
+"""Soft queries with a tolerance: unbiased draws, bars that hold, gradients, filters, young and dead rows."""
 
 from __future__ import annotations
 

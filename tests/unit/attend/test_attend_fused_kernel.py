@@ -1,4 +1,4 @@
-"""The compiled soft query against float64 torch: every metric, column and shape that takes another path through it."""
+"""The compiled soft query against float64 torch, for every metric, dtype and shape with a path of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores and pooling on stored columns where they lie: what copies give, with gradients to any order."""
+"""Scores and pooling read stored columns in place: equal to copies, with gradients of any order."""
 
 from __future__ import annotations
 

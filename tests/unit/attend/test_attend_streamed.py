@@ -1,4 +1,4 @@
-"""The exact soft query against the loops: answers, gradients, who takes part, and the degenerate cases."""
+"""The exact soft query against loops: answers, gradients, participants and degenerate cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams whose columns are tensors that learn, and sparse weightings over every record by passes."""
+"""Streams over columns that are trained, and sparse weightings computed in passes."""
 
 from __future__ import annotations
 

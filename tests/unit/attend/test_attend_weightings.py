@@ -1,4 +1,4 @@
-"""Every weighting and score asked of a database: against dense weights over all records, certificates, explanations."""
+"""Every weighting and score against dense weights over all records; certificates and explanations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database on a device: equal to one on the CPU at every step, from what lies there alone."""
+"""A database on a device equals one on the CPU at every step and reads only the device."""
 
 from __future__ import annotations
 

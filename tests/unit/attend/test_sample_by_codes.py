@@ -1,4 +1,4 @@
-"""Samples from candidates by their codes: as likely as the weights are, under filters, deletions and young records."""
+"""Samples drawn by codes have the probabilities of the weights, also with filters, deletions and young records."""
 
 from __future__ import annotations
 

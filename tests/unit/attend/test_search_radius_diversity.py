@@ -1,4 +1,4 @@
-"""What a search can ask beside k: a radius, records left out, diverse hits; and filters that go with the keys."""
+"""Search by radius, with exclusions, with diverse hits, and with filters that correlate with the keys."""
 
 from __future__ import annotations
 

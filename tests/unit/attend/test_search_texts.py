@@ -1,4 +1,4 @@
-"""Search by text and vector together, against the sums written out; and its gradients."""
+"""Search by text and vector together against the written-out sums, with gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark tool reads, and what it holds to be true, and what it takes for an answer."""
+"""Data of the benchmark tool: worlds, files, ground truth and the check of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark tool: it looks at answers before it starts a clock, and says who lost."""
+"""The benchmark tool checks answers before it times them, and reports losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What judges the engines of `benchmarks/filter_peers.py`: it refuses wrong answers and finds the least effort."""
+"""The judge of `benchmarks/filter_peers.py` refuses wrong answers and finds the least effort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command prints with --json, compared with the table of docs/cli.md."""
+"""JSON of a command compared with the table of docs/cli.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who follows the advice of an error on a shell gets the answer."""
+"""Following the advice of an error on a shell gives the answer."""
 
 from __future__ import annotations
 

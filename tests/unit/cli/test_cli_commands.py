@@ -1,4 +1,4 @@
-"""The command line: what a stranger types, and what comes back."""
+"""Commands of the command line and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An import that is stopped says how far it is, and goes on to what an unbroken one gives, to the bit."""
+"""A stopped import reports its progress and resumes to the same bits as an unbroken one."""
 
 from __future__ import annotations
 

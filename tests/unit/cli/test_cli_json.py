@@ -1,4 +1,4 @@
-"""What scripts depend on: the JSON of every command, exit codes, `-` for a pipe, and silence where there is none."""
+"""The interface for scripts: JSON of every command, exit codes, `-` for a pipe, and silence without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`softdb reembed`: another encoder, told how far it is, stopped and gone on with."""
+"""`softdb reembed`: progress, interruption and resumption."""
 
 from __future__ import annotations
 

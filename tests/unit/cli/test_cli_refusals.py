@@ -1,4 +1,4 @@
-"""What the command line refuses: errors are one line, never a traceback."""
+"""Errors of the command line are one line, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo does the whole job, learns something, and never touches what is not a demo."""
+"""The demo runs every step, learns, and never touches a directory that is no demo."""
 
 from __future__ import annotations
 

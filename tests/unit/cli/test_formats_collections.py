@@ -1,4 +1,4 @@
-"""Collections of other databases come in as those packages write them; what cannot be read is said in one line."""
+"""Collections of other databases are imported as those packages write them; unreadable ones are one-line errors."""
 
 from __future__ import annotations
 

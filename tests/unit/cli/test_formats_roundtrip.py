@@ -1,4 +1,4 @@
-"""Import and export: what goes out comes back, and a bad line is named, with what stood before it kept."""
+"""Exports come back through imports; a bad line is named, and records before it stay."""
 
 from __future__ import annotations
 

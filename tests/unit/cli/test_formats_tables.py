@@ -1,4 +1,4 @@
-"""What is exported in a format that carries everything comes back the same, to the bit; others say what they leave."""
+"""Tables come back from an export to the bit; formats that cannot carry a column say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of an import are the records' texts, in every format: stored once, embedded, found by their words."""
+"""Texts of an import become the texts of the records in every format: stored once, embedded, searchable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica is asked, and when: on a Ray without processes, whose clock is told."""
+"""Choice and timing of replicas, on a stand-in for Ray with a clock that the test moves."""
 
 from __future__ import annotations
 

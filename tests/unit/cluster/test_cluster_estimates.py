@@ -1,4 +1,4 @@
-"""Estimates over shards: as good as one database's, with bars that hold, wherever equal records lie."""
+"""Estimates over shards are as good as those of one database, wherever equal records lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several shards on one host: one reply for all of them, with the answers and gradients that each by itself gives."""
+"""Several shards on one host send one reply with the answers and gradients of each."""
 
 from __future__ import annotations
 

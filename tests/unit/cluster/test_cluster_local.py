@@ -1,4 +1,4 @@
-"""Shards in this process: the contract, versions, shards that do not fit, slow ones."""
+"""Shards in this process: the contract, versions, mismatched shards and slow shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets between ranks, which are threads here."""
+"""Sockets between ranks, here between threads."""
 
 from __future__ import annotations
 

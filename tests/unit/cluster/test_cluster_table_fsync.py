@@ -1,4 +1,4 @@
-"""Which files of a table's folder are brought to disk, and when."""
+"""Files of a table's folder that are synced, and the time of each sync."""
 
 from __future__ import annotations
 

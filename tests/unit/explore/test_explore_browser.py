@@ -1,4 +1,4 @@
-"""The explorer in Debian's Chromium, as someone uses it: by mouse, by keyboard alone, and what the browser sends."""
+"""The explorer in Chromium: by mouse, by keyboard, and the requests of the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explorer over HTTP: its answers are the database's, and nobody but its page gets any."""
+"""The explorer over HTTP: it gives the database's answers, and only to its own page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft queries and nearest records over columns on a device, by Triton's interpreter and by torch, against float64."""
+"""Soft queries and nearest records on a device, by Triton's interpreter and by torch, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels compile for devices that are not here, and fit; what the benchmark tells of them is of these kernels."""
+"""Triton kernels compile for devices that are absent here, and fit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What estimates know of the records is kept with the index, and is used only where it is of these records."""
+"""Bounds for estimates are stored with an index and used only for the same records."""
 
 from __future__ import annotations
 

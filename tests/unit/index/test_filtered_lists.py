@@ -1,4 +1,4 @@
-"""Recall under filters is as it was asked for, whether they go with the keys or not."""
+"""Recall under filters meets its target, whether the filter correlates with the keys or not."""
 
 from __future__ import annotations
 

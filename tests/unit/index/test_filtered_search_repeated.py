@@ -1,4 +1,4 @@
-"""A filter that was asked before takes fewer steps, and gives the same answer."""
+"""A repeated filter takes fewer steps and gives the same answer."""
 
 from __future__ import annotations
 

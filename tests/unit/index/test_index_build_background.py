@@ -1,4 +1,4 @@
-"""Building an index in the background: reads and writes go on; the finished index is right whatever came between."""
+"""Builds in the background: reads and writes continue, and the finished index includes them."""
 
 from __future__ import annotations
 

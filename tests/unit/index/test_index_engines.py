@@ -1,4 +1,4 @@
-"""The engines, by the contract; and what they have in common: building, tuning, absorbing, doing without FAISS."""
+"""The engines under the contract; building, tuning, absorbing, and working without FAISS."""
 
 from __future__ import annotations
 

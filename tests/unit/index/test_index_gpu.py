@@ -1,4 +1,4 @@
-"""A database on a GPU: the engines behind a pretended one everywhere, and on a real one where there is one."""
+"""A database on a GPU: with a stand-in for FAISS everywhere, and on a real GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outliers of norm: the longest keys, which every search for the largest inner product finds, whatever their codes."""
+"""Outliers of norm: the longest keys, which every search for inner products compares exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over the recall promise: what it checks, when it speaks, what it costs."""
+"""The watch over the recall target: its checks, its warnings and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws by codes: sums that are right on average, records that may be drawn, codes whose errors are known."""
+"""Draws by codes: unbiased sums, allowed records, codes with measured errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding with an index: the order of candidates, deletions, filters, compaction, snapshots that came or went."""
+"""Search by an index: order of candidates, deletions, filters, compaction, older and newer snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches beside an index whose own codes cannot be drawn by, and where search is exact: estimates draw by them."""
+"""Sketches beside an index without drawable codes, and beside exact search, let estimates draw."""
 
 from __future__ import annotations
 

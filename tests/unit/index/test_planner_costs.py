@@ -1,4 +1,4 @@
-"""The planner's ways and costs; and a plain search in few steps."""
+"""Costs and choices of the planner, and the steps of a plain search."""
 
 from __future__ import annotations
 

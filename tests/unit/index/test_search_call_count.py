@@ -1,4 +1,4 @@
-"""What a search costs in Python: calls and frames, which are microseconds that every query feels."""
+"""Python calls and frames of one search, which cost microseconds each."""
 
 from __future__ import annotations
 

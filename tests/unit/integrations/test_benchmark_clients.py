@@ -1,4 +1,4 @@
-"""The clients of ann-benchmarks and VectorDBBench do what these ask of them, in the order in which they ask."""
+"""The clients for ann-benchmarks and VectorDBBench, driven in the order of these tools."""
 
 from __future__ import annotations
 

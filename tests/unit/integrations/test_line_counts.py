@@ -1,4 +1,4 @@
-"""The table of docs/integrations says how much code each integration is."""
+"""The table of docs/integrations has the line count of each integration."""
 
 from __future__ import annotations
 

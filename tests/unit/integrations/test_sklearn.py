@@ -1,4 +1,4 @@
-"""The estimators equal scikit-learn's own where they overlap, learn what they say, and refuse what makes no sense."""
+"""The estimators equal scikit-learn's own where they overlap, learn, and refuse senseless arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels write into is the caller's own array, or nothing is written at all."""
+"""Kernels write only into arrays of the caller, or refuse them."""
 
 from __future__ import annotations
 

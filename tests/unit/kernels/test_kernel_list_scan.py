@@ -1,4 +1,4 @@
-"""The scan of lists against plain numpy: tables, estimates, what is kept, at every level of the processor."""
+"""The scan of lists against numpy: tables, estimates and selection, at every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools for language models, asked by the SDK's own client: over pipes, and in this process."""
+"""The tools for language models, called by the SDK's own client over pipes and in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who follows the advice of an error gets the answer: modules, losses, memories, training."""
+"""Following the advice of an error gives the answer: modules, losses, memories, training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.Attention without a database, and what it refuses."""
+"""softdb.nn.Attention without a database, and its error messages."""
 
 from __future__ import annotations
 

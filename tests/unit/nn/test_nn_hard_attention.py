@@ -1,4 +1,4 @@
-"""Hard attention: draws, REINFORCE and its baselines, the straight-through estimator; and that each of them learns."""
+"""Hard attention: draws, REINFORCE with its baselines, the straight-through estimator, and learning by each."""
 
 from __future__ import annotations
 

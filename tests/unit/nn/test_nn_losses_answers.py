@@ -1,4 +1,4 @@
-"""Losses over answers, against loops in float64; and what losses refuse."""
+"""Losses over answers against loops in float64; errors of all losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.Memory: where candidates come from, and when that is stale."""
+"""softdb.nn.Memory: the source of candidates and its staleness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.Memory: commits that last, beside what others do to the database."""
+"""softdb.nn.Memory: durable commits beside changes by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.Memory: outputs and sparse gradients against dense torch, and which columns are trained."""
+"""softdb.nn.Memory: outputs and sparse gradients against dense torch; trained and untrained columns."""
 
 from __future__ import annotations
 

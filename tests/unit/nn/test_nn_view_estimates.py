@@ -1,4 +1,4 @@
-"""Draws over a view: by the codes of vectors as they were, scored as the encoder is."""
+"""Draws over a view use the codes of the indexed vectors and the scores of the current encoder."""
 
 from __future__ import annotations
 

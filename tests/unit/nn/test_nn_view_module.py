@@ -1,4 +1,4 @@
-"""softdb.nn.View as a module: state, copies, precision, threads, and what it refuses."""
+"""softdb.nn.View as a module: state, copies, precision, threads and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""softdb.nn.View: the index it finds by, and when that is made anew."""
+"""softdb.nn.View: its stale index and the policies that rebuild it."""
 
 from __future__ import annotations
 

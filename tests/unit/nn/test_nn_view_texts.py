@@ -1,4 +1,4 @@
-"""A view whose encoder is given the records' texts."""
+"""Views whose encoder takes the texts of the records."""
 
 from __future__ import annotations
 

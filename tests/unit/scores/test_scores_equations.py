@@ -1,4 +1,4 @@
-"""Scores against the equations: values, precision, gradients, dtypes, and how they fold into what an index finds."""
+"""Scores against the equations: values, precision, gradients, dtypes and folds."""
 
 from __future__ import annotations
 

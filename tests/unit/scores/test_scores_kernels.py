@@ -1,4 +1,4 @@
-"""Kernels against the equations: values, logs, volumes, gradients, and what lies at the edge."""
+"""Kernels against the equations: values, logs, volumes, gradients and edges of the support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue's format: exact schema, checksums of every record, the mark of what was acknowledged."""
+"""The catalogue's format: exact schema, checksums of every record, the mark of acknowledged commits."""
 
 from __future__ import annotations
 

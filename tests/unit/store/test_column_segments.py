@@ -1,4 +1,4 @@
-"""The column files: their sizes, their bytes, their directory, and when they come to disk."""
+"""The column files: their sizes, bytes, directory and syncs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compaction and copies: the records stay what they are, whatever happens, and the disk gets its room back."""
+"""Compaction and copies keep every record through all interruptions and return disk space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relaxed durability: verbs gather in one transaction that comes to disk a second later, at flush and at close."""
+"""Relaxed durability: verbs share a transaction that is committed a second later, at flush and at close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The remembered order of a declared field gives the rows that SQLite lists, whatever was committed since."""
+"""The cached order of a declared field equals SQLite's, whatever was committed since."""
 
 from __future__ import annotations
 

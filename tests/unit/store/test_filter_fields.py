@@ -1,4 +1,4 @@
-"""Declared fields and remembered filters: quicker, and never another answer."""
+"""Declared fields and cached filters are faster and never change an answer."""
 
 from __future__ import annotations
 

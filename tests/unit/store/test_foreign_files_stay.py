@@ -1,4 +1,4 @@
-"""Nothing is removed or replaced but what softdb makes: strangers' files stand at every name that was ever guessed."""
+"""Files of others at every path that softdb writes are never removed or replaced."""
 
 from __future__ import annotations
 

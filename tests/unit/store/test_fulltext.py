@@ -1,4 +1,4 @@
-"""Full text against BM25 in plain Python and FTS5 itself, over random writes; and an index that is not of the texts."""
+"""Full text against BM25 in plain Python and FTS5, over random writes; an index that does not match the texts."""
 
 from __future__ import annotations
 

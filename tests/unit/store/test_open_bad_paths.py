@@ -1,4 +1,4 @@
-"""Paths that no database can have: refused before anything is made."""
+"""Impossible paths are refused before any file is created."""
 
 from __future__ import annotations
 

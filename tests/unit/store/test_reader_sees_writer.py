@@ -1,4 +1,4 @@
-"""A database's directory: what tells a reader that a writer has come."""
+"""Readers notice that a writer has opened the directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recovery: what opening removes of runs of reembed that were cut short."""
+"""Opening removes the leftovers of interrupted runs of reembed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifying: every fault that opening lets through is named."""
+"""Verify names every fault that opening accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models with a database inside are trained: compiled, in half precision, in processes, beside workers."""
+"""Training around a database: compiled, in half precision, in processes, beside workers."""
 
 from __future__ import annotations
 

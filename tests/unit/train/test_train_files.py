@@ -1,4 +1,4 @@
-"""Training a projection: files of pairs and projections, and the command; a bad line is named."""
+"""Training a projection: files of pairs and projections, and the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training an encoder of the keys beside the projection of the queries, and changing the stored keys by it."""
+"""Training an encoder of the keys beside a projection of the queries, and applying it to the stored keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training a projection: it learns, and nothing leaks."""
+"""Training a projection: it learns, and held-out queries do not leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training a projection: a break costs nothing, and what makes no sense is refused."""
+"""Training a projection: interruption and resumption to the bit; errors."""
 
 from __future__ import annotations
 

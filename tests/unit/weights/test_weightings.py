@@ -1,4 +1,4 @@
-"""Every weighting against loops of its equation, its gradient, and the cases in which all of them must be defined."""
+"""Every weighting against loops of its equation, its gradient, and the degenerate cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax against the equation, and where the usual one fails; kernel values; what comes in at the door."""
+"""Softmax against the equation and beyond its usual range; kernel values; arguments."""
 
 from __future__ import annotations
 
