@@ -58,7 +58,7 @@ def hydrated(truth: Truth, folder: Path) -> Hydrated:
 
 
 def told(truth: Truth) -> dict[int | str, tuple[list[float] | None, Any, Any, str | None]]:
-    """What the table itself says, read without softdb."""
+    """Records of the table, read without softdb."""
     import json
 
     rows = truth.now().to_table().to_pylist()

@@ -125,7 +125,7 @@ def answers_of(db: cluster.TableCluster, names: list[int], keys: np.ndarray, pay
 
 
 class Turns:
-    """What is written, and what must be there."""
+    """Writes in numbered turns, and the records that must be stored."""
 
     def __init__(self, db: cluster.TableCluster) -> None:
         pairs = [pair for part in db.scan() for pair in zip(part.ids, part.payloads, strict=True)]

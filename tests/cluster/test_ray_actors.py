@@ -132,7 +132,7 @@ def let_go(host: Any) -> None:
 
 
 def counted(host: Any) -> int:
-    """How many counts an actor's shards have begun."""
+    """Number of counts that an actor's shards have begun."""
     from softdb.cluster import actors
 
     actors._answered = host.restored
@@ -208,7 +208,7 @@ class TestTable:
             assert ray.get(ray.remote(num_cpus=cores)(lambda: True).remote(), timeout=TIMEOUT)
 
     def test_a_score_that_actors_cannot_import_is_named_at_once(self, url: str) -> None:
-        """As one of a notebook: these tests are a module of the driver alone."""
+        """Stand in for a notebook: these tests are a module of the driver alone."""
         match = "attend: a shard cannot load the score .*test_ray.*define it in a module that the shards can import"
         with opened(url, mode="r") as db, pytest.raises(errors.BadInput, match=match):
             db.attend(KEYS[:1], score=Own())
@@ -264,7 +264,7 @@ class TestTable:
             all_at(db, db.version)
 
     def test_a_busy_replica_catches_up_with_writes(self, url: str) -> None:
-        """As one that Ray brings back is: the first write's call waits in it while the second write is made."""
+        """An actor restarted by Ray: the first write's call waits in it during the second write."""
         with opened(url) as db:
             transport: Any = db.caller.transport
             busy = transport.hosts[0][transport.order(0)[1]].__ray_call__

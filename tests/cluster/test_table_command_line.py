@@ -170,7 +170,7 @@ def test_a_snapshot_is_one_database_and_an_index_stays(places: tuple[Path, Path]
 
 
 def exported(file: Path) -> list[Any]:
-    """What a file of an export holds, by id."""
+    """Records of an exported file by id."""
     found = [one for rows in read_records(file) for one in rows_of(rows)]
     return sorted(found, key=lambda one: str(one[0]))
 

@@ -56,7 +56,7 @@ def full(patch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def flush_late(db: TableCluster) -> None:
-    """What the thread of each relaxed shard does a second after the first change."""
+    """Flush as the thread of each relaxed shard does a second after the first change."""
     for shard in directories(db).databases.values():
         shard._store.flush_late()
 

@@ -349,7 +349,7 @@ def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(truth: Trut
 
 
 def test_a_shard_is_made_anew_at_the_version_of_the_others(truth: Truth, tmp_path: Path) -> None:
-    """Where that was cleaned up, at the newest."""
+    """A cleaned-up version is replaced by the newest."""
     followed = hydrated(truth, tmp_path / "cache")
     before, version = contents(followed), truth.newest()
     truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))

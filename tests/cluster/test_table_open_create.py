@@ -111,7 +111,7 @@ def test_shards_double_while_others_read(url: str) -> None:
 
 
 def lancedb_table(folder: Path) -> str:
-    """As LanceDB writes it."""
+    """A table as LanceDB writes it."""
     lancedb = pytest.importorskip("lancedb", reason="to write a table as LanceDB does")
     n = 40
     vectors = np.random.default_rng(1).normal(size=(n, DIM)).astype(np.float32)

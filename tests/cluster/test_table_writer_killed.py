@@ -58,7 +58,7 @@ ONCE = ("new shards", "a half", "a directory")  # steps that few turns pass
 
 
 class Place(NamedTuple):
-    """Where a table is, and the caches of its shards."""
+    """Path of a table and of the caches of its shards."""
 
     url: str
     options: dict[str, str] | None
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 def turn(i: int) -> tuple[str, list[int | str]]:
-    """What is done in one turn, and to which ids: of those stored some, and others."""
+    """The verb of one turn and its ids, some stored and some new."""
     what, base = VERBS[i % len(VERBS)], 12 * (i // len(VERBS))
     low, high = {"insert": (0, 6), "upsert": (3, 9), "update": (4, 8), "delete": (6, 12)}.get(what, (0, 0))
     return what, [str(base + j) for j in range(low, high)]
@@ -137,7 +137,7 @@ def die_at(where: str, late: bool, count: int) -> None:
 
 
 def held(db: cluster.TableCluster, tally: Counter[str]) -> State:
-    """What a handle answers with, which must be of one piece, and right."""
+    """Assert that a handle's answers are complete and right."""
     batches = list(db.scan())
     found = {name: turn for part in batches for name, turn in zip(part.ids, part.payloads, strict=True)}
     keys = np.concatenate([np.zeros((0, DIM)), *(part.keys.numpy() for part in batches)])

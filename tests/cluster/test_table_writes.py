@@ -76,7 +76,7 @@ def test_an_update_replaces_parts_and_refuses_what_it_does_not_find(tmp_path: Pa
 
 
 def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each of several threads came to: a result or an error."""
+    """Result or error of each of several threads."""
     found: list[Any] = [None] * count
 
     def run(i: int) -> None:
@@ -225,7 +225,7 @@ def test_of_two_that_double_the_shards_one_is_refused(truth: Truth, monkeypatch:
 
 
 def appended(truth: Truth, ids: list[str], workers: int = 1) -> int:
-    """As a job does it: files that no version has, of each worker, then one commit."""
+    """Write as a job does: files of each worker without a version, then one commit."""
     from lance.fragment import write_fragments
 
     rows = truth.table(batch(truth, ids))

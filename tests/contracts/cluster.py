@@ -30,7 +30,7 @@ DIAL = {torch.float32: (1e-5, 5e-6), torch.float64: (1e-9, 1e-9)}  # of output a
 
 
 class World(NamedTuple):
-    """The same records in one database, and in several."""
+    """One database and a cluster with equal records."""
 
     one: softdb.SoftDB
     folders: list[Path]

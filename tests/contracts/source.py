@@ -44,7 +44,7 @@ def close(found: Tensor, expected: Array, tolerance: float = 1e-5) -> None:
 
 
 class SourceContract:
-    """What every source answers. A subclass makes one of keys (N, D) and values (N, V), without the record GONE."""
+    """Answers of every source. A subclass makes one of keys (N, D) and values (N, V), without the record GONE."""
 
     def make(self, keys: Array, values: Array) -> Source:
         raise NotImplementedError

@@ -12,7 +12,7 @@ class Clock:
         self.now, self._tick = 0.0, tick
 
     def __call__(self) -> float:
-        """What the clock shows."""
+        """Time that the clock shows."""
         self.now += self._tick
         return self.now
 

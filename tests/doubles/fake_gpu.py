@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu", 0)  # tells itself apart from the plain "cpu" where
 
 
 class Resources:
-    """Where work is ordered."""
+    """Stand-in for a stream, on which work is ordered."""
 
     def __init__(self) -> None:
         self.stream: Any = "FAISS' own"
@@ -71,14 +71,14 @@ class GpuIndex:
 
 
 class Options:
-    """How an index is copied."""
+    """Options of a copy of an index."""
 
     use_cuvs = True  # as builds with cuVS have it
     useFloat16 = False
 
 
 class FakeGpu:
-    """What was done, and what torch's stream is."""
+    """Log of the work, and torch's stream."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []  # queries, results, lists of each search

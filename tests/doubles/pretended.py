@@ -53,20 +53,20 @@ def autocast(kind: str, *args: Any, **words: Any) -> Any:
 
 
 class Module:
-    """What torch asks of a device's own module, such as torch.cuda: it has no random numbers to keep."""
+    """Functions of a device's own module, such as torch.cuda, that torch calls; without random numbers."""
 
     _initialized = False
 
 
 class Crossing(NamedTuple):
-    """What went from one device to the other."""
+    """A tensor that went from one device to the other."""
 
     to: str
     numbers: int
 
 
 class Pretended:
-    """What crossed, and how often the CPU waited for a number, since it was made."""
+    """Tensors that crossed, and the number of times the CPU waited, since the device was made."""
 
     device = DEVICE
     noting: Pretended | None = None

@@ -75,7 +75,7 @@ class Plan:
         self.text_index = tokenizer
 
     def text(self) -> str:
-        """What a later softdb must find, as JSON, a record a line."""
+        """Records that every later softdb must find, as JSON, one a line."""
         records = ",\n".join(json.dumps(record) for record in self.records.values())
         start = json.dumps({"schema": self.schema, "fields": self.fields, "text_index": self.text_index})
         return f'{start[:-1]}, "records": [\n{records}\n]}}\n'

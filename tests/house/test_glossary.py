@@ -54,7 +54,7 @@ def assigned(body: ast.ClassDef | ast.Module) -> list[ast.Name]:
 
 
 def has(name: str, words: Words, allowed: set[str]) -> bool:
-    """Whether the words stand in a name, one after the other, outside of what is allowed."""
+    """Return whether the words stand in a name, one after the other, outside of the allowed uses."""
     given = "_".join(parts(name))
     for longer in allowed:
         given = re.sub(rf"(?<![a-z0-9]){longer}(?![a-z0-9])", "", given)

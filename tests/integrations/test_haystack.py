@@ -440,7 +440,7 @@ def test_writers_in_threads_neither_lose_nor_double_documents(store: SoftDBDocum
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where an empty table of a cluster is, its shards in this process."""
+    """Path of an empty table of a cluster with its shards in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = str(tmp_path / "films.lance")
     cluster.create(url, dim=3, metric="cosine", shards=2).close()

@@ -228,7 +228,7 @@ def test_the_gradients_are_those_of_the_equations(lm: KNNLanguageModel) -> None:
     ids=str,
 )
 def test_generate_goes_by_the_mixture(lm: KNNLanguageModel, how: dict[str, Any]) -> None:
-    """As a model whose head itself says the mixture, with rows padded left."""
+    """A model whose own head gives the mixture, with rows padded left."""
     prompts = [[0, 0, 0, 5], [0, 4, 8, 2], [3, 7, 11, 20]]
     asked: dict[str, Any] = {"input_ids": torch.tensor(prompts), "attention_mask": torch.tensor(prompts).ne(0).long()}
     words = {**asked, "max_new_tokens": 7, "pad_token_id": 0, **how}

@@ -45,7 +45,7 @@ class Kill(NamedTuple):
 
 @dataclass
 class Order:
-    """What a child shall do."""
+    """Commands for a child."""
 
     path: Path
     schema: dict[str, Any]
@@ -74,7 +74,7 @@ class Seeded:
 
 @dataclass
 class Told:
-    """What a child has said."""
+    """Messages from a child."""
 
     begun: int  # acts, of which the last may have been cut short
     done: int
@@ -176,7 +176,7 @@ class Nursery:
             os.close(reading)
 
     def run(self, order: Order, seconds: float | None = None) -> Told:
-        """What became of a child that was killed after some seconds, unless it came to its end or killed itself."""
+        """Outcome of a child that was killed after some seconds, unless it ended or killed itself."""
         with self.child(order) as child:
             child.hear("start")
             if seconds is not None:

@@ -51,7 +51,7 @@ class Interruption:
 
 
 def moments(work: Callable[[], Any]) -> int:
-    """How many moments there are at which something may be interrupted."""
+    """Return the number of moments at which a call can be interrupted."""
     counted = Interruption(0)
     counted.during(work)
     return counted.moments

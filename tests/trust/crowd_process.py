@@ -43,7 +43,7 @@ class Other:
         return self.process.pid
 
     def hear(self, seconds: float = SECONDS) -> Any:
-        """What it says next."""
+        """Return the next message."""
         if not self.line.poll(seconds):
             os.kill(self.pid, signal.SIGABRT)  # it tells where it is
             self.process.join(SECONDS)
@@ -75,7 +75,7 @@ class Other:
 
 
 class Failure:
-    """What another process raised."""
+    """An error that another process raised."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -133,7 +133,7 @@ class Forked:
         os._exit(0)
 
     def found(self, seconds: float = SECONDS) -> Any:
-        """What the child's work gave; AssertionError where it raised or hangs."""
+        """Return the result of the child's work; raise AssertionError if it raised or hangs."""
         end, data = time.monotonic() + seconds, b""
         while True:
             ready = select.select([self.pipe], [], [], max(0.0, end - time.monotonic()))[0]

@@ -79,7 +79,7 @@ class Views:
         return seen, np.arange(REPLACED, len(self.states))
 
     def pieces(self, _: int) -> tuple[set[int], NDArray[np.int64]]:
-        """What was deleted or replaced before a scan reached it is left out."""
+        """Check a scan, which may lack records deleted or replaced before it reached them."""
         seen = batches.whole(list(self.db.scan(1000)), self._moving)
         return seen, np.arange(REPLACED, len(self.states))
 
@@ -108,7 +108,7 @@ class Views:
         return ({batch} if mine else set()), [batch]
 
     def _by_index(self, batch: int) -> None:
-        """What an index finds may be incomplete, but nothing that is gone."""
+        """Check an index search, whose hits may be incomplete but never deleted."""
         before = self.states.copy()
         self.db.refresh()
         try:
@@ -153,7 +153,7 @@ class Crowd:
         self.counts: Counter[str] = Counter()
 
     def works(self, seed: int) -> list[Callable[[int], None]]:
-        """What the threads do, again and again."""
+        """Loop of the threads."""
         views = [Views(self.db, self.raw, seed + i) for i in range(2)]
         return [
             self.insert, self.insert, self.replace, self.delete, self.compact, self.build,

@@ -29,7 +29,7 @@ REASONS = r"disk I/O error|disk is full|full|Input/output error|No space left"
 
 
 class Fault(NamedTuple):
-    """What a disk answers."""
+    """An answer of the disk."""
 
     at: int  # the step, from 0 on
     error: int  # an errno
@@ -217,7 +217,7 @@ def passed_over() -> Iterator[None]:
 
 
 def failure(one: Act, world: World) -> softdb.SoftDBError | None:
-    """What a verb raises, if it is of the family."""
+    """Return the error of a verb, if it belongs to softdb's family."""
     try:
         one.do(world)
     except softdb.SoftDBError as error:
@@ -249,7 +249,7 @@ def handle(db: softdb.SoftDB, case: Case, disk: Disk, error: softdb.SoftDBError 
 
 
 def refusal(db: softdb.SoftDB, record: Truth) -> softdb.WriteFailed | None:
-    """Why a record cannot be written, None where it was."""
+    """Return the error that stopped a write, None if it succeeded."""
     try:
         db.upsert(["probe"], **verbs.columns([record]))
     except softdb.WriteFailed as error:

@@ -52,7 +52,7 @@ def refused(db: softdb.SoftDB, state: State, new: State) -> None:
 
 
 def acknowledged(path: Path, state: State, attempted: State) -> State:
-    """What is stored after reopening: all that was acknowledged, perhaps the batch that was refused."""
+    """Return the stored records after reopening: all acknowledged ones, perhaps also the refused batch."""
     with softdb.open(path, mode="r", verify=True) as db:
         seen = check(db, state, attempted)
     with softdb.open(path, verify=True) as db:

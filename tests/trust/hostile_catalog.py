@@ -41,7 +41,7 @@ def good(path: Path) -> Path:
 
 
 def compacted(path: Path) -> Path:
-    """The same after a compaction: a segment whose rows have gaps."""
+    """A valid database after a compaction: a segment whose rows have gaps."""
     with softdb.open(good(path)) as db:
         db.compact()
     return path

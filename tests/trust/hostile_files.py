@@ -168,7 +168,7 @@ def refused(path: Path, match: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """What lies in a folder: a digest of each file."""
+    """Digest of each file in a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")

@@ -48,7 +48,7 @@ def mutated(draw: Draw, data: bytes) -> bytes:
 
 
 def _tried(seed: int, count: int, one: Callable[[Draw], None]) -> list[str]:
-    """What was met with neither an answer nor a refusal."""
+    """Inputs that gave neither an answer nor a refusal."""
     import softdb
 
     failures = []

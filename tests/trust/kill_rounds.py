@@ -29,7 +29,7 @@ def after_kill(order: Order, told: Told) -> list[State]:
 
 
 def history(order: Order, acts: int) -> list[State]:
-    """What is stored before the first act and after each."""
+    """Records that are stored before the first act and after each."""
     states = [order.state]
     for n in range(order.first, order.first + acts):
         states.append(order.acts(n, states[-1]).after)

@@ -201,7 +201,7 @@ NEED_RECORDS = (upsert, update, delete)
 
 
 def act(seed: int, n: int, schema: dict[str, Any], state: State) -> Act:
-    """What is done as the n-th of a life."""
+    """The n-th act of a writer's life."""
     random = np.random.default_rng((seed, n))
     maker = MAKERS[int(random.integers(len(MAKERS)))]
     if not state and maker in NEED_RECORDS:

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 class _OnDisk(AskedMachine):
-    """What only a directory can be asked; a database in memory comes here by its snapshots."""
+    """Questions to a directory; databases in memory come here by their snapshots."""
 
     reader: softdb.SoftDB | None = None  # a second handle
     seen: Records  # what the reader must hold

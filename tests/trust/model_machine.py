@@ -95,7 +95,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """What is cheap to ask: length, generation, a few records to the last bit, a few that are not there."""
+        """Cheap checks: length, generation, a few records to the bit, a few missing ids."""
         self.steps += 1
         ids = list(self.model.records)
         assert len(self.db) == self.db.count() == len(ids)
@@ -182,7 +182,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, pick=st.integers(0, 9))
     def refuse(self, seed: int, pick: int) -> None:
-        """What is wrong raises its error and changes nothing, not even what waits to be flushed."""
+        """Wrong input raises its error and changes nothing, not even changes that wait for a flush."""
         draw = Draw(seed)
         self.put(self.db.insert, draw, draw.fresh(1, self.model.records))
         self.generation = self.db.refresh()

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Records:
-    """What a database holds: by id, in the order of their last insertion."""
+    """Records of a database by id, in the order of their last insertion."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -42,7 +42,7 @@ class Records:
         self.tokenizer: str | None = None  # of the text index
 
     def copy(self) -> Records:
-        """The same state, kept while this one goes on."""
+        """Copy of the state, which stays while this one changes."""
         other = Records(self.kind)
         other.records, other.next_row, other.tokenizer = dict(self.records), self.next_row, self.tokenizer
         return other

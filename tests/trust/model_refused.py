@@ -98,7 +98,7 @@ def _numbers(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
 
 
 def _stored(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
-    """What is wrong because of what is stored."""
+    """Input that is wrong because of the stored records."""
     (one,), fresh = draw.some(1, model.records), draw.fresh(2, model.records)
     ids: list[Id] = [*fresh, one]
     keys, values = draw.vectors(3, model.kind.dim, model.kind), draw.values(3, model.kind)

@@ -112,7 +112,7 @@ class Draw:
         return found.astype(np.float32)
 
     def form(self, array: Array | None) -> Any:
-        """The same numbers as someone might pass them."""
+        """Equal numbers in another type that a caller may pass."""
         forms: list[Callable[[Array], Any]] = [lambda a: a, lambda a: a.tolist(), torch.from_numpy]
         return None if array is None else self.random.choice(forms)(array)
 

@@ -121,7 +121,7 @@ def _read(path: Path) -> softdb.SoftDBError | None:
 
 
 def _held(db: softdb.SoftDB, whole: bool) -> Held:
-    """What a database holds; asked in every other way, too, if `whole`."""
+    """Return the records of a database; with `whole`, ask it in every other way, too."""
     state = held(db)
     assert len(db) == len(state), f"{len(db)} records are counted, {len(state)} held"
     if whole:
@@ -234,7 +234,7 @@ def fates(
     random_ones: int,
     tears: int,
 ) -> Iterator[Fates]:
-    """What may become of steps that no sync covers: everything where they are few, else the corners and a sample."""
+    """Fates of steps that no sync covers: all of them if few, else the extremes and a sample."""
     places = [place for place, step in waiting if "lock" not in step.label]  # anything may stand in a lock file
     rest = {place: DROP for place, _ in waiting}
     yield {}

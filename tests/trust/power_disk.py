@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Fate(NamedTuple):
-    """What becomes of a step that no sync has covered."""
+    """Fate of a step that no sync has covered."""
 
     kind: str
     seed: int = 0
@@ -86,7 +86,7 @@ class Names:
 
 
 class Disk:
-    """What is durable and what is not, step after step."""
+    """Durable and volatile contents of the disk after each step."""
 
     def __init__(self, image: Image) -> None:
         names = Names(image)
@@ -108,11 +108,11 @@ class Disk:
             self.folders[_made(step)] = {}
 
     def waiting(self) -> list[tuple[int, Step]]:
-        """What no sync has covered, in order."""
+        """Steps that no sync has covered, in order."""
         return sorted((step for steps in self.pending.values() for step in steps), key=lambda one: one[0])
 
     def after(self, fate: Callable[[int], Fate]) -> tuple[Image, Digests]:
-        """What is left when the power goes now, and its digests; `fate` tells what becomes of a step of the log."""
+        """Image after a power cut, and its digests; `fate` decides about each step of the log."""
         image: Image = {}
         digests: Digests = {}
 
@@ -198,7 +198,7 @@ def _replayed(data: bytes, steps: Iterable[Step], fates: tuple[Fate, ...]) -> by
 
 
 def _torn(step: Step, fate: Fate) -> list[tuple[int, bytes]]:
-    """What of a write reaches the medium: pieces with their offsets."""
+    """Pieces of a write that reach the medium, with their offsets."""
     start, data = step.offset, step.data
     if fate == KEEP or not data:
         return [(start, data)]

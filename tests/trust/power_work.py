@@ -136,7 +136,7 @@ class Work:
         self._done(model.of(self.state, self.create))
 
     def checkpoint(self) -> None:
-        """What SQLite does by itself after a thousand pages."""
+        """Checkpoint as SQLite does by itself after a thousand pages."""
         self.record.phase = "checkpoint"
         with self.db._store.writer.rewriting():
             self.db._store.catalog.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)

@@ -32,7 +32,7 @@ class World:
 
 
 def answers(db: softdb.SoftDB) -> list[Any]:
-    """What a database says, asked in every way."""
+    """Answers of a database to every question."""
     found: list[Any] = [len(db), db.count()]
     for where in (None, *FILTERS):
         hits = db.search(ASKED, k=7, where=where)
@@ -147,7 +147,7 @@ def make(name: str, path: Path, seed: int = 0) -> World:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file; `str` says all that is needed to do it again."""
+    """Damage to one file; `str` gives all that is needed to repeat it."""
 
     file: str
     kind: str
@@ -226,7 +226,7 @@ def copied(world: World, damage: Damage, other: Path, to: Path) -> bool:
 
 
 def same(found: State, said: list[Any], world: World) -> str:
-    """How what a database says differs from what it must say; empty where it does not."""
+    """Differences between a database's answers and the expected ones; empty if there are none."""
     told = differences(found, world.state)
     if not told and said != world.answers:
         told = "answers differ"

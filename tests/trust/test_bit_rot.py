@@ -37,7 +37,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[World, P
 
 
 def named(damage: Damage, error: softdb.SoftDBError) -> bool:
-    """Whether an error says which file it is; a damaged catalogue may send one to a file that is not there."""
+    """Return whether an error names the file; a damaged catalogue may name a missing one."""
     told, kind = str(error), damage.file.partition("-")[0]
     if kind.startswith("catalog"):
         return "catalog.sqlite" in told or ".npy" in told
@@ -62,7 +62,7 @@ def asked(path: Path, world: World, damage: Damage, mode: str, verify: bool) -> 
 
 
 def judge(world: World, other: Path, damage: Damage, to: Path, tally: Counter[str], whole: bool) -> str:
-    """What becomes of a damaged copy, opened in every way if `whole`. Raises AssertionError where it misleads."""
+    """Open a damaged copy, in every way if `whole`. Raise AssertionError if it misleads."""
     if not copied(world, damage, other, to):
         return "no damage"
     tally["bit rot: damages tried"] += 1
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named_never_misread(
 def test_rot_between_verifies_goes_unseen_and_is_found_on_reopening(
     worlds: dict[str, tuple[World, Path]], tmp_path: Path
 ) -> None:
-    """What docs/limits.md says is outside of the promise."""
+    """Damage that docs/limits.md excludes from the promise."""
     world, other = worlds["logged"]
     copied(world, Damage("lock", "append"), other, tmp_path / "db")
     with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
@@ -182,7 +182,7 @@ def test_a_damaged_column_of_rows_is_named_at_opening(
 
 
 def attended(path: Path, count: int, how: dict[str, Any], labels: bytes, *, late: bool) -> int:
-    """How a child ends that attends over a database whose labels are damaged, before or after it is opened.
+    """Exit of a child that attends over damaged labels, damaged before or after opening.
 
     0: with a typed error, 1: with an answer, 2: with another error; -11: by a signal.
     """

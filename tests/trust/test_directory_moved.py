@@ -211,7 +211,7 @@ def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
 def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has written aside is cleaned away by the second writer."""
+    """The second writer removes the temporary files of the first."""
     from softdb.store import compact
 
     first, real = made(path), compact._written_aside

@@ -70,7 +70,7 @@ def some(case: Case, steps: list[Op], every: bool) -> list[int]:
 
 
 def faults(at: int, op: Op, every: bool) -> Iterator[Fault]:
-    """What may befall a step: every error, or one."""
+    """Faults of a step: every error, or one."""
     errors = (errno.EIO, errno.ENOSPC)
     if of_catalog(op) and op.name not in ("write", "create"):
         errors = (errno.EIO, errno.EIO)  # SQLite says disk full of writes alone

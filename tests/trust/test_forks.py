@@ -308,7 +308,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
 
 
 def _asked(db: softdb.SoftDB) -> list[int]:
-    """What a child sees at the newest generation, which its parent goes on to change."""
+    """Answers of a child at the newest generation, which its parent then changes."""
     with db._store.read_transaction():
         assert db.search(torch.zeros(1, batches.DIM), k=3).live.all()
     db.attend(torch.zeros(1, batches.DIM, requires_grad=True)).output.sum().backward()  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ RIGHT = json.loads(json.dumps([list(record) for record in hostile_catalog.RECORD
 
 
 def judge(told: Any) -> str:
-    """What is wrong with an answer: it is all there and as it was, or `verify` has found it out."""
+    """Fault of an answer: records are lost or changed, and `verify` has not noticed."""
     if not told["sound"] or told["held"] == RIGHT:
         return ""
     return f"verify finds nothing, but it holds {told['held']}"

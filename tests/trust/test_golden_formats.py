@@ -73,7 +73,7 @@ def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
 
 
 def same(found: Any, expected: list[Any]) -> None:
-    """The same numbers to the last bit: -0.0 is not 0.0."""
+    """Return whether two arrays are equal to the bit: -0.0 is not 0.0."""
     column = np.asarray(found)
     assert column.tobytes() == np.array(expected).astype(column.dtype).tobytes()
 

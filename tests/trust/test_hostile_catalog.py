@@ -46,7 +46,7 @@ def tried(
     tally: Counter[str],
     seconds: float = SECONDS,
 ) -> Ended:
-    """How a spoilt copy is met; nothing but it may have changed."""
+    """Open a damaged copy; no file outside it may change."""
     path, victim = place / "db", place / "victim"
     shutil.copytree(source, path)
     victim.write_text("precious")

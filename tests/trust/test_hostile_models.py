@@ -47,7 +47,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def model_folder(path: Path, mark: Path) -> Path:
-    """What sentence-transformers would load, and run."""
+    """A model folder that sentence-transformers would load and run."""
     path.mkdir(parents=True)
     (path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "evil.Evil"}]')
     (path / "evil.py").write_text(f"open({str(mark)!r}, 'w')")

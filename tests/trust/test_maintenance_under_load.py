@@ -146,7 +146,7 @@ def expected(db: softdb.SoftDB, count: int) -> None:
 
 
 class Room(Tap):
-    """How much disk is taken, at most, while something is done."""
+    """Largest disk usage during a call."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.most = path, 0

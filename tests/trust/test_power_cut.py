@@ -33,7 +33,7 @@ SEED = 0
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
-    """Where everything is recorded and put back, in memory if possible: what is tried here is no real disk."""
+    """Folder for records and images, in memory if possible, as no real disk is tested."""
     memory = Path("/dev/shm")
     above = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None)).resolve()
     yield above / "root"

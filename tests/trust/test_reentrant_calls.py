@@ -43,7 +43,7 @@ def put(db: softdb.SoftDB, *ids: str, payloads: Any = None) -> None:
 
 
 def there(path: Path) -> set[str]:
-    """What is on disk, whole."""
+    """All records on disk."""
     with softdb.open(path, mode="r", verify=True) as db:
         return {str(one) for records in db.scan(10**6) for one in records.ids}
 

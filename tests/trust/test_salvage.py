@@ -29,7 +29,7 @@ NAMES = ["plain", "compacted", "logged"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the worlds are."""
+    """Folder of the worlds."""
     folder = tmp_path_factory.mktemp("worlds")
     for name in NAMES:
         make(name, folder / f"{name}-other", seed=1)
@@ -43,7 +43,7 @@ def worlds(made: Path) -> dict[str, World]:
 
 @pytest.fixture(scope="module")
 def places(worlds: dict[str, World], made: Path) -> dict[str, tuple[dict[Any, set[int]], Slots]]:
-    """Where each world's records lie."""
+    """Location of the records of each world."""
     found = {}
     for name, world in worlds.items():
         shutil.copytree(world.path, made / "looked-at")

@@ -318,7 +318,7 @@ def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals
 
 
 class Thrown(Exception):
-    """What no code of ours expects."""
+    """An exception that no code of softdb expects."""
 
 
 @pytest.mark.slow

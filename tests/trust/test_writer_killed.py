@@ -184,7 +184,7 @@ class Lives:
 
 
 def doom(random: np.random.Generator, points: list[str]) -> tuple[dict[str, Any], float | None]:
-    """How the next child dies: more of its order, and seconds, None where it kills itself."""
+    """Death of the next child: more of its order, and seconds, None if it kills itself."""
     more = {
         "count": int(random.integers(1, 25)),
         "pages": [None, 1, 20][int(random.integers(3))],

@@ -133,7 +133,7 @@ both_paths = pytest.mark.parametrize("path", ["dense", "streamed"], indirect=Tru
 
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which way the scores are made. Streams come in small blocks, masks in small chunks."""
+    """Path of the scores. Streams come in small blocks, masks in small chunks."""
 
     def never(*_: Any) -> None:
         raise AssertionError("the other path was taken")

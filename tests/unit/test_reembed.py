@@ -519,7 +519,7 @@ def test_a_reader_that_asks_by_a_filter_is_moved_on_and_answers_rightly(tmp_path
 
 
 def found_by(db: softdb.SoftDB, query: Any) -> str:
-    """How a search finds, if an index is not dearer than comparing all."""
+    """Finder of a search, if an index is not dearer than comparing all."""
     assert db.search(query, k=3).rows.shape == (1, 3)
     index = db.stats().index
     return "flat" if index is None else index.kind

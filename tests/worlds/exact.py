@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many records are near enough."""
+    """Counts of records within the radius."""
 
     value: Floats  # (q,)
     doubtful: Floats  # (q,) records so close to the radius that float32 may err about them

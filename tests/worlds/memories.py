@@ -25,7 +25,7 @@ def stored(db: softdb.SoftDB, n: int = N) -> tuple[Tensor, Tensor]:
 
 
 def moved(memory: Memory, which: Tensor, to: Tensor) -> None:
-    """As if trained: keys stand elsewhere, and the memory knows that they had a gradient."""
+    """Move keys as training would, and tell the memory that they had a gradient."""
     assert memory.keys is not None
     with torch.no_grad():
         memory.keys[which] = to

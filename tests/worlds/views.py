@@ -52,7 +52,7 @@ def dense(
 
 
 def move(encoder: torch.nn.Module, by: float) -> None:
-    """What training does, at once."""
+    """Move the parameters of an encoder, as training does."""
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.add_(by * torch.randn_like(parameter))

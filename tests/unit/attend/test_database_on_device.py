@@ -47,7 +47,7 @@ def insert(db: softdb.SoftDB, kind: str, rng: np.random.Generator, ids: Any) -> 
 
 
 def sampled(db: softdb.SoftDB, queries: torch.Tensor) -> tuple[Any, ...]:
-    """What must be 0 of any draw: which records come depends on the blocks that pass."""
+    """Quantities that must be 0 for any draw: the records drawn depend on the blocks."""
     found = db.sample(queries, 3, temperature=0.5, generator=torch.Generator().manual_seed(3))
     return (found.log_prob + db.log_partition(queries, temperature=0.5).value[:, None] - 2 * found.hits.scores,)
 

@@ -20,7 +20,7 @@ WORDS = ["a", "b", "1", 1, 2, True, False, 1.5, 2.0]  # 2 and 2.0 are one, "1", 
 
 
 def kind(value: object) -> object:
-    """What groups a value, by the documentation."""
+    """Group of a value, as documented."""
     return (type(value) is bool, value) if isinstance(value, bool | int | float | str) else None
 
 

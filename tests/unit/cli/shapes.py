@@ -27,7 +27,7 @@ def shapes() -> dict[str, Any]:
 
 
 def mismatch(value: Any, shape: Any, place: str = "$") -> list[str]:
-    """Where a value is not of a shape."""
+    """Path at which a value has another shape."""
     if isinstance(shape, str):
         kinds = shape.split(" or ")
         fits = "any" in kinds or any(

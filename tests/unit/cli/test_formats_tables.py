@@ -41,7 +41,7 @@ def filled(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> s
 
 
 def everything(db: softdb.SoftDB) -> tuple[Any, ...]:
-    """What the database is, and every record in its order, bit by bit."""
+    """Schema of the database and every record in order, to the bit."""
     facts = (db.dim, db.value_dim, db.num_classes, db.metric, db.dtype, db.fields, db.encoder_name)
     records = [
         (one.id, one.key is None or one.key.numpy().tobytes(), str(one.value), json.dumps(one.payload), one.text)

@@ -26,11 +26,11 @@ SCHEMA = Schema(4, None, None, np.dtype(np.float32), Metric.DOT)
 
 
 class RayError(Exception):
-    """What Ray raises."""
+    """An error of Ray."""
 
 
 class Does(NamedTuple):
-    """What comes of a call of an actor."""
+    """Outcome of a call of an actor."""
 
     after: float = 0.0  # seconds
     dies: str = ""
@@ -53,11 +53,11 @@ class Method(NamedTuple):
     retries: int | None = None
 
     def options(self, max_task_retries: int) -> Method:
-        """As Ray's."""
+        """Stand-in for Ray's class."""
         return self._replace(retries=max_task_retries)
 
     def remote(self, sent: bytes) -> Call:
-        """As Ray's."""
+        """Stand-in for Ray's class."""
         return self.actor.call(sent, self.name, self.retries)
 
 
@@ -84,7 +84,7 @@ class Actor:
         return Call(self.ray.now + does.after, RayError(does.dies) if does.dies else pickle.dumps(reply))
 
     def reply(self, shard: int, ask: Message) -> Any:
-        """What a shard says."""
+        """A reply of a shard."""
         if not isinstance(ask, Refresh):
             return self.name
         version = AT if ask.version == NEWEST else ask.version
@@ -92,7 +92,7 @@ class Actor:
 
 
 class Ray:
-    """What of Ray the fan-out uses."""
+    """The part of Ray that the fan-out uses."""
 
     exceptions = SimpleNamespace(RayError=RayError)
 

@@ -141,7 +141,7 @@ def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
 
 
 def test_the_gradient_repeats_the_choice_of_an_exact_pass(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a pass costs less is measured, and may be judged otherwise by the time of the gradient."""
+    """The choice of an exact pass is timed, and the times may differ when the gradient is computed."""
     leaf, dear = hashed.queries[:5].clone().requires_grad_(), [True]
     monkeypatch.setattr(Estimator, "too_dear", lambda *_: dear[0])
     pooled = hashed.cluster.attend(leaf, rtol=0.5)

@@ -146,7 +146,7 @@ def test_an_error_states_the_time_that_passed(seconds: float, advice: str, monke
 
 
 def test_a_score_that_a_shard_cannot_load_is_named() -> None:
-    """As one of a notebook, whose class the process of the shard lacks."""
+    """A class of a notebook, which the process of the shard lacks."""
     shard = DatabaseShard(filled(None, np.arange(40), "dot"), 0, 1)
     sent = pickle.dumps(Absent()).replace(b"Absent", b"Gone99")
     question = ShardQuery(np.ones((1, D), np.float32), None, score=sent)

@@ -73,7 +73,7 @@ def test_each_hears_each() -> None:
 
 
 def test_strangers() -> None:
-    """Who does not know the number, claims to be another, or says nothing, is let go of; the ranks connect."""
+    """Peers with a wrong number, a false rank or no message are dropped; the ranks connect."""
     let_go = []
 
     def hears(rank: int, turn: int, doors: list[bytes]) -> None:

@@ -14,7 +14,7 @@ from softdb.store import files
 
 @pytest.fixture
 def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is synced, by its path in the folder."""
+    """Synced files by their paths in the folder."""
     found: list[str] = []
     for name in ("sync", "sync_directory"):
         real = getattr(files, name)

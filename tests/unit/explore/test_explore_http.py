@@ -338,7 +338,7 @@ def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monke
 
 
 def hung_up(connection: socket.socket, seconds: float) -> bool:
-    """Whether the server ends a connection within so many seconds."""
+    """Return whether the server closes a connection within so many seconds."""
     connection.settimeout(seconds)
     try:
         while connection.recv(1 << 16):

@@ -261,7 +261,7 @@ def test_recall_holds_under_filters_that_go_with_the_keys(share: float) -> None:
 
 
 def test_an_index_of_faiss_codes_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As an earlier version wrote it: one line says so, and search is exact."""
+    """A file of an earlier version: one line is logged, and search is exact."""
     import faiss
 
     from softdb.index import cache

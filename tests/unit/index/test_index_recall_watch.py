@@ -21,7 +21,7 @@ TRUTH = np.arange(10)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the watch measures checks by."""
+    """A clock for the watch."""
     clock = Clock()
     monkeypatch.setattr("softdb.index.timing.time", clock.module)
     return clock
@@ -39,7 +39,7 @@ def index(**report: Any) -> Index:
 
 
 def answer(recall: float) -> Rows:
-    """What a search (q, k) found of TRUTH."""
+    """Hits (q, k) of a search with that recall of TRUTH."""
     found = np.where(round(10 * recall) > TRUTH, TRUTH, 99)
     return np.tile(found, (3, 1))
 

@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What NEON's kernels, and loops in float64 that they are compared with, are compiled to."""
+    """NEON's kernels and their float64 reference loops, compiled."""
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool} (Debian: {package})")

@@ -22,7 +22,7 @@ from softdb.store.snapshot import Segment, Snapshot
 
 
 class Model:
-    """What a database must hold: a dictionary, and the same operations."""
+    """The expected records: a dict with the same operations."""
 
     def __init__(self, db: softdb.SoftDB, seed: int = 0) -> None:
         self.db = db

@@ -36,7 +36,7 @@ def put(db: softdb.SoftDB, *ids: str) -> None:
 
 
 def flushed(path: Path) -> set[str]:
-    """What another reader sees."""
+    """Records that another reader sees."""
     with softdb.open(path, mode="r") as reader:
         reader.verify()
         return {str(one) for records in reader.scan(100) for one in records.ids}

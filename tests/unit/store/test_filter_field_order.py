@@ -64,7 +64,7 @@ CHANGES = st.one_of(
 
 @contextlib.contextmanager
 def small(runs: int = 1) -> Iterator[None]:
-    """As if there were many records, and few of them appended."""
+    """Thresholds for many records, of which few were appended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
         patch.setattr(fieldorder, "APPENDED", 20)

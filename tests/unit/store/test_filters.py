@@ -50,7 +50,7 @@ def db() -> Iterator[softdb.SoftDB]:
 
 
 def indexed() -> softdb.SoftDB:
-    """The same records, with an index on every field that can have one."""
+    """A database of these records with an index on every field that can have one."""
     db = holding(np.ones((len(PAYLOADS), 2)), payloads=PAYLOADS, fields=["year", "lang", "draft", "tags"])
     db.index_field("nested", "absent", "do.t", r"do\.t", "é", "", "new\nline", "[0]", 'q"uote', "back\\slash", "0")
     db.index_field("day", "at", "a.b", "a.0.b", "n.0", "n.0.1", r"a.b\.c.1.d", "a.0", r"back\\\.slash")
@@ -65,21 +65,21 @@ def declared() -> Iterator[softdb.SoftDB]:
 
 @pytest.fixture(scope="module")
 def of_others() -> Iterator[softdb.SoftDB]:
-    """The same: its indexes are asked for the records that do not match."""
+    """Indexed filters that list the records that do not match."""
     with indexed() as db:
         yield db
 
 
 @pytest.fixture(scope="module")
 def ordered() -> Iterator[softdb.SoftDB]:
-    """The same: the order of its fields is remembered."""
+    """Indexed filters with the order of fields cached."""
     with indexed() as db:
         yield db
 
 
 @contextlib.contextmanager
 def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
-    """As if there were many records, and all fields were kept in order."""
+    """Thresholds for many records with all fields ordered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
         patch.setattr(fieldorder, "KEPT", 100)
@@ -89,7 +89,7 @@ def asked_by_order(db: softdb.SoftDB) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_for_others() -> Iterator[None]:
-    """As if most records matched every filter, and there were many."""
+    """Thresholds for many records of which most match."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "LARGE", 0)
         patch.setattr(masks.Evaluation, "share", lambda *_: 1.0)

@@ -39,7 +39,7 @@ SAME = {"über": "uber", "naïve": "naive"}
 
 
 def tokens(text: str) -> list[str]:
-    """What unicode61 without diacritics makes of our words."""
+    """Tokens of the test's words under unicode61 without diacritics."""
     return [SAME.get(part, part).lower() for word in text.split() for part in CUT.get(word, [word])]
 
 
@@ -48,7 +48,7 @@ def some_text(chance: random.Random, most: int = 12) -> str:
 
 
 def raw_hits(texts: dict[Any, str], query: str, tokenizer: str = "words") -> dict[Any, float]:
-    """What FTS5's own table says of all the words of a query, OR-ed."""
+    """Scores by FTS5's own table for all words of a query, OR-ed."""
     table = apsw.Connection(":memory:")
     table.execute(f"CREATE VIRTUAL TABLE t USING fts5(text, tokenize='{format.TOKENIZERS[tokenizer]}')")
     table.executemany("INSERT INTO t(rowid, text) VALUES(?, ?)", texts.items())

@@ -62,7 +62,7 @@ def model_of(db: softdb.SoftDB, k: int | None = None) -> Asker:
 
 
 def inputs(count: int = BATCH, seed: int = 5) -> tuple[Tensor, list[list[int]]]:
-    """What is asked, (count, 3, 6), and the right records."""
+    """Questions (count, 3, 6) and their right records."""
     x = torch.randn(count, 3, 6, generator=torch.Generator().manual_seed(seed))
     return x, [[i, (3 * i + seed) % N] if i % 2 else [i] for i in range(count)]
 
