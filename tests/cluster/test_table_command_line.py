@@ -53,10 +53,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     ids = [f"r{i}" if i % 2 else str(i) for i in range(N)]
     given: Any = {"values": np.eye(3)[np.arange(N) % 3], "payloads": [{"n": i, "odd": i % 2} for i in range(N)]}
     words: Any = {"dim": DIM, "value_dim": 3, "metric": "cosine"}
-    with (
-        softdb.open(tmp_path / "one", **words) as one,
-        cluster.create(tmp_path / "t.lance", shards=4, **words) as db,
-    ):
+    with softdb.open(tmp_path / "one", **words) as one, cluster.create(tmp_path / "t.lance", shards=4, **words) as db:
         one.insert(ids, KEYS, **given, texts=[f"text {i}" for i in range(N)])
         db.insert(ids, KEYS, **given, texts=[f"text {i}" for i in range(N)])
     return tmp_path / "one", tmp_path / "t.lance"

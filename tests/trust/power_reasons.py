@@ -69,5 +69,5 @@ NOT_NEEDED = {
 }
 
 TOGETHER = [  # each covers the other: one of them is needed
-    ("snapshot: sync unfinished.sqlite (write)", "snapshot: sync unfinished.sqlite (nothing)"),
+    ("snapshot: sync unfinished.sqlite (write)", "snapshot: sync unfinished.sqlite (nothing)")
 ]

@@ -190,10 +190,7 @@ def test_a_lance_table_with_files_elsewhere(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="as above")
     table = pa.table({"id": [1], "key": [[1.0, 2.0]]})
     lance.write_dataset(table, str(tmp_path / "a.lance")).shallow_clone(str(tmp_path / "b.lance"), reference=1)
-    refused(
-        tmp_path / "b.lance",
-        r"b\.lance keeps files outside of its folder, which are not read; import a deep copy",
-    )
+    refused(tmp_path / "b.lance", r"b\.lance keeps files outside of its folder, which are not read; import a deep copy")
 
 
 @pytest.mark.parametrize(

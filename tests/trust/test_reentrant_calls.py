@@ -420,10 +420,7 @@ def test_a_checkpoint_that_failed_takes_back_nothing_that_was_acknowledged(
     with made(path, "relaxed", "a") as db:
         put(db, "b")
         after(
-            monkeypatch,
-            segments.ColumnFiles,
-            "sync",
-            lambda: setattr(db._store.writer, "_broken", apsw.IOError("EIO")),
+            monkeypatch, segments.ColumnFiles, "sync", lambda: setattr(db._store.writer, "_broken", apsw.IOError("EIO"))
         )
         db.flush()
         with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):

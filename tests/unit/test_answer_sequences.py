@@ -109,10 +109,7 @@ def test_records_are_a_sequence(db: softdb.SoftDB) -> None:
             lambda db: db.attend([[1.0, 0]], temperature=0.1).explain(2)[0],
             "<Explanation: 'a' 100.00%, 7 0.00%; 100.00% in 2 records>",
         ),
-        (
-            lambda db: db.sample([[9.0, 0]], n=2),
-            "<Samples (1, 2) float32: <Hits of 1 query: ['a' 27, 'a' 27]>>",
-        ),
+        (lambda db: db.sample([[9.0, 0]], n=2), "<Samples (1, 2) float32: <Hits of 1 query: ['a' 27, 'a' 27]>>"),
         (lambda db: db.count_within([[1.0, 0]], 2.0), "<Estimate: 2 ± 0>"),
     ],
 )

@@ -215,10 +215,7 @@ def test_merging_no_parts_is_an_error() -> None:
 
 
 def _sampled(
-    n: int,
-    k: int,
-    m: int,
-    seed: int,
+    n: int, k: int, m: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # scores (n,), the sample's scores (draws, m), taken (draws, m)
     """Many uniform draws of m from n records, of which a query's k best are its hits."""
     scores = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(9))

@@ -152,10 +152,7 @@ def test_a_radius_combines_with_filters_and_exclusions() -> None:
         assert db.search([1.0], radius=0.0).ids == [[]]
         db.insert(range(6), [[i] for i in range(6)], payloads=[{"odd": i % 2} for i in range(6)])
         assert db.search([1.0], radius=2.0, where={"odd": 1}).ids == [[5, 3]]
-        assert db.search([[1.0], [2.0]], radius=2.0, exclude_ids=[[4, 5], [5]]).ids == [
-            [3, 2],
-            [4, 3, 2, 1],
-        ]
+        assert db.search([[1.0], [2.0]], radius=2.0, exclude_ids=[[4, 5], [5]]).ids == [[3, 2], [4, 3, 2, 1]]
         assert db.search([1.0], radius=99.0).rows.shape == (1, 0)
 
 

@@ -256,10 +256,7 @@ def test_an_id_that_is_stored_stops_an_import_between_batches(tmp_path: Path) ->
 
 def test_a_key_of_the_wrong_width_stops_an_import(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1, 2))
-    with (
-        softdb.open(None, dim=3) as db,
-        pytest.raises(softdb.BadInput, match=r"r.jsonl line 1: insert: keys are 2"),
-    ):
+    with softdb.open(None, dim=3) as db, pytest.raises(softdb.BadInput, match=r"r.jsonl line 1: insert: keys are 2"):
         import_records(db, read_records(path))
 
 

@@ -19,10 +19,7 @@ from softdb.text import HashedNGrams
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")]
 LIMIT = 60_000  # milliseconds that anything may take on a loaded machine
 HOSTILE = "<b id=own>bold</b><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TEXTS = [f"{size} {animal}" for size in ("small", "large", "old", "young") for animal in ("cat", "dog", "whale", "hen")]

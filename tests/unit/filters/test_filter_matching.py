@@ -229,11 +229,7 @@ _DATABASES: list[softdb.SoftDB] = []
     ids=repr,
 )
 def test_named_cases(
-    db: softdb.SoftDB,
-    declared: softdb.SoftDB,
-    of_others: softdb.SoftDB,
-    ordered: softdb.SoftDB,
-    where: dict[str, Any],
+    db: softdb.SoftDB, declared: softdb.SoftDB, of_others: softdb.SoftDB, ordered: softdb.SoftDB, where: dict[str, Any]
 ) -> None:
     assert ids(db, where) == oracle(where)
     assert ids(declared, where) == oracle(where)

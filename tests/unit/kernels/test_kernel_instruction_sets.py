@@ -23,10 +23,7 @@ LEVELLED = [
 ]
 TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user", "nm": "binutils"}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not LEVELLED, reason="the kernels' sources are not in a wheel"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LEVELLED, reason="the kernels' sources are not in a wheel")]
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,7 @@ import torch
 
 from softdb.check import Metric
 from softdb.errors import BadInput
-from softdb.scores import (
-    Boxcar,
-    Constant,
-    Epanechnikov,
-    Fold,
-    Gaussian,
-    Kernel,
-    Laplacian,
-    Triangular,
-    fold,
-    metric_of,
-)
+from softdb.scores import Boxcar, Constant, Epanechnikov, Fold, Gaussian, Kernel, Laplacian, Triangular, fold, metric_of
 from softdb.scoring import distance
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -40,12 +40,7 @@ def checkpointed(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "overtaken", "rewritten"),
-    [
-        (empty_log, False, False),
-        (log, True, False),
-        (empty_log_in_use, True, False),
-        (checkpointed, True, True),
-    ],
+    [(empty_log, False, False), (log, True, False), (empty_log_in_use, True, False), (checkpointed, True, True)],
 )
 def test_a_reader_notices_a_new_writer(
     opened: Directory, path: Path, change: Callable[[Path], None], overtaken: bool, rewritten: bool

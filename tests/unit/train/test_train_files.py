@@ -43,12 +43,7 @@ def test_pairs_of_json_lines(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "mark"), [("p.csv", ","), ("p.tsv", "\t"), ("p.csv.gz", ",")])
 def test_pairs_of_tables(name: str, mark: str, tmp_path: Path) -> None:
-    rows = [
-        ("asked", "more", "found"),
-        ("1984", "x", "7"),
-        ("a horse", "", '"[7, ""b""]"'),
-        ("c", "1", "a"),
-    ]
+    rows = [("asked", "more", "found"), ("1984", "x", "7"), ("a horse", "", '"[7, ""b""]"'), ("c", "1", "a")]
     actual = read_pairs(write(tmp_path / name, *(mark.join(row) for row in rows)), query="asked", positives="found")
     assert (actual.queries, actual.positives) == (["1984", "a horse", "c"], [["7"], [7, "b"], ["a"]])
     assert actual.is_text

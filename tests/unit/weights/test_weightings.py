@@ -12,17 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.weights import (
-    Argmax,
-    Entmax15,
-    Normalised,
-    Softmax,
-    Sparse,
-    Sparsemax,
-    Uniform,
-    Weighed,
-    Weighting,
-)
+from softdb.weights import Argmax, Entmax15, Normalised, Softmax, Sparse, Sparsemax, Uniform, Weighed, Weighting
 
 Floats = NDArray[np.float64]
 
