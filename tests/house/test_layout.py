@@ -153,17 +153,8 @@ CHANGES = {
     "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
 }  # fmt: skip
 OF_PATHS = {
-    "hardlink_to",
-    "mkdir",
-    "rename",
-    "rmdir",
-    "rmtree",
-    "symlink_to",
-    "touch",
-    "unlink",
-    "write_bytes",
-    "write_text",
-}
+    "hardlink_to", "mkdir", "rename", "rmdir", "rmtree", "symlink_to", "touch", "unlink", "write_bytes", "write_text",
+}  # fmt: skip
 WRITES = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "'w", "'a", "'x", "'r+")
 
 

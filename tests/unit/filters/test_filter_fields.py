@@ -210,26 +210,9 @@ def test_declared_fields_are_remembered(tmp_path: Path) -> None:
 
 
 NAMES = [
-    "Year",
-    "year",
-    "it's",
-    "x' OR 1=1 --",
-    "do.t",
-    "two words",
-    "new\nline",
-    "[0]",
-    "",
-    "naïve 😀",
-    "field_00",
-    "?",
-    'q"uote',
-    "back\\slash",
-    "two.names",
-    r"dot\.ted",
-    r"\.",
-    "list.0.2.x",
-    r"end\\",
-]
+    "Year", "year", "it's", "x' OR 1=1 --", "do.t", "two words", "new\nline", "[0]", "", "naïve 😀", "field_00", "?",
+    'q"uote', "back\\slash", "two.names", r"dot\.ted", r"\.", "list.0.2.x", r"end\\",
+]  # fmt: skip
 
 
 def nested(name: str) -> Any:

@@ -18,22 +18,8 @@ from softdb.errors import BadFilter, BadInput, CorruptionError
 from softdb.store import format
 
 WORDS = [
-    "the",
-    "of",
-    "über",
-    "Schulz",
-    "fox",
-    "Fox",
-    "naïve",
-    "don't",
-    "e-mail",
-    "猫",
-    "x",
-    '"quoted"',
-    "AND",
-    "*",
-    "a:b",
-]
+    "the", "of", "über", "Schulz", "fox", "Fox", "naïve", "don't", "e-mail", "猫", "x", '"quoted"', "AND", "*", "a:b",
+]  # fmt: skip
 CUT = {"don't": ["don", "t"], "e-mail": ["e", "mail"], '"quoted"': ["quoted"], "*": [], "a:b": ["a", "b"]}
 SAME = {"über": "uber", "naïve": "naive"}
 
