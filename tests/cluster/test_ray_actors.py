@@ -292,7 +292,9 @@ class TestTable:
                 ):
                     impatient.count()  # they stand still until it has given up
                 transport: Any = impatient.caller.transport
-                with pytest.raises(ray.exceptions.PendingCallsLimitExceeded):  # no more than so many wait for an actor
+                with pytest.raises(
+                    ray.exceptions.PendingCallsLimitExceeded
+                ):  # the number of calls waiting for an actor is limited
                     _ = [transport.hosts[0][0].pid.remote() for _ in range(2 * PENDING)]
                 impatient.caller.timeout = 2.0
                 with pytest.raises(errors.ShardUnavailable, match="it is written and safe, but not yet seen here"):
@@ -300,7 +302,7 @@ class TestTable:
             finally:
                 for pid in stopped:
                     os.kill(pid, signal.SIGCONT)
-            db.refresh()  # both go on, with what was written meanwhile
+            db.refresh()  # both follow the later writes
             assert ("late" in db, len(db)) == (True, N + 1)
             assert db.delete(["late"]) == 1
             as_one(db)

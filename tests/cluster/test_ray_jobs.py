@@ -68,7 +68,7 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
         for shards in (2, 4, 8):
             assert (np.diff(shard_of(ids, shards)) != 0).sum() < shards
     with pytest.raises(errors.DuplicateId, match="id 3 is stored already"):
-        db.insert([3], KEYS[:1])  # later writers are checked against what was brought in
+        db.insert([3], KEYS[:1])  # later writers are checked against the ingested ids
     assert cluster.ingest(db.url, rows([7, N + 7], "new"), upsert=True) == version + 2 == db.refresh()
     assert (len(db), db[7].payload, db[8].payload) == (N + 2, {"title": "new 7"}, {"title": "title 8"})
 

@@ -128,7 +128,7 @@ def test_a_directory_removed_while_served_is_rebuilt(truth: Truth, tmp_path: Pat
     followed = hydrated(truth, tmp_path / "cache")
     ruined(followed.path(1), how)
     truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
-    for _ in range(2):  # the first may find only then that it is gone
+    for _ in range(2):  # the first question may only notice the loss
         try:
             followed.follow(truth.newest())
             break
@@ -166,7 +166,7 @@ def test_a_hydration_stopped_at_any_step_is_resumed(
     monkeypatch.setattr(Store, "apply", counted)
     again = hydrated(truth, tmp_path / "cache")
     assert contents(again) == told(truth)
-    assert len(seen) <= 4 * 6 - (step - 1)  # 5 batches and an end for each of 4 shards, less what was done
+    assert len(seen) <= 4 * 6 - (step - 1)  # 5 batches and an end for each of 4 shards, less the finished ones
     again.close()
 
 

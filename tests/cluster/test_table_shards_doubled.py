@@ -309,7 +309,7 @@ def test_new_shards_may_take_longer_than_an_answer(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(Local, "ask", timed)
         db.grow()
         db.count()
-        assert allowed == [3600.0, 30.0, 30.0]  # until they are there; then as the handle was told
+        assert allowed == [3600.0, 30.0, 30.0]  # until the shards exist; then the handle's own timeout
 
 
 STEPS = {  # where the kill comes: before the call of a function, or after it

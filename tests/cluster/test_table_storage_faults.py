@@ -240,7 +240,7 @@ def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: 
     match = rf"lacks its file \S*{lost.name}; bring" if how == "missing" else f"{folder.name} cannot be read .*; bring"
     with pytest.raises(CorruptionError, match=rf"open: .*{match} the file back"):
         cluster.open(folder, cache=folder.parent / "other")
-    with cluster.open(folder, cache=folder.parent / "cache") as db:  # of which it has copies
+    with cluster.open(folder, cache=folder.parent / "cache") as db:  # whose records it has copied
         assert len(db) == N
         with pytest.raises(CorruptionError, match=rf"snapshot: .*{match}"):
             db.snapshot(folder.parent / "copy")

@@ -19,7 +19,7 @@ VAGUE = {
 }  # fmt: skip
 PRIVATE = re.compile(r"\b_imp\.|\bsys\._|torch\._C\b|_is_in_bad_fork|RLock\._|_functorch|_initializing")
 INNER = {"attend", "index", "store", "check", "gpu", "device", "filters", "scoring", "kernels"}
-PARAMETERS, LINES = 7, 390  # from so many on a function, or a file, is counted
+PARAMETERS, LINES = 7, 390  # functions with this many parameters and files with this many lines are counted
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 NAMED = (ast.Name, ast.arg)
 

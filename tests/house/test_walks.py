@@ -73,9 +73,9 @@ WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
 def test_walks_of_the_architecture_page_are_what_runs(db: softdb.SoftDB, heading: str) -> None:
     actual = walk(heading)  # of files of Python: no profiler sees the kernels
     assert len(actual) >= 5
-    WAYS[heading](db)  # what is made when first needed is no step
+    WAYS[heading](db)  # lazy imports and caches are no steps
     run = iter(called(db, WAYS[heading]))
-    missed = [step for step in actual if step not in run]  # `in` goes on from the last one that was found
+    missed = [step for step in actual if step not in run]  # `in` continues from the last step that it found
     assert missed == [], "not called, or not in this order"
 
 

@@ -373,9 +373,9 @@ def test_stores_of_one_directory_share_it_until_the_last_is_closed(path: Path) -
         first.count_documents()
     assert second.count_documents() == 4
     second.close()
-    softdb.open(path).close()  # nobody holds it now
+    softdb.open(path).close()  # no handle holds the lock now
     third = SoftDBDocumentStore(path)
-    del third  # neither does a store that nobody has any more
+    del third  # a collected store holds no lock, either
     gc.collect()
     softdb.open(path).close()
     reader.close()

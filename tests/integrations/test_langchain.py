@@ -211,7 +211,7 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
     with pytest.raises(softdb.DatabaseLocked, match="mode='r'"):
         SoftDBVectorStore(embedding, path)
     first.add_texts(["a late text"], ids=["late"])
-    assert reader.similarity_search("a late text", k=1)[0].id == "late"  # sees it without being told
+    assert reader.similarity_search("a late text", k=1)[0].id == "late"  # it is seen without a refresh
     assert [one.id for one in reader.get_by_ids(["late"])] == ["late"]
     with pytest.raises(softdb.ReadOnly, match="upsert"):
         reader.add_texts(["x"])

@@ -237,7 +237,7 @@ def test_generate_goes_by_the_mixture(lm: KNNLanguageModel, how: dict[str, Any])
     torch.manual_seed(3)
     actual = lm.generate(**words)
     plain = lm.model.generate(**words)
-    if not penalised:  # an earlier processor changes what is mixed
+    if not penalised:  # an earlier processor changes the mixed probabilities
         hook = lm.head.register_forward_hook(lambda _, given, out: of_equations(lm, given[0], out).float())
         torch.manual_seed(3)
         assert torch.equal(actual, lm.model.generate(**words))

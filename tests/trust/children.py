@@ -49,8 +49,8 @@ class Order:
 
     path: Path
     schema: dict[str, Any]
-    state: State  # what is stored
-    acts: Callable[[int, State], Act]  # what is done as the n-th; a function of a module
+    state: State  # the stored records
+    acts: Callable[[int, State], Act]  # the n-th act; a function of a module
     first: int  # n of the first act
     count: int
     kill: Kill | None = None
@@ -76,7 +76,7 @@ class Seeded:
 class Told:
     """Messages from a child."""
 
-    begun: int  # acts, of which the last may have been cut short
+    begun: int  # acts begun, the last perhaps unfinished
     done: int
     killed: bool
     steps: list[str]  # those that it passed, or the one at which it died

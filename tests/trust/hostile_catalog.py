@@ -96,7 +96,7 @@ def one(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
 def _rewrite(connection: apsw.Connection, table: str, text: str) -> None:
     connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (text, table))
     cookie = connection.pragma("schema_version")
-    connection.pragma("schema_version", cookie + 1)  # what is remembered of the schema is void
+    connection.pragma("schema_version", cookie + 1)  # invalidates SQLite's cache of the schema
 
 
 def patched(offset: int, data: bytes) -> Craft:

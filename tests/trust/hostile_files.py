@@ -19,7 +19,7 @@ import pytest
 from softdb import BadInput
 from softdb.formats import read_records
 
-Put = Callable[[Path, Path], None]  # what is put in the place of a file; the folder outside that it may lead to
+Put = Callable[[Path, Path], None]  # puts something in place of a file, perhaps leading to the folder outside
 
 
 def removed(path: Path) -> None:

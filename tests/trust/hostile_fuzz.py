@@ -224,7 +224,7 @@ def commands(seed: int, count: int, folder: str) -> list[str]:
             if draw.random() < 0.5:
                 arguments += [name, text(draw, good)[:500]]
         if "-k" in arguments and len(arguments[arguments.index("-k") + 1].strip()) > 6:
-            return  # an answer is as wide as is asked for
+            return  # the width of an answer is k
         result = runner.invoke(app, [*arguments, "--json"])
         assert result.exception is None or isinstance(result.exception, SystemExit), (
             f"{arguments}: {result.exception!r}"

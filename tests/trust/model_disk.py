@@ -125,7 +125,7 @@ class _OnDisk(AskedMachine):
     @rule(verify=st.booleans())
     def open_reader(self, verify: bool) -> None:
         self.release()
-        self.db.flush()  # a reader sees what was flushed
+        self.db.flush()  # a reader sees flushed changes only
         self.reader = softdb.open(self.path, mode="r", verify=verify)
         self.caught_up(self.reader)
 

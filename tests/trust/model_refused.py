@@ -14,7 +14,7 @@ from model_world import Draw, Id
 import softdb
 from softdb import BadInput, DuplicateId, UnknownId
 
-Refusal = tuple[str, type[Exception], str, Callable[[], object]]  # what is wrong, the error, its message, the call
+Refusal = tuple[str, type[Exception], str, Callable[[], object]]  # name, error, message and call
 
 
 def refusals(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> list[Refusal]:

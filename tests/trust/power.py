@@ -24,8 +24,8 @@ from softdb.index import cache
 __all__ = ["Explorer", "Judge", "Violation", "allowed_at", "fates"]
 
 Outcome = set[int] | str
-Fates = dict[int, Fate]  # of steps by their place in the log; KEEP where nothing is said
-ALL = 4  # so many steps without a sync are tried in every combination
+Fates = dict[int, Fate]  # of steps by their position in the log; KEEP by default
+ALL = 4  # up to this many unsynced steps are tried in every combination
 MORE = "one more"  # the record that is added to what a cut has left
 
 
@@ -33,7 +33,7 @@ MORE = "one more"  # the record that is added to what a cut has left
 class Violation:
     """A cut after which a database is not what it must be, with what is needed to see it alone."""
 
-    place: int  # so many steps were taken
+    place: int  # number of steps taken
     fates: Fates
     step: str  # the last one
     told: str

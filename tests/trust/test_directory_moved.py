@@ -17,7 +17,7 @@ from softdb.store import recovery
 from softdb.store.catalog import Catalog
 from softdb.store.segments import ColumnFiles
 
-DIM, SECONDS = 4, 60.0  # after so many seconds something hangs
+DIM, SECONDS = 4, 60.0  # SECONDS is the timeout of a hanging process
 
 
 def put(db: softdb.SoftDB, first: int, count: int = 8, value: float = 1.0) -> None:

@@ -43,7 +43,7 @@ import softdb
 from softdb.store import disk, files
 
 EXHAUSTIVE = pytest.mark.exhaustive
-# what a Python VFS raises while SQLite passes over errors has nobody to go to
+# errors of a Python VFS inside SQLite's own error handling reach no caller
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

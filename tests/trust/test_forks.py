@@ -53,7 +53,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
     def child() -> Any:
         os.close(told)
         os.write(begin, b"1")  # the parent's lock is let go of by now
-        os.read(go, 1)  # until the parent is gone
+        os.read(go, 1)  # until the parent has exited
         found = []
         for _ in range(12):
             for one in (db, *readers):
@@ -278,7 +278,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
             errors.append(error)
 
     query = torch.zeros(1, batches.DIM)
-    db.search(query, k=5)  # what is made when first needed is made
+    db.search(query, k=5)  # fill lazy imports and caches
     db.attend(query.requires_grad_()).output.sum().backward()  # type: ignore[no-untyped-call]
     query = query.detach()
     works: list[Callable[[int], Any]] = [

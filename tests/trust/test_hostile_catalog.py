@@ -291,7 +291,7 @@ RECORDS: dict[str, Craft] = {
     "records at the schema's root": sql("UPDATE sqlite_schema SET rootpage = 1 WHERE name = 'records'"),
     "records at no root": sql("UPDATE sqlite_schema SET rootpage = 99999 WHERE name = 'records'"),
 }  # fmt: skip
-HARMLESS = {"a payload of 1e999"}  # JSON says it, and reads it as infinity: what is there is what comes back
+HARMLESS = {"a payload of 1e999"}  # JSON allows it and reads it as infinity, so the stored value comes back
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -79,7 +79,7 @@ def explored(name: str, explorer: Explorer, tally: Counter[str], **how: Any) -> 
     """Raise AssertionError where a cut loses something."""
     explorer.tally = tally
     found = explorer.explore(**how)
-    explorer.tally = Counter()  # what else is asked of it is no cut of this log
+    explorer.tally = Counter()  # further checks are no cuts of this log
     tally["power loss: acknowledged records lost"] += found is not None
     assert found is None, f"{name}, seed {explorer.seed}: {found}"
 

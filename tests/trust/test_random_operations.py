@@ -71,7 +71,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         (matching, "MANY", 4),
         (finder, "ABSORB_ROWS", 100),
     ]
-    monkeypatch.setattr(writing, "DELAY", 3600)  # what is flushed must be the same every time, not a matter of time
+    monkeypatch.setattr(writing, "DELAY", 3600)  # flushes must not depend on time
     if request.param == "small":
         for module, name, value in small:
             monkeypatch.setattr(module, name, value)

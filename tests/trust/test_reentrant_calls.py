@@ -323,7 +323,7 @@ def test_a_child_forked_during_an_opening_holds_no_lock(path: Path, monkeypatch:
 
     def pause() -> None:
         within.set()
-        assert waits.wait(SECONDS)  # a fork waits for whoever is in the middle of something
+        assert waits.wait(SECONDS)  # a fork waits for calls in progress
 
     after(monkeypatch, keyed, "read", pause)
     handles: list[softdb.SoftDB] = []

@@ -97,7 +97,7 @@ def test_a_damaged_log_that_was_folded_in_covers_nothing(path: Path, tmp_path: P
     report = softdb.salvage(left, tmp_path / "saved")
     assert saved(report) == {f"r{i}" for i in range(20)}
     assert report["notes"] == []
-    (left / "committed").unlink()  # then nobody knows whether there was more
+    (left / "committed").unlink()  # then it is unknown whether there was more
     assert "catalog.sqlite-wal does not end" in softdb.salvage(left, tmp_path / "again")["notes"][0]
 
 

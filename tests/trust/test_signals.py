@@ -25,7 +25,7 @@ from worlds import holding
 
 import softdb
 
-# a generator that an interrupt closes, or a directory that it leaves half listed, is told to nobody but pytest
+# errors in a generator closed by an interrupt, or in a half listed directory, reach only pytest
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 QUICK, EXHAUSTIVE = 25, pytest.param(10**6, marks=pytest.mark.exhaustive)  # moments tried at most
@@ -119,7 +119,7 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     whole(db, 100)
     count = moments(lambda: work(db, 101, copies))
     whole(db, 101)
-    kept: list[KeyboardInterrupt | None] = []  # whoever keeps the traceback keeps no lock
+    kept: list[KeyboardInterrupt | None] = []  # a kept traceback must hold no lock
     for number, at in enumerate(sampled(count, most), 102):
         interruption = Interruption(at)
         kept.append(interruption.during(lambda n=number: work(db, n, copies)))  # type: ignore[misc]
@@ -263,7 +263,7 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     """Uses every verb while another thread sends signals; then says how many came, and which batches it holds."""
     random, db = np.random.default_rng(seed), made(path)
     for name in VERBS:
-        VERBS[name](db, 99, path.parent)  # what is made when first needed is made
+        VERBS[name](db, 99, path.parent)  # fill lazy imports and caches
     over, main, sent, number = threading.Event(), threading.main_thread().ident, 0, 100
     assert main is not None
 
@@ -366,7 +366,7 @@ def test_an_exception_thrown_into_a_scan_ends_it_alone(path: Path) -> None:
         with pytest.raises(StopIteration):
             next(scan)
         half = db.scan(10)
-        next(half)  # and one that nobody goes on with
+        next(half)  # a scan that is never continued
         elsewhere(lambda: batches.write(db, 9))
         assert batches.seen(db) == {0, 1, 2, 3, 4, 9}
 

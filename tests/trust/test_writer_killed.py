@@ -104,9 +104,7 @@ def chosen(points: list[str], which: str, tour: Tour) -> list[tuple[str, int]]:
     numbered = [(name, points[:i].count(name)) for i, name in enumerate(points)]
     if which == "every" and tour.name != "index":
         return numbered
-    if (
-        which == "every"
-    ):  # what is not of the index is the same as in the other tour: the first and the last of each name do
+    if which == "every":  # other names are struck as in the other tour: at their first and last step
         last = {name: (name, points.count(name) - 1) for name in points}
         return [one for one in numbered if one[0].endswith(" index") or one[1] == 0 or one == last[one[0]]]
     random = np.random.default_rng(5)

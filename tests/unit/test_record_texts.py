@@ -195,7 +195,7 @@ def test_a_record_without_a_key_is_found_by_id_and_filter(mixed: SoftDB) -> None
         assert db.count({"kind": "x", "n": {"$lt": 3}}) == 1
         assert db.count({"$or": [{"n": 1}, {"n": 2}]}) == 2
         assert db.count({"missing": {"$exists": False}}) == 5
-    db.insert(["f"], payloads=[{"n": 1}])  # what is remembered of filters is carried on
+    db.insert(["f"], payloads=[{"n": 1}])  # the cache of filters is extended
     db.delete(["b"])
     db.update(["d"], payloads=[{"n": 1, "kind": "z"}])
     assert db.count({"$not": {"n": 1}}) == 3

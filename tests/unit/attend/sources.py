@@ -22,7 +22,7 @@ def stored(snapshot: Snapshot, dim: int = 1, num_classes: int | None = None, val
         value_dim = None if segment.values is None or labels else segment.values.shape[1]
         num_classes = num_classes if labels else None
     schema = Schema(dim, value_dim, num_classes, np.dtype(np.float32), Metric.DOT)
-    finder: Any = None  # nobody searches
+    finder: Any = None  # no search is run
     return Stored(snapshot, schema, finder, lambda rows, payloads=True, texts=False: {})
 
 

@@ -61,7 +61,7 @@ class Noted:
 def deepest(run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Frames of softdb on the stack when FAISS, and when each kernel, is called."""
     for _ in range(2):
-        run()  # what is made when first needed is none of it
+        run()  # lazy imports and caches are not counted
     depths: dict[str, int] = {}
 
     def note(name: str, frame: FrameType) -> None:

@@ -417,7 +417,7 @@ def test_a_count_of_few_draws_is_uncertain(queries: Array) -> None:
         actual = world.count_within(queries, 1.3, where={"part": 1}, max_draws=5)
         assert (actual.bar >= (actual.value - truth).abs()).all()
         assert not actual.met.any()
-        every = world.count_within(queries, 100.0, where={"part": 1}, max_draws=5)  # of which no code leaves a doubt
+        every = world.count_within(queries, 100.0, where={"part": 1}, max_draws=5)  # no code leaves a doubt about these
         assert (every.bar >= (every.value - N // 3).abs()).all()
 
 

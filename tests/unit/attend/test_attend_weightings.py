@@ -227,7 +227,9 @@ def test_an_approximate_finder_gives_no_certificate(rng: np.random.Generator) ->
     after = db.attend(queries, weights="sparsemax", temperature=0.1, k=50)
     assert after.finder == "hnsw"
     assert not after.exact.any()
-    assert db.attend(queries, weights="sparsemax", temperature=0.1).exact.all()  # all: no approximate finder is asked
+    assert db.attend(
+        queries, weights="sparsemax", temperature=0.1
+    ).exact.all()  # all records: no approximate finder is used
     # the index holds dot products: another metric is compared exactly, and says so
     assert db.attend(queries, score=scores.NegativeL2(), k=50).finder == "flat"
 

@@ -313,7 +313,7 @@ def test_a_device_that_fails_loses_nothing(
             softdb.DeviceFailed, match=rf"{verb.__name__}: cpu:0 failed \(CUDA .*nothing is lost.*{way}"
         ):
             verb(queries)
-        insert(db, "dot", rng, [1000])  # the database goes on
+        insert(db, "dot", rng, [1000])  # later changes
         db.delete([1000])
         assert_alike(hits(db.to("cpu").search(queries, 3)), expected[0])
         assert db.stats().device is None

@@ -64,7 +64,7 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
     scores = queries @ keys.T
     with holding(keys[:200], payloads=payloads[:200]) as db:
         if seed % 2:
-            db.search(queries, group_by="doc")  # what is remembered grows
+            db.search(queries, group_by="doc")  # the cache grows
         db.insert(range(200, 300), keys[200:], payloads=payloads[200:])
         dead = set(range(0, 300, 7))
         db.delete(sorted(dead))

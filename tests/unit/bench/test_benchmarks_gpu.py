@@ -34,7 +34,7 @@ def test_every_part_of_the_run_checks_and_is_timed(
     parts = {row["part"].split(",")[0] for row in actual["rows"]}
     assert {"database", "attention", "top-10", "step", "FAISS"} <= parts
     failed = {row["what"]: row["failed"] for row in actual["rows"] if "failed" in row}
-    assert set(failed) <= {"torch Flex", "torch Flex, both ways"}  # which is told
+    assert set(failed) <= {"torch Flex", "torch Flex, both ways"}  # which the report says
     assert all(row["ms"] > 0 for row in actual["rows"] if "failed" not in row)
     assert {row["goal"] for row in actual["rows"] if row.get("goal")} == {1.429, 2.2, 1.3, 1.05, 2.0}
     table = capsys.readouterr().out

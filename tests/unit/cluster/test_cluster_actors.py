@@ -158,7 +158,7 @@ def test_a_replica_takes_over_at_once_and_is_asked_first_from_then_on(ray: Ray, 
     transport, (first, second) = one_host(ray, [how, Does()], [Does()])
     for _ in range(2):
         assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
-    assert (first.retries, second.retries) == ([0], [None, 0])  # Ray asks again only where nobody else can be asked
+    assert (first.retries, second.retries) == ([0], [None, 0])  # Ray retries only if there is no other actor to ask
     assert ray.now == how.after
 
 
@@ -250,7 +250,7 @@ def test_a_refresh_brings_the_other_replicas_to_the_same_version(ray: Ray) -> No
     transport.ask(NEWS, TIMEOUT)
     assert (first.asked, second.asked) == ([(0.0, "tend")], [(1.0, "tend")])
     assert second.sent == [dict.fromkeys(range(2), Refresh(AT))]
-    assert ray.now == 1.0  # nobody waits for it
+    assert ray.now == 1.0  # no call waits for it
     for ask in (CallVerb(AT, "count", {}), CallVerb(AT, "build_index", {})):
         transport.ask({0: ask}, TIMEOUT)
     assert len(second.asked) == 1

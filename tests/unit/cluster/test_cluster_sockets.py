@@ -17,7 +17,7 @@ from softdb.cluster.connections import HELLO, Connections, Door
 
 RANKS = 3
 
-Hears = Callable[[int, int, list[bytes]], None]  # what happens once a rank was told, for the so manieth time
+Hears = Callable[[int, int, list[bytes]], None]  # called after the n-th message to a rank
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_none_where_two_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lost_and_silent() -> None:
     actual = whole(made())
     with pytest.raises(TimeoutError):
-        actual[0].exchanged(told(0), 0.2)  # nobody else says anything
+        actual[0].exchanged(told(0), 0.2)  # the other rank sends nothing
     actual[2].close()
     with ThreadPoolExecutor(RANKS) as pool, pytest.raises(OSError, match=r"closed|reset|Broken"):
         list(pool.map(lambda rank: actual[rank].exchanged(told(rank), 60.0), (0, 1)))

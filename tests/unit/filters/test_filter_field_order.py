@@ -105,7 +105,7 @@ def agrees(db: softdb.SoftDB, where: dict[str, Any]) -> None:
     """The filter matches what SQLite lists, by the orders of its fields; so do some more."""
     db._store.order_fields()
     for one in [where, *ALWAYS]:
-        db._store.matches._known.clear()  # so that the filter is asked anew
+        db._store.matches._known.clear()  # so that the filter is evaluated again
         assert db._store.matching_rows(one)[1].tolist() == by_sqlite(db, one), one
     for known in db._store.matches.orders._known.values():
         if known.generation == db.generation:
@@ -141,7 +141,7 @@ def filled(**more: Any) -> softdb.SoftDB:
 @pytest.mark.parametrize(
     ("wheres", "listed"),
     [
-        ([{"x": {"$lt": 40}}], ["list"]),  # what is asked once pays for nothing else
+        ([{"x": {"$lt": 40}}], ["list"]),  # a single question does not pay for an order
         ([{"x": {"$lt": 40}}, {"x": {"$lt": 39}}, {"x": {"$gte": 3, "$lt": 70}}], ["list", "order"]),
         ([{"x": {"$lt": one}} for one in (12, 13, 14, 15)], ["list", "list", "order"]),
         ([{"x": {"$lt": 40}}, {"x": 7}, {"x": {"$ne": 7}}], ["list", "list", "list"]),

@@ -101,7 +101,7 @@ def agree(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.shape == other.shape
         within = tolerance * (1 if place < 2 else 4)
-        if one.dtype is not torch.float32:  # rounded once, to what is stored
+        if one.dtype is not torch.float32:  # rounded once, to the stored dtype
             within = torch.finfo(one.dtype).eps
         least = 1.0 if place == 1 else 1e-30  # lse is a logarithm: its error is one of the sum
         scale = other[other.isfinite()].abs().amax().clamp(min=least) if other.isfinite().any() else 1.0

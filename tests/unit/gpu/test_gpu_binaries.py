@@ -36,7 +36,7 @@ def test_the_results_are_of_the_launched_kernels(binaries: Any) -> None:
     for row in told:
         assert row["shared"] <= binaries.TARGETS[row["target"]][2] << 10, row
         assert row["stack"] <= 256, row  # bytes of registers that are spilt
-    assert not any(row["stack"] for row in told if "d=128 v=128" in row["case"])  # the shapes that are told of
+    assert not any(row["stack"] for row in told if "d=128 v=128" in row["case"])  # the shapes in the report
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_fresh_handle_estimates_as_the_one_that_built(
             assert torch.equal(before.bar, after.bar)
             assert torch.equal(count.value, counted.value)
             assert (after.bar > 0).any()
-            db.tune(recall=0.5)  # the codes stay, and what is known of them
+            db.tune(recall=0.5)  # the codes stay, and so do their bounds
     with softdb.open(path) as db:
         db.delete(list(range(0, N, 20)))
         db.compact()

@@ -206,7 +206,7 @@ def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
     first = column.of(grown(keys, 1, (1, 0, 10), (2, 10, 15)))
     assert first is not None
     np.testing.assert_array_equal(first.numpy(), keys[:15])
-    first.fill_(7)  # what is there already is not sent again
+    first.fill_(7)  # keys already on the device are not sent again
     more = column.of(grown(keys, 2, (1, 0, 10), (2, 10, 30), (3, 30, 60)))
     assert more is not None
     assert bool((more[:15] == 7).all())

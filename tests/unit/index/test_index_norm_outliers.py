@@ -234,7 +234,7 @@ def test_rows_that_a_snapshot_lacks_take_no_part(rng: np.random.Generator) -> No
     results, scores = np.array([[0, 1]]), np.array([[-1e9, -1e9]], np.float32)
     some.take_part(np.ones((1, 4), np.float32), places, results, scores)
     assert set(results[0]) == {3, 7}
-    assert scores.max() < 0  # no key of zeros stands for what is not there
+    assert scores.max() < 0  # missing candidates are not scored as zero keys
 
 
 @pytest.mark.few(1)

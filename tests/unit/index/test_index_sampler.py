@@ -268,7 +268,7 @@ def test_threads_that_share_one_query_draw_as_one_does(
         assert sorted(sample.positions[0].tolist()) == sorted(alone.positions[0].tolist())
         np.testing.assert_allclose(sample.figures.lse, alone.figures.lse, rtol=1e-9)
         np.testing.assert_allclose(sample.figures.bar, alone.figures.bar, rtol=1e-3)
-        np.testing.assert_array_equal(sample.figures, shared[0].figures)  # whoever did which part
+        np.testing.assert_array_equal(sample.figures, shared[0].figures)  # whichever thread did which block
 
 
 # -- every level of the processor --------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_vectordbbench_loads_optimises_and_searches_by_copies(bench: Any, path: 
             assert other.search_embedding(KEYS[allowed[0]].tolist(), 1) == [allowed[0]]
             true = np.array(allowed)[nearest("cosine", QUERIES, KEYS[list(allowed)])]
             assert found([other.search_embedding(query.tolist(), 10) for query in QUERIES], true) > 0.9
-        client.insert_embeddings([(QUERIES[0] * 2).tolist()], [777_777])  # a reader sees what is committed meanwhile
+        client.insert_embeddings([(QUERIES[0] * 2).tolist()], [777_777])  # a reader sees later commits
         assert other.search_embedding(QUERIES[0].tolist(), 1) == [777_777]
     again = bench.SoftDBClient(16, config, case)
     with again.init():

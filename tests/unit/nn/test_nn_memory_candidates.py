@@ -192,7 +192,7 @@ def test_a_commit_is_complete_beside_a_failed_or_running_build(monkeypatch: pyte
         with pytest.raises(BadInput, match="no index reaches that recall"):
             memory.commit(reindex=True)
     assert memory.report().uncommitted == memory.commit() == memory.age == 0
-    assert memory(torch.randn(1, 16)).finder == "ivf"  # which knows what was written; no copy of before is asked
+    assert memory(torch.randn(1, 16)).finder == "ivf"  # the index includes the commit; no older copy is used
     waits, goes = threading.Event(), threading.Event()
 
     def long(_: Any) -> IndexReport:

@@ -153,7 +153,7 @@ def test_the_memory_of_a_step_does_not_grow_with_the_records() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        step()  # what is kept from one step to the next
+        step()  # state of the optimiser between steps
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             tracemalloc.start()
             step()

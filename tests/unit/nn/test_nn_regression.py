@@ -143,7 +143,7 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
 def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
     keys, values = keys_of(), torch.randn(N, V)
     db = holding(keys, values)
-    db.delete([4, 11])  # places are of what is left
+    db.delete([4, 11])  # positions are among the remaining records
     left = torch.tensor([i for i in range(N) if i not in (4, 11)])
     keys, values = keys[left], values[left]
     model = KernelRegressor(db, name, 0.8, learnable=False)

@@ -59,7 +59,7 @@ def test_the_report_of_a_truncated_query(k: int, temperature: float) -> None:
         assert actual.gradient_error[i].item() == pytest.approx(
             float((cut_grad[i] - grad[i]).norm() / grad[i].norm()), abs=1e-9
         )
-        if k == 1:  # one record answers alike whatever is asked
+        if k == 1:  # one record gives the same answer for every query
             assert math.isnan(actual.cosine[i].item())
         else:
             expected = float(torch.nn.functional.cosine_similarity(cut_grad[i], grad[i], 0))

@@ -101,7 +101,7 @@ def test_a_index_older_than_allowed_is_refused() -> None:
 def test_reindexing_happens_every_nth_step() -> None:
     view = View(filled(value_dim=None), mlp(), reindex=3)
     assert view.policy == EverySteps(3)
-    assert [view.step() for _ in range(4)] == ["kept"] * 4  # nobody asked: there is nothing to refresh
+    assert [view.step() for _ in range(4)] == ["kept"] * 4  # no query was asked, so nothing is stale
     view.search(torch.randn(1, WIDE), 1)
     assert [view.step() for _ in range(6)] == ["kept", "kept", "reindexed"] * 2
     report = view.report()
@@ -145,7 +145,7 @@ def test_training_continues_while_reindexing_in_the_background() -> None:
     view.search(queries, 3)
     assert [view.step() for _ in range(2)] == ["kept", "started"]
     taken = true_ids(view, queries, 3)
-    move(view.encoder, 1.0)  # while the thread encodes with a copy of what was
+    move(view.encoder, 1.0)  # while the thread encodes with a copy of the old encoder
     assert [view.step() for _ in range(3)] == ["kept"] * 3
     assert view.report().reindexing
     assert view.report().version == 1

@@ -99,7 +99,7 @@ def test_relaxed_columns_and_their_names_come_to_disk_once_at_sync(path: Path, f
     with columns.appending([Piece(SegmentEntry(0, 0, 64, 0), KEYS, VALUES)]):
         pass
     assert synced == []
-    columns.create(1, 64, aside=True)  # what is aside does not take the names of others for its own
+    columns.create(1, 64, aside=True)  # an unpublished segment does not take existing names
     assert synced == [path.name] * 2
     columns.sync()
     assert synced[2:] == ["keys-00000000.npy", "values-00000000.npy", path.name]

@@ -308,7 +308,7 @@ def test_a_segment_number_is_never_used_again(path: Path) -> None:
         model = Model(writer)
         model.insert(100)
         with softdb.open(path, mode="r") as reader:
-            for _ in range(3):  # the reader has maps of what is gone
+            for _ in range(3):  # the reader has maps of removed segments
                 model.delete(1.1)
                 writer.compact()
                 model.insert(100)
@@ -529,7 +529,7 @@ def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.M
                 raise OSError(28, "No space left on device")
 
             patch.setattr(os, "pwrite", full)
-            if stuck:  # what is half written cannot be removed, either
+            if stuck:  # the unfinished file cannot be removed, either
                 patch.setattr(ColumnFiles, "remove", full)
             with pytest.raises(softdb.WriteFailed, match=r"compact: .*No space left.*as before"):
                 db.compact()

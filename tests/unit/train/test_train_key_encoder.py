@@ -58,7 +58,7 @@ def test_keys_learn_what_a_projection_of_the_queries_cannot(how: dict[str, Any])
         assert both.after.mrr_100 > alone.after.mrr_100 + 0.1
         assert both.projection.keys is not None
         assert len(both.projection.keys.inner) == how.get("keys", D)
-        apply(db, both.projection)  # what was measured is what is found then
+        apply(db, both.projection)  # the measured figures are those found after applying
         actual = ranking(db, queries, wanted, both.projection)
         assert actual.recall_10 > 0.95
 
