@@ -292,9 +292,7 @@ class TestTable:
                 ):
                     impatient.count()  # they stand still until it has given up
                 transport: Any = impatient.caller.transport
-                with pytest.raises(
-                    ray.exceptions.PendingCallsLimitExceeded
-                ):  # the number of calls waiting for an actor is limited
+                with pytest.raises(ray.exceptions.PendingCallsLimitExceeded):  # at most this many wait
                     _ = [transport.hosts[0][0].pid.remote() for _ in range(2 * PENDING)]
                 impatient.caller.timeout = 2.0
                 with pytest.raises(errors.ShardUnavailable, match="it is written and safe, but not yet seen here"):
