@@ -81,7 +81,7 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
         ([*range(50), -1], errors.BadInput, "ingest: .*keys hold NaN.*nothing was written"),
     ],
 )
-def test_a_job_that_is_refused_leaves_the_table_as_it_was(
+def test_a_refused_job_leaves_the_table_unchanged(
     db: cluster.TableCluster, ids: list[int], error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db.insert([500], KEYS[:1])
@@ -95,7 +95,7 @@ def test_a_job_that_is_refused_leaves_the_table_as_it_was(
     assert (db.refresh(), len(db)) == (version, 1)
 
 
-def test_a_job_that_dies_before_its_commit_leaves_the_table_as_it_was(
+def test_a_job_killed_before_its_commit_leaves_the_table_unchanged(
     db: cluster.TableCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: Any) -> int:

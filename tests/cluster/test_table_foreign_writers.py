@@ -45,7 +45,7 @@ def test_a_version_that_was_restored_is_followed(db: TableCluster) -> None:
 
 
 @pytest.mark.parametrize(("column", "values"), [("payload", ['"new"'] * 3), ("key", np.ones((3, DIM)).tolist())])
-def test_a_column_that_was_written_anew_is_followed(db: TableCluster, column: str, values: list[Any]) -> None:
+def test_a_rewritten_column_is_followed(db: TableCluster, column: str, values: list[Any]) -> None:
     rewrite(db.url, IDS[:3], column, values)
     db.refresh()
     assert held(db) == told(db.table)
@@ -106,9 +106,7 @@ BAD: dict[str, tuple[Callable[[TableCluster], pa.Table], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_row_of_another_writer_that_is_no_record_is_left_out_by_name(
-    db: TableCluster, tmp_path: Path, kind: str
-) -> None:
+def test_an_invalid_row_of_another_writer_is_left_out_and_named(db: TableCluster, tmp_path: Path, kind: str) -> None:
     make, reason = BAD[kind]
     bad = make(db)
     (name,) = bad["id"].to_pylist()

@@ -112,7 +112,7 @@ def test_two_shards_that_fail_at_once_are_both_mended(
     assert {shards.version(shard) for shard in shards.mine} == {db.version}
 
 
-def test_a_growth_that_fails_leaves_the_old_shards_at_what_they_hold(
+def test_a_failed_growth_leaves_the_old_shards_at_their_version(
     db: TableCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db.insert(["late"], KEYS[:1])

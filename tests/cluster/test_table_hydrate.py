@@ -170,7 +170,9 @@ def test_a_hydration_stopped_at_any_step_is_resumed(
     again.close()
 
 
-def test_a_change_is_seen_whole_or_not_at_all(truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_visible_completely_or_not_at_all(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While every record is replaced again and again, what a shard answers at one version is always the same."""
     ids: list[int | str] = [f"r{i}" for i in range(50)]
     followed, stop = hydrated(truth, tmp_path / "cache"), threading.Event()
@@ -252,7 +254,7 @@ def test_directories_that_were_removed_in_use_are_no_error(
     again.close()
 
 
-def test_a_version_that_was_cleaned_up_is_made_anew(truth: Truth, tmp_path: Path) -> None:
+def test_a_cleaned_up_version_is_rebuilt(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     version = truth.newest()
     truth.delete(["r1"])
@@ -348,7 +350,7 @@ def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(truth: Trut
     followed.close()
 
 
-def test_a_shard_is_made_anew_at_the_version_of_the_others(truth: Truth, tmp_path: Path) -> None:
+def test_a_shard_is_rebuilt_at_the_version_of_the_others(truth: Truth, tmp_path: Path) -> None:
     """A cleaned-up version is replaced by the newest."""
     followed = hydrated(truth, tmp_path / "cache")
     before, version = contents(followed), truth.newest()

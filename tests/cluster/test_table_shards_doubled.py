@@ -261,7 +261,7 @@ def closed(transport: Any) -> bool:
     return all(database.closed for database in transport.hydrated.databases.values())
 
 
-def test_closing_lets_go_of_the_old_shards(tmp_path: Path) -> None:
+def test_closing_releases_the_old_shards(tmp_path: Path) -> None:
     with made(tmp_path) as db:
         hits, before = db.search(KEYS[:2], k=3), db.caller.transport
         db.grow()
@@ -273,7 +273,7 @@ def test_closing_lets_go_of_the_old_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [(table_core, "Caller"), (Truth, "put_shards"), (TableCore, "_go_on")], ids=str)
-def test_growing_that_fails_lets_go_of_the_new_shards(
+def test_a_failed_growth_releases_the_new_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
     with made(tmp_path) as db:

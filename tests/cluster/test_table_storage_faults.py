@@ -109,7 +109,9 @@ VERBS: dict[str, Callable[[cluster.TableCluster, Path], object]] = {
 @pytest.mark.parametrize(
     "verb", [verb if verb in ("refresh", "upsert") else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS]
 )
-def test_a_store_out_of_reach_is_named_and_the_handle_goes_on(place: Place, verb: str, tally: Counter[str]) -> None:
+def test_an_unreachable_store_is_named_and_the_handle_stays_usable(
+    place: Place, verb: str, tally: Counter[str]
+) -> None:
     with place.opened() as db:
         place.way.close()
         with pytest.raises(
@@ -125,7 +127,7 @@ def test_a_store_out_of_reach_is_named_and_the_handle_goes_on(place: Place, verb
     tally["cluster: storage faults"] += 1
 
 
-def test_a_store_out_of_reach_as_a_table_is_opened_or_made(place: Place) -> None:
+def test_an_unreachable_store_is_named_when_a_table_is_opened_or_created(place: Place) -> None:
     place.way.close()
     with pytest.raises(StorageUnavailable, match=rf"open: {place.url} cannot be reached \(.*{place.way.port}"):
         place.opened(cache="-new")
@@ -230,7 +232,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("kind", ["data", "_deletions"])
 @pytest.mark.parametrize("how", ["missing", "emptied", "overwritten"])
-def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: str, how: str) -> None:
+def test_a_lost_or_damaged_file_of_a_table_is_named(folder: Path, kind: str, how: str) -> None:
     lost = next((folder / kind).iterdir())
     size = lost.stat().st_size
     if how == "missing":
@@ -261,7 +263,7 @@ def test_a_file_of_a_table_that_is_gone_or_damaged_is_named(folder: Path, kind: 
     ],
     ids=["out of reach", "a file is missing", "the version was cleaned up"],
 )
-def test_shards_are_made_anew_where_a_version_is_gone_alone(
+def test_shards_are_rebuilt_only_if_a_version_is_lost(
     folder: Path, message: str, error: type[SoftDBError] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be the last copies of what the table lacks."""
@@ -287,7 +289,7 @@ def test_shards_are_made_anew_where_a_version_is_gone_alone(
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file", "no versions"])
-def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -> None:
+def test_a_place_without_a_table_names_the_call_that_creates_one(folder: Path, what: str) -> None:
     place = folder.parent / "other"
     if what == "an empty folder":
         place.mkdir()

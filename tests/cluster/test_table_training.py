@@ -44,7 +44,7 @@ def test_a_projection_is_that_of_one_database(both: Any, words: dict[str, Any]) 
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_a_run_goes_on_from_its_checkpoint(both: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(both: Any, tmp_path: Path) -> None:
     words: dict[str, Any] = {"patience": None, "checkpoint": tmp_path / "run.pt"}
     whole = train.fit(both[1], QUERIES, list(range(M)), epochs=2, patience=None)
     train.fit(both[1], QUERIES, list(range(M)), epochs=1, **words)

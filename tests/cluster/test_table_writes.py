@@ -42,7 +42,7 @@ def test_the_table_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str,
     assert stored(truth.url, None) == truth
 
 
-def test_a_batch_goes_in_whole_or_not_at_all(truth: Truth) -> None:
+def test_a_batch_is_inserted_completely_or_not_at_all(truth: Truth) -> None:
     truth.insert(batch(truth, ["a", "it's"]))
     with pytest.raises(errors.DuplicateId, match=r'id "it\'s" is stored already; upsert replaces'):
         truth.insert(batch(truth, ["b", "it's"], seed=1))
@@ -55,7 +55,7 @@ def test_a_batch_goes_in_whole_or_not_at_all(truth: Truth) -> None:
     assert set(told(truth)) == {"it's", "b"}
 
 
-def test_an_update_replaces_parts_and_refuses_what_it_does_not_find(tmp_path: Path) -> None:
+def test_an_update_replaces_columns_and_refuses_unknown_ids(tmp_path: Path) -> None:
     truth = made(str(tmp_path / "t.lance"), value_dim=1)
     truth.insert(batch(truth, ["a", "b"], values=np.ones((2, 1))))
     truth.insert(batch(truth, ["bare"], keyed=False))
@@ -139,7 +139,7 @@ def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: py
     assert {f"{truth.url}/data/{file.path}" for fragment in fragments for file in fragment.data_files()} <= set(seen)
 
 
-def test_versions_are_kept_until_they_are_cleaned_up(truth: Truth) -> None:
+def test_versions_stay_until_they_are_cleaned_up(truth: Truth) -> None:
     from datetime import timedelta
 
     version = truth.insert(batch(truth, ["a"]))
@@ -151,7 +151,7 @@ def test_versions_are_kept_until_they_are_cleaned_up(truth: Truth) -> None:
     assert truth.changes(version, truth.now()) is None
 
 
-def test_a_write_to_a_table_that_cannot_be_written_says_so(truth: Truth, tmp_path: Path) -> None:
+def test_a_write_to_an_unwritable_table_is_refused(truth: Truth, tmp_path: Path) -> None:
     with pytest.raises(errors.BadInput, match=r"id 7 is of type int, but this table's ids are str: .*ids='int'"):
         truth.insert(batch(truth, [7]))
     with pytest.raises(errors.BadInput, match="holds a table already"):
@@ -189,7 +189,7 @@ def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any
     patch.setattr(Truth, "_written", written)
 
 
-def test_an_insert_that_is_overtaken_is_checked_against_what_came(
+def test_an_overtaken_insert_is_checked_against_the_newer_records(
     truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overtaken(monkeypatch, truth, lambda other: other.insert(batch(other, ["a"], seed=1)), times=2)
@@ -234,7 +234,7 @@ def appended(truth: Truth, ids: list[str], workers: int = 1) -> int:
 
 
 @pytest.mark.parametrize(("other", "twice"), [("other", False), ("a", True)])
-def test_files_of_a_job_that_is_overtaken_are_checked_against_what_came(
+def test_files_of_an_overtaken_job_are_checked_against_newer_records(
     truth: Truth, monkeypatch: pytest.MonkeyPatch, other: str, twice: bool
 ) -> None:
     """The other's commit comes between the job's look at the table and its own commit."""
@@ -248,9 +248,7 @@ def test_files_of_a_job_that_is_overtaken_are_checked_against_what_came(
     assert told(truth)[other][2]["seed"] == 1
 
 
-def test_files_of_a_job_that_is_overtaken_without_end_are_given_up(
-    truth: Truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("softdb.cluster.ingest"), "_TRIES", 2)
     names = iter("xyz")
     overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)

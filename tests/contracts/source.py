@@ -153,7 +153,7 @@ class SourceContract:
         assert actual.exact.all()
         assert actual.met.all()
 
-    def test_frozen_and_whole_sources_give_the_same_answer(self, world: World, request_of_all: Request) -> None:
+    def test_frozen_and_complete_sources_give_the_same_answer(self, world: World, request_of_all: Request) -> None:
         for same in (world.source.frozen(), world.source.whole()):
             close(same.exact(request_of_all).output, self.expected(request_of_all, world)[0])
 

@@ -136,7 +136,7 @@ def test_a_delete_under_a_resident_column(anywhere: torch.device) -> None:
     )
 
 
-def test_a_memory_on_a_full_device_loses_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_on_a_full_device_loses_no_parameter(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     db = holding(torch.randn(30, 4), torch.randn(30, 2))
     memory: Any = Memory(db, k=3).to(device)
     memory(torch.randn(2, 4)).output.sum().backward()
@@ -192,9 +192,7 @@ def test_a_fork_after_cuda_was_started(cuda: torch.device, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8"])
-def test_an_index_of_faiss_on_the_gpu_finds_what_one_of_the_cpu_does(
-    cuda: torch.device, tmp_path: Path, kind: Any
-) -> None:
+def test_faiss_on_the_gpu_finds_the_same_as_on_the_cpu(cuda: torch.device, tmp_path: Path, kind: Any) -> None:
     faiss = pytest.importorskip("faiss")
     if not hasattr(faiss, "StandardGpuResources"):
         pytest.skip("this FAISS is the CPU build")

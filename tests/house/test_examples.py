@@ -28,7 +28,7 @@ def test_every_example_is_run() -> None:
     assert all(f'"{example.name}"' in tests for example in EXAMPLES)
 
 
-def test_the_loop_to_copy_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_example_loop_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     lines = run(ROOT / "examples" / "train_projection.py", tmp_path, "here").splitlines()
     before, after = ([float(one) for one in line.split()[2::2]] for line in lines[-2:])
     assert lines[-2].startswith("before")

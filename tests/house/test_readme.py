@@ -99,7 +99,7 @@ def test_anchors_are_those_of_github() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_a_page_opens_with_what_it_answers(page: Path) -> None:
+def test_a_page_opens_with_a_title_and_a_sentence(page: Path) -> None:
     title, blank, opening = page.read_text().splitlines()[:3]
     assert title.startswith("# ")
     assert blank == ""
@@ -126,7 +126,7 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_walks_of_the_architecture_name_what_exists() -> None:
+def test_the_walks_of_the_architecture_name_existing_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     steps = re.findall(r"^\| `(softdb/[\w/]+\.py)` \| (.+?) \|", text, re.MULTILINE)
     missing = [

@@ -20,7 +20,7 @@ ASKED = re.compile(
 
 
 @pytest.mark.slow
-def test_the_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_the_site_is_built_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="needs softdb[docs]")
     command = [
         sys.executable,
@@ -45,7 +45,7 @@ def test_the_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000  # the search needs no server
 
 
-def test_a_page_that_asks_another_host_is_seen() -> None:
+def test_a_page_that_loads_from_another_host_is_noticed() -> None:
     assert ASKED.search('<script async src="https://example.org/a.js">')
     assert ASKED.search('<link rel="stylesheet" href="//example.org/a.css">')
     assert not ASKED.search('<a href="https://example.org">')

@@ -101,7 +101,7 @@ def many() -> SoftDBDocumentStore:
 
 @hypothesis.given(asked=st.recursive(comparisons(), whole, max_leaves=5))
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_filter_matches_what_haystack_s_own_does(many: SoftDBDocumentStore, asked: dict[str, Any]) -> None:
+def test_a_filter_matches_the_same_as_haystack_s_own(many: SoftDBDocumentStore, asked: dict[str, Any]) -> None:
     assert ids(many.filter_documents(asked)) == [one.id for one in met() if document_matches_filter(asked, one)]
 
 
@@ -381,7 +381,7 @@ def test_stores_of_one_directory_share_it_until_the_last_is_closed(path: Path) -
     reader.close()
 
 
-def test_a_store_on_disk_travels_and_one_in_memory_says_why_not(path: Path, store: SoftDBDocumentStore) -> None:
+def test_a_store_on_disk_is_serialised_and_one_in_memory_is_refused(path: Path, store: SoftDBDocumentStore) -> None:
     own = SoftDBDocumentStore(path, embedding_dim=3)
     own.write_documents(films())
     there = pickle.loads(pickle.dumps(own))

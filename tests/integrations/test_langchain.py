@@ -157,7 +157,7 @@ async def test_relevance_is_from_0_to_1_in_the_order_of_scores(metric: str, mode
     assert {share for _, share in mine.similarity_search_with_relevance_scores("q", **asked)} <= {0.25}
 
 
-def test_words_find_what_random_vectors_do_not(store: SoftDBVectorStore) -> None:
+def test_full_text_finds_documents_with_random_vectors(store: SoftDBVectorStore) -> None:
     assert [one.id for one in store.similarity_search("sings", k=1, mode="text")] == ["d"]
     assert "d" in named(store.similarity_search("sings", k=2, mode="hybrid", fusion="ranks"))
     retriever = store.as_retriever(k=1, mode="text", filter={"lang": "en"})
@@ -167,7 +167,7 @@ def test_words_find_what_random_vectors_do_not(store: SoftDBVectorStore) -> None
         store.as_retriever(search_type="nearest")
 
 
-def test_records_of_softdb_are_documents_and_nothing_is_embedded_again(path: Path) -> None:
+def test_records_of_softdb_are_documents_without_a_new_embedding(path: Path) -> None:
     embedding = Counted(3)
     with softdb.open(path, dim=3) as db:
         db.insert(["a", 7, "8", 8], np.eye(4, 3), payloads=[{"x": 1}, None, "word", [1]], texts=["A", None, "C", "D"])
@@ -229,7 +229,7 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
             call()
 
 
-def test_a_store_on_disk_travels_and_one_in_memory_says_why_not(path: Path, store: SoftDBVectorStore) -> None:
+def test_a_store_on_disk_is_serialised_and_one_in_memory_is_refused(path: Path, store: SoftDBVectorStore) -> None:
     own = SoftDBVectorStore.from_texts(TEXTS, DeterministicFakeEmbedding(size=6), ids=list("abcde"), db=path)
     there = pickle.loads(pickle.dumps(own))
     assert there.similarity_search("fish swim", k=1) == own.similarity_search("fish swim", k=1)
@@ -315,7 +315,7 @@ def test_bad_input_is_refused_before_anything_changes(store: SoftDBVectorStore, 
     assert len(store.db) == 5
 
 
-def test_no_text_index_says_what_to_do(path: Path) -> None:
+def test_a_missing_text_index_names_index_text(path: Path) -> None:
     with softdb.open(path, dim=6) as db, pytest.raises(softdb.BadInput, match=r"index_text\(\).* makes one"):
         SoftDBVectorStore(Counted(), db).similarity_search("q", mode="hybrid")
     with pytest.raises(softdb.NotADatabase, match="holds no database"):

@@ -278,7 +278,7 @@ def test_the_language_model_takes_and_returns_texts(tokenizer: Any) -> None:
 # -- the database ------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_corpus_resumes_where_it_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.integrations.transformers.hidden.COMMIT", 50)
     texts, model, seen = texts_of(30), gpt2(), 0
     plain = records_of
@@ -321,7 +321,7 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
             KNNLanguageModel(other, db)
 
 
-def test_close_leaves_the_model_as_it_was() -> None:
+def test_close_leaves_the_model_unchanged() -> None:
     model = gpt2()
     asked = {"inputs": torch.tensor([[5]]), "max_new_tokens": 4, "pad_token_id": 0}
     before = model.generate(**asked)
@@ -410,7 +410,7 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
         assert lm.mixture.temperature > 0
 
 
-def test_the_example_shows_what_it_says(tmp_path: Path) -> None:
+def test_the_example_prints_what_it_claims(tmp_path: Path) -> None:
     example = Path(softdb.__file__).parents[1] / "examples" / "language_model.py"
     paths = {**os.environ, "PYTHONPATH": str(example.parents[1])}
     command = [sys.executable, "-W", "error", str(example), "400"]

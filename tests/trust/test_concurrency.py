@@ -188,7 +188,7 @@ def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> None:
+def test_a_stopped_writer_keeps_the_lock_and_blocks_no_reader(path: Path) -> None:
     with other(holds, path) as writer:
         assert writer.hear() == "holding"
         os.kill(writer.pid, signal.SIGSTOP)

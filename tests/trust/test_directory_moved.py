@@ -208,9 +208,7 @@ def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
     assert bool(kept) == (step == "commit"), "it was committed though the lock was gone"
 
 
-def test_a_compaction_whose_lock_was_lost_meanwhile_replaces_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compaction_that_lost_its_lock_replaces_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second writer removes the temporary files of the first."""
     from softdb.store import compact
 

@@ -76,7 +76,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "handles"), [("close", 1), ("close", 3), ("kill", 1), ("kill", 3)])
-def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path, how: str, handles: int) -> None:
+def test_a_child_keeps_reading_after_its_parent_exits_and_another_writes(path: Path, how: str, handles: int) -> None:
     """The parent's last close takes the WAL away, unless the child has a connection that is really its own."""
     with other(parent, path, handles) as writer:
         assert writer.hear() == "forked"
@@ -221,7 +221,7 @@ os._exit(0)                            # nothing is closed: the WAL holds what w
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("handles", "end"), [("one handle", "as it is"), ("two handles", "closing")])
-def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: str, end: str) -> None:
+def test_the_exit_of_a_child_leaves_its_parent_alone(path: Path, handles: str, end: str) -> None:
     here = Path(__file__).parent
     said = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, path, handles, end],
@@ -407,7 +407,7 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypat
         assert forked.found() == [2]
 
 
-def test_a_child_whose_directory_is_gone_is_refused(path: Path) -> None:
+def test_a_child_whose_directory_was_removed_is_refused(path: Path) -> None:
     """Not the parent's connection, which it would use in place of its own."""
     with made(path, 2) as db:
         path.rename(path.with_name("elsewhere"))
@@ -434,7 +434,7 @@ def reads(send: Any, db: softdb.SoftDB) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
-def test_a_handle_is_sent_along_to_a_process_that_starts_anew(path: Path, start: str, mode: Any) -> None:
+def test_a_handle_is_sent_to_a_spawned_process(path: Path, start: str, mode: Any) -> None:
     made(path, 3).close()
     with softdb.open(path, mode=mode) as db:
         context = multiprocessing.get_context(start)

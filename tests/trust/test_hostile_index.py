@@ -153,7 +153,7 @@ def test_a_signed_index_of_another_database_reads_no_memory_beyond(
     assert (ended.told["kind"] is None) == (other == "wider"), "an index of other keys is not searched"
 
 
-def test_an_index_of_an_older_generation_brings_nothing_back(indexed: Path, tmp_path: Path) -> None:
+def test_an_index_of_an_older_generation_revives_no_record(indexed: Path, tmp_path: Path) -> None:
     path = tmp_path / "db"
     shutil.copytree(indexed / "db", path)
     old, results = entry_of(path), list((path / "index").iterdir())

@@ -233,9 +233,7 @@ def test_of_two_syncs_that_cover_each_other_one_is_needed(
     assert violation(explorer, without(history, *names), 300) is not None, f"seed {SEED}"
 
 
-def test_directories_that_the_user_made_are_brought_to_disk_too(
-    root: Path, recorded: Callable[[Workload], History]
-) -> None:
+def test_directories_that_the_user_made_are_synced(root: Path, recorded: Callable[[Workload], History]) -> None:
     history = recorded(without_values)
     explorer = Explorer(history, Judge(root, history.timelines), SEED)
     mutation = without(history, "create: sync_directory directory (make directory)")
@@ -285,7 +283,7 @@ ON_DISK: dict[str, tuple[Callable[[Path], Any], Image]] = {
 
 
 @pytest.mark.parametrize("name", ON_DISK)
-def test_what_each_function_of_files_has_done_is_on_disk_when_it_returns(root: Path, name: str) -> None:
+def test_each_function_of_files_syncs_before_it_returns(root: Path, name: str) -> None:
     """Whatever SQLite syncs besides, where the store uses it."""
     step, expected = ON_DISK[name]
     shutil.rmtree(root, ignore_errors=True)
@@ -354,7 +352,7 @@ def test_every_mixture_of_a_few_steps_is_tried() -> None:
     assert {fate.kind for one in tried for fate in one} == {"keep", "drop", *TEARS}
 
 
-def test_a_path_through_a_link_is_made_durable_where_it_leads(tmp_path: Path) -> None:
+def test_a_path_through_a_link_is_synced_at_its_target(tmp_path: Path) -> None:
     (tmp_path / "real" / "empty").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "other").symlink_to(tmp_path / "real" / "empty")

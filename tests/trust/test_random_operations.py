@@ -107,7 +107,7 @@ def test_an_indexed_database_agrees_with_the_model(
     run(IndexedMachine, runs, steps, f"{limits} {start}", tmp_path, tally)
 
 
-def test_a_close_that_fails_lets_go_of_the_lock(tmp_path: Path) -> None:
+def test_a_failed_close_releases_the_lock(tmp_path: Path) -> None:
     with tapped(Failing(step("unlink catalog.sqlite-wal")), inside=tmp_path):
         db = softdb.open(tmp_path / "db", dim=1)
         with contextlib.suppress(apsw.Error, softdb.SoftDBError):

@@ -414,9 +414,7 @@ def test_a_catalogue_that_another_program_locks_can_be_written_to_later(
     assert there(path) == {"a", "c"}
 
 
-def test_a_checkpoint_that_failed_takes_back_nothing_that_was_acknowledged(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_checkpoint_takes_back_no_acknowledged_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(path, "relaxed", "a") as db:
         put(db, "b")
         after(

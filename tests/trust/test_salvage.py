@@ -57,7 +57,7 @@ def words_of(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: str, tmp_path: Path) -> None:
+def test_an_undamaged_database_is_copied_completely(worlds: dict[str, World], name: str, tmp_path: Path) -> None:
     world = worlds[name]
     report, actual = salvaged(world.path, tmp_path / "saved", world)
     assert list(actual) == list(world.state)
@@ -70,7 +70,7 @@ def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: s
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("*/*/db")))
-def test_each_format_is_copied_whole(name: str, tmp_path: Path) -> None:
+def test_each_format_is_copied_completely(name: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / name / "db", tmp_path / "opened")
     shutil.copytree(GOLDEN / name / "db", tmp_path / "damaged")
     with softdb.open(tmp_path / "opened") as db:
@@ -156,7 +156,7 @@ def salvage_one(
     assert not unnamed or report["notes"], f"lost, and not named: {unnamed}"
 
 
-def test_the_command_says_what_was_lost(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_the_command_lists_the_losses(worlds: dict[str, World], tmp_path: Path) -> None:
     world = worlds["plain"]
     shutil.copytree(world.path, tmp_path / "db")
     Damage("keys-00000000.npy", "flip", 128 + 12 * 12, 1).do(tmp_path / "db", world.path)

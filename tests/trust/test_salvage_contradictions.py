@@ -91,7 +91,7 @@ def test_one_entry_of_the_index_of_ids_costs_no_other_record(path: Path, tmp_pat
     assert report["unconfirmed"] == ["r6"]
 
 
-def test_a_damaged_log_that_was_folded_in_covers_nothing(path: Path, tmp_path: Path) -> None:
+def test_damage_in_a_checkpointed_log_costs_no_record(path: Path, tmp_path: Path) -> None:
     left = killed(path, folded=True)
     flipped(left / "catalog.sqlite-wal", 32 + 10 * FRAME + 100)
     report = softdb.salvage(left, tmp_path / "saved")

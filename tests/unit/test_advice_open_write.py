@@ -188,7 +188,7 @@ def test_dates_are_compared_as_text(folder: Path) -> Steps:
 
 
 @advice("pass its to_dense()")
-def test_sparse_tensors_are_made_dense(folder: Path) -> Steps:
+def test_sparse_tensors_must_be_made_dense(folder: Path) -> Steps:
     with three() as db:
         sparse = torch.eye(2).to_sparse()
         yield lambda: db.search(sparse)

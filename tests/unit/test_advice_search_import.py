@@ -204,7 +204,7 @@ def test_keys_lie_beside_lines(folder: Path) -> Steps:
 
 
 @advice("embed its texts anew: Fields(text='text'), or --text text on a shell")
-def test_keys_of_another_encoder_are_made_anew(folder: Path) -> Steps:
+def test_keys_of_another_encoder_are_reembedded(folder: Path) -> Steps:
     old, new = HashedNGrams(8), HashedNGrams(9, sizes=(2, 3))
     with softdb.open(None, encoder=old) as db:
         db.insert(["a"], texts=["a fox"])

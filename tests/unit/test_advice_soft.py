@@ -165,7 +165,7 @@ def test_no_estimate_of_sparse_weights(folder: Path) -> Steps:
 
 
 @advice("give it an attribute `metric`, a softdb.check.Metric that ranks records as it does")
-def test_a_score_says_how_it_ranks(folder: Path) -> Steps:
+def test_a_score_names_the_metric_it_ranks_by(folder: Path) -> Steps:
     yield lambda: scores.metric_of(Tempered(scores.Dot(), 1.0))
     ranked = Tempered(scores.Dot(), 1.0, Metric.DOT)
     assert scores.metric_of(ranked) is Metric.DOT

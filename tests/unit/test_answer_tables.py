@@ -113,7 +113,7 @@ def test_a_hostile_payload_is_text(evil: str) -> None:
         assert str(soft.explain()[0]).replace("\n", "").isprintable()
 
 
-def test_tables_stay_small_and_look_up_what_they_show() -> None:
+def test_tables_stay_small_and_look_up_only_shown_records() -> None:
     with holding(torch.randn(3000, 8), payloads=["&" * 10_000] * 3000) as db:
         hits, read = db.search(torch.randn(1000, 8), k=100), list[int]()
 
@@ -164,7 +164,7 @@ def test_a_frame_has_texts_where_a_hit_has_one(db: SoftDB) -> None:
     assert frame["$text"].tolist() == ["<b>", None]
 
 
-def test_a_frame_that_cannot_be_made_says_why(db: SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_frame_raises_with_the_reason(db: SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     hits: Any = db.search([[1, 0]])
     for fields in ("x", 5, ["score"], [None]):
         with pytest.raises(BadInput, match="to_pandas: fields"):

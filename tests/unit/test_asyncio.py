@@ -19,7 +19,7 @@ from softdb.store import disk
 SECONDS = 60.0  # after that something hangs
 
 
-def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
+def test_many_tasks_search_and_write_at_once(path: Path) -> None:
     keys = np.eye(40, dtype=np.float32)
 
     async def work(db: softdb.SoftDB, i: int) -> list[int | str]:
@@ -36,7 +36,7 @@ def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "write", "sync"])
-def test_a_cancelled_write_is_whole_or_not_there(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_cancelled_write_is_complete_or_absent(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     within, go, real = threading.Event(), threading.Event(), getattr(disk, step)
 
     def held(*args: Any, **words: Any) -> Any:
@@ -70,7 +70,7 @@ def test_a_cancelled_write_is_whole_or_not_there(path: Path, monkeypatch: pytest
         assert set(range(500, 1000)) == {one for records in db.scan() for one in records.ids}
 
 
-def test_an_interrupt_ends_a_program_and_leaves_whole_batches(path: Path) -> None:
+def test_an_interrupt_ends_a_program_and_leaves_complete_batches(path: Path) -> None:
     program = f"""
 import asyncio, numpy as np, softdb
 async def main():

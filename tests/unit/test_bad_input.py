@@ -239,7 +239,7 @@ def test_k_beyond_the_records_asks_for_all(db: SoftDB) -> None:
     assert [records.ids for records in db.scan(2**70)] == [["a", 1]]
 
 
-def test_a_filter_that_asks_for_a_field_no_record_has_warns_once(db: SoftDB) -> None:
+def test_a_filter_on_an_absent_field_warns_once(db: SoftDB) -> None:
     db.insert(["b", "c"], TWO, TWO[:, :2], [{"year": 2020, "lang": "de"}, [1]])
     with pytest.warns(softdb.UnknownField, match="no record has the field 'yaer'; did you mean 'year'?") as caught:
         assert db.count({"$or": [{"yaer": 2020}, {"$not": {"lang": {"$exists": False}}, "x": 1}]}) == 0

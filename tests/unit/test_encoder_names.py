@@ -134,7 +134,7 @@ def test_a_database_without_records_takes_the_first_name(tmp_path: Path) -> None
         assert db.encoder_name == "letters"
 
 
-def test_a_reader_that_was_there_before_learns_the_name(tmp_path: Path) -> None:
+def test_an_open_reader_learns_the_name(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=64) as db, softdb.open(tmp_path / "db", mode="r") as reader:
         db.close()
         with softdb.open(tmp_path / "db", encoder=HashedNGrams(64)) as writer:

@@ -355,7 +355,7 @@ def test_a_key_must_pass_them_all(path: str) -> None:
 
 @both_paths
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_where_nothing_takes_part_the_answer_is_zeros(weights: str, path: str) -> None:
+def test_no_participants_give_zeros(weights: str, path: str) -> None:
     q, k, v = world()
     score = scores.Gaussian()
     live = torch.ones(4, 6, dtype=torch.bool)

@@ -78,7 +78,7 @@ def test_any_callable_is_an_encoder(tmp_path: Path) -> None:
                 ask()
 
 
-def test_a_bar_is_drawn_and_a_failing_encoder_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_drawn_and_a_failing_encoder_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     def encoder(texts: Sequence[str]) -> Any:
         if "bad" in texts:
             raise RuntimeError("the service is down")
@@ -281,7 +281,7 @@ def test_reembed_makes_keys_of_texts(tmp_path: Path, compacted: bool) -> None:
         assert db.search("at last", k=1).ids == [["none"]]
 
 
-def test_a_record_that_comes_to_its_text_while_keys_are_made_stays_without(tmp_path: Path) -> None:
+def test_a_record_given_a_text_during_embedding_stays_keyless(tmp_path: Path) -> None:
     """Rows ascend in the files, and its own is behind those that are written; the next run has it."""
     with softdb.open(tmp_path / "db", dim=2) as db:
         db.insert(range(6), texts=[None if i == 2 else f"text {i}" for i in range(6)], payloads=[{}] * 6)

@@ -138,7 +138,7 @@ def test_reembedding_equals_a_new_database_of_that_encoder(
                 assert (len(db), db.dim, db.encoder_name) == (len(ids) - 18, dim, "b")
 
 
-def test_a_whole_database_has_no_gaps_afterwards(tmp_path: Path) -> None:
+def test_a_complete_reembedding_leaves_no_gaps(tmp_path: Path) -> None:
     with filled(tmp_path / "db", Model(), {}) as db:
         db.reembed(Model("b", 3))
         assert db.stats().segments == 1
@@ -164,7 +164,7 @@ def test_of_no_records_the_width_and_the_name_change(tmp_path: Path, where: str)
             db.delete(["a"])
 
 
-def test_an_encoder_without_a_width_is_asked(tmp_path: Path) -> None:
+def test_an_encoder_without_a_width_is_probed(tmp_path: Path) -> None:
     model = Model("b", 6)
     with filled(None, Model(), {"metric": "cosine"}) as db:
         db.reembed(lambda texts: torch.from_numpy(model(texts)))
@@ -237,7 +237,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {name.name: name.read_bytes() for name in names}
 
 
-def test_a_run_whose_encoder_fails_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_whose_encoder_failed_resumes(tmp_path: Path) -> None:
     path = tmp_path / "db"
     with filled(path, Model(), {"value_dim": 3}) as db:
         before, expected = contents(path), db.search(text(3), k=5).scores
@@ -263,14 +263,14 @@ def test_a_run_whose_encoder_fails_goes_on_where_it_stopped(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("other", [Model("c", 6), Model("b", 7), Model(None, 6)], ids=["name", "dim", "unnamed"])
-def test_another_encoder_begins_anew(tmp_path: Path, other: Model) -> None:
+def test_another_encoder_starts_over(tmp_path: Path, other: Model) -> None:
     with filled(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
             db.reembed(Model("b", 6, fail_at=50), batch_size=10)
         assert db.reembed(other).embedded == 100
 
 
-def test_an_encoder_without_a_name_never_goes_on(tmp_path: Path) -> None:
+def test_an_encoder_without_a_name_never_resumes(tmp_path: Path) -> None:
     with filled(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
             db.reembed(Model(None, 6, fail_at=50), batch_size=10)
@@ -344,7 +344,7 @@ def test_invalid_vectors_change_nothing(tmp_path: Path, bad: str, first: bool) -
 
 
 @pytest.mark.parametrize("column", ["keys", "values"])
-def test_a_damaged_value_is_not_carried_over_and_a_damaged_key_is_made_anew(tmp_path: Path, column: str) -> None:
+def test_damaged_values_stop_a_reembedding_and_damaged_keys_are_replaced(tmp_path: Path, column: str) -> None:
     path = tmp_path / "db"
     filled(path, Model(), {"value_dim": 3}, range(50)).close()
     file = path / f"{column}-00000000.npy"
@@ -420,7 +420,7 @@ def made_by(db: softdb.SoftDB, model: Model) -> None:
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
-def test_threads_write_and_ask_meanwhile(tmp_path: Path, durability: Any) -> None:
+def test_threads_write_and_search_during_a_reembedding(tmp_path: Path, durability: Any) -> None:
     model, path = Model("b", 6), tmp_path / "db"
     filled(path, Model(), {"value_dim": 3}).close()
     with softdb.open(path, encoder=Model(), durability=durability) as db:
@@ -502,7 +502,7 @@ def test_a_reading_process_sees_the_old_keys_until_it_refreshes(tmp_path: Path) 
         db.close()
 
 
-def test_a_reader_that_asks_by_a_filter_is_moved_on_and_answers_rightly(tmp_path: Path) -> None:
+def test_a_filter_of_a_reader_refreshes_it_and_answers_rightly(tmp_path: Path) -> None:
     with filled(tmp_path / "db", HashedNGrams(32), {"metric": "cosine"}) as db:
         with softdb.open(tmp_path / "db", mode="r") as reader:
             db.reembed(HashedNGrams(64))
@@ -525,7 +525,7 @@ def found_by(db: softdb.SoftDB, query: Any) -> str:
     return "flat" if index is None else index.kind
 
 
-def test_the_index_is_dropped_and_built_anew(tmp_path: Path) -> None:
+def test_the_index_is_dropped_and_rebuilt(tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
     path, count = tmp_path / "db", 1500
     with filled(path, Model(), {}, range(count)) as db:

@@ -121,7 +121,7 @@ def test_the_evaluator_names_and_writes_its_metrics(
     assert len(lines) == 3
 
 
-def test_a_view_is_judged_by_the_model_as_it_is(model: SentenceTransformer, db: softdb.SoftDB) -> None:
+def test_a_view_is_evaluated_with_the_current_model(model: SentenceTransformer, db: softdb.SoftDB) -> None:
     loss = DatabaseLoss(model, db, encode_keys=True, k=3)
     ids = right(db)
     judge = DatabaseEvaluator(loss.view or db, QUERIES, ids)
@@ -133,7 +133,7 @@ def test_a_view_is_judged_by_the_model_as_it_is(model: SentenceTransformer, db: 
     assert actual == pytest.approx(DatabaseEvaluator(db, QUERIES, ids)(model))
 
 
-def test_a_model_encoder_gives_what_the_model_gives(model: SentenceTransformer) -> None:
+def test_a_model_encoder_gives_the_vectors_of_the_model(model: SentenceTransformer) -> None:
     assert (ModelEncoder(model, batch_size=5)(QUERIES) == model.encode(QUERIES)).all()
     with pytest.raises(BadInput, match="expected a SentenceTransformer"):
         ModelEncoder("MiniLM")

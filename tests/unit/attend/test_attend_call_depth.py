@@ -87,7 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {"exact": {}, "k": {"k": 10}, "rtol": {"rtol":
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("queries", [8, 16])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_soft_query_goes_no_deeper(
+def test_a_soft_query_takes_few_frames(
     db: softdb.SoftDB, way: str, queries: int, gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = torch.ones(queries, 16, requires_grad=gradient)

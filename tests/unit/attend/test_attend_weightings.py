@@ -392,7 +392,7 @@ def test_scanning_breaks_ties_by_row(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("k", [None, 40])
 @pytest.mark.parametrize("by", WEIGHTINGS)
-def test_an_explanation_names_what_carries_the_answer(
+def test_an_explanation_names_the_heaviest_records(
     by: str, k: int | None, db: SoftDB, records: tuple[Array, Array], queries: Tensor
 ) -> None:
     pooled = db.attend(queries, weights=by, temperature=0.8, k=k)
@@ -419,14 +419,14 @@ def test_an_explanation_names_what_carries_the_answer(
         assert "effectively" in str(explanation)
 
 
-def test_an_explanation_of_nothing_is_empty(db: SoftDB) -> None:
+def test_an_explanation_without_records_is_empty(db: SoftDB) -> None:
     (one,) = db.attend(torch.ones(1, D), where={"missing": 1}).explain()
     assert (one.ids, one.mass, one.effective) == ([], 0, 0)
     with pytest.raises(softdb.BadInput, match="k is 0"):
         db.attend(torch.ones(1, D)).explain(0)
 
 
-def test_an_explanation_after_a_deletion_says_so(db: SoftDB, queries: Tensor) -> None:
+def test_an_explanation_after_a_deletion_raises_stale_read(db: SoftDB, queries: Tensor) -> None:
     pooled = db.attend(queries, weights="argmax")
     assert pooled.hits is not None
     db.delete([int(pooled.hits.rows[0, 0])])

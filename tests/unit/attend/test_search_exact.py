@@ -118,7 +118,7 @@ def test_shapes_never_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("k", [10**6, 10**9, 2**62])
 @pytest.mark.parametrize("more", [{}, {"where": {"n": 3}}, {"exclude_ids": [0, 1]}, {"diversity": 0.5}])
-def test_k_beyond_the_records_costs_nothing(k: int, more: dict[str, Any]) -> None:
+def test_k_beyond_the_records_is_cut_to_their_number(k: int, more: dict[str, Any]) -> None:
     with holding(world(32, 4), payloads=[{"n": i % 8} for i in range(32)]) as db:
         hits = db.search(np.ones((3, 4), np.float32), k=k, **more)
         actual = {"where": 4, "exclude_ids": 30}.get(next(iter(more), ""), 32)

@@ -55,7 +55,7 @@ def lines(hits: softdb.Hits) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_equal_a_loop_over_all_records(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed >= 4:  # look at few records, so that every query has to look again and again
         monkeypatch.setattr(grouped, "FETCHED", (1,))
     monkeypatch.setattr(grouped, "GATHERED", 600)
@@ -90,7 +90,7 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_an_index_finds_as_many_groups_as_there_are(kind: str) -> None:
+def test_an_index_finds_every_group(kind: str) -> None:
     rng = np.random.default_rng(3)
     centres = rng.standard_normal((400, 16)).astype(np.float32)
     groups = np.minimum(rng.geometric(0.02, 6000) - 1, 399)

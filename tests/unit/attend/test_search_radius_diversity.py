@@ -236,7 +236,7 @@ def test_no_diversity_is_plain_search_and_much_of_it_drops_duplicates(rng: np.ra
     assert min(diverse) >= 4
 
 
-def test_diverse_hits_have_gradients_and_take_all_there_are(rng: np.random.Generator) -> None:
+def test_diverse_hits_have_gradients_and_reach_all_records(rng: np.random.Generator) -> None:
     keys = awkward(rng, 12, 4)
     for metric in METRICS:
         db = holding(keys, metric=metric)

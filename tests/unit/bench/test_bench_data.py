@@ -29,7 +29,7 @@ def test_seeded_worlds_never_change() -> None:
     assert not np.array_equal(world(1000, 128, seed=1), keys)
 
 
-def test_worlds_are_named_and_have_the_size_asked_for() -> None:
+def test_worlds_are_named_and_have_the_requested_size() -> None:
     for name in ("clustered", "uniform"):
         data = load(name, n=300, dim=6)
         assert (data.keys.shape, data.queries.shape, data.metric) == ((300, 6), (2000, 6), Metric.DOT)

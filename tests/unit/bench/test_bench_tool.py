@@ -309,7 +309,7 @@ def test_wrong_arguments_end_in_one_line(words: list[str], message: str) -> None
     assert message in line
 
 
-def test_engines_without_their_package_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_without_their_package_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.tools.bench.engines.find_spec", lambda name: None)
     assert ENGINES["softdb-ivf"].missing() == ["faiss"]
     notes: list[str] = []

@@ -112,7 +112,7 @@ def test_an_interrupted_import_resumes(tmp_path: Path) -> None:
     assert answer("info", tmp_path / "db")["records"] == 5
 
 
-def test_an_export_of_another_encoder_is_embedded_anew(tmp_path: Path, texts: Path) -> None:
+def test_an_export_of_another_encoder_is_embedded_again(tmp_path: Path, texts: Path) -> None:
     with softdb.open(by_model(tmp_path / "model")) as db:
         export_records(db, tmp_path / "model.jsonl")
     error = fails("import", texts, tmp_path / "model.jsonl")

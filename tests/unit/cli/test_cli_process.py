@@ -78,7 +78,7 @@ def test_names_are_completed() -> None:
     assert "--install-completion" in run("--help").stdout
 
 
-def test_without_typer_one_line_says_which_extra_is_missing() -> None:
+def test_without_typer_one_line_names_the_missing_extra() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for missing in ("typer", "rich"):
         program = f"import sys; sys.modules[{missing!r}] = None; from softdb.tools.cli import main; main()"

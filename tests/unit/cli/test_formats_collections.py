@@ -86,7 +86,7 @@ class Evil:
         return (Path.touch, (Path("ran"),))
 
 
-def test_a_pickle_in_a_folder_of_qdrant_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_in_a_folder_of_qdrant_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q" / "collection" / "a").mkdir(parents=True)
     said = {"collections": {"a": {"vectors": {"size": 2, "distance": "Dot"}}}}

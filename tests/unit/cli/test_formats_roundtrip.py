@@ -61,14 +61,14 @@ def test_a_field_called_payload_alone_is_the_payload(tmp_path: Path) -> None:
     assert one(path).payloads == [[1, None], {"payload": 2, "more": 3}]
 
 
-def test_batches_have_the_size_asked_for(tmp_path: Path) -> None:
+def test_batches_have_the_requested_size(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", *(rows(str(i), i) for i in range(7)))
     batches = list(read_records(path, batch_size=3))
     assert [len(batch) for batch in batches] == [3, 3, 1]
     assert [name for batch in batches for name in batch.ids] == [str(i) for i in range(7)]
 
 
-def test_gzip_is_read_as_it_comes(tmp_path: Path) -> None:
+def test_gzip_is_detected_and_read(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(rows("a", 1)).encode()))
     assert one(path).ids == ["a"]

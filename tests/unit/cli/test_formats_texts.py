@@ -213,7 +213,7 @@ def test_vectors_beside_the_lines_have_their_texts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_the_texts_of_an_export_are_embedded_anew(tmp_path: Path, suffix: str) -> None:
+def test_the_texts_of_an_export_are_embedded_again(tmp_path: Path, suffix: str) -> None:
     """The way from one encoder to another: the vectors stay behind, and nothing else."""
     file = tmp_path / f"out{suffix}"
     with softdb.open(None, encoder=HashedNGrams(7)) as db, softdb.open(None, encoder=HashedNGrams(D)) as new:
@@ -233,7 +233,7 @@ def test_the_texts_of_an_export_are_embedded_anew(tmp_path: Path, suffix: str) -
         assert (db.dim, db["r1"].text, db["r1"].payload) == (D, TEXTS[1], {"n": 1})
 
 
-def test_a_text_may_be_the_id_and_is_missing_only_where_null_says_so(tmp_path: Path) -> None:
+def test_a_text_may_be_the_id_and_only_null_means_none(tmp_path: Path) -> None:
     path = lines(tmp_path / "r.jsonl", [{"name": "a", "key": [1]}, {"name": "b", "key": [2], "note": None}])
     (rows,) = read_records(path, fields=Fields(id="name", text="name"))
     assert (rows.ids, rows.keys, rows.texts) == (["a", "b"], ["a", "b"], ["a", "b"])
@@ -243,7 +243,7 @@ def test_a_text_may_be_the_id_and_is_missing_only_where_null_says_so(tmp_path: P
     assert bad == ["r.jsonl line 1: field 'note' is None, not a text; its fields are ['name', 'key']"]
 
 
-def test_a_source_without_texts_says_so(tmp_path: Path) -> None:
+def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "keys.npy", VECTORS)
     with pytest.raises(softdb.BadInput, match=r"keys.npy holds no texts; leave out the text 'text'"):
         read_records(tmp_path / "keys.npy", fields=Fields(text="text"))

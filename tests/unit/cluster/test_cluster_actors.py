@@ -154,7 +154,7 @@ def test_only_the_first_replica_is_asked(ray: Ray) -> None:
 
 
 @pytest.mark.parametrize("how", [Does(1.0, dies="the actor died"), Does(full=True)], ids=["dies", "full"])
-def test_a_replica_takes_over_at_once_and_is_asked_first_from_then_on(ray: Ray, how: Does) -> None:
+def test_a_replica_takes_over_and_is_asked_first_afterwards(ray: Ray, how: Does) -> None:
     transport, (first, second) = one_host(ray, [how, Does()], [Does()])
     for _ in range(2):
         assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")

@@ -118,7 +118,7 @@ def test_a_tolerance_is_met_and_too_costly_draws_are_skipped(hashed: Parted) -> 
     assert torch.equal(pooled.output, again.output)
 
 
-def test_a_generator_decides_what_is_drawn(hashed: Parted) -> None:
+def test_a_generator_determines_the_draws(hashed: Parted) -> None:
     results = [
         hashed.cluster.attend(
             hashed.queries[:5], rtol=0.01, max_draws=DRAWS, generator=torch.Generator().manual_seed(seed)

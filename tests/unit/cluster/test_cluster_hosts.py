@@ -51,7 +51,7 @@ def test_the_gradient_of_a_merged_state_is_shared_out_rightly(words: dict[str, A
             near(actual, own, 1e-9)
 
 
-def test_a_part_that_holds_nothing_for_a_filter_has_no_gradient() -> None:
+def test_a_shard_without_matches_has_no_gradient() -> None:
     left, right = filled(None, np.arange(0, N, 3), "dot"), filled(None, np.arange(1, N, 3), "dot")
     cluster = Cluster(Hosts([DatabaseShard(left, 0, 2), DatabaseShard(right, 1, 2)], 1))
     queries = torch.ones(2, D, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_a_host_sends_one_reply_for_all_its_shards() -> None:
     assert down == dict.fromkeys(down, 4 * q * (V + 1 + D) + 12 * q * k + 8 * q)
 
 
-def test_the_gradients_of_a_whole_travel_once() -> None:
+def test_the_gradient_of_a_host_travels_once() -> None:
     wide, sent = 512, []
     for shards in (2, 8):
         transport = hosts(1, shards)

@@ -212,7 +212,7 @@ def test_a_shard_refuses_messages_that_it_cannot_answer() -> None:
         shard.answer(Gather(db.generation, rows))
 
 
-def test_a_verb_at_another_version_does_nothing() -> None:
+def test_a_verb_at_another_version_changes_nothing() -> None:
     db = filled(None, np.arange(1200), "dot")
     shard, before = DatabaseShard(db, 0, 1), db.generation
     db.delete([3])

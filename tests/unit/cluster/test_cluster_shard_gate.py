@@ -80,7 +80,7 @@ def test_a_change_waits_for_the_answers_that_go_on(way: Way) -> None:
     assert way.said == "is in"
 
 
-def test_an_answer_waits_for_a_change_that_waits_and_while_it_goes_on(way: Way) -> None:
+def test_an_answer_waits_for_pending_and_running_changes(way: Way) -> None:
     """Else answers without end would keep a change out."""
     answer = way.goes(way.gate.passing)
     assert way.said == "is in"

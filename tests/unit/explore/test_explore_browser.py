@@ -180,7 +180,7 @@ def test_axe_reports_no_accessibility_faults(chromium: Any, site: Site, scheme: 
         context.close()
 
 
-def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site) -> None:
+def test_errors_are_shown_as_text_and_the_page_stays_usable(visit: Visit, site: Site) -> None:
     page = visit.page
     page.check("input[value=id]", force=True)
     page.fill("#asked", "<i>nobody</i>")

@@ -134,7 +134,7 @@ def test_a_map_comes_with_the_order_of_declared_fields(monkeypatch: pytest.Monke
         assert len(asked) > 1
 
 
-def test_an_estimated_effective_number_is_no_more_than_there_are(
+def test_an_estimated_effective_number_is_at_most_the_records(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = softdb.SoftDB.attend
@@ -184,7 +184,7 @@ def test_the_python_of_an_answer_gives_the_answer(site: Site, place: Path, asked
         assert scope["answer"].lse[0].item() == pytest.approx(actual["soft"]["lse"], rel=1e-5)
 
 
-def test_ids_and_payloads_arrive_whole_and_as_text(site: Site) -> None:
+def test_ids_and_payloads_arrive_complete_and_as_text(site: Site) -> None:
     about = site.call("about")
     assert (about["records"], about["keyless"], about["takes_text"], about["text_index"]) == (6, 1, True, "words")
     fields = {one["name"]: (one["kinds"], one["indexed"]) for one in about["filters"]}
@@ -275,7 +275,7 @@ def test_no_other_file_is_served(site: Site, path: str) -> None:
     assert (response.status, b"NotFound" in body) == (404, True)
 
 
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(site: Site) -> None:
+def test_the_page_has_no_inline_code_and_no_remote_address(site: Site) -> None:
     html = site.fetch("/")[1].decode()
     for word in ("<script>", "<style", " style=", " onclick=", "http://", "https://", "//"):
         assert word not in html

@@ -150,7 +150,7 @@ def filled(**more: Any) -> softdb.SoftDB:
     ],
     ids=range(6),
 )
-def test_an_order_is_made_once_much_of_an_index_was_listed(wheres: list[dict[str, Any]], listed: list[str]) -> None:
+def test_an_order_is_built_once_much_of_an_index_was_listed(wheres: list[dict[str, Any]], listed: list[str]) -> None:
     with small(), filled() as db, Listed(db) as asked:
         for where in wheres:
             assert db.count(where) == sum(meets({"x": i % 100, "y": i}, where) for i in range(400))

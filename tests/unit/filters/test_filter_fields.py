@@ -242,7 +242,7 @@ def test_a_field_has_one_index_however_it_is_spelled() -> None:
         assert db.stats().fields == ["c.d"]
 
 
-def test_an_index_of_before_there_were_paths_is_of_the_name_with_a_dot() -> None:
+def test_a_field_index_of_earlier_versions_keeps_a_name_with_a_dot() -> None:
     index = f"field_{b'do.t'.hex()}"
     assert format.indexed_field(index) == (r"do\.t",)
     path = """'$."do.t"'"""
@@ -368,7 +368,7 @@ def test_after_many_appended_rows_an_index_is_quicker(
         assert ["row >= ?" in sql for sql in asked] == [not anew]
 
 
-def test_a_filter_given_out_does_not_change() -> None:
+def test_a_returned_mask_does_not_change() -> None:
     with holding(payloads=[{"x": 1}] * 4) as db:
         before = db._store.matching({"x": 1})[1]
         db.delete([0])

@@ -145,7 +145,7 @@ FILTERS = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(FILTERS)
-def test_a_filter_matches_what_the_oracle_matches(where: dict[str, Any]) -> None:
+def test_a_filter_matches_the_same_as_the_oracle(where: dict[str, Any]) -> None:
     *others, of_others, ordered = _DATABASES
     for db in others:
         assert ids(db, where) == oracle(where)

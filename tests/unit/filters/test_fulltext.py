@@ -236,7 +236,7 @@ UNSEEN = ("forgets", "lies", "longer")  # a search cannot tell; a record that it
 
 
 @pytest.mark.parametrize("how", TAMPERED)
-def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Path, how: str) -> None:
+def test_an_index_that_mismatches_the_texts_is_noticed_and_rebuilt(tmp_path: Path, how: str) -> None:
     with holding(np.eye(2), ids=[0, 1], texts=["the quick fox", "a lazy dog"], path=tmp_path) as db:
         db.index_text()
     raw = apsw.Connection(str(tmp_path / "catalog.sqlite"))
@@ -258,7 +258,7 @@ def test_an_index_that_is_not_of_the_texts_is_noticed_and_made_anew(tmp_path: Pa
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
 @pytest.mark.parametrize("how", ["length", "no structure", "no settings", "of another version"])
-def test_a_write_that_a_damaged_index_refuses_says_so_and_changes_nothing(
+def test_a_write_that_a_damaged_index_refuses_raises_and_changes_nothing(
     tmp_path: Path, how: str, durability: Any
 ) -> None:
     with holding(np.eye(2), ids=[0, 1], texts=["the quick fox", "a lazy dog"], path=tmp_path) as db:

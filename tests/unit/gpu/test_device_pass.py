@@ -307,7 +307,7 @@ def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, mon
         assert live[positions[i, : len(expected)].numpy()].all()
 
 
-def test_zeros_of_both_signs_tie_and_what_is_no_number_is_the_largest() -> None:
+def test_zeros_of_both_signs_tie_and_nan_is_the_largest() -> None:
     scores = torch.tensor([0.0, -0.0, -1.0, 2.0, torch.nan, -torch.inf, torch.inf, 0.0])
     assert launch._first(scores, 8).tolist() == [4, 6, 3, 0, 1, 7, 2, 5]
 

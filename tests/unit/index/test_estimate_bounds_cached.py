@@ -118,7 +118,7 @@ def test_a_fresh_handle_estimates_as_the_one_that_built(
         assert (layout.rows[layout.slots] % 20).all()
 
 
-def test_an_index_that_has_grown_is_measured_anew(path: Path) -> None:
+def test_a_grown_index_is_measured_again(path: Path) -> None:
     with softdb.open(path) as db:
         before = sampler_of(db).reach
         db.insert(range(N, 2 * N), np.random.default_rng(1).normal(0, 20, (N, DIM)))

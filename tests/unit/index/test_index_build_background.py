@@ -224,7 +224,7 @@ def test_bad_input_is_refused_at_once(words: dict[str, Any], message: str) -> No
         db.build_index("ivf", background=True)
 
 
-def test_a_reader_builds_nothing(tmp_path: Path) -> None:
+def test_a_reader_cannot_build_an_index(tmp_path: Path) -> None:
     filled(tmp_path / "db").close()
     with softdb.open(tmp_path / "db", mode="r") as db, pytest.raises(softdb.ReadOnly, match="handle is read-only"):
         db.build_index(background=True)

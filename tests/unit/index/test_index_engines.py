@@ -176,7 +176,7 @@ def test_other_scores_are_found_by_their_own_metric(db: softdb.SoftDB) -> None:
     assert pooled.hits.rows[:, 0].tolist() == scores("l2", queries, keys).argmax(1).tolist()
 
 
-def test_nothing_to_tune(db: softdb.SoftDB) -> None:
+def test_tuning_without_an_index_is_refused(db: softdb.SoftDB) -> None:
     with pytest.raises(softdb.BadInput, match=r"no index to tune.*build_index\(\) makes one"):
         db.tune()
 

@@ -220,7 +220,7 @@ def test_new_keys_alone_are_uploaded(rng: np.random.Generator) -> None:
     assert len(old) == 15
 
 
-def test_compaction_uploads_anew_and_older_snapshots_do_without(rng: np.random.Generator) -> None:
+def test_compaction_uploads_again_and_older_snapshots_fall_back(rng: np.random.Generator) -> None:
     keys, column = rng.standard_normal((50, 4)).astype(np.float32), DeviceColumn(DEVICE, False)
     before = grown(keys, 1, (1, 0, 30), (2, 30, 50))
     assert column.of(before) is not None
@@ -659,7 +659,7 @@ def test_back_to_the_cpu(fake: FakeGpu, monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_board_is_kept_with_its_keys(fake: FakeGpu, db: softdb.SoftDB) -> None:
+def test_a_board_is_cached_with_its_keys(fake: FakeGpu, db: softdb.SoftDB) -> None:
     board = db._finder.devices
     db.build_index("ivf", device="cpu")
     assert db._finder.devices is board
@@ -709,7 +709,7 @@ class TestOnAGPU:
                 late += there
                 assert db.search(late).rows.tolist() == expected
 
-    def test_nothing_but_positions_travels(self, monkeypatch: Any) -> None:
+    def test_only_positions_travel(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(probe, "FEW", 500)
         db, _, queries = opened(None, "ivf", device="cuda")
         index, records = db.core.finder.index, db._store.snapshot

@@ -237,7 +237,7 @@ def test_no_allowed_records_give_no_draws() -> None:
     assert not sample.figures.correction.any()
 
 
-def test_a_seed_and_a_query_decide_what_is_drawn() -> None:
+def test_a_seed_and_a_query_determine_the_draws() -> None:
     here = world("dot")
     first, again, other = (here.draw(1.0, seed) for seed in (3, 3, 4))
     np.testing.assert_array_equal(first.positions, again.positions)

@@ -159,7 +159,7 @@ def test_a_snapshot_older_than_the_index_sees_its_own_records_only(rng: np.rando
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_a_filter_that_goes_with_the_keys(kind: str, side: str, rng: np.random.Generator) -> None:
+def test_filters_that_correlate_with_the_keys_keep_their_recall(kind: str, side: str, rng: np.random.Generator) -> None:
     """Matches far from the query: the nearest lists hold none of them."""
     keys, _ = clusters(rng)
     index = indexed(snapshot(keys), Metric.L2, kind)

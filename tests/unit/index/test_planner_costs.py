@@ -88,14 +88,14 @@ def test_a_graph_serves_filters_that_keep_many_records() -> None:
     assert way(3000, 1000, 10, True, True) == way(12_000, 1, 2000, False) == "blocks"
 
 
-def test_a_pass_shares_what_it_reads_among_queries() -> None:
+def test_a_pass_shares_its_reads_among_queries() -> None:
     alone, together = (pass_cost(count, 12_000, 24, 3, 4) for count in (1, 16))
     assert alone < together < 16 * alone
     assert pass_cost(16, 24_000, 24, 3, 4) == pytest.approx(2 * together)
     assert pass_cost(16, 12_000, 24, 3, 2) < together  # halves are read sooner
 
 
-def test_a_draw_costs_what_it_looks_at_and_what_it_gathers() -> None:
+def test_a_draw_costs_its_scan_and_its_gather() -> None:
     whole = draw_cost(16, 12_000, 8, 500, 24, 3)
     for more in ((32, 12_000, 8, 500, 24, 3), (16, 24_000, 8, 500, 24, 3), (16, 12_000, 16, 500, 24, 3)):
         assert whole < draw_cost(*more) < 2 * whole

@@ -134,7 +134,7 @@ def test_a_bandwidth_that_is_fitted_is_learnable(folder: Path) -> Steps:
 
 
 @advice("call reindex(), choose a policy that keeps up, or allow a greater age", softdb.StaleRead)
-def test_a_stale_index_is_made_anew(folder: Path) -> Steps:
+def test_a_stale_index_is_rebuilt(folder: Path) -> Steps:
     with filled() as db:
         encoder = nn.Linear(4, 4)
         view = soft.View(db, encoder, max_age=1, reindex=None)
@@ -220,7 +220,7 @@ def test_only_trained_keys_are_applied(folder: Path) -> Steps:
 
 
 @advice("go on from it with resume, or remove it")
-def test_a_checkpoint_is_gone_on_from(folder: Path) -> Steps:
+def test_a_run_resumes_from_the_advised_checkpoint(folder: Path) -> Steps:
     with filled() as db:
         file = folder / "run.ckpt"
         require_fit(db, list(range(50)), checkpoint=file, patience=None)

@@ -125,7 +125,7 @@ def test_temperature_and_filter(k: int | None) -> None:
 
 @pytest.mark.parametrize("k", [None, 5])
 @pytest.mark.parametrize("how", ["mask", "filter", "empty database"])
-def test_where_nothing_takes_part_heads_are_zeros(k: int | None, how: str) -> None:
+def test_heads_without_participants_are_zeros(k: int | None, how: str) -> None:
     db = filled() if how != "empty database" else softdb.open(None, dim=D, value_dim=V)
     mine, _ = pair(db, torch.float32, dropout=0.5 if k else 0.0)
     words: dict[str, Any] = {"where": {"odd": 3}} if how == "filter" else {}
@@ -140,7 +140,7 @@ def test_where_nothing_takes_part_heads_are_zeros(k: int | None, how: str) -> No
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
-def test_where_nothing_takes_part_the_learnt_keys_still_do() -> None:
+def test_the_learnt_keys_take_part_without_records() -> None:
     mine, _ = pair(softdb.open(None, dim=D, value_dim=V), torch.float32, add_bias_kv=True)
     assert mine.bias_v is not None
     output, _ = mine(torch.randn(L, N, E))
@@ -243,7 +243,7 @@ def test_dropout_is_right_on_average_and_off_in_evaluation() -> None:
     torch.testing.assert_close(output, everything.out_proj.bias[None])
 
 
-def test_a_candidate_that_left_the_files_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_candidate_is_a_stale_read(monkeypatch: pytest.MonkeyPatch) -> None:
     db = filled()
     mine, _ = pair(db, torch.float32, dropout=0.3)
     answer = db.attend(mine.fold(torch.randn(L, E)).queries, score=Dot(), k=3)

@@ -82,7 +82,7 @@ def digest(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -> None:
+def test_training_the_projections_leaves_the_database_unchanged(tmp_path: Path) -> None:
     with holding(torch.randn(RECORDS, D), torch.randn(RECORDS, V), path=tmp_path / "db") as db:
         before, generation = digest(tmp_path), db.stats().generation
         mine = Attention(db, E, HEADS)

@@ -104,7 +104,7 @@ def test_dropout_on_plain_tensors() -> None:
 
 
 @pytest.mark.parametrize("numbers", [False, True])
-def test_plain_rows_where_nothing_takes_part(numbers: bool) -> None:
+def test_rows_without_participants_are_the_bias(numbers: bool) -> None:
     mine, _ = pair(None, torch.float32, kdim=D, vdim=V)
     query, key, value = inputs(torch.float32)
     mask = torch.zeros(L, RECORDS)

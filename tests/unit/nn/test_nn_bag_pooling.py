@@ -51,7 +51,7 @@ def by_loops(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_bags_are_pooled_as_the_paper_says(gated: bool) -> None:
+def test_bags_are_pooled_by_the_equations_of_the_paper(gated: bool) -> None:
     module, bags = pooling(gated), torch.randn(4, N, DIM, dtype=torch.float64)
     bags[0, 1] = bags[0, 0]  # a duplicate
     bags[0, 2] = 0

@@ -113,7 +113,7 @@ def test_no_states_give_zeros_and_no_sequences_give_no_rows() -> None:
     assert made(torch.zeros(0, 3), torch.zeros(0, N, E))[0].shape == (0, E)
 
 
-def test_the_hidden_layer_is_as_wide_as_asked_for() -> None:
+def test_the_hidden_layer_has_the_requested_width() -> None:
     for hidden, expected in ((None, 3), (7, 7)):
         score = RecurrentAttention(3, E, "additive", hidden=hidden).score
         assert isinstance(score, Additive)

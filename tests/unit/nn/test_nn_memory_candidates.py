@@ -30,7 +30,7 @@ def _seeded() -> None:
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def test_below_ten_thousand_records_nothing_is_stale() -> None:
+def test_below_ten_thousand_records_all_keys_are_compared() -> None:
     db = large(9_000)
     db.build_index("ivf")
     memory = Memory(db, k=1, reindex=1)
@@ -44,7 +44,7 @@ def test_below_ten_thousand_records_nothing_is_stale() -> None:
     assert memory.report().reindexes == memory.age == 0
 
 
-def test_a_stale_index_misses_what_moved_far_until_a_refresh() -> None:
+def test_a_stale_index_misses_moved_keys_until_a_refresh() -> None:
     db = large()
     db.build_index("ivf")
     memory = Memory(db, k=1)
@@ -137,7 +137,7 @@ def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_after_many_commits_the_index_is_built_anew() -> None:
+def test_after_many_commits_the_index_is_rebuilt() -> None:
     db = large()
     db.build_index("ivf", recall=0.9)
     memory = Memory(db, k=4)

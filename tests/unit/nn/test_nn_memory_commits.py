@@ -32,7 +32,7 @@ def _seeded() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_commit_writes_what_was_trained_and_nothing_else(tmp_path: Path, dtype: Any) -> None:
+def test_a_commit_writes_only_the_trained_rows(tmp_path: Path, dtype: Any) -> None:
     db = filled(path=tmp_path / "db", dtype=dtype)
     memory = Memory(db, k=4)
     before, rows = stored(db), db.search(torch.randn(1, D), N).rows.max()
@@ -161,7 +161,7 @@ while True:  # every value grows by 1 a step
 
 
 @pytest.mark.slow
-def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) -> None:
+def test_a_killed_training_loses_only_uncommitted_steps(tmp_path: Path) -> None:
     db = holding(torch.randn(100, 4), torch.zeros(100, 3), path=tmp_path / "db")
     db.close()
     told = 0
@@ -202,7 +202,7 @@ def test_search_leaves_out_deleted_replaced_and_uncommitted_records() -> None:
     assert {one for ids in pooled.hits.ids for one in ids} == set(range(N)) - {4} | {"new"}
 
 
-def test_a_trained_record_that_is_gone_stops_a_commit_until_a_reload() -> None:
+def test_a_deleted_trained_record_stops_a_commit_until_a_reload() -> None:
     db = filled()
     memory = Memory(db, k=4)
     trained(memory, torch.randn(3, D))
@@ -290,7 +290,7 @@ def test_a_reload_where_nothing_changed_leaves_the_parameters_alone() -> None:
     assert memory.keys is keys
 
 
-def test_a_compaction_moves_nothing_that_matters() -> None:
+def test_a_compaction_changes_no_parameter() -> None:
     db = filled()
     memory = Memory(db, k=4)
     queries = torch.randn(3, D)

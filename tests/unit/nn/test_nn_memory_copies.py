@@ -134,7 +134,7 @@ def test_however_often_a_state_is_loaded_a_gradient_is_noted_once() -> None:
     assert len(noted) == 2
 
 
-def test_copies_share_the_handle_and_nothing_else() -> None:
+def test_copies_share_only_the_handle() -> None:
     db = filled()
     memory = Memory(db, k=4)
     twin = copy.deepcopy(memory)
@@ -171,7 +171,7 @@ def test_a_pickle_reopens_the_database(tmp_path: Path) -> None:
         pickle.dumps(Memory(filled()))
 
 
-def test_a_frozen_parameter_stays_as_it_is() -> None:
+def test_a_frozen_parameter_is_unchanged() -> None:
     memory = Memory(filled(), k=4)
     assert memory.keys is not None
     memory.keys.requires_grad_(False)

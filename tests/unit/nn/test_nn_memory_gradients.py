@@ -187,7 +187,7 @@ def test_a_memory_learns_with_every_sparse_optimiser(make: Any) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_optimisers_that_cannot_are_named_with_those_that_can() -> None:
+def test_unsuitable_optimisers_are_named_with_suitable_ones() -> None:
     memory = Memory(filled())
     ours = list(memory.parameters())
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):

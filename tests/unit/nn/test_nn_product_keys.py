@@ -120,7 +120,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(asked, (inputs, keys, weight))
 
 
-def test_values_get_the_gradient_of_the_slots_found_and_no_more() -> None:
+def test_only_the_values_of_retrieved_slots_get_a_gradient() -> None:
     memory = made()
     inputs = torch.randn(2, 6, dtype=torch.float64)
     memory(inputs).sum().backward()  # type: ignore[no-untyped-call]

@@ -113,7 +113,7 @@ def test_an_empty_database_predicts_zeros() -> None:
 # -- the bandwidth -----------------------------------------------------------------------------------------------------
 
 
-def test_the_bandwidth_starts_as_silverman_says() -> None:
+def test_the_bandwidth_starts_at_silvermans_rule() -> None:
     keys = keys_of() * torch.tensor([1.0, 10.0])
     db = holding(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
     db.delete([N])  # does not count
@@ -271,7 +271,7 @@ def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
     assert isinstance(KernelRegressor(db, Gaussian).kernel, Gaussian)
 
 
-def test_a_given_tensor_is_copied() -> None:
+def test_a_tensor_argument_is_copied() -> None:
     h = torch.tensor([0.5, 0.5])
     model = KernelRegressor(holding(keys_of(), torch.randn(N, V)), bandwidth=h)
     h[0] = 7

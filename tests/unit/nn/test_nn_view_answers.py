@@ -73,9 +73,7 @@ def _truncated(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("k", [None, 4])
 @pytest.mark.parametrize("words", KINDS)
-def test_gradients_into_queries_and_encoder_are_those_of_small_differences(
-    k: int | None, words: dict[str, Any]
-) -> None:
+def test_gradients_of_queries_and_encoder_match_finite_differences(k: int | None, words: dict[str, Any]) -> None:
     view = View(filled(9, 2, **words), mlp(2, 2), metric="l2", batch_size=4)
     queries = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*view.named_parameters(), strict=True)

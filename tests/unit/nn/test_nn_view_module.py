@@ -50,7 +50,7 @@ def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> No
     assert view.report().reindexes == 2
 
 
-def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
+def test_copies_share_the_handle_and_not_the_parameters() -> None:
     view = View(filled(value_dim=None), mlp(), metric="l2", reindex=4)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     view.search(queries, 3)

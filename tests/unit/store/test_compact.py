@@ -79,7 +79,7 @@ def columns_of(path: Path) -> set[str]:
 # -- what it does ------------------------------------------------------------------------------------------------------
 
 
-def test_compaction_removes_the_dead_and_nothing_else(place: Path | None) -> None:
+def test_compaction_removes_only_dead_records(place: Path | None) -> None:
     with softdb.open(place, dim=4) as db:
         model = Model(db)
         for n in (300, 200, 400):
@@ -105,7 +105,7 @@ def test_compaction_removes_the_dead_and_nothing_else(place: Path | None) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("values", ["vectors", "labels"])
-def test_answers_and_rows_are_those_from_before(place: Path | None, dtype: Any, values: str) -> None:
+def test_answers_and_rows_survive_a_compaction(place: Path | None, dtype: Any, values: str) -> None:
     extra: dict[str, Any] = {"vectors": {"value_dim": 5}, "labels": {"num_classes": 7}}[values]
     random = np.random.default_rng(1)
     column: Any = random.standard_normal((700, 5)) if values == "vectors" else random.integers(0, 7, 700)
@@ -177,7 +177,7 @@ def test_the_last_rows_may_be_the_ones_that_go(place: Path | None) -> None:
         same(db, model.records)
 
 
-def test_small_segments_become_one_and_a_second_time_nothing_happens(path: Path) -> None:
+def test_small_segments_are_merged_once(path: Path) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         for _ in range(40):
@@ -609,7 +609,7 @@ def test_a_reader_makes_copies_too(path: Path, tmp_path: Path) -> None:
         same(db, model.records)
 
 
-def test_copies_while_others_write_show_whole_batches(path: Path, tmp_path: Path) -> None:
+def test_copies_beside_writers_hold_complete_batches(path: Path, tmp_path: Path) -> None:
     with softdb.open(path, dim=4) as db, softdb.open(path, mode="r") as reader:
         db.insert([f"0-{j}" for j in range(7)], np.zeros((7, 4)))
         stop = threading.Event()

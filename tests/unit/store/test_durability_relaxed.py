@@ -43,7 +43,7 @@ def flushed(path: Path) -> set[str]:
 
 
 @pytest.mark.usefixtures("never")
-def test_changes_are_seen_here_at_once_and_elsewhere_after_flush(path: Path) -> None:
+def test_changes_are_seen_by_readers_only_after_a_flush(path: Path) -> None:
     with relaxed(path) as db:
         put(db, "a", "b")
         db.delete(["a"])
@@ -119,7 +119,7 @@ def test_an_interpreter_that_ends_flushes_a_handle_that_is_never_collected(path:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_the_last_flush_whole(path: Path) -> None:
+def test_a_killed_process_leaves_the_last_flush_complete(path: Path) -> None:
     code = SCRIPT + f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
     assert flushed(path) == {"kept"}
@@ -244,7 +244,7 @@ def test_a_handle_that_is_forgotten_flushes(path: Path) -> None:
     assert flushed(path) == {"a"}
 
 
-def test_what_is_written_while_the_interpreter_ends_comes_to_disk(path: Path) -> None:
+def test_writes_during_interpreter_exit_reach_the_disk(path: Path) -> None:
     late = "import atexit; atexit.register(lambda: db.insert(['last'], [[1, 2]], [[3]]))"  # before softdb's: runs after
     subprocess.run([sys.executable, "-c", late + SCRIPT, str(path)], check=True)
     assert flushed(path) == {"kept", "late", "last"}

@@ -139,7 +139,7 @@ TAKEN = ("keys-00000000.npy", "catalog.sqlite", "lock")  # and some that one has
 @pytest.mark.parametrize("kind", ["snapshot", "salvage"])
 @pytest.mark.parametrize("names", [COPIED, *((name,) for name in TAKEN)], ids=lambda names: names[0])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_copy_leaves_what_comes_into_its_place_meanwhile(
+def test_a_copy_leaves_files_that_appear_at_its_place(
     db: softdb.SoftDB,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,7 +194,7 @@ def test_all_that_a_killed_copy_leaves_is_removed(tmp_path: Path, depth: int) ->
 
 
 @PUTS
-def test_a_copy_that_fails_leaves_what_comes_into_its_place_meanwhile(
+def test_a_failed_copy_leaves_files_that_appear_at_its_place(
     db: softdb.SoftDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Put
 ) -> None:
     stranger, target = Stranger(tmp_path, put), tmp_path / "copy"
@@ -232,7 +232,7 @@ def test_a_folder_of_reembed_that_is_another_s_outlasts_a_writer(db: softdb.Soft
 
 @PUTS
 @pytest.mark.parametrize("there", [True, False])
-def test_an_import_that_fails_leaves_what_came_meanwhile(tmp_path: Path, put: Put, there: bool) -> None:
+def test_a_failed_import_leaves_files_that_appeared_meanwhile(tmp_path: Path, put: Put, there: bool) -> None:
     stranger, path = Stranger(tmp_path, put), tmp_path / "new"
     db = softdb.open(path, dim=2)
     stranger.take(path, "notes.txt", "unfinished")
@@ -244,7 +244,7 @@ def test_an_import_that_fails_leaves_what_came_meanwhile(tmp_path: Path, put: Pu
 
 @PUTS
 @pytest.mark.parametrize("name", ["notes.txt", "reembed-x", "index/notes.txt", "keys-1.npy"])
-def test_only_what_softdb_makes_is_removed(db: softdb.SoftDB, tmp_path: Path, put: Put, name: str) -> None:
+def test_only_files_of_softdb_are_removed(db: softdb.SoftDB, tmp_path: Path, put: Put, name: str) -> None:
     stranger, path = Stranger(tmp_path, put), tmp_path / "db"
     (path / "index").mkdir(exist_ok=True)
     stranger.take(path, name)
@@ -257,7 +257,7 @@ def test_only_what_softdb_makes_is_removed(db: softdb.SoftDB, tmp_path: Path, pu
     assert entries(path)[0] == ([path / "index"] if name.startswith("index") else [])
 
 
-def test_a_database_is_removed_whole(db: softdb.SoftDB, tmp_path: Path) -> None:
+def test_a_database_is_removed_completely(db: softdb.SoftDB, tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db") as again:
         again.insert(range(2000), np.random.default_rng(0).normal(size=(2000, 64)))
         again.build_index("ivf")

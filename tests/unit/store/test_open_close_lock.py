@@ -82,7 +82,7 @@ def test_a_filter_refreshes_a_reader_that_fell_behind(path: Path) -> None:
         assert len(reader) == 300
 
 
-def test_hits_of_records_that_are_gone_are_a_stale_read(path: Path) -> None:
+def test_hits_of_deleted_records_are_a_stale_read(path: Path) -> None:
     make(path)
     with softdb.open(path) as writer, softdb.open(path, mode="r") as reader:
         hits = reader.search(np.ones((1, 4)), k=300)

@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_removed_stays(folders: Path, monkeypatch: pytes
     assert names(folders) == set(NAMES)
 
 
-def test_a_folder_with_something_of_another_in_it_stays_whole(folders: Path) -> None:
+def test_a_folder_with_foreign_files_is_untouched(folders: Path) -> None:
     (folders / "reembed-5" / "notes.txt").touch()
     recovery.clean_folders(folders, 7)
     assert names(folders / "reembed-5") == {"keys-00000000.npy", "notes.txt"}

@@ -152,7 +152,7 @@ def test_compilation_stops_at_the_database(db: softdb.SoftDB, dynamo: Any) -> No
         assert not any(f"{folder}/{inside}/" in place for place in places)
 
 
-def test_a_verb_that_fails_says_so_from_compiled_code_too(db: softdb.SoftDB, dynamo: Any) -> None:
+def test_a_failing_verb_raises_from_compiled_code(db: softdb.SoftDB, dynamo: Any) -> None:
     compiled = torch.compile(lambda x: db.attend(x * 2, temperature=0.5).output, backend="aot_eager")
     x = torch.randn(3, D, requires_grad=True)
     torch.testing.assert_close(compiled(x), db.attend(x * 2, temperature=0.5).output)
@@ -175,7 +175,7 @@ def test_inductor_compiles_the_model_too(db: softdb.SoftDB, dynamo: Any) -> None
 # -- half precision ----------------------------------------------------------------------------------------------------
 
 
-def test_autocast_asks_the_database_in_single_precision(db: softdb.SoftDB) -> None:
+def test_under_autocast_the_database_answers_in_single_precision(db: softdb.SoftDB) -> None:
     model = model_of(db)
     x, right = inputs()
     exact = retrieval_loss(db, model(x), right, temperature=0.5)
@@ -265,7 +265,7 @@ def by_itself(batch: list[Any]) -> list[Any]:
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(("start", "mode"), [("fork", "r"), ("fork", "rw"), ("spawn", "rw")])
-def test_workers_ask_the_database(path: Path, start: str, mode: Any) -> None:
+def test_workers_query_the_database(path: Path, start: str, mode: Any) -> None:
     queries = torch.randn(16, D, generator=torch.Generator().manual_seed(8))
     with softdb.open(path, mode=mode) as db:
         expected = db.attend(queries, temperature=0.5).output  # threads of the parent's have worked already
@@ -287,7 +287,7 @@ def test_workers_ask_the_database(path: Path, start: str, mode: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_worker_cannot_ask_a_database_in_memory() -> None:
+def test_a_worker_cannot_query_a_database_in_memory() -> None:
     queries = torch.randn(6, D, generator=torch.Generator().manual_seed(8))
     with holding(torch.randn(N, D, generator=torch.Generator().manual_seed(9))) as db:
         words: dict[str, Any] = {"num_workers": 1, "collate_fn": by_itself, "timeout": 60}

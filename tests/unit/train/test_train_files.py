@@ -69,7 +69,7 @@ def test_numbers_in_tables_and_queries_from_elsewhere(tmp_path: Path) -> None:
         read_pairs(only, queries=np.ones((5, 2)))
 
 
-def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
+def test_ids_of_a_table_become_ids_of_the_database(tmp_path: Path) -> None:
     path = write(tmp_path / "p.csv", "query,positives", "x,7", "x,8", 'x,"[8, ""8""]"')
     with holding([[1], [2], [3], [4]], ids=["7", 7, 8, "8"]) as db:
         pairs = read_pairs(path)
@@ -126,7 +126,7 @@ def test_a_bad_line_is_named(name: str, lines: list[str] | None, message: str, t
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_projection_goes_through_its_file(bias: bool, tmp_path: Path) -> None:
+def test_a_projection_survives_its_file(bias: bool, tmp_path: Path) -> None:
     projection = QueryProjection(3, bias)
     assert torch.equal(projection(torch.eye(3)), torch.eye(3))
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def test_the_command_trains_and_the_others_ask_with_it(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_trains_a_projection_that_others_use(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     before, out = digests(path), tmp_path / "p.pt"
     words = ("--lr", 0.02, "--batch-size", 64, "--epochs", 6, "--patience", 0)
@@ -291,7 +291,7 @@ def test_the_command_refuses_bad_files(stored: tuple[Path, Path], tmp_path: Path
     assert not (tmp_path / "p.pt").exists()
 
 
-def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_refuses_to_overwrite_its_own_files(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     array, file, out = tmp_path / "q.npy", tmp_path / "run.ckpt", tmp_path / "p.pt"
     np.save(array, np.ones((M, D), np.float32))

@@ -48,7 +48,7 @@ def filled(path: Path | None = None, n: int = N, **words: Any) -> softdb.SoftDB:
 
 
 @pytest.mark.parametrize("how", [{}, {"k": 30}, {"keys": 20}])
-def test_keys_learn_what_a_projection_of_the_queries_cannot(how: dict[str, Any]) -> None:
+def test_an_encoder_of_keys_learns_more_than_a_projection_of_queries(how: dict[str, Any]) -> None:
     _, queries, wanted = folded()
     with filled() as db:
         alone = fit(db, queries, wanted, **LEARNING)
@@ -140,7 +140,7 @@ def trained(name: str | None = None) -> QueryProjection:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_every_key_becomes_its_encoding_and_nothing_else_changes(dtype: Any, path: Path) -> None:
+def test_apply_changes_every_key_and_no_other_column(dtype: Any, path: Path) -> None:
     projection, said = trained(), list[Any]()
     assert projection.keys is not None
     with filled(path, dtype=dtype, value_dim=2) as db:
@@ -307,7 +307,7 @@ def test_the_command_keeps_the_keys_without_a_gain(path: Path, tmp_path: Path) -
     assert "--encoder, --field, --missing and --dim are of texts" in " ".join(words.output.split())
 
 
-def test_texts_are_asked_of_trained_keys_through_the_file(path: Path, tmp_path: Path) -> None:
+def test_text_queries_on_trained_keys_use_the_saved_file(path: Path, tmp_path: Path) -> None:
     encoder, words = (
         HashedNGrams(32),
         [f"{first}{last}" for first in ("schu", "we", "fi", "ma") for last in ("ber", "ster")],

@@ -103,7 +103,7 @@ def test_global_random_numbers_are_neither_used_nor_changed() -> None:
     assert torch.equal(after, torch.random.get_rng_state())
 
 
-def test_training_stops_when_nothing_is_gained_and_keeps_the_best() -> None:
+def test_training_stops_without_a_gain_and_keeps_the_best() -> None:
     db, queries, positives = world()
     actual = queries / queries.norm(dim=1, keepdim=True)
     keyed = torch.stack([torch.as_tensor(db[positive[0]].key) for positive in positives])
@@ -146,7 +146,7 @@ def test_the_best_epoch_is_chosen_by_the_criterion(criterion: Any) -> None:
     assert done.best == 1 + results.index(max(results))
 
 
-def test_the_caller_may_say_which_queries_are_held_out() -> None:
+def test_the_caller_may_choose_the_held_out_queries() -> None:
     db, queries, positives = world()
     names = torch.zeros(M, dtype=torch.bool)
     names[split(queries, positives, 0.3, False, 7).test] = True
@@ -169,7 +169,7 @@ def test_the_caller_may_say_which_queries_are_held_out() -> None:
         fit(db, queries, positives, holdout=names | True)
 
 
-def test_one_half_of_what_is_held_out_chooses_and_the_other_is_reported() -> None:
+def test_one_held_out_half_selects_and_the_other_is_reported() -> None:
     db, queries, positives = world()
     done = fit(db, queries, positives, **{**SMALL, "epochs": 1, "patience": 1, "lr": 0.1})
     parts = split(queries, positives, 0.2, True, 0)

@@ -53,7 +53,7 @@ def test_a_resumed_run_continues_its_random_stream(tmp_path: Path, monkeypatch: 
     same(fit(*given, **words), fit(*given, **words, checkpoint=file, resume=True))
 
 
-def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_for_more_epochs(tmp_path: Path) -> None:
     db, queries, positives = world()
     file = tmp_path / "run.pt"
     fit(db, queries, positives, **{**SMALL, "epochs": 2}, checkpoint=file)

@@ -232,7 +232,7 @@ def test_weights_and_gradients_are_those_of_the_package(by: Sparse) -> None:
 
 @every
 @pytest.mark.parametrize("dead_score", [0.0, -3.0, -math.inf, math.inf, math.nan])
-def test_dead_entries_are_ignored_whatever_stands_there(by: Weighting, dead_score: float) -> None:
+def test_dead_entries_are_ignored_whatever_their_score(by: Weighting, dead_score: float) -> None:
     scores = torch.tensor([[1.0, dead_score, 1.5], [dead_score] * 3], requires_grad=True)
     actual = _weigh(by, scores, 1.0, torch.tensor([[True, False, True], [False] * 3]))
     alone = _weigh(by, scores[:1, ::2], 1.0)

@@ -56,7 +56,7 @@ def test_gradients_are_the_derivatives() -> None:
 
 
 @pytest.mark.parametrize("dead_score", [0.0, -math.inf, math.inf, math.nan])
-def test_dead_entries_are_ignored_whatever_stands_there(dead_score: float) -> None:
+def test_dead_entries_are_ignored_whatever_their_score(dead_score: float) -> None:
     scores = torch.tensor([[1.0, dead_score, 2.0], [dead_score] * 3], requires_grad=True)
     weights, lse = softmax(scores, 1.0, torch.tensor([[True, False, True], [False] * 3]))
     torch.testing.assert_close(weights[0, ::2], torch.softmax(torch.tensor([1.0, 2.0]), 0))
@@ -138,7 +138,7 @@ def _normalised(scores: Tensor) -> Weighed:
     return Normalised().weigh(scores, 1.0, torch.ones(scores.shape, dtype=torch.bool))
 
 
-def test_kernel_values_that_are_all_zero_give_nothing() -> None:
+def test_all_zero_kernel_values_give_zero_weights() -> None:
     scores = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 6.0]], requires_grad=True)
     actual = _normalised(scores)
     assert actual.weights.tolist() == [[0, 0, 0], [0, 0.25, 0.75]]
