@@ -23,7 +23,7 @@ from worlds import holding
 
 import softdb
 
-__all__ = ["KEYS", "QUERIES", "VALUES", "Steps", "advice", "advising", "filled", "followed", "labelled", "three"]
+__all__ = ["KEYS", "QUERIES", "VALUES", "Steps", "advice", "advising", "followed", "labelled", "three", "with_values"]
 
 Steps: TypeAlias = Iterator[Callable[[], Any]]
 KEYS = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
@@ -77,7 +77,7 @@ def three(folder: Path | None = None, **words: Any) -> softdb.SoftDB:
     return holding(np.eye(3, 2), ids=["a", "b", "c"], path=folder, **words)
 
 
-def filled(metric: Any = "dot", **words: Any) -> softdb.SoftDB:
+def with_values(metric: Any = "dot", **words: Any) -> softdb.SoftDB:
     """50 records with values of two numbers."""
     return holding(KEYS, VALUES, metric=metric, **words)
 
@@ -87,7 +87,7 @@ def labelled() -> softdb.SoftDB:
 
 
 def _text(node: ast.expr) -> str:
-    """A message as it is written, … for what is filled in."""
+    """A message as it is written, … for each filled-in part."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     return "".join(map(_text, node.values)) if isinstance(node, ast.JoinedStr) else "…"

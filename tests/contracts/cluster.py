@@ -37,7 +37,7 @@ class World(NamedTuple):
     queries: Tensor
 
 
-def filled(
+def subset(
     path: Path | None, which: np.ndarray, metric: str, n: int = N, num_classes: int | None = None
 ) -> softdb.SoftDB:
     """Some of n records, every key four times; ids are numbers in the order of insertion."""
@@ -110,8 +110,8 @@ class ClusterContract(abc.ABC):
                 folder, random = tmp_path_factory.mktemp("cluster"), np.random.default_rng(5)
                 home = random.integers(0, shards, N)
                 for shard in range(shards):
-                    filled(folder / str(shard), np.flatnonzero(home == shard), metric, num_classes=num_classes).close()
-                one = filled(None, np.arange(N), metric, num_classes=num_classes)
+                    subset(folder / str(shard), np.flatnonzero(home == shard), metric, num_classes=num_classes).close()
+                one = subset(None, np.arange(N), metric, num_classes=num_classes)
                 folders = [folder / str(shard) for shard in range(shards)]
                 queries = torch.from_numpy(random.standard_normal((Q, D)))
                 worlds[shards, metric, num_classes] = World(one, folders, queries)

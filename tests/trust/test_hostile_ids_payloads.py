@@ -35,7 +35,7 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-def filled(path: Path | None) -> softdb.SoftDB:
+def difficult(path: Path | None) -> softdb.SoftDB:
     db = softdb.open(path, dim=2)
     ids: list[Any] = [*TEXT_IDS, *INT_IDS]
     payloads = [PAYLOADS[i % len(PAYLOADS)] for i in range(max(len(ids), len(PAYLOADS)))]
@@ -45,7 +45,7 @@ def filled(path: Path | None) -> softdb.SoftDB:
 
 
 def expected() -> dict[Any, Any]:
-    with filled(None) as db:
+    with difficult(None) as db:
         count = len(db)
     ids = [*TEXT_IDS, *INT_IDS]
     return {(ids[i] if i < len(ids) else f"more {i - len(ids)}"): PAYLOADS[i % len(PAYLOADS)] for i in range(count)}
@@ -53,7 +53,7 @@ def expected() -> dict[Any, Any]:
 
 def test_any_text_and_number_comes_back_exactly(tmp_path: Path) -> None:
     truth = expected()
-    filled(tmp_path / "db").close()
+    difficult(tmp_path / "db").close()
     with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
         for one, payload in truth.items():
             assert same(db.get([one]).ids, [one])
@@ -74,7 +74,7 @@ def test_any_text_and_number_comes_back_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
 def test_an_export_and_its_import_are_exact(tmp_path: Path, name: str) -> None:
     truth = expected()
-    with filled(None) as db:
+    with difficult(None) as db:
         export_records(db, tmp_path / name)
     with softdb.open(tmp_path / "db", dim=2) as again:
         import_records(again, read_records(tmp_path / name, fields=Fields()))
@@ -88,7 +88,7 @@ def test_the_command_line_shows_them_exactly_as_json(tmp_path: Path) -> None:
     from softdb.tools.cli.commands import app
 
     truth = expected()
-    filled(tmp_path / "db").close()
+    difficult(tmp_path / "db").close()
     result = CliRunner().invoke(app, ["search", str(tmp_path / "db"), "[1, 1]", "-k", "1000", "--json"])
     (hits,) = json.loads(result.stdout)
     assert same({hit["id"]: hit["payload"] for hit in hits}, {hit["id"]: truth[hit["id"]] for hit in hits})

@@ -21,7 +21,7 @@ POSITIVES: list[Any] = [3, [0, 1], [7, 20, 8], [39]]  # a zero key, a pair of du
 SCORES: dict[Any, Callable[[Floats, Floats], float]] = {"dot": dot, "cosine": cosine, "l2": negative_l2}
 
 
-def filled(metric: Any = "dot", value_dim: int | None = None, **schema: Any) -> tuple[softdb.SoftDB, Floats]:
+def with_keys(metric: Any = "dot", value_dim: int | None = None, **schema: Any) -> tuple[softdb.SoftDB, Floats]:
     """Open a database of awkward records with ids 0 … N - 1; return it and its keys."""
     db = worlds.filled(N, D, value_dim, metric=metric, **schema)
     return db, db.get(range(N)).keys.double().numpy()

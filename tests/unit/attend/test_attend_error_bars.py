@@ -23,7 +23,7 @@ N = 12_000  # a little more than are worth an estimate
 
 
 @functools.cache
-def filled(name: str) -> tuple[softdb.SoftDB, suite.World]:
+def database_of(name: str) -> tuple[softdb.SoftDB, suite.World]:
     """A database of a world, with an index."""
     world = suite.world(name, N, 12)
     values = world.values
@@ -56,7 +56,7 @@ HARD = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", HARD)
 def test_the_bar_holds_in_hard_worlds(name: str) -> None:
-    db, world = filled(name)
+    db, world = database_of(name)
     spread = float((world.keys[:2000].astype(float) @ world.queries.T.astype(float)).std())
     for temperature in (0.01, spread / 4, spread):
         truth = exact.answers(world, [temperature])[0]
@@ -78,7 +78,7 @@ def test_the_bar_holds_in_hard_worlds(name: str) -> None:
 def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
     """Shares of what is drawn underflow; what remains is kept."""
     for name in ("uniform-2", "lognormal-1"):
-        db, world = filled(name)
+        db, world = database_of(name)
         truth = exact.answers(world, [temperature])[0]
         actual = db.attend(world.queries, temperature=temperature, rtol=0.05, max_draws=400)
         error = np.linalg.norm(actual.output.double().numpy() - truth.output, axis=1)
@@ -88,7 +88,7 @@ def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
 
 
 def test_more_confidence_takes_a_wider_bar() -> None:
-    db, world = filled("gaussian-32")
+    db, world = database_of("gaussian-32")
     results = [
         db.attend(world.queries, temperature=4, rtol=0.05, max_draws=400, confidence=one).bar
         for one in (0.5, 0.95, 0.99, 0.999)
@@ -98,7 +98,7 @@ def test_more_confidence_takes_a_wider_bar() -> None:
 
 
 def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
-    db, world = filled("queries-far-away")
+    db, world = database_of("queries-far-away")
     truth = exact.answers(world, [1e-4])[0]
     actual = db.log_partition(world.queries, temperature=1e-4, max_draws=400)
     error = np.abs(np.expm1(np.clip(actual.value.double().numpy() - truth.lse, -700, 700)))
@@ -135,7 +135,7 @@ def test_extreme_records_are_set_apart() -> None:
 
 def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
     """Codes of which each claims to be exact, and none is."""
-    db, world = filled("gaussian-32")
+    db, world = database_of("gaussian-32")
     drawable = db._finder.sampler(db._store.snapshot, None)
     assert drawable is not None
     sampler = drawable[0]
@@ -149,7 +149,7 @@ def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
             assert (error <= actual.bar.numpy()).all()
             assert not actual.met.any()
     finally:
-        filled.cache_clear()
+        database_of.cache_clear()
 
 
 @pytest.mark.slow

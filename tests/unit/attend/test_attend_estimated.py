@@ -31,7 +31,7 @@ def clusters(seed: int = 0, n: int = N) -> Any:
     return (keys / np.linalg.norm(keys, axis=1, keepdims=True)).astype(np.float32)
 
 
-def filled(metric: Any = "dot", value_dim: int = 0, num_classes: int | None = None) -> softdb.SoftDB:
+def halves(metric: Any = "dot", value_dim: int = 0, num_classes: int | None = None) -> softdb.SoftDB:
     """Open a database with an index, whose records are of part 0 or 1."""
     keys = clusters()
     values: Any = np.random.default_rng(5).standard_normal((N, value_dim)) if value_dim else None
@@ -43,7 +43,7 @@ def filled(metric: Any = "dot", value_dim: int = 0, num_classes: int | None = No
 
 @pytest.fixture(scope="module")
 def db() -> softdb.SoftDB:
-    return filled()
+    return halves()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def drawn(db: softdb.SoftDB, queries: Any, seed: int | None = None, **more: Any)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_sums_over_the_drawn_are_unbiased(metric: str, queries: Array) -> None:
-    world = filled(metric)
+    world = halves(metric)
     exact = world.attend(queries, temperature=0.1)
     ratios, errors = [], []
     for seed in range(60):
@@ -131,7 +131,7 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
 @pytest.mark.parametrize("temperature", [0.03, 0.1, 0.5])
 @pytest.mark.parametrize("values", [{}, {"value_dim": 3}, {"num_classes": 12}])
 def test_the_bar_holds_at_its_confidence(values: dict[str, Any], temperature: float, queries: Array) -> None:
-    world = filled(**values)
+    world = halves(**values)
     exact = world.attend(queries, temperature=temperature)
     errors, bars = [], []
     for seed in range(40):
@@ -228,7 +228,7 @@ def test_cheap_questions_are_answered_exactly(db: softdb.SoftDB, queries: Array)
 @pytest.mark.parametrize("temperature", [0.1, 1.0])
 def test_a_wanted_gradient_changes_no_estimate(values: dict[str, Any], temperature: float, queries: Array) -> None:
     """By torch, with the graph, as by the kernel; corrections move both alike."""
-    world = filled(**values)
+    world = halves(**values)
     plain = drawn(world, queries, 3, temperature=temperature)
     leaf = torch.from_numpy(queries).requires_grad_()
     graphed = drawn(world, leaf, 3, temperature=temperature)
@@ -273,7 +273,7 @@ def test_too_few_draws_give_an_infinite_bar(db: softdb.SoftDB, queries: Array) -
 @pytest.mark.slow
 def test_filters_deletions_and_young_records(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
-    world = filled(value_dim=4)
+    world = halves(value_dim=4)
     world.delete(range(0, N, 7))
     young = clusters(8, 500)
     world.insert(range(N, N + 500), young, 5 + np.zeros((500, 4)), [{"part": 0}] * 500)
@@ -361,7 +361,7 @@ def test_log_partition_is_exact_without_a_sampler(queries: Array) -> None:
 @pytest.mark.parametrize("kernel", [Gaussian(0.3), Laplacian(0.2)])
 def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
-    world = filled("l2")
+    world = halves("l2")
     name = "gaussian" if isinstance(kernel, Gaussian) else "exponential"
     width, twice = 0.3 if name == "gaussian" else 0.2, np.concatenate([queries, queries * np.float32(1.00001)])
     for where, keys in ((None, clusters()), ({"part": 1}, clusters()[1::2])):
@@ -387,7 +387,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
     ("metric", "radius", "where"), [("dot", 0.4, None), ("cosine", 0.4, {"part": 1}), ("l2", 1.3, None)]
 )
 def test_counts_within_a_radius(metric: str, radius: float, where: Any, queries: Array) -> None:
-    world = filled(metric)
+    world = halves(metric)
     world.delete(range(0, N, 5))
     world.insert(range(N, N + 300), clusters(8, 300), payloads=[{"part": i % 2} for i in range(300)])
     truth = (world.search(queries, radius=radius, where=where).rows >= 0).sum(1).double()
@@ -515,7 +515,7 @@ def test_scores_without_an_estimator_are_refused(db: softdb.SoftDB, queries: Arr
 @pytest.mark.slow
 def test_a_kernel_of_the_metric_is_drawn_for(queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draw(monkeypatch)
-    world = filled("l2", value_dim=2)
+    world = halves("l2", value_dim=2)
     exact = world.attend(queries, score=Gaussian(0.3))
     pooled = world.attend(queries, score=Gaussian(0.3), rtol=0.05)
     assert not pooled.exact.all()
@@ -570,7 +570,7 @@ def test_a_trained_bandwidth_has_the_gradient_of_the_exact_answer(
     queries: Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draw(monkeypatch)
-    slopes, l2 = [], filled("l2", num_classes=10)
+    slopes, l2 = [], halves("l2", num_classes=10)
     torch.set_warn_always(True)  # what torch says once a process is a defect, too
     try:
         for tolerance in (0.01, None):

@@ -41,7 +41,7 @@ def world(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return keys, rng.standard_normal((300, 4)).astype(np.float32), rng.standard_normal((5, 6)).astype(np.float32)
 
 
-def filled(keys: np.ndarray, values: np.ndarray | None, **words: Any) -> softdb.SoftDB:
+def halves(keys: np.ndarray, values: np.ndarray | None, **words: Any) -> softdb.SoftDB:
     return holding(keys, values, [{"even": i % 2 == 0} for i in range(len(keys))], **words)
 
 
@@ -57,7 +57,7 @@ def test_attention_over_everything(
 ) -> None:
     keys, values, queries = world
     keys, values = keys.astype(dtype), values.astype(dtype)
-    pooled = filled(keys, values, dtype=dtype).attend(queries, temperature=temperature)
+    pooled = halves(keys, values, dtype=dtype).attend(queries, temperature=temperature)
     close(pooled, *reference(queries, keys, values, temperature), values)
     assert pooled.exact.tolist() == [True] * 5
     assert pooled.missed_mass.tolist() == [0.0] * 5
@@ -83,14 +83,14 @@ def test_autocast_around_changes_no_answer(world: tuple[np.ndarray, np.ndarray, 
 
 def test_the_key_serves_where_there_is_no_value(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, _, queries = world
-    db = filled(keys, None)
+    db = halves(keys, None)
     close(db.attend(queries), *reference(queries, keys, keys, 1.0), keys)
     close(db.attend(queries, k=300), *reference(queries, keys, keys, 1.0), keys)
 
 
 def test_deleted_records_have_no_weight(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     db.delete(list(range(0, 300, 3)))
     kept = np.ones((5, 300), bool)
     kept[:, ::3] = False
@@ -104,7 +104,7 @@ def test_filters_and_masks(
     world: tuple[np.ndarray, np.ndarray, np.ndarray], k: int | None, rng: np.random.Generator
 ) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     even = np.broadcast_to(np.arange(300) % 2 == 0, (5, 300))
     mask = rng.random((5, 300)) < 0.3
     mask[2] = False
@@ -123,7 +123,7 @@ def test_filters_and_masks(
 
 def test_a_mask_counts_live_records_in_row_order(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     db.delete([0, 5])
     mask = np.zeros((5, 298), bool)
     mask[:, [0, 4]] = True
@@ -135,7 +135,7 @@ def test_a_mask_counts_live_records_in_row_order(world: tuple[np.ndarray, np.nda
 
 def test_truncated_attention_weighs_the_nearest(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    pooled = filled(keys, values).attend(queries, k=20, temperature=0.5)
+    pooled = halves(keys, values).attend(queries, k=20, temperature=0.5)
     order = np.argsort(-(queries.astype(np.float64) @ keys.T.astype(np.float64)), axis=1)[:, :20]
     allowed = np.zeros((5, 300), bool)
     np.put_along_axis(allowed, order, True, axis=1)
@@ -182,7 +182,7 @@ def test_labels_give_a_distribution(rng: np.random.Generator) -> None:
 
 def test_temperature_leads_from_look_up_to_average(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     nearest = db.search(queries, k=1).rows[:, 0].numpy()
     np.testing.assert_allclose(db.attend(queries, temperature=1e-6).output.numpy(), values[nearest], atol=1e-5)
     mean = np.broadcast_to(values.mean(0), (5, 4))
@@ -193,7 +193,7 @@ def test_temperature_leads_from_look_up_to_average(world: tuple[np.ndarray, np.n
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_gradients_to_the_query(k: int | None, metric: Any, rng: np.random.Generator) -> None:
     keys, values = rng.standard_normal((40, 3)), rng.standard_normal((40, 2))
-    db = filled(keys, values, metric=metric)
+    db = halves(keys, values, metric=metric)
     queries = torch.from_numpy(rng.standard_normal((3, 3))).requires_grad_()
 
     def answer(queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ def test_no_records_give_zeros(k: int | None) -> None:
 
 def test_other_scores(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     expected = reference(queries / np.sqrt(6), keys, values, 1.0)
     close(db.attend(queries, score=scores.ScaledDot()), *expected, values)
     close(db.attend(queries, score=scores.ScaledDot(), k=300), *expected, values)
@@ -232,7 +232,7 @@ def test_other_scores(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
 
 def test_float64_queries_give_float64_answers(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, values, queries = world
-    db = filled(keys, values)
+    db = halves(keys, values)
     pooled = db.attend(queries.astype(np.float64))
     assert pooled.output.dtype is pooled.lse.dtype is torch.float64
     output, _ = reference(queries, keys, values, 1.0)
@@ -242,7 +242,7 @@ def test_float64_queries_give_float64_answers(world: tuple[np.ndarray, np.ndarra
 def test_a_projection_learns_through_the_database(rng: np.random.Generator) -> None:
     keys = torch.nn.functional.normalize(torch.from_numpy(rng.standard_normal((200, 8)).astype(np.float32)), dim=1)
     turned = keys @ torch.linalg.qr(torch.from_numpy(rng.standard_normal((8, 8)).astype(np.float32)))[0]
-    db = filled(keys.numpy(), None)
+    db = halves(keys.numpy(), None)
     project = torch.nn.Linear(8, 8, bias=False)
     optimiser = torch.optim.Adam(project.parameters(), lr=0.03)
 

@@ -34,7 +34,7 @@ def values_of(rng: np.random.Generator, kind: str, n: int) -> Any:
     return rng.standard_normal((n, V)).astype(np.float32) if "value_dim" in KINDS[kind] else None
 
 
-def filled(path: Path | None, kind: str, rng: np.random.Generator, n: int = 60, **words: Any) -> softdb.SoftDB:
+def of_kind(path: Path | None, kind: str, rng: np.random.Generator, n: int = 60, **words: Any) -> softdb.SoftDB:
     db = softdb.open(path, dim=D, **KINDS[kind], **words)
     insert(db, kind, rng, range(n))
     return db
@@ -113,7 +113,7 @@ def spoil(db: softdb.SoftDB) -> None:
 def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch, cards)
     seed = int(rng.integers(1 << 30))
-    here, there = (filled(None, kind, np.random.default_rng(seed), device=on) for on in (None, "cpu:0"))
+    here, there = (of_kind(None, kind, np.random.default_rng(seed), device=on) for on in (None, "cpu:0"))
     for db in (here, there):
         db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
@@ -132,7 +132,7 @@ def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.G
 @pytest.mark.parametrize("cards", [1, 3])
 def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch, cards)
-    db = filled(None, "dot", rng, 20, device="cpu:0")
+    db = of_kind(None, "dot", rng, 20, device="cpu:0")
     query = torch.from_numpy(rng.standard_normal((1, D)).astype(np.float32))
     actual = db.sample(query, 30_000, generator=torch.Generator().manual_seed(1)).hits.rows[0]
     shares = torch.bincount(actual, minlength=20) / len(actual)
@@ -142,9 +142,9 @@ def test_draws_come_as_often_as_they_weigh(cards: int, rng: np.random.Generator,
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generator, monkeypatch: Any) -> None:
-    """Once columns are there, those of the host may be filled with what is no number."""
+    """Once columns are there, those of the host may be overwritten with NaN."""
     pretend(monkeypatch, cards)
-    db = filled(None, kind, rng, device="cpu:0")
+    db = of_kind(None, kind, rng, device="cpu:0")
     db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
     expected = {name: asked(db, queries, name) for name in ASKED}
@@ -170,7 +170,7 @@ def test_the_device_copy_follows_every_change(
     on: list[dict[str, Any]] = [{}, {"device": "cpu:0"}]
     if rng.random() < 0.5:
         on.reverse()
-    writer = filled(tmp_path / "db", kind, rng, 30, **on[0])
+    writer = of_kind(tmp_path / "db", kind, rng, 30, **on[0])
     reader = softdb.open(tmp_path / "db", mode="r", **on[1])
     number, names, kept = 30, list(ASKED), []
     for step in range(12):
@@ -227,7 +227,7 @@ def test_estimates_draw_on_the_host_and_gather_on_the_device(
     pretend(monkeypatch)
     for name in ("rounds", "count"):  # a pass is dear
         monkeypatch.setattr(f"softdb.attend.{name}.pass_cost", lambda *given: 1000 * pass_cost(*given))
-    db = filled(None, kind, rng, 30_000)
+    db = of_kind(None, kind, rng, 30_000)
     db.build_index("ivf")
     insert(db, kind, rng, range(30_000, 30_100))  # which the index lacks
     db.delete(range(0, 2000, 3))
@@ -247,7 +247,7 @@ def test_estimates_draw_on_the_host_and_gather_on_the_device(
 def test_columns_too_large_for_the_device_are_streamed(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
     monkeypatch.setattr(resident, "room", lambda device: 0)
-    db = filled(None, "dot", rng, 5000)
+    db = of_kind(None, "dot", rng, 5000)
     queries = torch.from_numpy(rng.standard_normal((4, D)).astype(np.float32))
     names = ["attend", "attend, filter", "attend, mask", "kernel"]
     expected = {name: asked(db, queries, name) for name in names}
@@ -267,7 +267,7 @@ def test_the_kernels_of_a_device_find_the_same(
     kind: str, rng: np.random.Generator, monkeypatch: Any, request: pytest.FixtureRequest
 ) -> None:
     pretend(monkeypatch)
-    db = filled(None, kind, rng, 300)
+    db = of_kind(None, kind, rng, 300)
     db.delete(range(0, 300, 7))
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
     queries[0], queries[1] = 0, 1e30  # which tie, and overflow
@@ -299,7 +299,7 @@ def test_a_device_that_fails_loses_no_record(
     error: Exception, way: str, where: str, rng: np.random.Generator, monkeypatch: Any
 ) -> None:
     pretend(monkeypatch)
-    db = filled(None, "dot", rng, device="cpu:0")
+    db = of_kind(None, "dot", rng, device="cpu:0")
     queries = rng.standard_normal((2, D)).astype(np.float32)
     expected = hits(db.search(queries, 3)), pooled(db.attend(queries))
 
@@ -325,7 +325,7 @@ def test_a_device_that_fills_up_while_columns_are_copied_loses_nothing(
     rng: np.random.Generator, monkeypatch: Any
 ) -> None:
     pretend(monkeypatch)
-    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    db, queries = of_kind(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     expected = pooled(db.to("cpu").attend(queries))
     empty = torch.empty
 
@@ -347,7 +347,7 @@ def test_a_device_that_fills_up_while_columns_are_copied_loses_nothing(
 
 def test_a_forked_process_is_refused(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
-    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    db, queries = of_kind(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     expected = pooled(db.attend(queries))
     monkeypatch.setattr("softdb.device.board.forked", lambda device: True)
     for ask in (db.search, db.attend, db.sample):
@@ -387,7 +387,7 @@ def test_a_process_that_cannot_use_cuda(monkeypatch: Any) -> None:
 def test_devices_that_are_none(device: Any, message: str, rng: np.random.Generator, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    db = filled(None, "dot", rng)
+    db = of_kind(None, "dot", rng)
     with pytest.raises(softdb.BadInput, match=message):
         db.to(device)
     assert db.device == torch.device("cpu")
@@ -398,7 +398,7 @@ def test_devices_that_are_none(device: Any, message: str, rng: np.random.Generat
 
 def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
-    db, queries = filled(None, "dot", rng), rng.standard_normal((4, D)).astype(np.float32)
+    db, queries = of_kind(None, "dot", rng), rng.standard_normal((4, D)).astype(np.float32)
     exactly, lengths = db.attend(queries, k=60), np.linalg.norm(queries, axis=1)[:, None]
     longest = float(np.linalg.norm(np.concatenate([batch.keys for batch in db.scan()]), axis=1).max())
     narrower: list[tuple[Any, float]] = [("float16", 2.0**-11), (torch.bfloat16, 2.0**-8)]
@@ -421,7 +421,7 @@ def test_narrower_copies(rng: np.random.Generator, monkeypatch: Any) -> None:
 
 def test_the_answer_lies_on_the_device_of_the_queries(rng: np.random.Generator, monkeypatch: Any) -> None:
     pretend(monkeypatch)
-    db, queries = filled(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
+    db, queries = of_kind(None, "dot", rng, device="cpu:0"), rng.standard_normal((2, D)).astype(np.float32)
     beside = db.attend(queries)
     monkeypatch.setattr(Board, "_holds", lambda self, device: False)
     asked_elsewhere = torch.from_numpy(queries)

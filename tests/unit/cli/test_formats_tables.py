@@ -27,7 +27,7 @@ IDS: dict[str, list[Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {"none": {}, "vector": {"value_dim": 2}, "label": {"num_classes": 5}}
 
 
-def filled(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> softdb.SoftDB:
+def complete(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> softdb.SoftDB:
     """A database with everything that a record can have, and records that lack it."""
     random = np.random.default_rng(0)
     db = softdb.open(path, dim=3, dtype=dtype, metric="cosine", fields=["n"], **SHAPES[value])
@@ -59,7 +59,7 @@ def everything(db: softdb.SoftDB) -> tuple[Any, ...]:
 def test_an_export_makes_the_same_database_again(tmp_path: Path, suffix: str, ids: str, value: str, dtype: str) -> None:
     if suffix == ".lance":
         pytest.importorskip("lance", reason="Lance tables need pylance")
-    with filled(tmp_path / "db", ids, value, dtype) as db:
+    with complete(tmp_path / "db", ids, value, dtype) as db:
         before = everything(db)
     assert run("export", tmp_path / "db", tmp_path / f"r{suffix}").stdout.startswith("8 records written")
     run("import", tmp_path / "new", tmp_path / f"r{suffix}", "--batch-size", 3)
@@ -72,7 +72,7 @@ def test_an_export_makes_the_same_database_again(tmp_path: Path, suffix: str, id
 
 @pytest.mark.parametrize("frame", ["arrow", "reader", "pandas", "polars", "datasets"])
 def test_a_frame_is_a_source_and_gives_the_records_back(frame: str) -> None:
-    with filled(None, "mixed", "vector") as db, softdb.open(None, dim=3, value_dim=2, metric="cosine") as new:
+    with complete(None, "mixed", "vector") as db, softdb.open(None, dim=3, value_dim=2, metric="cosine") as new:
         table: Any = db.scan_arrow(3) if frame == "reader" else db.to_arrow()
         if frame == "pandas":
             table = table.to_pandas()

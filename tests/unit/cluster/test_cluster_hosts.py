@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.cluster import ClusterContract, D, N, V, differentiated, filled, near
+from contracts.cluster import ClusterContract, D, N, V, differentiated, near, subset
 from contracts.cluster_hosts import Hosts
 
 import softdb
@@ -36,7 +36,7 @@ class TestHosts(ClusterContract):
 
 
 def hosts(count: int, shards: int = 4, n: int = N) -> Hosts:
-    parts = [filled(None, np.arange(shard, n, shards), "dot", n) for shard in range(shards)]
+    parts = [subset(None, np.arange(shard, n, shards), "dot", n) for shard in range(shards)]
     return Hosts([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)], count)
 
 
@@ -44,7 +44,7 @@ def hosts(count: int, shards: int = 4, n: int = N) -> Hosts:
 def test_the_gradient_of_a_merged_state_is_shared_out_rightly(words: dict[str, Any]) -> None:
     """One key weighs almost all at a low temperature; a share e^(lse - L) that is wrong shows there."""
     queries = torch.from_numpy(np.random.default_rng(1).standard_normal((6, D)))
-    one, merged, apart = filled(None, np.arange(N), "dot"), Cluster(hosts(1)), Cluster(hosts(4))
+    one, merged, apart = subset(None, np.arange(N), "dot"), Cluster(hosts(1)), Cluster(hosts(4))
     true = differentiated(one, queries, **words)
     for cluster in (merged, apart):
         for actual, own in zip(differentiated(cluster, queries, **words), true, strict=True):
@@ -52,7 +52,7 @@ def test_the_gradient_of_a_merged_state_is_shared_out_rightly(words: dict[str, A
 
 
 def test_a_shard_without_matches_has_no_gradient() -> None:
-    left, right = filled(None, np.arange(0, N, 3), "dot"), filled(None, np.arange(1, N, 3), "dot")
+    left, right = subset(None, np.arange(0, N, 3), "dot"), subset(None, np.arange(1, N, 3), "dot")
     cluster = Cluster(Hosts([DatabaseShard(left, 0, 2), DatabaseShard(right, 1, 2)], 1))
     queries = torch.ones(2, D, dtype=torch.float64)
     for third, own in ((0, left), (1, right)):
@@ -134,7 +134,7 @@ def test_an_actor_answers_all_of_its_shards_at_once() -> None:
     asks = {shard: PassOver(held.held[shard].db.generation, question) for shard in range(3)}
     (whole, reply), *others = pickle.loads(held.answer(pickle.dumps(asks))).items()
     assert (whole, others) == ((0, 1, 2), [])
-    true = filled(None, np.arange(N), "dot").attend(torch.ones(2, D))
+    true = subset(None, np.arange(N), "dot").attend(torch.ones(2, D))
     near(torch.from_numpy(reply.output), true.output, 1e-5)
     near(torch.from_numpy(reply.lse), true.lse, 1e-5)
     assert reply.output.flags.writeable, "else torch warns of it"

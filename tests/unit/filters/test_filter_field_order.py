@@ -134,7 +134,7 @@ class Listed(Trace):
         return True
 
 
-def filled(**more: Any) -> softdb.SoftDB:
+def two_fields(**more: Any) -> softdb.SoftDB:
     return holding(payloads=[{"x": i % 100, "y": i} for i in range(400)], fields=["x", "y"], **more)
 
 
@@ -151,14 +151,14 @@ def filled(**more: Any) -> softdb.SoftDB:
     ids=range(6),
 )
 def test_an_order_is_built_once_much_of_an_index_was_listed(wheres: list[dict[str, Any]], listed: list[str]) -> None:
-    with small(), filled() as db, Listed(db) as asked:
+    with small(), two_fields() as db, Listed(db) as asked:
         for where in wheres:
             assert db.count(where) == sum(meets({"x": i % 100, "y": i}, where) for i in range(400))
         assert asked == listed
 
 
 def test_after_a_commit_a_filter_of_few_does_not_look_through_all_rows() -> None:
-    with small(), filled() as db:
+    with small(), two_fields() as db:
         db._store.order_fields()
         db.insert([1000], [[1.0]], payloads=[{"x": 7}])
         with Listed(db) as asked:
@@ -171,7 +171,7 @@ def test_after_a_commit_a_filter_of_few_does_not_look_through_all_rows() -> None
 
 
 def test_the_index_gives_its_order_without_sorting() -> None:
-    with small(), filled() as db:
+    with small(), two_fields() as db:
         ordered = f"SELECT row FROM records ORDER BY {', '.join(field_sql(('x',)))}, row"
         plan = [row[3] for row in db._store.catalog.all(f"EXPLAIN QUERY PLAN {ordered}")]
         assert plan == ["SCAN records USING COVERING INDEX field_78"]
@@ -190,7 +190,7 @@ def test_the_orders_of_recent_fields_are_cached() -> None:
 
 
 def test_an_order_longer_than_one_statement_is_split() -> None:
-    with small(), filled() as db:
+    with small(), two_fields() as db:
         db._store.catalog.connection.limit(apsw.SQLITE_LIMIT_LENGTH, 1500)
         db.order_fields()
         with Listed(db) as asked:

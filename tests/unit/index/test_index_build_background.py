@@ -46,7 +46,7 @@ class Held:
             assert self.go.wait(SECONDS)
 
 
-def filled(path: Path | None = None, **words: Any) -> softdb.SoftDB:
+def clustered(path: Path | None = None, **words: Any) -> softdb.SoftDB:
     return holding(world()[0], payloads=[{"i": i} for i in range(N)], path=path, **words)
 
 
@@ -81,7 +81,7 @@ def agrees(db: softdb.SoftDB, queries: Floats, least: float = 0.9) -> None:
 
 def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
     _, queries = world()
-    with filled(tmp_path / "db") as db:
+    with clustered(tmp_path / "db") as db:
         with building(db) as build:
             assert (build.done, build.progress) == (False, Step("adding", N, N))
             assert repr(build) == "<Build: adding 100 %>"
@@ -119,7 +119,7 @@ def test_writes_during_a_build_are_found_afterwards(
     tmp_path: Path, kind: str, on_disk: bool, compacted: bool, moment: str
 ) -> None:
     keys, queries = world()
-    with filled(tmp_path / "db" if on_disk else None) as db:
+    with clustered(tmp_path / "db" if on_disk else None) as db:
         db.delete(range(0, 100))
         with building(db, kind, moment):
             gone = np.unique(db.search(queries, k=5).rows.numpy()).tolist()
@@ -152,7 +152,7 @@ def test_writes_during_a_build_are_found_afterwards(
 def test_threads_read_and_write_all_the_while() -> None:
     _, queries = world()
     errors: list[BaseException] = []
-    with filled() as db:
+    with clustered() as db:
         build = db.build_index("ivf", background=True)
 
         def write() -> None:
@@ -177,7 +177,7 @@ def test_threads_read_and_write_all_the_while() -> None:
 
 
 def test_one_build_at_a_time() -> None:
-    with filled() as db:
+    with clustered() as db:
         db.build_index("ivf")
         with building(db):
             for other in (
@@ -195,7 +195,7 @@ def test_one_build_at_a_time() -> None:
 
 def test_a_build_in_the_foreground_is_shown_too() -> None:
     seen = []
-    with filled() as db:
+    with clustered() as db:
         db.build_index("ivf", progress=lambda *_: seen.append(index_report(db).building))
     assert {"training 0 %", "training 100 %", "adding 100 %"} <= set(seen)
 
@@ -212,7 +212,7 @@ def test_a_build_in_the_foreground_is_shown_too() -> None:
     ],
 )
 def test_bad_input_is_refused_at_once(words: dict[str, Any], message: str) -> None:
-    with filled() as db:
+    with clustered() as db:
         with pytest.raises(softdb.BadInput, match=message):
             db.build_index(**{"kind": "ivf", "background": True, **words})
         assert db.stats().index is None
@@ -225,7 +225,7 @@ def test_bad_input_is_refused_at_once(words: dict[str, Any], message: str) -> No
 
 
 def test_a_reader_cannot_build_an_index(tmp_path: Path) -> None:
-    filled(tmp_path / "db").close()
+    clustered(tmp_path / "db").close()
     with softdb.open(tmp_path / "db", mode="r") as db, pytest.raises(softdb.ReadOnly, match="handle is read-only"):
         db.build_index(background=True)
 
@@ -234,7 +234,7 @@ def test_a_reader_cannot_build_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["training", "adding", "measuring"])
 def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> None:
     _, queries = world()
-    with filled(tmp_path / "db") as db:
+    with clustered(tmp_path / "db") as db:
         db.build_index("ivf")
         before, stats = db.core.finder.index, db.stats().index
         said = rf"build_index: the build was cancelled while {moment} \d+ %: cancel\(\) was called; the old index"
@@ -256,7 +256,7 @@ def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path, moment: str) -> 
 
 
 def test_a_build_may_be_cancelled_until_it_is_taken_into_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with filled() as db:
+    with clustered() as db:
 
         def last(*arguments: Any) -> None:
             tuned(*arguments)
@@ -274,7 +274,7 @@ def test_a_failed_build_raises_at_result_and_is_logged(caplog: pytest.LogCapture
     def broken(what: str, done: int, whole: int) -> None:
         raise RuntimeError("the lamp is out")
 
-    with filled() as db:
+    with clustered() as db:
         build = db.build_index("ivf", background=True, progress=broken)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="the lamp is out"):
@@ -289,7 +289,7 @@ def test_an_error_of_ours_names_the_verb(monkeypatch: pytest.MonkeyPatch) -> Non
         raise softdb.BadInput("no lists")
 
     monkeypatch.setattr(finder, "build", fails)
-    with filled() as db:
+    with clustered() as db:
         build = db.build_index("ivf", background=True)
         with pytest.raises(softdb.BadInput, match=r"^build_index: no lists$"):
             build.result(SECONDS)
@@ -297,7 +297,7 @@ def test_an_error_of_ours_names_the_verb(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("timeout", [-1, True, "long", float("nan")])
 def test_timeouts_that_are_none(timeout: Any) -> None:
-    with filled() as db:
+    with clustered() as db:
         build = db.build_index(background=True)
         with pytest.raises(softdb.BadInput, match=r"timeout is .*; expected seconds, 0 or more"):
             build.result(timeout)
@@ -312,7 +312,7 @@ def test_waiting_for_oneself_is_refused() -> None:
         assert ready.wait(SECONDS)
         builds[0].result()
 
-    with filled() as db:
+    with clustered() as db:
         builds.append(db.build_index("ivf", background=True, progress=waits))
         ready.set()
         with pytest.raises(softdb.BadInput, match="progress callback, and would wait for ever"):
@@ -321,7 +321,7 @@ def test_waiting_for_oneself_is_refused() -> None:
 
 def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, queries = world()
-    db = filled(tmp_path / "db")
+    db = clustered(tmp_path / "db")
     db.build_index("ivf")
     held = Held("adding")
     build = db.build_index("ivf", background=True, progress=held)
@@ -338,7 +338,7 @@ def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_callback_may_close_the_database(tmp_path: Path) -> None:
-    db = filled(tmp_path / "db")
+    db = clustered(tmp_path / "db")
     build = db.build_index("ivf", background=True, progress=lambda *_: db.close())
     with pytest.raises(Cancelled, match="the database was closed"):
         build.result(SECONDS)
@@ -347,7 +347,7 @@ def test_a_callback_may_close_the_database(tmp_path: Path) -> None:
 
 
 def test_a_tuning_ends_with_the_database_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    db = filled(tmp_path / "db")
+    db = clustered(tmp_path / "db")
     db.build_index("ivf")
     there, errors = threading.Event(), []
 
@@ -379,7 +379,7 @@ def test_the_thread_builds_with_as_many_threads_as_the_caller() -> None:
     import faiss
 
     before, seen = faiss.omp_get_max_threads(), []
-    with filled() as db:
+    with clustered() as db:
         for threads in (3, 1):
             faiss.omp_set_num_threads(threads)
             try:
@@ -403,7 +403,7 @@ def test_the_tuning_queries_may_change_afterwards(monkeypatch: pytest.MonkeyPatc
         raise softdb.BadInput("seen enough")
 
     monkeypatch.setattr(finder, "build", takes)
-    with filled() as db:
+    with clustered() as db:
         build = db.build_index("ivf", background=True, queries=mine)
         mine.zero_()
         changed.set()
@@ -415,7 +415,7 @@ def test_the_tuning_queries_may_change_afterwards(monkeypatch: pytest.MonkeyPatc
 def test_a_search_does_not_wait_while_another_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 100)
     _, queries = world()
-    with filled() as db:
+    with clustered() as db:
         db.build_index("ivf")
         db.insert([f"n{i}" for i in range(1000)], world(2)[0][:1000])
         before = db.core.finder.index
@@ -428,7 +428,7 @@ def test_a_search_does_not_wait_while_another_thread_saves(monkeypatch: pytest.M
 
 def test_a_reader_from_before_an_index_searches_exactly(tmp_path: Path) -> None:
     keys, queries = world()
-    with filled(tmp_path / "db") as db, softdb.open(tmp_path / "db", mode="r") as reader:
+    with clustered(tmp_path / "db") as db, softdb.open(tmp_path / "db", mode="r") as reader:
         db.delete(range(500))
         db.insert(range(N, N + 500), 2 * keys[:500])
         db.build_index("ivf")
@@ -462,7 +462,7 @@ def in_child(send: Any, db: softdb.SoftDB, build: Build[IndexReport], queries: F
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
     _, queries = world()
-    with filled(tmp_path / "db") as db:
+    with clustered(tmp_path / "db") as db:
         db.build_index("ivf")
         expected = db.search(queries, k=5).rows.tolist()
         with building(db) as build:
@@ -534,7 +534,7 @@ def test_a_system_without_threads_leaves_no_build_behind(monkeypatch: pytest.Mon
     def none(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with filled() as db:
+    with clustered() as db:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", none)
             with pytest.raises(RuntimeError, match="can't start new thread"):

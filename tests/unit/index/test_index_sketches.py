@@ -51,7 +51,7 @@ def world(seed: int = 0) -> World:
     return World(*(array.astype(np.float32) for array in (keys, values, queries)))
 
 
-def filled(kind: str, metric: Any = "dot", path: Path | None = None) -> softdb.SoftDB:
+def sketched(kind: str, metric: Any = "dot", path: Path | None = None) -> softdb.SoftDB:
     db = holding(world().keys, world().values, path=path, metric=metric)
     db.build_index(kind, recall=0.5)
     return db
@@ -59,7 +59,7 @@ def filled(kind: str, metric: Any = "dot", path: Path | None = None) -> softdb.S
 
 @functools.cache
 def built(kind: str, metric: str) -> softdb.SoftDB:
-    return filled(kind, metric)
+    return sketched(kind, metric)
 
 
 def sketches_of(db: softdb.SoftDB) -> Sketches:
@@ -176,7 +176,7 @@ def test_estimates_are_exact_where_sketches_cannot_be_built(monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_dead_are_never_drawn_and_the_young_always_count(kind: str) -> None:
-    with filled(kind, "l2") as db:
+    with sketched(kind, "l2") as db:
         more = world(1)
         db.delete(range(0, N, 3))
         db.insert(range(N, N + 300), more.keys[:300], more.values[:300] + 5)
@@ -199,7 +199,7 @@ def test_the_dead_are_never_drawn_and_the_young_always_count(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_young_records_are_taken_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 100)
-    with filled(kind) as db:
+    with sketched(kind) as db:
         before = sketches_of(db)
         db.insert(range(N, N + 2000), world(1).keys[:2000], world(1).values[:2000])
         after = sketches_of(db)
@@ -218,7 +218,7 @@ def test_many_young_records_are_taken_in(kind: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_handle_draws_as_the_one_that_built(kind: str, tmp_path: Path) -> None:
-    with filled(kind, path=tmp_path / "db") as db:
+    with sketched(kind, path=tmp_path / "db") as db:
         before = drawn(db)
     mode: Any
     for mode in ("rw", "r"):
@@ -242,7 +242,7 @@ def test_a_fresh_handle_draws_as_the_one_that_built(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", ["rubbish", "none", "unsigned"])
 def test_an_index_serves_without_them(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with filled("hnsw", path=tmp_path / "db") as db:
+    with sketched("hnsw", path=tmp_path / "db") as db:
         entry = db._store.index_entry()
         assert entry is not None
         file = tmp_path / "db" / "index" / entry["file"]
@@ -268,7 +268,7 @@ def test_an_index_serves_without_them(damage: str, tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize("kind", ["ivf", "ivf-sq8"])
 def test_a_handle_on_a_gpu_draws_by_them(kind: str, fake: FakeGpu, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 100)
-    with filled(kind, path=tmp_path / "db") as db:
+    with sketched(kind, path=tmp_path / "db") as db:
         assert index_report(db).device == "cpu:0"
         exact = db.attend(world().queries, temperature=5.0)
         pooled = drawn(db)
@@ -291,7 +291,7 @@ def test_sketches_of_codes_alone_stay_on_the_host(
     caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     """A handle that moves to a GPU compares every record there, and draws by what the host has."""
-    with filled("flat") as db:
+    with sketched("flat") as db:
         before, index = rows_of(sketches_of(db)), db._finder.index
         request.getfixturevalue("fake")
         db._finder.move(Board(DEVICE))

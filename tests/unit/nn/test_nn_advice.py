@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from advice import KEYS, QUERIES, VALUES, Steps, advice, filled, labelled
+from advice import KEYS, QUERIES, VALUES, Steps, advice, labelled, with_values
 from torch import nn
 from worlds import holding
 
@@ -54,7 +54,7 @@ def test_masks_of_records_are_bool(folder: Path) -> Steps:
 
 @advice("open one with num_classes=, or use pooled_loss")
 def test_a_loss_of_labels_needs_labels(folder: Path) -> Steps:
-    with filled() as db, labelled() as classes:
+    with with_values() as db, labelled() as classes:
         yield lambda: soft.label_loss(db, QUERIES, [0, 1, 2])
         assert soft.label_loss(classes, QUERIES, [0, 1, 2]).isfinite()
         assert soft.pooled_loss(db, QUERIES, torch.zeros(3, 2)).isfinite()
@@ -62,7 +62,7 @@ def test_a_loss_of_labels_needs_labels(folder: Path) -> Steps:
 
 @advice("make one with memory.parameters()")
 def test_an_optimiser_is_of_the_memory(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         memory = soft.Memory(db, k=5)
         yield lambda: memory.check(torch.optim.SparseAdam([nn.Parameter(torch.ones(3))]))
         memory.check(torch.optim.SparseAdam(list(memory.parameters())))
@@ -70,7 +70,7 @@ def test_an_optimiser_is_of_the_memory(folder: Path) -> Steps:
 
 @advice("reload() lets them go and keeps what else was learnt, then commit again", softdb.StaleRead)
 def test_a_memory_reloads_the_changes_of_others(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         memory = soft.Memory(db, k=50)
         optimizer = torch.optim.SparseAdam(list(memory.parameters()), lr=0.1)
         memory(QUERIES).output.square().sum().backward()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def test_labels_are_not_trained(folder: Path) -> Steps:
 
 @advice("keep the memory in float32, memory.float(), and the rest of the model as it is")
 def test_a_memory_is_in_float32(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         memory = soft.Memory(db, k=5)
         memory.half()
         yield lambda: memory(QUERIES)
@@ -119,7 +119,7 @@ def test_a_batch_norm_takes_two(folder: Path) -> Steps:
 
 @advice("pass learnable=False, with the bandwidth of softdb.scores.leave_one_out, or use epanechnikov")
 def test_a_boxcar_is_not_trained(folder: Path) -> Steps:
-    with filled("l2") as db:
+    with with_values("l2") as db:
         yield lambda: soft.KernelRegressor(db, "boxcar")
         width = scores.leave_one_out(torch.from_numpy(KEYS), torch.from_numpy(VALUES), kernel=scores.Boxcar)
         assert soft.KernelRegressor(db, "boxcar", width, learnable=False)(QUERIES).shape == (3, 2)
@@ -128,14 +128,14 @@ def test_a_boxcar_is_not_trained(folder: Path) -> Steps:
 
 @advice("make the module with learnable=True")
 def test_a_bandwidth_that_is_fitted_is_learnable(folder: Path) -> Steps:
-    with filled("l2") as db:
+    with with_values("l2") as db:
         yield lambda: soft.KernelRegressor(db, learnable=False).fit()
         soft.KernelRegressor(db, learnable=True).fit(steps=2)
 
 
 @advice("call reindex(), choose a policy that keeps up, or allow a greater age", softdb.StaleRead)
 def test_a_stale_index_is_rebuilt(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         encoder = nn.Linear(4, 4)
         view = soft.View(db, encoder, max_age=1, reindex=None)
         view.search(QUERIES, 3)
@@ -181,7 +181,7 @@ def test_dot_products_compare_equal_widths(folder: Path) -> Steps:
 @advice("expected EverySteps(n), OnRecall(target), InBackground(n), Never(), a number of steps, or None")
 def test_a_view_is_reindexed_by_a_policy(folder: Path) -> Steps:
     policies = soft.EverySteps(2), soft.OnRecall(0.9), soft.InBackground(2), soft.Never(), 2, None
-    with filled() as db:
+    with with_values() as db:
         wrong: Any = "often"
         yield lambda: soft.View(db, nn.Identity(), reindex=wrong)
         for policy in policies:
@@ -198,7 +198,7 @@ def require_fit(db: softdb.SoftDB, right: list[int], **words: Any) -> None:
 
 @advice(" leave a side empty when ")
 def test_training_holds_some_pairs_out(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: require_fit(db, [0, 0, 0, 0])
         with pytest.raises(softdb.BadInput, match=r"give more pairs, such as \d+ that share none$") as error:
             require_fit(db, [0, 0, 0, 0])
@@ -221,7 +221,7 @@ def test_only_trained_keys_are_applied(folder: Path) -> Steps:
 
 @advice("go on from it with resume, or remove it")
 def test_a_run_resumes_from_the_advised_checkpoint(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         file = folder / "run.ckpt"
         require_fit(db, list(range(50)), checkpoint=file, patience=None)
         yield lambda: require_fit(db, list(range(50)), checkpoint=file, patience=None)

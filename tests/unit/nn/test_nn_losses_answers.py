@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from worlds import D, N, holding
-from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
+from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, log_sum, logits_of, with_keys
 
 import softdb
 import softdb.nn.losses
@@ -24,7 +24,7 @@ from softdb.scores import Gaussian
 @pytest.mark.parametrize("k", [None, 15])
 @pytest.mark.parametrize("share", [None, 0.0, 0.25, 1.0])
 def test_labels_are_those_of_the_mixture(k: int | None, share: float | None) -> None:
-    db, keys = filled(num_classes=CLASSES)
+    db, keys = with_keys(num_classes=CLASSES)
     queries, labels = asking(), [0, 2, 1, 1]
     model = torch.randn(Q, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = []
@@ -45,7 +45,7 @@ def test_labels_are_those_of_the_mixture(k: int | None, share: float | None) -> 
 
 @pytest.mark.parametrize("k", [None, 15])
 def test_the_gradient_of_labels(k: int | None) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     model = torch.randn(Q, CLASSES, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda q, m: label_loss(db, q, [0, 2, 1, 1], logits=m, k=k, reduction="none"), (asking(), model)
@@ -92,7 +92,7 @@ def test_labels_over_no_records_cost_100() -> None:
 
 @pytest.mark.parametrize("k", [None, 7])
 def test_pooled_values_meet_their_targets(k: int | None) -> None:
-    db, keys = filled(value_dim=3)
+    db, keys = with_keys(value_dim=3)
     queries = asking()
     stored = db.get(range(N)).values
     assert stored is not None
@@ -110,7 +110,7 @@ def test_pooled_values_meet_their_targets(k: int | None) -> None:
 
 
 def test_the_brier_score_of_a_distribution() -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     targets = torch.eye(CLASSES, dtype=torch.float64)[[0, 1, 2, 0]]
     output = db.attend(asking()).output
     torch.testing.assert_close(pooled_loss(db, asking(), targets), (output - targets).square().sum(1).mean())
@@ -155,7 +155,7 @@ def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.Monkey
 def test_positives_that_cannot_be(
     loss: Any, positives: Any, words: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(error, match=message):
         loss(db, asking(), positives, **words)
 
@@ -174,7 +174,7 @@ def test_positives_that_cannot_be(
     ],
 )
 def test_words_that_cannot_be(loss: Any, words: dict[str, Any], message: str) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(BadInput, match=message):
         loss(db, asking(), [1, 2, 3, 4], **words)
 
@@ -193,13 +193,13 @@ def test_words_that_cannot_be(loss: Any, words: dict[str, Any], message: str) ->
     ],
 )
 def test_labels_that_cannot_be(labels: Any, words: dict[str, Any], message: str) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     with pytest.raises(BadInput, match=message):
         label_loss(db, asking(), labels, **words)
 
 
 def test_databases_and_targets_that_cannot_be() -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(BadInput, match="holds no labels"):
         label_loss(db, asking(), [0, 1, 2, 0])
     with pytest.raises(BadInput, match=r"targets have shape \(1, 5\); expected \(4, 5\)"):
@@ -223,7 +223,7 @@ def test_the_example_runs() -> None:
 
 
 def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:
-    db, _ = filled("cosine")
+    db, _ = with_keys("cosine")
     queries, kernel = asking(), Gaussian(2.0)
     for score, temperature in ((None, 0.07), (kernel, 1.0)):
         plain = info_nce(db, queries, POSITIVES, score=score)
@@ -233,13 +233,13 @@ def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:
 
 @pytest.mark.parametrize("labels", [["a"], [None], [[0], [1, 2]], torch.ones(1, dtype=torch.complex64)])
 def test_labels_that_are_no_numbers(labels: Any) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     with pytest.raises(BadInput, match=r"labels (are|have dtype) .*; expected \(q,\) whole numbers, 0 to 2"):
         label_loss(db, asking(q=1), labels)
 
 
 @pytest.mark.parametrize("value", [0.1, None])
 def test_an_argument_that_attend_does_not_take_is_an_error(value: Any) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(TypeError, match="a loss got unexpected arguments: temprature"):
         pooled_loss(db, asking(), torch.zeros(Q, D), temprature=value)  # type: ignore[call-arg]

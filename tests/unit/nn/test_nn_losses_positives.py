@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from worlds import D, N, awkward, holding
-from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, filled, log_sum, logits_of
+from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, log_sum, logits_of, with_keys
 
 import softdb
 from softdb.errors import UnknownId
@@ -31,7 +31,7 @@ def lists(positives: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("temperature", [0.2, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_retrieval_is_the_likelihood_of_the_positives(metric: str, temperature: float, dtype: torch.dtype) -> None:
-    db, keys = filled(metric, value_dim=3)
+    db, keys = with_keys(metric, value_dim=3)
     queries = asking().detach().to(dtype)
     expected = []
     for logits, mine in zip(logits_of(queries, keys, metric, temperature), lists(POSITIVES), strict=True):
@@ -47,7 +47,7 @@ def test_retrieval_is_the_likelihood_of_the_positives(metric: str, temperature: 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 @pytest.mark.parametrize("k", [1, 6, N, 3 * N])
 def test_truncated_retrieval_is_over_the_nearest_and_the_positives_each_once(metric: str, k: int) -> None:
-    db, keys = filled(metric)
+    db, keys = with_keys(metric)
     queries = asking()
     expected = []
     for logits, mine in zip(logits_of(queries, keys, metric, 0.5), lists(POSITIVES), strict=True):
@@ -64,14 +64,14 @@ def test_truncated_retrieval_is_over_the_nearest_and_the_positives_each_once(met
 @pytest.mark.parametrize("k", [None, 6])
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_the_gradient_of_retrieval(k: int | None, metric: str) -> None:
-    db, _ = filled(metric)
+    db, _ = with_keys(metric)
     assert torch.autograd.gradcheck(
         lambda q: retrieval_loss(db, q, POSITIVES, temperature=0.7, k=k, reduction="none"), asking()
     )
 
 
 def test_parameters_of_the_score_learn() -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     score = General(D, D).double()
     retrieval_loss(db, asking().detach(), POSITIVES, score=score).backward()  # type: ignore[no-untyped-call]
     grads = [parameter.grad for parameter in score.parameters()]
@@ -80,7 +80,7 @@ def test_parameters_of_the_score_learn() -> None:
 
 
 def test_reductions() -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     each = retrieval_loss(db, asking(), POSITIVES, reduction="none")
     assert each.shape == (Q,)
     torch.testing.assert_close(retrieval_loss(db, asking(), POSITIVES), each.mean())
@@ -89,7 +89,7 @@ def test_reductions() -> None:
 
 @pytest.mark.parametrize("k", [None, 4])
 def test_a_filter_and_deletions_leave_records_out(k: int | None) -> None:
-    db, keys = filled()
+    db, keys = with_keys()
     db.delete([5, 11])
     queries, positives = asking(), [1, [3, 7], 9, [39, 1]]
     among = [i for i in range(N) if i % 2 and i not in (5, 11)]
@@ -122,7 +122,7 @@ def test_half_precision_on_disk_after_a_compaction(tmp_path: Path, k: int | None
 
 @pytest.mark.parametrize("form", [tuple, np.array, torch.tensor, lambda ids: [[one] for one in ids]])
 def test_ids_come_as_lists_arrays_and_tensors(form: Any) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     ids = [4, 2, 30, 2]
     torch.testing.assert_close(retrieval_loss(db, asking(), form(ids)), retrieval_loss(db, asking(), ids))
     twice = [[one, one] for one in ids]  # a set: nothing counts double
@@ -138,7 +138,7 @@ def test_ids_that_are_text_and_one_query_alone() -> None:
 
 
 def test_a_kernel_has_its_plain_normalisation() -> None:
-    db, keys = filled("l2")
+    db, keys = with_keys("l2")
     queries = asking()
     expected = []
     for logits, mine in zip(logits_of(queries, keys, "l2", 1.0), lists(POSITIVES), strict=True):
@@ -150,7 +150,7 @@ def test_a_kernel_has_its_plain_normalisation() -> None:
 
 @pytest.mark.parametrize("k", [None, 4])
 def test_positives_beyond_a_kernel_cost_infinity_without_gradient(k: int | None) -> None:
-    db, keys = filled("l2")
+    db, keys = with_keys("l2")
     near = torch.tensor(keys[[10, 10]], requires_grad=True)
     loss = retrieval_loss(db, near, [10, 11], score=Boxcar(1e-3), k=k, reduction="none")
     assert loss.tolist() == [pytest.approx(0), math.inf]
@@ -203,7 +203,7 @@ def test_an_estimate_without_a_generator_is_the_same_every_time(monkeypatch: pyt
 
 
 def test_estimates_without_an_index_are_exact() -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     torch.testing.assert_close(
         retrieval_loss(db, asking(), POSITIVES, rtol=0.5), retrieval_loss(db, asking(), POSITIVES)
     )
@@ -234,7 +234,7 @@ def contrasted(
 def test_info_nce_against_hard_and_batch_negatives(metric: str, negatives: int, in_batch: bool, skip: int) -> None:
     if not negatives and not in_batch:
         pytest.skip("no negatives are asked for")
-    db, keys = filled(metric)
+    db, keys = with_keys(metric)
     queries, positives = asking(), [3, [0, 10], [7, 20, 8], [7, 39]]  # two queries share a positive
     logits = logits_of(queries, keys, metric, 0.3)
     expected = contrasted(logits, lists(positives), negatives, in_batch, skip)
@@ -246,7 +246,7 @@ def test_info_nce_against_hard_and_batch_negatives(metric: str, negatives: int, 
 
 @pytest.mark.parametrize("in_batch", [True, False])
 def test_the_gradient_of_info_nce(in_batch: bool) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     assert torch.autograd.gradcheck(
         lambda q: info_nce(db, q, POSITIVES, negatives=4, in_batch=in_batch, temperature=0.5, reduction="none"),
         asking(),
@@ -254,7 +254,7 @@ def test_the_gradient_of_info_nce(in_batch: bool) -> None:
 
 
 def test_negatives_pass_the_filter_and_are_not_deleted() -> None:
-    db, keys = filled()
+    db, keys = with_keys()
     db.delete([13, 15])
     queries, positives = asking(), [[1], [3, 7], [9], [39]]
     among = [i for i in range(N) if i % 2 and i not in (13, 15)]
@@ -264,7 +264,7 @@ def test_negatives_pass_the_filter_and_are_not_deleted() -> None:
 
 
 def test_negatives_drawn_among_the_nearest() -> None:
-    db, keys = filled("l2")
+    db, keys = with_keys("l2")
     queries, positives = asking(q=1), [[3]]
     logits = logits_of(queries, keys, "l2", 1.0)[0]
     pool = sorted((i for i in range(N) if i != 3), key=lambda i: -logits[i])[2:8]

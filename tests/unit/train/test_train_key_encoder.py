@@ -38,7 +38,7 @@ def folded(n: int = N) -> tuple[Tensor, Tensor, list[Id]]:
     return keys, queries, [f"r{i}" if i % 3 == 0 else i for i in wanted.tolist()]
 
 
-def filled(path: Path | None = None, n: int = N, **words: Any) -> softdb.SoftDB:
+def mixed_ids(path: Path | None = None, n: int = N, **words: Any) -> softdb.SoftDB:
     values = None if "value_dim" not in words else np.arange(n * 2.0).reshape(n, 2)
     ids, payloads = [f"r{i}" if i % 3 == 0 else i for i in range(n)], [{"i": i} for i in range(n)]
     return holding(folded(n)[0], values, payloads, ids=ids, path=path, metric="l2", **words)
@@ -50,7 +50,7 @@ def filled(path: Path | None = None, n: int = N, **words: Any) -> softdb.SoftDB:
 @pytest.mark.parametrize("how", [{}, {"k": 30}, {"keys": 20}])
 def test_an_encoder_of_keys_learns_more_than_a_projection_of_queries(how: dict[str, Any]) -> None:
     _, queries, wanted = folded()
-    with filled() as db:
+    with mixed_ids() as db:
         alone = fit(db, queries, wanted, **LEARNING)
         both = fit(db, queries, wanted, **{**LEARNING, "keys": True, **how})
         assert both.before == alone.before
@@ -67,7 +67,7 @@ def test_an_encoder_of_keys_learns_more_than_a_projection_of_queries(how: dict[s
 def test_one_step_is_adams_on_the_equation(k: int | None) -> None:
     keys, queries, wanted = folded()
     names: list[Id] = [f"r{i}" if i % 3 == 0 else i for i in range(N)]
-    with filled() as db:
+    with mixed_ids() as db:
         done = fit(db, queries, wanted, **{**LEARNING, "epochs": 2, "batch_size": M}, k=k, keys=True, bias=True)
     parts = split(queries, [[one] for one in wanted], 0.2, False, 0)
     twin = QueryProjection(D, True, D, 0).double()
@@ -91,7 +91,7 @@ def test_one_step_is_adams_on_the_equation(k: int | None) -> None:
 
 def test_a_fallen_metric_warns() -> None:
     keys, _, _ = folded()
-    with filled() as db, warnings.catch_warnings(record=True) as caught:
+    with mixed_ids() as db, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TrainingWarning)
         done = fit(db, keys, [f"r{i}" if i % 3 == 0 else i for i in range(N)], **{**SMALL, "lr": 0.5}, keys=True)
     assert "recall_1" in done.fell
@@ -103,7 +103,7 @@ def test_a_fallen_metric_warns() -> None:
 def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], tmp_path: Path) -> None:
     _, queries, wanted = folded()
     words: dict[str, Any] = {**SMALL, "keys": True, **how}
-    with filled() as db:
+    with mixed_ids() as db:
         whole = fit(db, queries, wanted, **words)
         fit(db, queries, wanted, **{**words, "epochs": 3}, checkpoint=tmp_path / "run.pt")
         same(whole, fit(db, queries, wanted, **words, checkpoint=tmp_path / "run.pt", resume=True))
@@ -121,7 +121,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], 
 )
 def test_settings_that_make_no_sense(words: dict[str, Any], message: str) -> None:
     _, queries, wanted = folded()
-    with filled() as db, pytest.raises(BadInput, match=message):
+    with mixed_ids() as db, pytest.raises(BadInput, match=message):
         fit(db, queries, wanted, **words)
 
 
@@ -143,7 +143,7 @@ def trained(name: str | None = None) -> QueryProjection:
 def test_apply_changes_every_key_and_no_other_column(dtype: Any, path: Path) -> None:
     projection, said = trained(), list[Any]()
     assert projection.keys is not None
-    with filled(path, dtype=dtype, value_dim=2) as db:
+    with mixed_ids(path, dtype=dtype, value_dim=2) as db:
         db.delete(["r3"])
         db.insert(["bare"], [None])
         ids: list[Id] = ["r0", 1, 2, 4, N - 1, "bare"]
@@ -170,7 +170,7 @@ def test_apply_changes_every_key_and_no_other_column(dtype: Any, path: Path) -> 
 
 def test_a_killed_run_resumes(path: Path) -> None:
     """Killed half way nothing has changed, and the next call takes what there is."""
-    filled(path).close()
+    mixed_ids(path).close()
     save(path.with_suffix(".pt"), trained())
     code = """
 import os, signal, sys, softdb, softdb.train
@@ -220,7 +220,7 @@ def test_later_texts_go_through_both_encoders(path: Path) -> None:
 
 
 def test_unsuitable_projections_are_refused() -> None:
-    with filled() as db:
+    with mixed_ids() as db:
         before = db.generation
         for projection, message in (
             (QueryProjection(D), "the projection has no encoder of keys"),
@@ -272,7 +272,7 @@ def lines(queries: Sequence[Any], wanted: list[Id], path: Path) -> Path:
 
 
 def test_the_command_changes_the_keys_where_that_helps(path: Path, tmp_path: Path) -> None:
-    filled(path).close()
+    mixed_ids(path).close()
     _, queries, wanted = folded()
     pairs, out = lines(queries.tolist(), wanted, tmp_path / "pairs.jsonl"), tmp_path / "p.pt"
     how = ("--keys", "--lr", 0.02, "--temperature", 0.3, "--batch-size", 64, "--epochs", 12)
@@ -293,7 +293,7 @@ def test_the_command_changes_the_keys_where_that_helps(path: Path, tmp_path: Pat
 
 
 def test_the_command_keeps_the_keys_without_a_gain(path: Path, tmp_path: Path) -> None:
-    filled(path).close()
+    mixed_ids(path).close()
     keys, _, _ = folded()
     actual = lines(keys.tolist(), [f"r{i}" if i % 3 == 0 else i for i in range(N)], tmp_path / "pairs.jsonl")
     out = tmp_path / "p.pt"
