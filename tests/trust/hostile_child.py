@@ -134,9 +134,6 @@ def _ended(task: Callable[..., Any], arguments: list[Any]) -> list[Any]:
         return [f"raw {type(error).__name__}", f"{error} in {where.filename}:{where.lineno}"]
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
 def explore(path: str, mode: str, change: bool = False, verify: bool = False) -> dict[str, Any]:
     """Open a directory and ask everything of it; a question that is refused by name does not end the round.
 

@@ -63,9 +63,6 @@ def _tried(seed: int, count: int, one: Callable[[Draw], None]) -> list[str]:
     return failures
 
 
-# -- pages of a catalogue: the parent spoils it, a child each is asked -------------------------------------------------
-
-
 def spoilt(draw: Draw, data: bytes) -> bytes:
     """A catalogue (or its log) with bits flipped, numbers of its headers changed, pages swapped, repeated or gone."""
     found, size = bytearray(data), 4096
@@ -93,9 +90,6 @@ def spoilt(draw: Draw, data: bytes) -> bytes:
             at = draw.randrange(len(found))
             found[at : at + 9] = bytes(draw.randrange(256) for _ in range(9))
     return bytes(found[: draw.randrange(len(found))] if draw.random() < 0.03 else found)
-
-
-# -- tasks of children -------------------------------------------------------------------------------------------------
 
 
 def arrays(seed: int, count: int, folder: str) -> list[str]:

@@ -142,9 +142,6 @@ def make(name: str, path: Path, seed: int = 0) -> World:
     return World(name, path, state, said, {"dim": 3, **schema}, [*states, state])
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Damage:
     """Damage to one file; `str` gives all that is needed to repeat it."""

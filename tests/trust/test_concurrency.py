@@ -61,9 +61,6 @@ def test_one_writing_process_with_eight_threads_and_four_that_read(
         assert batches.seen(db) == set(np.flatnonzero(there).tolist()), f"seed {seed}"
 
 
-# -- SQLite's log -----------------------------------------------------------------------------------------------------
-
-
 def overlapping(line: Connection, path: Path, seconds: float) -> None:
     """Two readers of which one is always within a transaction, as many together would be."""
     stop = threading.Event()
@@ -131,9 +128,6 @@ def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], rea
             one.hear()
         tally[f"bytes of the log at most, readers {readers}"] = log
         assert log <= LOG, f"{log} bytes of log after {size} written"
-
-
-# -- two that write ---------------------------------------------------------------------------------------------------
 
 
 def holds(line: Connection, path: Path) -> None:

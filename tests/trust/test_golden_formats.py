@@ -192,9 +192,6 @@ def replaced(db: softdb.SoftDB, records: list[dict[str, Any]]) -> None:
     records[0]["payload"] = {"year": "none"}
 
 
-# -- the set itself ----------------------------------------------------------------------------------------------------
-
-
 def test_every_format_has_its_directories() -> None:
     made = {path.parent.name for path in DIRECTORIES}
     assert made == {f"format-{number}" for number in range(1, FORMAT + 1)}, "run tests/golden/make.py once a format"

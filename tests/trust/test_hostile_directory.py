@@ -95,9 +95,6 @@ def test_irregular_files_are_neither_waited_for_nor_read(tmp_path: Path, folder:
     assert [str(error) for error in raised] == ["pipe is not a regular file"]
 
 
-# -- arrays ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["npy", "npz"])
 @pytest.mark.parametrize("name", arrays(Path("mark")))
 def test_an_array_file_is_numbers_or_is_refused(
@@ -153,9 +150,6 @@ def test_files_that_are_no_column_of_this_shape_are_refused(
         assert "keys-00000000.npy" in ended.told
         shutil.rmtree(path)
     assert not mark.exists()
-
-
-# -- a line without end ------------------------------------------------------------------------------------------------
 
 
 def test_a_line_that_unpacks_to_more_than_memory_is_refused(

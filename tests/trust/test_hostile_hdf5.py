@@ -21,9 +21,6 @@ KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 SECRET = np.full((40, 4), 7, np.float32)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def external_storage(file: Any, outside: Path) -> None:
     (outside / "secret.raw").write_bytes(SECRET.tobytes())
     file.create_dataset("train", (40, 4), "f4", external=[(str(outside / "secret.raw"), 0, 640)])
@@ -78,9 +75,6 @@ def test_an_hdf5_chunk_over_the_memory_limit_is_refused(tmp_path: Path) -> None:
         made = file.create_dataset("train", (300_000, 1024), "f4", chunks=(300_000, 1024), compression="gzip")
         made.id.write_direct_chunk((0, 0), b"x\x9c" + bytes(2 << 20))
     refused(tmp_path / "x.h5", r"x\.h5 cannot be read \(")
-
-
-# -- the process that reads --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(6)

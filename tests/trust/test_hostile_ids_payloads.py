@@ -150,9 +150,6 @@ def test_an_invalid_payload_changes_nothing(i: int) -> None:
         assert (len(db), db.refresh()) == (1, 1)
 
 
-# -- filters -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("seed", "count"),
     [

@@ -24,9 +24,6 @@ KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 SECRET = np.full((40, 4), 7, np.float32)
 
 
-# -- FAISS -------------------------------------------------------------------------------------------------------------
-
-
 def lists_elsewhere(folder: Path) -> Path:
     """An index as FAISS itself writes it, whose lists lie in another file."""
     from faiss.contrib.ondisk import merge_ondisk
@@ -61,9 +58,6 @@ def test_a_count_of_faiss_that_the_file_does_not_hold(tmp_path: Path) -> None:
         changed[at : at + 8] = count.to_bytes(8, "little")
         (tmp_path / "x.faiss").write_bytes(changed)
         refused(tmp_path / "x.faiss", r"x\.faiss cannot be read \(")
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 class PointStruct:
@@ -204,9 +198,6 @@ def test_a_folder_of_chroma_in_which_something_runs(tmp_path: Path, sql: str) ->
         file.execute(sql)
     file.close()
     refused(tmp_path / "c", r"chroma\.sqlite3 holds the (view|trigger) '\w+', which Chroma does not write")
-
-
-# -- shapes ------------------------------------------------------------------------------------------------------------
 
 
 def safetensors(shape: list[int], end: int, data: bytes) -> bytes:

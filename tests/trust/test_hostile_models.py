@@ -157,9 +157,6 @@ def test_loading_weights_runs_no_code(
     assert "weights.pt" in ended.told
 
 
-# -- what a terminal shows ---------------------------------------------------------------------------------------------
-
-
 def test_control_characters_of_a_database_do_not_reach_the_terminal(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

@@ -24,9 +24,6 @@ ROWS = 8192  # of the largest segment, in the tests of what a compaction takes
 DIM = 32
 
 
-# -- while others write -----------------------------------------------------------------------------------------------
-
-
 class Writers:
     """Two threads that insert, replace and delete whole batches, until the block ends."""
 
@@ -118,9 +115,6 @@ def test_maintenance_is_correct_while_two_threads_write(
         db.compact()
         assert batches.seen(db) >= writers.lasting
         assert db.verify() == len(db)
-
-
-# -- what it frees and takes ------------------------------------------------------------------------------------------
 
 
 def shedding(path: Path, count: int) -> softdb.SoftDB:

@@ -65,9 +65,6 @@ def killed(path: Path, count: int = 20, folded: bool = False) -> Path:
     return left
 
 
-# -- what contradicts --------------------------------------------------------------------------------------------------
-
-
 def test_a_record_with_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Path) -> None:
     with made(path) as db:
         db.delete(["r3"])
@@ -150,9 +147,6 @@ def test_a_catalogue_with_unreadable_records_is_not_taken_for_empty(path: Path, 
         file.write(bytes(PAGE))
     with pytest.raises(softdb.CorruptionError, match="holds no records that can be found"):
         softdb.salvage(path, tmp_path / "saved", metric="l2", num_classes=5)
-
-
-# -- what claims too much ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

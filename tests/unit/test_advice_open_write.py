@@ -27,9 +27,6 @@ class Model:
         return HashedNGrams(8)(texts)
 
 
-# -- opening and writing -----------------------------------------------------------------------------------------------
-
-
 @advice("give dim= to make one")
 def test_a_new_database_needs_a_width(folder: Path) -> Steps:
     yield lambda: softdb.open(folder / "new")

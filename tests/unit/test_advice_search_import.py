@@ -24,9 +24,6 @@ def many() -> softdb.SoftDB:
     return holding(RANDOM)
 
 
-# -- searching ---------------------------------------------------------------------------------------------------------
-
-
 @advice("give queries=, too, or an encoder")
 def test_hybrid_needs_vectors(folder: Path) -> Steps:
     with holding(HashedNGrams(8)(["a fox"]), ids=["a"], texts=["a fox"], path=folder / "db") as db:
@@ -115,9 +112,6 @@ def test_a_record_gets_a_key(folder: Path) -> Steps:
         assert db.search([[1, 1]], k=1).ids == [["d"]]
 
 
-# -- indexes -----------------------------------------------------------------------------------------------------------
-
-
 @advice("build_index() makes one")
 def test_tuning_needs_an_index(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
@@ -186,9 +180,6 @@ def test_a_build_may_take_longer(folder: Path) -> Steps:
         yield lambda: build.result(timeout=0)
         go.set()
         assert build.result(timeout=60) is not None
-
-
-# -- importing ---------------------------------------------------------------------------------------------------------
 
 
 @advice("holds keys itself; give keys= beside a .jsonl or .csv file")

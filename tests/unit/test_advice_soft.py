@@ -22,9 +22,6 @@ from softdb.check import Metric
 SCORES = {"dot": scores.Dot(), "cosine": scores.Cosine(), "l2": scores.NegativeL2()}
 
 
-# -- temperatures ------------------------------------------------------------------------------------------------------
-
-
 HEAT: Any = torch.tensor(0.5, requires_grad=True)
 
 
@@ -99,9 +96,6 @@ def test_a_temperature_of_a_memory_is_a_number(folder: Path) -> Steps:
         torch.testing.assert_close(
             memory(QUERIES).output.double(), expected("dot", HEAT.double()), atol=1e-5, rtol=1e-5
         )
-
-
-# -- soft queries ------------------------------------------------------------------------------------------------------
 
 
 @advice(
@@ -182,9 +176,6 @@ def test_a_heat_map_needs_weights(folder: Path) -> Steps:
         for words in ({"k": 5}, {"need_weights": True}):
             (image,) = plots.attention_heatmap(None, db.attend(QUERIES, **words)).get_images()
             np.testing.assert_allclose(image.get_array().sum(1), 1, rtol=1e-5)
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 @advice("give learnable=True and train the score's log_bandwidth")

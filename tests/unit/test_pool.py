@@ -59,9 +59,6 @@ def test_one_hot_weights_pick_the_record_and_equal_ones_average() -> None:
     torch.testing.assert_close(pool(torch.full((1, 4), 0.25), values), values.mean(1))
 
 
-# -- merging -----------------------------------------------------------------------------------------------------------
-
-
 def _state(scores: Tensor, values: Tensor) -> State:
     """State of records with scores (q, k) and values (k, v)."""
     weights, lse = softmax(scores, 0.5, torch.ones_like(scores, dtype=torch.bool))
@@ -98,9 +95,6 @@ def test_merging_has_the_right_gradients() -> None:
     inputs = [torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)] * 2
     leaves = tuple(one.clone().requires_grad_() for one in inputs)
     assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)])[:2], leaves)
-
-
-# -- drawn parts -------------------------------------------------------------------------------------------------------
 
 
 def _candidates(k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,9 +203,6 @@ def test_sampled_labels_are_pooled_as_one_hot_vectors() -> None:
 def test_merging_no_parts_is_an_error() -> None:
     with pytest.raises(BadInput, match="at least one"):
         merge([])
-
-
-# -- the mass beyond the hits ------------------------------------------------------------------------------------------
 
 
 def _sampled(

@@ -112,9 +112,6 @@ def test_a_database_takes_its_width_from_the_encoder() -> None:
         assert db.search("Schulz", k=2).ids == [["Schulz", "Schuler"]]
 
 
-# -- sentence-transformers: a stand-in, so that what is ours is tested without the package -----------------------------
-
-
 class Model:
     """Answers as a sentence-transformers model does: 4 numbers a text."""
 

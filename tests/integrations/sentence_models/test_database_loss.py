@@ -139,9 +139,6 @@ def test_a_model_encoder_gives_the_vectors_of_the_model(model: SentenceTransform
         ModelEncoder("MiniLM")
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

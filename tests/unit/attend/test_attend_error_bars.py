@@ -105,9 +105,6 @@ def test_far_queries_at_a_low_temperature_know_that_log_z_is_rounded() -> None:
     assert (error <= actual.bar.numpy()).all()
 
 
-# -- what it stands on -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_extreme_records_are_set_apart() -> None:
     keys = np.random.default_rng(0).standard_normal((N, 16)).astype(np.float32)
@@ -167,9 +164,6 @@ def test_a_code_far_above_all_weights_spoils_no_correction() -> None:
             assert ((pooled.output - truth.output).norm(dim=1) <= 3 * pooled.bar).all()
 
 
-# -- parts merge -------------------------------------------------------------------------------------------------------
-
-
 def spread_of(snapshot: Any, logits: Array, logs: Array, positions: Array, salt: int) -> ErrorEstimate:
     answer = pooled_at(logits, snapshot, positions, 5)
     found = errors_of(logits, logs, snapshot, positions, answer, salt)
@@ -211,9 +205,6 @@ def test_a_sure_part_narrows_the_bar_by_its_share() -> None:
     one, other = bars(joined([drawn, certain]), 0.95), bars(drawn, 0.95)
     np.testing.assert_allclose(one.stderr, other.stderr / 4, rtol=1e-6)
     np.testing.assert_allclose(one.bar, other.bar / 4, rtol=1e-5)
-
-
-# -- what codes and lists do not resolve -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

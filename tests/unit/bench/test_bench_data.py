@@ -17,9 +17,6 @@ from softdb.tools.bench.exam import Exam, WrongAnswer, exact_scores, nearest, tr
 Array = NDArray[Any]
 
 
-# -- datasets ----------------------------------------------------------------------------------------------------------
-
-
 def test_seeded_worlds_never_change() -> None:
     keys = world(1000, 128)
     queries = queries_near(keys, 10)
@@ -223,9 +220,6 @@ def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
     for name, words, message in wrong:
         with pytest.raises(softdb.BadInput, match=message):
             load(name, **words)
-
-
-# -- truth -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])

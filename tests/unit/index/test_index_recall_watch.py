@@ -154,9 +154,6 @@ def test_threads_share_a_watch() -> None:
     assert watch.report(one) == {"live_recall": 1.0, "live_checked": sum(counts)}
 
 
-# -- through the database ----------------------------------------------------------------------------------------------
-
-
 def drifting(rng: np.random.Generator) -> tuple[SoftDB, np.ndarray[Any, Any]]:
     """A database tuned for queries along the wide directions of its keys, and queries along the narrow ones."""
     wide = np.arange(64) < 8

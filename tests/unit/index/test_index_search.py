@@ -57,9 +57,6 @@ def recall(found: Array, exact: Array) -> float:
     return float(((found[:, None] == exact[:, :, None]).any(2) & there).sum() / there.sum())
 
 
-# -- candidates by exact score -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("q", [1, 6])
@@ -122,9 +119,6 @@ def test_cosines_of_very_long_and_very_short_keys(rng: np.random.Generator) -> N
     wide = keys.astype(np.float64)
     true = wide @ wide[0] / np.linalg.norm(wide, axis=1) / np.linalg.norm(wide[0])
     np.testing.assert_allclose(scores[0], true[actual[0]], atol=1e-5)
-
-
-# -- what an index may return ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)

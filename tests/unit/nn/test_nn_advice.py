@@ -188,9 +188,6 @@ def test_a_view_is_reindexed_by_a_policy(folder: Path) -> Steps:
             assert soft.View(db, nn.Identity(), reindex=policy).search(QUERIES, 2).rows.shape == (3, 2)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def require_fit(db: softdb.SoftDB, right: list[int], **words: Any) -> None:
     fitted = softdb.train.fit(db, torch.from_numpy(KEYS[: len(right)]), right, epochs=1, **words)
     assert len(fitted.history) == 1

@@ -21,9 +21,6 @@ def _seeded() -> None:
     torch.manual_seed(11)
 
 
-# -- the records of a database -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("widths", [(D, V), (E, E), (E, V), (D, None)])
@@ -145,9 +142,6 @@ def test_the_learnt_keys_take_part_without_records() -> None:
     assert mine.bias_v is not None
     output, _ = mine(torch.randn(L, N, E))
     torch.testing.assert_close(output, mine.out_proj(mine.bias_v).expand_as(output))
-
-
-# -- weights and dropout -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [{}, {"add_bias_kv": True, "add_zero_attn": True}])

@@ -18,9 +18,6 @@ def _seeded() -> None:
     torch.manual_seed(11)
 
 
-# -- plain tensors -----------------------------------------------------------------------------------------------------
-
-
 def inputs(dtype: torch.dtype, batch_first: bool = False, d: int = D, v: int = V) -> list[Tensor]:
     """Query, key and value."""
     made = [torch.randn(*size, dtype=dtype) for size in ((L, N, E), (RECORDS, N, d), (RECORDS, N, v))]
@@ -117,9 +114,6 @@ def test_rows_without_participants_are_the_bias(numbers: bool) -> None:
     assert query.grad is not None
     assert bool(query.grad.isfinite().all())
     assert torch.equal(query.grad[1], torch.zeros(N, E))
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

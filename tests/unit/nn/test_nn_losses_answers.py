@@ -87,9 +87,6 @@ def test_labels_over_no_records_cost_100() -> None:
     assert label_loss(db, queries, [1], logits=torch.zeros(1, 2)).item() == pytest.approx(-math.log(0.75 / 2))
 
 
-# -- pooled_loss -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("k", [None, 7])
 def test_pooled_values_meet_their_targets(k: int | None) -> None:
     db, keys = with_keys(value_dim=3)
@@ -129,9 +126,6 @@ def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.Monkey
         pooled_loss(db, leaf, targets, temperature=0.1, rtol=0.2, generator=generator).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert pooled_loss(db, leaf, targets, temperature=0.1).item() < 0.6 * before
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,6 @@ def lists(positives: list[Any]) -> list[list[int]]:
     return [positive if isinstance(positive, list) else [positive] for positive in positives]
 
 
-# -- retrieval_loss ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 @pytest.mark.parametrize("temperature", [0.2, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -207,9 +204,6 @@ def test_estimates_without_an_index_are_exact() -> None:
     torch.testing.assert_close(
         retrieval_loss(db, asking(), POSITIVES, rtol=0.5), retrieval_loss(db, asking(), POSITIVES)
     )
-
-
-# -- info_nce ----------------------------------------------------------------------------------------------------------
 
 
 def contrasted(

@@ -27,9 +27,6 @@ def _seeded() -> None:
     torch.manual_seed(3)
 
 
-# -- candidates --------------------------------------------------------------------------------------------------------
-
-
 def test_below_ten_thousand_records_all_keys_are_compared() -> None:
     db = large(9_000)
     db.build_index("ivf")
@@ -131,9 +128,6 @@ def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
     assert build is not None
     build.result(60)
     assert 5 not in memory._stale.now.find(far, 20)[0].tolist()
-
-
-# -- the index after commits -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

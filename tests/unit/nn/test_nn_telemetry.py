@@ -149,9 +149,6 @@ def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
     assert not any(column.requires_grad for column in actual)
 
 
-# -- in a loop ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     true = softdb.nn.telemetry.gradient_report

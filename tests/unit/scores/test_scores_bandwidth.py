@@ -65,9 +65,6 @@ def loss(keys: Floats, values: Floats | None, kind: type[Kernel], h: float) -> f
     return total
 
 
-# -- rules of thumb ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keys", [DIABETES[:, 2:3], IRIS], ids=["diabetes", "iris"])
 @pytest.mark.parametrize("name", ["silverman", "scott"])
 def test_rules_of_thumb_are_the_equation(keys: Floats, name: str) -> None:

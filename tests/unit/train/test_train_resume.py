@@ -184,9 +184,6 @@ def test_checkpoints_that_are_none(tmp_path: Path) -> None:
         fit(db, queries, positives, checkpoint=tmp_path / "no" / "run.pt")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -131,9 +131,6 @@ def test_a_temperature_beyond_the_dtype_still_weighs_all_live_alike() -> None:
     assert weights.tolist() == [[0.5, 0, 0.5]]
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
 def _normalised(scores: Tensor) -> Weighed:
     return Normalised().weigh(scores, 1.0, torch.ones(scores.shape, dtype=torch.bool))
 
@@ -178,9 +175,6 @@ def test_logs_of_kernel_values_serve_far_from_all_records() -> None:
     (grad,) = torch.autograd.grad((weights * torch.tensor([1.0, 2.0, 4.0, 8.0])).sum() + lse.sum(), logs)
     assert torch.isfinite(grad).all()
     assert grad[1].tolist() == [0, 0, 0, 0]
-
-
-# -- at the door -------------------------------------------------------------------------------------------------------
 
 
 def test_weightings_have_names() -> None:
