@@ -335,7 +335,7 @@ def test_close_leaves_the_model_unchanged() -> None:
         lm.perplexity(texts_of(2))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_models_without_a_head_are_refused() -> None:

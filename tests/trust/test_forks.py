@@ -40,7 +40,7 @@ def clustered(path: Path) -> softdb.SoftDB:
     return holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
 
 
-# -- a child outlives what it was forked from --------------------------------------------------------------------------
+# -- children that outlive their parent --------------------------------------------------------------------------------
 
 
 def parent(line: Connection, path: Path, handles: int) -> None:
@@ -236,7 +236,7 @@ def test_the_exit_of_a_child_leaves_its_parent_alone(path: Path, handles: str, e
         assert batches.seen(db) == set(range(30))
 
 
-# -- forked while other threads are at it ------------------------------------------------------------------------------
+# -- forks beside running threads --------------------------------------------------------------------------------------
 
 
 def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_a_child_whose_directory_was_removed_is_refused(path: Path) -> None:
         assert batches.seen(db) == {0, 1}
 
 
-# -- started anew ------------------------------------------------------------------------------------------------------
+# -- spawned processes -------------------------------------------------------------------------------------------------
 
 
 def reads(send: Any, db: softdb.SoftDB) -> None:

@@ -60,7 +60,7 @@ def tried(
     return ended
 
 
-# -- what would run, or is not ours ------------------------------------------------------------------------------------
+# -- foreign code and files --------------------------------------------------------------------------------------------
 
 TAMPERED: dict[str, Craft] = {
     "a trigger on records": sql("CREATE TRIGGER e AFTER INSERT ON records BEGIN DELETE FROM records; END"),
@@ -135,7 +135,7 @@ def test_a_foreign_schema_is_refused_at_opening(
     assert "catalog.sqlite" in str(ended.told) or "format version" in str(ended.told)
 
 
-# -- numbers that cannot be --------------------------------------------------------------------------------------------
+# -- invalid numbers ---------------------------------------------------------------------------------------------------
 
 
 def million_segments(path: Path) -> None:
@@ -246,7 +246,7 @@ def test_gaps_that_cannot_be_end_decently(
     tried(asked, goods["compacted"], tmp_path, GAPPED[name], mode, tally)
 
 
-# -- records that cannot be --------------------------------------------------------------------------------------------
+# -- invalid records ---------------------------------------------------------------------------------------------------
 
 DEEP = "[" * 100_000
 RECORDS: dict[str, Craft] = {

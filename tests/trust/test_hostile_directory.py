@@ -24,7 +24,7 @@ from softdb.store import disk, files
 
 pytest_plugins = ["hostile_world"]
 
-# -- what stands in the place of a file --------------------------------------------------------------------------------
+# -- irregular files ---------------------------------------------------------------------------------------------------
 
 NAMES = (
     "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "catalog.sqlite-journal", "lock", "committed",

@@ -297,7 +297,7 @@ def test_each_function_of_files_syncs_before_it_returns(root: Path, name: str) -
     assert played.after(lambda _: DROP)[0] == {"old": b"old", **expected}
 
 
-# -- the model is what it says ---------------------------------------------------------------------------------------
+# -- checks of the simulator -------------------------------------------------------------------------------------------
 
 
 def model(*steps: Step) -> Disk:

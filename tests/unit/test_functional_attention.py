@@ -325,7 +325,7 @@ def test_a_hidden_parameter_is_refused_where_scores_are_streamed(path: str) -> N
         attention(q, k, v, score=lambda one, other: one @ other.mT * scale)
 
 
-# -- who takes part ----------------------------------------------------------------------------------------------------
+# -- participants ------------------------------------------------------------------------------------------------------
 
 
 @both_paths

@@ -349,7 +349,7 @@ def test_filters_may_require_a_text(mixed: SoftDB) -> None:
         mixed.count({"$txt": "x"})
 
 
-# -- trust: what else there is, tests/trust has ------------------------------------------------------------------------
+# -- trust; tests/trust has more ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -365,7 +365,7 @@ def test_damaged_values_stop_a_reembedding_and_damaged_keys_are_replaced(tmp_pat
         assert (db.dim, db.encoder_name) == (8, "a")
 
 
-# -- others, meanwhile -------------------------------------------------------------------------------------------------
+# -- concurrent changes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tries", [5, 0])
@@ -515,7 +515,7 @@ def test_a_filter_of_a_reader_refreshes_it_and_answers_rightly(tmp_path: Path) -
                 reader.search(np.ones(64), where={"group": 2})
 
 
-# -- what was made of the old keys -------------------------------------------------------------------------------------
+# -- models of the old keys --------------------------------------------------------------------------------------------
 
 
 def found_by(db: softdb.SoftDB, query: Any) -> str:
@@ -588,7 +588,7 @@ def test_models_of_the_old_keys_are_refused(dim: int) -> None:
         Memory(db)(torch.ones(1, dim))
 
 
-# -- how far it is -----------------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 def test_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

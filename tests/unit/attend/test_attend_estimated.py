@@ -267,7 +267,7 @@ def test_too_few_draws_give_an_infinite_bar(db: softdb.SoftDB, queries: Array) -
     assert not pooled.met.any()
 
 
-# -- records that come and go ------------------------------------------------------------------------------------------
+# -- inserted and deleted records --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_gradients_of_the_output_are_near(db: softdb.SoftDB, queries: Array, mon
     assert float(cosine.min()) > 0.98
 
 
-# -- log Z alone -------------------------------------------------------------------------------------------------------
+# -- log-normalisers ---------------------------------------------------------------------------------------------------
 
 
 def test_log_partition_meets_its_tolerance(db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_the_density_of_a_kernel(kernel: Any, queries: Array, monkeypatch: pytes
             bare.log_density(queries, 0.3)  # type: ignore[arg-type]
 
 
-# -- how many are near -------------------------------------------------------------------------------------------------
+# -- counts within a radius --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)
@@ -481,7 +481,7 @@ def test_no_records_are_drawn_if_none_take_part(db: softdb.SoftDB, queries: Arra
         db.sample(queries[:2], 0)
 
 
-# -- what cannot be drawn for ------------------------------------------------------------------------------------------
+# -- undrawable questions ----------------------------------------------------------------------------------------------
 
 
 def test_without_a_sampler_the_answer_is_exact(db: softdb.SoftDB, queries: Array) -> None:

@@ -265,7 +265,7 @@ def test_a_block_that_may_matter_is_read() -> None:
     np.testing.assert_allclose(state.output, [[1e-6]], rtol=1e-4)
 
 
-# -- which path --------------------------------------------------------------------------------------------------------
+# -- choice of the path ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -452,7 +452,7 @@ def test_sparse_weightings_are_exact_on_disk(by: Any, tmp_path: Path, rng: np.ra
             assert actual.exact.all()
 
 
-# -- ties, and records that are gone -----------------------------------------------------------------------------------
+# -- ties and deleted records ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [None, 3])

@@ -288,7 +288,7 @@ def test_the_kernels_of_a_device_find_the_same(
     assert len(results) == 3  # few matches are gathered
 
 
-# -- what goes wrong there ---------------------------------------------------------------------------------------------
+# -- faults on the device ----------------------------------------------------------------------------------------------
 
 FULL, LOST = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), torch.AcceleratorError("CUDA error: unspecified")
 

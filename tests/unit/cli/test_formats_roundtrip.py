@@ -116,7 +116,7 @@ def test_keys_alone_are_numbered(tmp_path: Path) -> None:
     assert second.share == 1
 
 
-# -- what cannot be read -----------------------------------------------------------------------------------------------
+# -- unreadable files --------------------------------------------------------------------------------------------------
 
 BAD = [
     ("{", r"r.jsonl line 3: not JSON \(Expecting property name"),

@@ -288,7 +288,7 @@ def test_fields_are_declared_by_a_writer_and_dropped_once(tmp_path: Path) -> Non
         softdb.open(tmp_path / "db", mode="r", fields=["year"])
 
 
-# -- what is remembered ------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def change(db: softdb.SoftDB, truth: dict[int, Any], fresh: Iterator[int], rng: np.random.Generator) -> None:

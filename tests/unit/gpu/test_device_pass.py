@@ -321,7 +321,7 @@ def test_an_overflow_far_from_the_nearest_is_reported() -> None:
     assert actual[:, 0].isnan().tolist() == [True, False]
 
 
-# -- what else is promised ---------------------------------------------------------------------------------------------
+# -- further promises --------------------------------------------------------------------------------------------------
 
 
 def test_two_calls_are_equal_to_the_bit_and_modes_change_nothing(way: str) -> None:
@@ -408,7 +408,7 @@ def test_no_second_derivative(way: str) -> None:
         grad.sum().backward()
 
 
-# -- where they are picked ---------------------------------------------------------------------------------------------
+# -- selection ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

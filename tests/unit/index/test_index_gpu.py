@@ -74,7 +74,7 @@ class TestIVFSQ8OnAGPU(IndexContract):
 DEVICES = [pytest.param(DEVICE, id="cpu"), pytest.param(torch.device("cuda", 0), id="cuda", marks=needs_gpu)]
 
 
-# -- the exact finder there --------------------------------------------------------------------------------------------
+# -- the exact finder on the GPU ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -192,7 +192,7 @@ def test_products_that_overflow_bring_no_dead_record_back(device: torch.device) 
     assert nine[0, :7].tolist() == list(range(1, 20, 3))
 
 
-# -- the keys there ----------------------------------------------------------------------------------------------------
+# -- the keys on the GPU -----------------------------------------------------------------------------------------------
 
 
 def grown(keys: Array, generation: int, *segments: tuple[int, int, int]) -> Snapshot:
@@ -289,7 +289,7 @@ def nearest_by(records: Snapshot, index: Index, query: Query) -> Rows:
     return index.devices.nearest(records, query) if found is None else found.positions
 
 
-# -- the index there ---------------------------------------------------------------------------------------------------
+# -- the index on the GPU ----------------------------------------------------------------------------------------------
 
 
 def opened(path: Path | None = None, kind: str = "ivf", **words: Any) -> tuple[softdb.SoftDB, Array, Array]:

@@ -205,7 +205,7 @@ def test_an_extreme_value_is_in_no_mean() -> None:
             np.testing.assert_allclose(reach.means[which], expected, rtol=1e-4, atol=1e-4)
 
 
-# -- which records may be drawn ----------------------------------------------------------------------------------------
+# -- allowed records ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -171,7 +171,7 @@ def test_estimates_are_exact_where_sketches_cannot_be_built(monkeypatch: pytest.
             assert db.attend(world().queries, rtol=0.05).exact.all()
 
 
-# -- records that come and go ------------------------------------------------------------------------------------------
+# -- inserted and deleted records --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -183,7 +183,7 @@ def test_a_killed_training_loses_only_uncommitted_steps(tmp_path: Path) -> None:
         worker.stdout.close()
 
 
-# -- what others do ----------------------------------------------------------------------------------------------------
+# -- changes by others -------------------------------------------------------------------------------------------------
 
 
 def test_search_leaves_out_deleted_replaced_and_uncommitted_records() -> None:

@@ -205,7 +205,7 @@ def test_unsuitable_optimisers_are_named_with_suitable_ones() -> None:
     memory.check(optimizer)  # what others do with theirs is theirs
 
 
-# -- which columns -----------------------------------------------------------------------------------------------------
+# -- trained columns ---------------------------------------------------------------------------------------------------
 
 
 def test_labels_stay_and_keys_train() -> None:

@@ -51,7 +51,7 @@ def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor,
     return mean / total if total else mean
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KERNELS)

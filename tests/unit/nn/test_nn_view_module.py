@@ -187,7 +187,7 @@ def test_the_example_runs() -> None:
     assert (failed, tried > 3) == (0, True)
 
 
-# -- precision, threads and what is refused ----------------------------------------------------------------------------
+# -- precision, threads and errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [None, 6, N])

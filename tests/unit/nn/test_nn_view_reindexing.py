@@ -95,7 +95,7 @@ def test_a_index_older_than_allowed_is_refused() -> None:
     view.attend(queries, k=3)
 
 
-# -- when to refresh ---------------------------------------------------------------------------------------------------
+# -- refreshes ---------------------------------------------------------------------------------------------------------
 
 
 def test_reindexing_happens_every_nth_step() -> None:

@@ -76,7 +76,7 @@ def columns_of(path: Path) -> set[str]:
     return {file.name for file in path.glob("*.npy")}
 
 
-# -- what it does ------------------------------------------------------------------------------------------------------
+# -- behaviour ---------------------------------------------------------------------------------------------------------
 
 
 def test_compaction_removes_only_dead_records(place: Path | None) -> None:
@@ -281,7 +281,7 @@ def test_the_index_serves_on_and_after_reopening(path: Path) -> None:
         assert all(len(row) == 10 and i % 5 == 3 for row in few.ids for i in row)
 
 
-# -- others meanwhile --------------------------------------------------------------------------------------------------
+# -- concurrent changes ------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_keeps_its_generation_until_it_refreshes(path: Path) -> None:
@@ -421,7 +421,7 @@ def test_threads_write_read_and_compact_at_once(place: Path | None) -> None:
         assert db.stats().dead == 0
 
 
-# -- when something breaks ---------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 KILLER = """
 import os, shutil, signal, sys
@@ -719,7 +719,7 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
         db.snapshot(tmp_path / "copy")
 
 
-# -- which segments, and their parts -----------------------------------------------------------------------------------
+# -- choice and copying of segments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

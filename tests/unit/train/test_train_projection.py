@@ -203,7 +203,7 @@ def test_progress_is_reported() -> None:
     assert said[-1][0].startswith("epoch 6, loss ")
 
 
-# -- what is held out --------------------------------------------------------------------------------------------------
+# -- held-out queries --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choose", [False, True])

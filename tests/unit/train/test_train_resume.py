@@ -17,7 +17,7 @@ from worlds.trainings import SMALL, D, M, N, drawn, keys_of, same, world
 from softdb.errors import BadInput
 from softdb.train import fit
 
-# -- a break costs nothing ---------------------------------------------------------------------------------------------
+# -- resuming after a break --------------------------------------------------------------------------------------------
 
 
 class Break(Exception):
