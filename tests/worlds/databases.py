@@ -28,7 +28,7 @@ def holding(
     """Open a database of these records. The widths of its columns are those of `keys` and of vector `values`."""
     if keys is None:
         keys = np.ones((len(payloads or ()), 1))
-    schema.setdefault("dim", np.shape(keys)[1])
+    schema.setdefault("dim", len(keys[0]) if isinstance(keys, list) else np.shape(keys)[1])
     if np.ndim(values) == 2:
         schema.setdefault("value_dim", np.shape(values)[1])
     db = softdb.open(path, **schema)
