@@ -33,7 +33,7 @@ IDS = [f"r{i}" for i in range(N)]
 KEYS = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
 
 
-def made(folder: Path, shards: int = 2) -> cluster.TableCluster:
+def small_table(folder: Path, shards: int = 2) -> cluster.TableCluster:
     """A table of records, one of them without a key; one was deleted."""
     db = cluster.create(folder / "t.lance", dim=DIM, shards=shards, cache=folder / "cache")
     db.insert([*IDS, "gone"], np.concatenate([KEYS, KEYS[:1]]), payloads=[*range(N), None])
@@ -42,7 +42,7 @@ def made(folder: Path, shards: int = 2) -> cluster.TableCluster:
     return db
 
 
-def whole(db: cluster.TableCluster) -> None:
+def check_complete(db: cluster.TableCluster) -> None:
     """Assert that every record is there once, in the shard that its id says, and answers are right."""
     found = {one: payload for part in db.scan(100) for one, payload in zip(part.ids, part.payloads, strict=True)}
     assert found == {**{one: i for i, one in enumerate(IDS)}, "bare": None}
@@ -60,7 +60,7 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
     def refused(*_: Any) -> None:
         raise AssertionError("the table was read")
 
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         with monkeypatch.context() as patch:
             for name in ("batches", "taken"):
                 patch.setattr(Truth, name, refused)
@@ -71,19 +71,19 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
             directory_of(transport.hydrated.tagged(s)) for transport in transports for s in range(transport.shards)
         ]
         assert len({*numbers}) == 6, "rows of one mean nothing in another"
-        whole(db)
+        check_complete(db)
         assert db.stats().dead == 0
         db.upsert(["r0"], KEYS[:1], payloads=[0])
-        whole(db)
+        check_complete(db)
     (folder,) = (tmp_path / "cache").glob("*/here-0")
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        whole(db)
+        check_complete(db)
         assert sorted(path.name for path in folder.iterdir()) == sorted([*(f"{i}-of-4" for i in range(4)), "lock"])
 
 
 @pytest.mark.parametrize("how", ["a kill's leftover", "a closed handle"])
 def test_leftover_files_do_not_stop_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         transport: Any = db.caller.transport
         kept, truth = [*transport.hydrated.databases.values()], db.table
         folder = transport.hydrated.folder
@@ -103,7 +103,7 @@ def test_leftover_files_do_not_stop_a_split(tmp_path: Path, monkeypatch: pytest.
     for name in ("batches", "taken"):
         monkeypatch.setattr(Truth, name, lambda *_: pytest.fail("the table was read"))
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        whole(db)
+        check_complete(db)
     assert not [*folder.glob(".softdb-*")]
     if how != "a closed handle":
         assert (folder / "0-of-4-unfinished").is_dir()
@@ -111,7 +111,7 @@ def test_leftover_files_do_not_stop_a_split(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_path: Path) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         transport: Any = db.caller.transport
         taken = transport.hydrated.path(0)
     shutil.rmtree(taken)
@@ -122,17 +122,17 @@ def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_p
     assert [file.name for file in taken.iterdir()] == ["notes.txt"]
     (taken / "notes.txt").unlink()
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        whole(db)
+        check_complete(db)
 
 
 def test_a_damaged_half_does_not_stop_a_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         truth = db.table
     (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
     (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
     truth.put_shards(4)
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        whole(db)
+        check_complete(db)
     assert "shard 1 is made from the table: its half cannot be split off" in caplog.text
 
 
@@ -151,7 +151,7 @@ def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["lost", "catalogue", "another table's", "being made"])
 def test_where_no_directory_can_be_split_the_table_is_read(tmp_path: Path, how: str) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
         transport: Any = db.caller.transport
         match how:
@@ -166,13 +166,13 @@ def test_where_no_directory_can_be_split_the_table_is_read(tmp_path: Path, how: 
         if how == "another table's":
             transport.hydrated.databases[1].flush()
         assert db.grow() == 4
-        whole(db)
+        check_complete(db)
 
 
 def test_reads_go_on_and_none_is_wrong(tmp_path: Path) -> None:
     """Whatever a thread asks while shards double twice is answered, and right."""
     queries, stop, wrong, asked = torch.tensor(KEYS[:3]), threading.Event(), list[str](), list[int]()
-    with made(tmp_path, shards=1) as db:
+    with small_table(tmp_path, shards=1) as db:
         right = db.attend(queries, temperature=0.5).output
         nearest = db.search(queries, k=4).ids
 
@@ -209,7 +209,7 @@ def test_reads_go_on_and_none_is_wrong(tmp_path: Path) -> None:
 
 
 def test_earlier_answers_stay_valid(tmp_path: Path) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         leaf = torch.tensor(KEYS[:2], requires_grad=True)
         hits, pooled = db.search(KEYS[:2], k=3), db.attend(leaf, temperature=0.5)
         records = db.scan(50)
@@ -228,17 +228,17 @@ def test_earlier_answers_stay_valid(tmp_path: Path) -> None:
 
 
 def test_other_handles_switch_at_their_refresh(tmp_path: Path) -> None:
-    with made(tmp_path) as db, cluster.open(db.url, cache=tmp_path / "cache") as other:
+    with small_table(tmp_path) as db, cluster.open(db.url, cache=tmp_path / "cache") as other:
         assert db.grow() == 4
         assert (other.shards, len(other)) == (2, N + 1)
         db.upsert(["r0"], KEYS[:1], payloads=[0])
         other.refresh()
         assert other.shards == 4
-        whole(other)
+        check_complete(other)
         assert other.grow() == 8
-        whole(other)
+        check_complete(other)
         with cluster.open(db.url, "r", cache=tmp_path / "elsewhere") as third:
-            whole(third)
+            check_complete(third)
 
 
 def refused(*_: Any, **__: Any) -> Any:
@@ -262,7 +262,7 @@ def closed(transport: Any) -> bool:
 
 
 def test_closing_releases_the_old_shards(tmp_path: Path) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         hits, before = db.search(KEYS[:2], k=3), db.caller.transport
         db.grow()
         after = db.caller.transport
@@ -276,7 +276,7 @@ def test_closing_releases_the_old_shards(tmp_path: Path) -> None:
 def test_a_failed_growth_releases_the_new_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         transports = noted(db)
         with monkeypatch.context() as patch:
             patch.setattr(*where, refused)
@@ -285,11 +285,11 @@ def test_a_failed_growth_releases_the_new_shards(
         (new,) = transports
         assert closed(new)
         assert db.shards == 2
-        whole(db)
+        check_complete(db)
 
 
 def test_a_failed_opening_releases_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         transports = noted(db)
         monkeypatch.setattr(TableCluster, "refresh", refused)
         with pytest.raises(errors.DatabaseLocked, match="refused"):
@@ -299,7 +299,7 @@ def test_a_failed_opening_releases_its_shards(tmp_path: Path, monkeypatch: pytes
 
 
 def test_new_shards_may_take_longer_than_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(tmp_path) as db:
+    with small_table(tmp_path) as db:
         allowed, ask = list[float](), Local.ask
 
         def timed(self: Local, asks: Any, timeout: float) -> Any:
@@ -343,7 +343,7 @@ def work(folder: Path, step: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_split_killed_at_a_named_step_is_resumed(tmp_path: Path, step: str) -> None:
-    made(tmp_path).close()
+    small_table(tmp_path).close()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "apsw"])
     process = context.Process(target=work, args=(tmp_path, step))
@@ -353,15 +353,15 @@ def test_a_split_killed_at_a_named_step_is_resumed(tmp_path: Path, step: str) ->
     noted = 4 if step.startswith(("noted", "used")) else 2
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
         assert db.shards == noted
-        whole(db)
+        check_complete(db)
         assert db.grow() == 2 * noted
-        whole(db)
+        check_complete(db)
     (folder,) = (tmp_path / "cache").glob("*/here-0")
     assert not list(folder.glob(".softdb-*"))
 
 
 def test_two_handles_that_open_one_folder_at_once_take_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path).close()
+    small_table(tmp_path).close()
     inside, go = threading.Event(), threading.Event()
     real = Directories._open
 
@@ -383,6 +383,6 @@ def test_two_handles_that_open_one_folder_at_once_take_two(tmp_path: Path, monke
         go.set()
         first.join(60)
     for db in (second, *opened):
-        whole(db)
+        check_complete(db)
         db.close()
     assert len(opened) == 1

@@ -41,7 +41,9 @@ def asked(request: pytest.FixtureRequest, anywhere: torch.device) -> tuple[Asked
     ]
 
 
-def found(asked: Asked, queries: Tensor, parameters: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def gradients_of(
+    asked: Asked, queries: Tensor, parameters: list[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The answer, under autocast, and all gradients."""
     leaf = queries.clone().requires_grad_()
     with torch.autocast(queries.device.type, dtype, enabled=dtype is not None):
@@ -66,9 +68,9 @@ def test_autocast_and_tf32_change_no_answer(
     if dtype is not None and asked[1] and len(asked[1][0]) == D:
         pytest.skip("the encoder of a view is cast, as the user wants it")
     queries = torch.randn(8, D, device=anywhere)
-    here = found(asked[0], queries, asked[1], dtype)
+    here = gradients_of(asked[0], queries, asked[1], dtype)
     torch.set_float32_matmul_precision("highest")
-    for one, other in zip(here, found(asked[0], queries, asked[1]), strict=True):
+    for one, other in zip(here, gradients_of(asked[0], queries, asked[1]), strict=True):
         assert one.dtype is other.dtype is torch.float32
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -76,7 +76,7 @@ def loosened(table: str, *statements: str | tuple[str, tuple[Any, ...]]) -> Craf
 
     def craft(path: Path) -> None:
         with opened(path) as connection:
-            (original,) = one(connection, "SELECT sql FROM sqlite_schema WHERE name = ?", table)
+            (original,) = value_of(connection, "SELECT sql FROM sqlite_schema WHERE name = ?", table)
             loose = re.sub(r"\b(STRICT,?|NOT NULL|TEXT|BLOB|ANY|INTEGER(?! PRIMARY))", "", original)
             _rewrite(connection, table, loose)
             for statement in statements:
@@ -86,7 +86,7 @@ def loosened(table: str, *statements: str | tuple[str, tuple[Any, ...]]) -> Craf
     return craft
 
 
-def one(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
+def value_of(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
     """The one row of a query."""
     found = connection.execute(text, bindings).fetchone()
     assert found is not None, f"{text} {bindings}"
@@ -110,7 +110,7 @@ def patched(offset: int, data: bytes) -> Craft:
     return craft
 
 
-def both(*crafts: Craft) -> Craft:
+def crafted_by(*crafts: Craft) -> Craft:
     """One after the other."""
 
     def craft(path: Path) -> None:
@@ -165,7 +165,7 @@ def sparse(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Craft:
 def page_of(path: Path, table: str) -> tuple[int, int]:
     """Page size, and the number of a table's root page."""
     with opened(path) as connection:
-        (root,) = one(connection, "SELECT rootpage FROM sqlite_schema WHERE name = ?", table)
+        (root,) = value_of(connection, "SELECT rootpage FROM sqlite_schema WHERE name = ?", table)
         return int(connection.pragma("page_size")), int(root)
 
 

@@ -91,7 +91,7 @@ def _state(i: int) -> bytes:
     return pickle.dumps({"__dict__": fields}, 3)[2:-1]
 
 
-def made(folder: Path) -> list[Path]:
+def samples(folder: Path) -> list[Path]:
     """A file of each kind."""
     folder.mkdir(exist_ok=True)
     for make in (_texts, _tables, _arrays, _guarded):

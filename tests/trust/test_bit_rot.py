@@ -46,7 +46,7 @@ def named(damage: Damage, error: softdb.SoftDBError) -> bool:
     return (f"{kind}-" if damage.kind == "swap" else damage.file) in told
 
 
-def asked(path: Path, world: World, damage: Damage, mode: str, verify: bool) -> str:
+def examine(path: Path, world: World, damage: Damage, mode: str, verify: bool) -> str:
     """Open and ask: "refused", by opening with the file's name, "same", or how it differs."""
     try:
         db = softdb.open(path, mode=mode, verify=verify)  # type: ignore[arg-type]
@@ -66,13 +66,13 @@ def judge(world: World, other: Path, damage: Damage, to: Path, tally: Counter[st
     if not copied(world, damage, other, to):
         return "no damage"
     tally["bit rot: damages tried"] += 1
-    verified = asked(to, world, damage, "r", True)
+    verified = examine(to, world, damage, "r", True)
     read = written = again = verified
     if whole or damage.at % 3 == 0:
-        read = asked(to, world, damage, "r", False)
+        read = examine(to, world, damage, "r", False)
     if whole or damage.at % 3 == 1:
-        written = asked(to, world, damage, "rw", False)
-        again = asked(to, world, damage, "rw", True)  # a writer must not have hidden anything
+        written = examine(to, world, damage, "rw", False)
+        again = examine(to, world, damage, "rw", True)  # a writer must not have hidden anything
     said = {"verified": verified, "read": read, "written": written, "verified again": again}
     wrong = {verified, again} - {"same", "refused"}
     tally["bit rot: misread"] += any(not one.startswith("refused") for one in wrong)

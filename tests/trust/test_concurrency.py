@@ -24,7 +24,7 @@ PAGES = 4000  # of SQLite's log: what a writer lets it grow to before it waits f
 LOG = (2 * PAGES) * (4096 + 24)  # bytes: the bound, with the largest verb of these tests on top
 
 
-def made(path: Path, count: int) -> softdb.SoftDB:
+def numbered(path: Path, count: int) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):
         batches.write(db, batch)
@@ -37,7 +37,7 @@ def test_one_writing_process_with_eight_threads_and_four_that_read(
     path: Path, tally: Counter[str], seconds: float
 ) -> None:
     seed = int(seconds)
-    made(path, LASTING).close()
+    numbered(path, LASTING).close()
     states = CONTEXT.RawArray("b", MOST)
     np.frombuffer(states, np.int8)[:LASTING] = THERE
     with contextlib.ExitStack() as running:
@@ -111,7 +111,7 @@ def grown(db: softdb.SoftDB, path: Path, bytes_written: int) -> int:
 @pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("readers", ["overlapping", "busy", "idle", "none"])
 def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], readers: str, size: int) -> None:
-    with made(path, 60) as db, contextlib.ExitStack() as running:
+    with numbered(path, 60) as db, contextlib.ExitStack() as running:
         others = []
         if readers == "idle":
             for _ in range(3):
@@ -141,7 +141,7 @@ def holds(line: Connection, path: Path) -> None:
 
 
 def test_a_second_handle_that_writes_is_refused_in_one_process_too(path: Path) -> None:
-    with made(path, 1) as db:
+    with numbered(path, 1) as db:
         for _ in range(3):
             with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getpid()}"):
                 softdb.open(path)
@@ -158,7 +158,7 @@ def test_a_second_handle_that_writes_is_refused_in_one_process_too(path: Path) -
 
 
 def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
-    made(path, 1).close()
+    numbered(path, 1).close()
     opened: list[softdb.SoftDB] = []
     refused: list[BaseException] = []
     start = threading.Barrier(8)

@@ -24,7 +24,7 @@ def put(db: softdb.SoftDB, first: int, count: int = 8, value: float = 1.0) -> No
     db.insert(range(first, first + count), np.full((count, DIM), value))
 
 
-def made(path: Path, durability: Any = "full") -> softdb.SoftDB:
+def opened(path: Path, durability: Any = "full") -> softdb.SoftDB:
     db = softdb.open(path, dim=DIM, durability=durability)
     put(db, 0)
     db.flush()
@@ -49,11 +49,11 @@ WRITES: dict[str, Callable[[softdb.SoftDB], Any]] = {
 @pytest.mark.parametrize("verb", WRITES)
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
 def test_neither_a_renamed_directory_nor_its_successor_is_written_to(path: Path, verb: str, durability: str) -> None:
-    old = made(path, durability)
+    old = opened(path, durability)
     old.delete([7])
     old.flush()
     moved = path.rename(path.with_name("moved"))
-    new = made(path)
+    new = opened(path)
     with pytest.raises(softdb.WriteFailed, match="renamed, removed or replaced since it was opened"):
         WRITES[verb](old)
     assert len(old) == 7
@@ -66,10 +66,10 @@ def test_neither_a_renamed_directory_nor_its_successor_is_written_to(path: Path,
 
 
 def test_a_rename_between_two_relaxed_writes_keeps_flushed_records(path: Path) -> None:
-    old = made(path, "relaxed")
+    old = opened(path, "relaxed")
     put(old, 10)
     moved = path.rename(path.with_name("moved"))
-    new = made(path)
+    new = opened(path)
     with pytest.raises(softdb.WriteFailed, match=r"replaced since it was opened and .* \(1 changes\) is rolled back"):
         old.flush()
     old.close()
@@ -81,7 +81,7 @@ def test_a_rename_within_a_transaction_writes_to_the_opened_directory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Column files are opened by the directory's descriptor: no moment is left in which a path could lead elsewhere."""
-    old, moved, real = made(path), path.with_name("moved"), Catalog.begin
+    old, moved, real = opened(path), path.with_name("moved"), Catalog.begin
     before: list[dict[str, bytes]] = []
 
     def files() -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def test_a_rename_within_a_transaction_writes_to_the_opened_directory(
         if write and not before:
             before.append({})  # another database is opened now, whose transactions begin, too
             path.rename(moved)
-            made(path).close()
+            opened(path).close()
             before.append(files())
 
     monkeypatch.setattr(Catalog, "begin", begin)
@@ -105,10 +105,10 @@ def test_a_rename_within_a_transaction_writes_to_the_opened_directory(
 
 
 def test_a_reader_of_a_renamed_directory_reads_on_in_it(path: Path) -> None:
-    made(path).close()
+    opened(path).close()
     with softdb.open(path, mode="r") as reader:
         moved = path.rename(path.with_name("moved"))
-        with made(path) as new:
+        with opened(path) as new:
             put(new, 50, 200, 2.0)
         with softdb.open(moved) as writer:
             put(writer, 100, 200, 3.0)
@@ -123,7 +123,7 @@ def test_a_directory_replaced_during_opening_is_reported(
 ) -> None:
     """SQLite opens its file by the path, the columns are those of the directory's descriptor."""
     for one in (path, path.with_name("other")):
-        made(one).close()
+        opened(one).close()
     real = Catalog.open
 
     def replaced(*args: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_directory_replaced_during_opening_is_reported(
 
 
 def test_a_removed_directory_is_reported(path: Path) -> None:
-    db = made(path)
+    db = opened(path)
     shutil.rmtree(path)
     with pytest.raises(softdb.WriteFailed, match="removed"):
         put(db, 10)
@@ -149,7 +149,7 @@ def test_a_removed_directory_is_reported(path: Path) -> None:
 
 @pytest.mark.parametrize("verb", WRITES)
 def test_a_writer_without_its_lock_writes_nothing(path: Path, verb: str) -> None:
-    first = made(path)
+    first = opened(path)
     first.delete([7])
     (path / "lock").unlink()
     with softdb.open(path) as second:
@@ -165,7 +165,7 @@ def test_a_second_writer_waits_for_the_transaction_of_one_that_lost_its_lock(
     path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Else it would clean away segments that the first has made and not yet committed."""
-    first = made(path)
+    first = opened(path)
     within, go, raised = threading.Event(), threading.Event(), list[BaseException]()
     real, waiting = getattr(Catalog, step), [True]
 
@@ -212,7 +212,7 @@ def test_a_compaction_that_lost_its_lock_replaces_no_file(path: Path, monkeypatc
     """The second writer removes the temporary files of the first."""
     from softdb.store import compact
 
-    first, real = made(path), compact._written_aside
+    first, real = opened(path), compact._written_aside
     first.delete([0, 3])
 
     def aside(*args: Any) -> Any:
@@ -240,7 +240,7 @@ def hold(path: Path, line: Any) -> None:
 
 
 def test_a_lock_taken_over_by_another_process_is_reported(path: Path) -> None:
-    made(path).close()
+    opened(path).close()
     mine, its = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=hold, args=(path, its))
     process.start()

@@ -32,7 +32,7 @@ def put(db: softdb.SoftDB, first: int, count: int = 8) -> None:
     db.insert(range(first, first + count), np.full((count, DIM), first + 1.0), payloads=[{"n": first}] * count)
 
 
-def kept(path: Path) -> set[int]:
+def stored_ids(path: Path) -> set[int]:
     """The ids of a database that opens, every byte of it sound."""
     with softdb.open(path, verify=True) as db:
         ids = {int(one) for records in db.scan(100) for one in records.ids}
@@ -160,12 +160,12 @@ def test_acknowledged_records_are_found_after_outside_changes(
         world.move_back()
     if world.acknowledged == before and how != "rename" and what not in ("lock", "index"):
         try:  # the change may have destroyed what there was: then opening says so
-            actual = kept(world.path)
+            actual = stored_ids(world.path)
         except (softdb.NotADatabase, softdb.CorruptionError):
             return
         assert actual in (before, before | set(range(16, 24)), set(range(8)) if what == "directory" else before)
     else:
-        actual = kept(world.path)
+        actual = stored_ids(world.path)
         tally["outside: acknowledged records lost"] += len(world.acknowledged - actual)
         assert actual >= world.acknowledged
 
@@ -212,7 +212,7 @@ def test_the_log_of_an_overwritten_catalogue_is_put_aside_and_serves_again(world
     ):
         softdb.open(world.path)
     (world.path / aside[1]).rename(world.path / "catalog.sqlite-wal")
-    assert kept(world.path) == world.acknowledged
+    assert stored_ids(world.path) == world.acknowledged
 
 
 def test_a_long_log_is_checkpointed_by_the_commit_that_makes_it_long(
@@ -251,4 +251,4 @@ def test_pages_of_a_large_operation_that_was_refused_are_no_other_program_s(worl
     assert log.stat().st_size > before + 1_000_000
     assert world.write(16)
     world.db.close()
-    assert kept(world.path) == world.acknowledged
+    assert stored_ids(world.path) == world.acknowledged

@@ -28,7 +28,7 @@ from softdb.store.catalog import Catalog
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
 
-def made(path: Path, count: int = 20) -> softdb.SoftDB:
+def numbered(path: Path, count: int = 20) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):
         batches.write(db, batch)
@@ -45,7 +45,7 @@ def clustered(path: Path) -> softdb.SoftDB:
 
 def parent(line: Connection, path: Path, handles: int) -> None:
     """A writer (and readers of the same path) with a child; each does what it is told."""
-    db = made(path)
+    db = numbered(path)
     readers = [softdb.open(path, mode="r") for _ in range(handles - 1)]
     go, told = os.pipe()
     begun, begin = os.pipe()
@@ -104,7 +104,7 @@ def test_a_child_keeps_reading_after_its_parent_exits_and_another_writes(path: P
 
 
 def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
-    db = made(path, 1)
+    db = numbered(path, 1)
     done, end = os.pipe()
     begun, begin = os.pipe()
 
@@ -129,7 +129,7 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
 
 
 def test_closing_releases_the_lock_although_a_child_inherited_it(path: Path) -> None:
-    db = made(path, 1)
+    db = numbered(path, 1)
     directory = db._store._directory
     assert directory is not None
     assert directory.lock is not None
@@ -142,7 +142,7 @@ def test_closing_releases_the_lock_although_a_child_inherited_it(path: Path) -> 
 
 
 def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
-    db = made(path, 3)
+    db = numbered(path, 3)
     closed, tell = os.pipe()
     refused, tried = os.pipe()
 
@@ -186,7 +186,7 @@ def test_a_database_in_memory_refuses_a_forked_child() -> None:
 
 
 def test_children_of_children_read_too(path: Path) -> None:
-    with made(path, 4) as db:
+    with numbered(path, 4) as db:
         deepest = Forked(lambda: Forked(lambda: Forked(lambda: sorted(batches.seen(db))).found()).found())
         assert deepest.found() == [0, 1, 2, 3]
         batches.write(db, 4)
@@ -241,7 +241,7 @@ def test_the_exit_of_a_child_leaves_its_parent_alone(path: Path, handles: str, e
 
 def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else SQLite's own locks are held by nobody."""
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         inside, real = threading.Event(), Catalog.put_segment
 
         waits = when_a_fork_waits(monkeypatch)
@@ -265,7 +265,7 @@ def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: p
 @pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], children: int) -> None:
     """No child hangs on a lock that a thread of its parent held, and each sees whole batches."""
-    db = made(path, 40)
+    db = numbered(path, 40)
     stop, errors = threading.Event(), list[BaseException]()
 
     def repeated(work: Callable[[int], Any]) -> None:
@@ -355,7 +355,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
 
 
 def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(Forked(lambda: sorted(batches.seen(db))).found()))
         thread.start()
@@ -372,7 +372,7 @@ def test_a_child_that_may_start_no_thread_reads(path: Path, monkeypatch: pytest.
             raise RuntimeError("can't start new thread")
         own(thread)
 
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         monkeypatch.setattr(threading.Thread, "start", start)
         assert Forked(lambda: sorted(batches.seen(db))).found() == [0, 1, 2]
         batches.write(db, 3)
@@ -396,7 +396,7 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypat
         db.refresh()
         return sorted(batches.seen(db))
 
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         forked = Forked(child)
         for batch in range(2):  # the second time goes the segment that the first has made, which the child looks for
             db.delete(batches.ids(batch))
@@ -409,7 +409,7 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypat
 
 def test_a_child_whose_directory_was_removed_is_refused(path: Path) -> None:
     """Not the parent's connection, which it would use in place of its own."""
-    with made(path, 2) as db:
+    with numbered(path, 2) as db:
         path.rename(path.with_name("elsewhere"))
 
         def child() -> str:
@@ -435,7 +435,7 @@ def reads(send: Any, db: softdb.SoftDB) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
 def test_a_handle_is_sent_to_a_spawned_process(path: Path, start: str, mode: Any) -> None:
-    made(path, 3).close()
+    numbered(path, 3).close()
     with softdb.open(path, mode=mode) as db:
         context = multiprocessing.get_context(start)
         receive, send = context.Pipe(False)

@@ -76,7 +76,7 @@ def test_a_changed_file_is_imported_or_refused(
     asked: Nursery, tmp_path: Path, seed: int, count: int, tally: Counter[str]
 ) -> None:
     """Those kinds may crash whose own process ends with them; all others may not."""
-    good, first, crashes = hostile_formats.made(tmp_path / "good"), 0, []
+    good, first, crashes = hostile_formats.samples(tmp_path / "good"), 0, []
     while first < count:
         ended = asked.run("hostile_formats:sample", seed, first, count, tmp_path, seconds=600)
         if ended.how == "fine":

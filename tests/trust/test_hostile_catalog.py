@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hostile_catalog import (
     Craft,
-    both,
+    crafted_by,
     foreign_log,
     journal,
     loosened,
@@ -158,8 +158,10 @@ IMPOSSIBLE: dict[str, Craft] = {
     "a state of null": loosened("state", "UPDATE state SET generation = NULL"),
     "used beyond capacity": sql("UPDATE segments SET used = capacity + 1"),
     "used negative": sql("UPDATE segments SET used = -1"),
-    "capacity 2^39": both(sparse("keys-00000000.npy", (1 << 39, 4)), sql("UPDATE segments SET capacity = 1 << 39")),
-    "capacity and used 2^36": both(
+    "capacity 2^39": crafted_by(
+        sparse("keys-00000000.npy", (1 << 39, 4)), sql("UPDATE segments SET capacity = 1 << 39")
+    ),
+    "capacity and used 2^36": crafted_by(
         sparse("keys-00000000.npy", (1 << 36, 4)),
         sql("UPDATE segments SET capacity = 1 << 36, used = 1 << 36"),
         state(2, 1 << 36),
@@ -188,7 +190,7 @@ IMPOSSIBLE: dict[str, Craft] = {
     "dim null": setting("dim", None),
     "value_dim 2^62": setting("value_dim", 1 << 62),
     "num_classes 2^40": setting("num_classes", 1 << 40),
-    "values and classes": both(setting("value_dim", 4), setting("num_classes", 4)),
+    "values and classes": crafted_by(setting("value_dim", 4), setting("num_classes", 4)),
     "a dtype of objects": setting("dtype", "object"),
     "a metric of ours no more": setting("metric", "manhattan"),
     "no settings": sql("DELETE FROM settings"),
@@ -215,7 +217,7 @@ def test_numbers_that_cannot_be_are_refused(
 
 GAPPED: dict[str, Craft] = {
     "gone 0": setting("gone", 0),
-    "gone 2^62 and next_row with it": both(setting("gone", (1 << 62) - 4), state(3, 1 << 62)),
+    "gone 2^62 and next_row with it": crafted_by(setting("gone", (1 << 62) - 4), state(3, 1 << 62)),
     "no gaps": sql("DELETE FROM gaps"),
     "gaps of text": loosened("gaps", "UPDATE gaps SET rows_crc = 'x'"),
     "last_segment 2^62": setting("last_segment", 1 << 62),

@@ -30,7 +30,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "DELAY", 1e6)
 
 
-def made(path: Path, durability: Any, *ids: str) -> softdb.SoftDB:
+def opened(path: Path, durability: Any, *ids: str) -> softdb.SoftDB:
     db = softdb.open(path, dim=DIM, durability=durability)
     if ids:
         put(db, *ids)
@@ -42,7 +42,7 @@ def put(db: softdb.SoftDB, *ids: str, payloads: Any = None) -> None:
     db.insert(list(ids), np.ones((len(ids), DIM)), payloads=payloads)
 
 
-def there(path: Path) -> set[str]:
+def stored_ids(path: Path) -> set[str]:
     """All records on disk."""
     with softdb.open(path, mode="r", verify=True) as db:
         return {str(one) for records in db.scan(10**6) for one in records.ids}
@@ -84,13 +84,13 @@ def signalled() -> None:
 def test_a_handler_that_closes_within_a_verb_closes_after_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
-    db = made(path, durability, "a", "b")
+    db = opened(path, durability, "a", "b")
     put(db, "waits")
     after(monkeypatch, catalog.Catalog, "delete", signalled)  # between the deletion and the insertion of an upsert
     with handler(db.close):
         db.upsert(["a", "b"], np.zeros((2, DIM)))
     assert db._store.closed
-    assert there(path) == {"a", "b", "waits"}
+    assert stored_ids(path) == {"a", "b", "waits"}
     with softdb.open(path) as again:
         assert again.get(["a"]).keys.tolist() == [[0.0] * DIM]
 
@@ -105,22 +105,22 @@ def test_a_handler_that_writes_within_a_verb_writes_after_it(
         "insert": lambda: put(db, "x"),
         "delete": lambda: db.delete(["a"]),
     }
-    with made(path, durability, "a", "b") as db, handler(works[verb]):
+    with opened(path, durability, "a", "b") as db, handler(works[verb]):
         after(monkeypatch, catalog.Catalog, "delete", signalled)
         db.upsert(["a", "c"], np.zeros((2, DIM)))
         put(db, "d")
-    assert there(path) == {"a", "b", "c", "d"} - ({"a"} if verb == "delete" else set()) | (
+    assert stored_ids(path) == {"a", "b", "c", "d"} - ({"a"} if verb == "delete" else set()) | (
         {"x"} if verb == "insert" else set()
     )
 
 
 def test_a_handler_that_writes_within_a_flush_writes_after_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(path, "relaxed", "a") as db, handler(lambda: put(db, "x")):
+    with opened(path, "relaxed", "a") as db, handler(lambda: put(db, "x")):
         put(db, "b")
         after(monkeypatch, files, "sync", signalled)
         db.flush()
-        assert there(path) == {"a", "b"}
-    assert there(path) == {"a", "b", "x"}
+        assert stored_ids(path) == {"a", "b"}
+    assert stored_ids(path) == {"a", "b", "x"}
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -128,7 +128,7 @@ def test_a_handler_may_do_anything_within_a_lookup(
     path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
     """It runs in the very thread that is in the middle of the query. A child leaves alone what waits to be flushed."""
-    with made(path, durability, "a", "b") as db:
+    with opened(path, durability, "a", "b") as db:
         works: list[Callable[[], Any]] = [
             lambda: put(db, "c"),
             lambda: db.get(["a"]),
@@ -144,7 +144,7 @@ def test_a_handler_may_do_anything_within_a_lookup(
             after(monkeypatch, catalog.Catalog, "lookup", signalled)
             with contextlib.suppress(softdb.Closed):
                 db.get(["a"])
-    assert there(path) == {"a", "c"}
+    assert stored_ids(path) == {"a", "c"}
 
 
 # -- lazy payloads -----------------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ def missing() -> Any:
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
 def test_a_payload_that_cannot_be_drawn_is_not_the_disk_s_fault(path: Path, durability: str) -> None:
-    with made(path, durability, "a") as db:
+    with opened(path, durability, "a") as db:
         put(db, "b")
         with pytest.raises(softdb.BadInput, match=r"FileNotFoundError: captions/2\.json"):
             put(db, "c", "d", payloads=Lazy(missing))
         put(db, "e")
-    assert there(path) == {"a", "b", "e"}
+    assert stored_ids(path) == {"a", "b", "e"}
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -185,10 +185,10 @@ def test_payloads_are_drawn_before_the_write_begins(path: Path, durability: str)
         put(db, "within")
         db.flush()
 
-    with made(path, durability, "a", "b") as db:
+    with opened(path, durability, "a", "b") as db:
         db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=Lazy(flushed))
         assert db.get(["a"]).keys.tolist() == [[0.0] * DIM]
-    assert there(path) == {"a", "b", "within"}
+    assert stored_ids(path) == {"a", "b", "within"}
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
@@ -197,7 +197,7 @@ def test_a_child_forked_by_a_payload_writes_nothing(path: Path, durability: str)
         children.append(os.fork())
 
     children: list[int] = []
-    with made(path, durability, "a") as db:
+    with opened(path, durability, "a") as db:
         try:
             db.upsert(["a", "b"], np.zeros((2, DIM)), payloads=Lazy(fork))
         except BaseException as error:
@@ -206,7 +206,7 @@ def test_a_child_forked_by_a_payload_writes_nothing(path: Path, durability: str)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
         put(db, "c")
-    assert there(path) == {"a", "b", "c"}
+    assert stored_ids(path) == {"a", "b", "c"}
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_an_interrupt_within_a_write_is_raised_when_it_has_ended(
     path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, step: str
 ) -> None:
     keys = np.zeros((2, DIM), np.float32)
-    with made(path, durability, "a", "b") as db, handler(interrupt):
+    with opened(path, durability, "a", "b") as db, handler(interrupt):
         put(db, "c")
         after(monkeypatch, catalog.Catalog, step, signalled)
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -230,9 +230,9 @@ def test_an_interrupt_within_a_write_is_raised_when_it_has_ended(
         keys[:] = 7  # the caller's again: nothing reads it any more
         assert db.get(["a"]).keys.tolist() == [[0.0] * DIM]
         db.flush()
-        assert there(path) == {"a", "b", "c"}
+        assert stored_ids(path) == {"a", "b", "c"}
         put(db, "d")
-    assert there(path) == {"a", "b", "c", "d"}
+    assert stored_ids(path) == {"a", "b", "c", "d"}
 
 
 @pytest.mark.parametrize("interrupts", [1, 3])
@@ -249,7 +249,7 @@ def test_an_interrupted_caller_waits_while_its_arrays_are_read(
             assert not left.wait(0.2)  # time for a caller that does not wait; one that does needs none
         real(*args)
 
-    with made(path, "full", "a", "b") as db, handler(interrupt):
+    with opened(path, "full", "a", "b") as db, handler(interrupt):
         with monkeypatch.context() as patch:
             patch.setattr(files, "write_at", interrupted)
             try:
@@ -269,7 +269,7 @@ def test_an_interrupted_caller_s_waiting_write_never_begins(path: Path, monkeypa
         within.set()
         assert go.wait(SECONDS)
 
-    with made(path, "full", "a") as db, handler(interrupt):
+    with opened(path, "full", "a") as db, handler(interrupt):
         after(monkeypatch, catalog.Catalog, "put_segment", pause)
         thread = threading.Thread(target=put, args=(db, "b"))
         thread.start()
@@ -287,12 +287,12 @@ def test_an_interrupted_caller_s_waiting_write_never_begins(path: Path, monkeypa
                 put(db, "c")
         go.set()
         thread.join()
-    assert there(path) == {"a", "b"}
+    assert stored_ids(path) == {"a", "b"}
 
 
 def test_a_build_in_the_callers_thread_ignores_the_program_s_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython takes the main thread for dead once a Ctrl-C has come into that question."""
-    with made(path, "full") as db:
+    with opened(path, "full") as db:
         db.insert(range(1200), np.random.default_rng(0).standard_normal((1200, DIM)))
         monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
         assert db.build_index("ivf").kind == "ivf"
@@ -301,7 +301,7 @@ def test_a_build_in_the_callers_thread_ignores_the_program_s_end(path: Path, mon
 def test_a_statement_that_writes_is_never_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That would make SQLite roll back the whole transaction, with all that waits to be flushed."""
     ids = [f"r{i}" for i in range(20_000)]
-    with made(path, "relaxed") as db:
+    with opened(path, "relaxed") as db:
         put(db, *ids)
         with monkeypatch.context() as patch:
             patch.setattr(budget, "STEPS", 0)
@@ -318,7 +318,7 @@ def test_a_statement_that_writes_is_never_stopped(path: Path, monkeypatch: pytes
 
 
 def test_a_child_forked_during_an_opening_holds_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(path, "full", "a").close()
+    opened(path, "full", "a").close()
     within, waits = threading.Event(), when_a_fork_waits(monkeypatch)
 
     def pause() -> None:
@@ -349,7 +349,7 @@ def test_a_child_forked_during_an_opening_holds_no_lock(path: Path, monkeypatch:
         os.close(its)
 
 
-def told(log: list[str], name: str, first: list[Callable[[], None]]) -> Callable[..., Any]:
+def logged(log: list[str], name: str, first: list[Callable[[], None]]) -> Callable[..., Any]:
     """One of the functions of files, with a line in the log, and something else before it."""
     real: Callable[..., Any] = getattr(files, name)
 
@@ -364,7 +364,7 @@ def told(log: list[str], name: str, first: list[Callable[[], None]]) -> Callable
 
 def test_a_compaction_beside_flushes_syncs_its_file_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    with made(path, "relaxed") as db:
+    with opened(path, "relaxed") as db:
         put(db, *(f"a{i}" for i in range(256)))
         put(db, *(f"b{i}" for i in range(300)))
         db.delete([f"a{i}" for i in range(0, 200, 2)])
@@ -380,7 +380,7 @@ def test_a_compaction_beside_flushes_syncs_its_file_names(path: Path, monkeypatc
             thread.join()
 
         for name in ("sync_directory", "remove", "create"):
-            monkeypatch.setattr(files, name, told(log, name, [elsewhere] if name == "create" else []))
+            monkeypatch.setattr(files, name, logged(log, name, [elsewhere] if name == "create" else []))
         db.compact()
     created = max(i for i, what in enumerate(log) if what.startswith("create"))
     removed = min(i for i, what in enumerate(log) if what in ("remove keys-00000000.npy", "remove keys-00000001.npy"))
@@ -400,7 +400,7 @@ sys.stdin.read()
 def test_a_catalogue_that_another_program_locks_can_be_written_to_later(
     path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
-    with made(path, durability, "a") as db:
+    with opened(path, durability, "a") as db:
         db._store.catalog.connection.set_busy_timeout(50)
         other = subprocess.Popen(
             [sys.executable, "-c", LOCKS, path / "catalog.sqlite"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -411,11 +411,11 @@ def test_a_catalogue_that_another_program_locks_can_be_written_to_later(
             put(db, "b")
         other.communicate(b"enough")
         put(db, "c")
-    assert there(path) == {"a", "c"}
+    assert stored_ids(path) == {"a", "c"}
 
 
 def test_a_failed_checkpoint_takes_back_no_acknowledged_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(path, "relaxed", "a") as db:
+    with opened(path, "relaxed", "a") as db:
         put(db, "b")
         after(
             monkeypatch, segments.ColumnFiles, "sync", lambda: setattr(db._store.writer, "_broken", apsw.IOError("EIO"))
@@ -424,4 +424,4 @@ def test_a_failed_checkpoint_takes_back_no_acknowledged_record(path: Path, monke
         with pytest.raises(softdb.WriteFailed, match="an earlier write failed"):
             put(db, "c")
         assert len(db) == 2
-    assert there(path) == {"a", "b"}
+    assert stored_ids(path) == {"a", "b"}

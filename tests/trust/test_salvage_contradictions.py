@@ -27,7 +27,7 @@ DIM, PAGE = 4, 4096
 FRAME = 24 + PAGE  # bytes, of a log
 
 
-def made(path: Path, count: int = 20) -> softdb.SoftDB:
+def numbered(path: Path, count: int = 20) -> softdb.SoftDB:
     db = softdb.open(path, dim=DIM)
     for i in range(count):
         db.insert([f"r{i}"], np.full((1, DIM), i), payloads=[{"i": i}])
@@ -50,7 +50,7 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
 
 def killed(path: Path, count: int = 20, folded: bool = False) -> Path:
     """A database as a kill leaves it, with a log, which may have been folded in before."""
-    db, left = made(path, count), path.with_name("killed")
+    db, left = numbered(path, count), path.with_name("killed")
     if folded:
         other = apsw.Connection(str(path / "catalog.sqlite"))
         other.execute("SELECT count(*) FROM records").fetchall()
@@ -66,7 +66,7 @@ def killed(path: Path, count: int = 20, folded: bool = False) -> Path:
 
 
 def test_a_record_with_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Path) -> None:
-    with made(path) as db:
+    with numbered(path) as db:
         db.delete(["r3"])
     bits = np.zeros(8192, np.bool_)
     bits[[3, 5]] = True
@@ -78,7 +78,7 @@ def test_a_record_with_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Pat
 
 
 def test_one_entry_of_the_index_of_ids_costs_no_other_record(path: Path, tmp_path: Path) -> None:
-    made(path).close()
+    numbered(path).close()
     file = path / "catalog.sqlite"
     data = file.read_bytes()
     assert data.count(b"r6\x06") == 1
@@ -130,7 +130,7 @@ def test_a_damaged_salt_is_damage(path: Path, tmp_path: Path, at: int) -> None:
 
 
 def test_verify_reports_every_fault(path: Path) -> None:
-    made(path).close()
+    numbered(path).close()
     with softdb.open(path, mode="r") as db:
         sql("UPDATE settings SET crc = crc + 1 WHERE name = 'metric'")(path)
         flipped(path / "keys-00000000.npy", 128 + 5 * DIM * 4)

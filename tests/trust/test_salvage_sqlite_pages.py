@@ -21,7 +21,7 @@ from softdb.salvaging.pages import Cell, Pages
 from softdb.store import files
 
 
-def made(path: Path, seed: int, size: int, folded: bool) -> tuple[list[Any], list[Any]]:
+def random_file(path: Path, seed: int, size: int, folded: bool) -> tuple[list[Any], list[Any]]:
     """A table and an index of everything SQLite stores, in a file and its log; what it says of them."""
     rng = np.random.default_rng(seed)
     connection = apsw.Connection(str(path / "made"))
@@ -65,7 +65,7 @@ def roots(pages: Pages) -> dict[Any, Any]:
 @pytest.mark.parametrize("size", [512, 4096, 65536])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_trees_are_read_as_sqlite_reads_them(tmp_path: Path, seed: int, size: int, folded: bool) -> None:
-    table, index = made(tmp_path, seed, size, folded)
+    table, index = random_file(tmp_path, seed, size, folded)
     with opened(tmp_path / "read", size) as pages:
         actual = roots(pages)
         assert [(cell.row, *(cell.columns or ())[1:]) for cell in pages.walk(actual["t"])] == table

@@ -86,7 +86,7 @@ def elsewhere(work: Callable[[], Any]) -> None:
         raise raised[0]
 
 
-def whole(db: softdb.SoftDB, number: int) -> None:
+def check_complete(db: softdb.SoftDB, number: int) -> None:
     """Raise AssertionError unless the handle reads, agrees with itself, and writes on."""
     found = batches.whole(list(db.scan(1000)))
     assert {0, 1, 2, 3} <= found
@@ -116,9 +116,9 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     copies.mkdir()
     db = made(path, durability=durability)
     work(db, 100, copies)
-    whole(db, 100)
+    check_complete(db, 100)
     count = moments(lambda: work(db, 101, copies))
-    whole(db, 101)
+    check_complete(db, 101)
     kept: list[KeyboardInterrupt | None] = []  # a kept traceback must hold no lock
     for number, at in enumerate(sampled(count, most), 102):
         interruption = Interruption(at)
@@ -126,8 +126,8 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
         tally["interrupts"] += 1
         try:
             elsewhere(lambda: db.search(QUERY, k=3))
-            elsewhere(lambda n=number: whole(db, n))  # type: ignore[misc]
-            whole(db, 100)
+            elsewhere(lambda n=number: check_complete(db, n))  # type: ignore[misc]
+            check_complete(db, 100)
         except BaseException as error:
             raise AssertionError(f"{verb}, interrupted at {at} of {count}: {interruption.where}") from error
     assert any(kept)

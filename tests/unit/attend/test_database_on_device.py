@@ -87,7 +87,7 @@ ASKED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] = {
 }
 
 
-def asked(db: softdb.SoftDB, queries: torch.Tensor, name: str) -> tuple[Any, ...]:
+def answers_of(db: softdb.SoftDB, queries: torch.Tensor, name: str) -> tuple[Any, ...]:
     """An answer, and the gradient of all of it that has one."""
     own = queries.clone().requires_grad_()
     found = ASKED[name](db, own)
@@ -118,8 +118,8 @@ def test_every_answer_is_that_of_the_cpu(kind: str, cards: int, rng: np.random.G
         db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
     for name in ASKED:
-        assert_alike(asked(there, queries, name), asked(here, queries, name))
-        assert_alike(asked(there, queries.double(), name), asked(here, queries.double(), name))
+        assert_alike(answers_of(there, queries, name), answers_of(here, queries, name))
+        assert_alike(answers_of(there, queries.double(), name), answers_of(here, queries.double(), name))
     place = " and ".join(f"cpu:{i}" for i in range(cards))
     assert there.attend(queries).finder == f"all on {place}"
     assert there.attend(queries, k=3).finder == f"flat on {place}"
@@ -147,10 +147,10 @@ def test_no_answer_reads_the_host(kind: str, cards: int, rng: np.random.Generato
     db = of_kind(None, kind, rng, device="cpu:0")
     db.delete([3, 50])
     queries = torch.from_numpy(rng.standard_normal((5, D)).astype(np.float32))
-    expected = {name: asked(db, queries, name) for name in ASKED}
+    expected = {name: answers_of(db, queries, name) for name in ASKED}
     spoil(db)
     for name, answer in expected.items():
-        actual = asked(db, queries, name)
+        actual = answers_of(db, queries, name)
         for one, other in zip(actual, answer, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(softdb.BadInput, match="NaN"):  # and it would be seen
@@ -190,7 +190,7 @@ def test_the_device_copy_follows_every_change(
         reader.refresh()
         queries = torch.from_numpy(rng.standard_normal((3, D)).astype(np.float32))
         for name in rng.choice(names, 4, replace=False):
-            assert_alike(asked(reader, queries, name), asked(writer, queries, name))
+            assert_alike(answers_of(reader, queries, name), answers_of(writer, queries, name))
         there = reader if on[1] else writer
         request, source = there.core.request(queries)
         kept.append((request, source, source.exact(request)))
@@ -203,8 +203,8 @@ ESTIMATED: dict[str, Callable[[softdb.SoftDB, torch.Tensor], tuple[Any, ...]]] =
     "attend": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5)),
     "filter": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5, where={"x": {"$gt": -1}})),
     "bounded": lambda db, q: estimate(db.attend(q, temperature=0.3, rtol=0.5, max_draws=200)),
-    "partition": lambda db, q: one(db.log_partition(q, temperature=0.3)),
-    "count": lambda db, q: one(db.count_within(q, 1.5 if db.metric == "l2" else 2.0, rtol=0.2)),
+    "partition": lambda db, q: numbers_of(db.log_partition(q, temperature=0.3)),
+    "count": lambda db, q: numbers_of(db.count_within(q, 1.5 if db.metric == "l2" else 2.0, rtol=0.2)),
 }
 
 
@@ -216,7 +216,7 @@ def estimate(found: softdb.Pooled) -> tuple[Any, ...]:
     return found.output, found.lse, found.n_pooled
 
 
-def one(found: softdb.Estimate) -> tuple[Any, ...]:
+def numbers_of(found: softdb.Estimate) -> tuple[Any, ...]:
     return found.value, found.bar, found.exact
 
 
@@ -250,10 +250,10 @@ def test_columns_too_large_for_the_device_are_streamed(rng: np.random.Generator,
     db = of_kind(None, "dot", rng, 5000)
     queries = torch.from_numpy(rng.standard_normal((4, D)).astype(np.float32))
     names = ["attend", "attend, filter", "attend, mask", "kernel"]
-    expected = {name: asked(db, queries, name) for name in names}
+    expected = {name: answers_of(db, queries, name) for name in names}
     db.to("cpu:0")
     for name in names:
-        assert_alike(asked(db, queries, name), expected[name])
+        assert_alike(answers_of(db, queries, name), expected[name])
     answer = db.attend(queries)
     assert answer.finder == "all streamed to cpu:0"
     assert_alike(

@@ -27,7 +27,7 @@ def rows(name: str, *keys: float, **more: Any) -> dict[str, Any]:
     return {"id": name, "key": list(keys), **more}
 
 
-def one(path: Path, **arguments: Any) -> Rows:
+def only_batch(path: Path, **arguments: Any) -> Rows:
     (found,) = read_records(path, **arguments)
     return found
 
@@ -37,7 +37,7 @@ def one(path: Path, **arguments: Any) -> Rows:
 
 def test_json_lines_become_records(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1, 2.5, year=1990), "", {"key": [3, 4], "id": 7})
-    actual = one(path)
+    actual = only_batch(path)
     assert (actual.ids, actual.keys, actual.lines) == (["a", 7], [[1, 2.5], [3, 4]], [1, 3])
     assert actual.payloads == [{"year": 1990}, None]
     assert actual.values is None
@@ -46,19 +46,19 @@ def test_json_lines_become_records(tmp_path: Path) -> None:
 
 def test_fields_can_have_other_names(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"name": "a", "vector": [1], "label": 3, "id": "kept"})
-    actual = one(path, fields=Fields(id="name", key="vector", value="label"))
+    actual = only_batch(path, fields=Fields(id="name", key="vector", value="label"))
     assert (actual.ids, actual.keys, actual.values, actual.payloads) == (["a"], [[1]], [3], [{"id": "kept"}])
 
 
 def test_a_text_is_the_key_and_the_text_of_the_record(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"id": 1, "name": "Schulz", "first": "Lisa"})
-    actual = one(path, fields=Fields(text="name"))
+    actual = only_batch(path, fields=Fields(text="name"))
     assert (actual.keys, actual.texts, actual.payloads) == (["Schulz"], ["Schulz"], [{"first": "Lisa"}])
 
 
 def test_a_field_called_payload_alone_is_the_payload(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", rows("a", 1, payload=[1, None]), rows("b", 1, payload=2, more=3))
-    assert one(path).payloads == [[1, None], {"payload": 2, "more": 3}]
+    assert only_batch(path).payloads == [[1, None], {"payload": 2, "more": 3}]
 
 
 def test_batches_have_the_requested_size(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_batches_have_the_requested_size(tmp_path: Path) -> None:
 def test_gzip_is_detected_and_read(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(rows("a", 1)).encode()))
-    assert one(path).ids == ["a"]
+    assert only_batch(path).ids == ["a"]
 
 
 def test_csv_cells_are_typed_and_ids_are_text(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_csv_cells_are_typed_and_ids_are_text(tmp_path: Path) -> None:
         '1,"[1, 2]",1990,00123,true,"two\nlines, quoted",1e400',
         '002,"[3, 4e0]",-1.5,7,no,,',
     )
-    actual = one(path)
+    actual = only_batch(path)
     assert (actual.ids, actual.keys, actual.lines) == (["1", "002"], [[1, 2], [3, 4.0]], [3, 4])
     expected = {"year": 1990, "zip": "00123", "draft": True, "note": "two\nlines, quoted", "big": "1e400"}
     assert actual.payloads == [expected, {"year": -1.5, "zip": 7, "draft": "no"}]
@@ -89,7 +89,7 @@ def test_csv_cells_are_typed_and_ids_are_text(tmp_path: Path) -> None:
 
 def test_csv_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_bytes(b"\xef\xbb\xbfid,name\r\na,Schulz\r\n")
-    assert one(tmp_path / "r.csv", fields=Fields(text="name")).ids == ["a"]
+    assert only_batch(tmp_path / "r.csv", fields=Fields(text="name")).ids == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "named"])

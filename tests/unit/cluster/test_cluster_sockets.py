@@ -26,14 +26,14 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PATIENCE", 60.0)
 
 
-def made(hears: Hears | None = None) -> list[Connections | None]:
+def connected(hears: Hears | None = None) -> list[Connections | None]:
     """Every rank's."""
     barrier, given = threading.Barrier(RANKS, timeout=60), dict[int, bytes]()
 
     def of(rank: int) -> Connections | None:
         turns = itertools.count()
 
-        def told(mine: bytes) -> list[bytes]:
+        def messages_for(mine: bytes) -> list[bytes]:
             given[rank] = mine
             barrier.wait()
             whole = [given[one] for one in range(RANKS)]
@@ -42,19 +42,19 @@ def made(hears: Hears | None = None) -> list[Connections | None]:
                 hears(rank, next(turns), whole)
             return whole
 
-        return Connections.made(rank, RANKS, told)
+        return Connections.made(rank, RANKS, messages_for)
 
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(of, range(RANKS)))
 
 
-def whole(found: list[Connections | None]) -> list[Connections]:
+def all_connected(found: list[Connections | None]) -> list[Connections]:
     there = [one for one in found if one is not None]
     assert len(there) == RANKS
     return there
 
 
-def told(rank: int) -> dict[int, bytes]:
+def messages_for(rank: int) -> dict[int, bytes]:
     return {other: f"{rank} to {other}".encode() * other for other in range(RANKS) if other != rank}
 
 
@@ -64,11 +64,13 @@ def closed(found: list[Connections]) -> None:
 
 
 def test_each_hears_each() -> None:
-    actual = whole(made())
+    actual = all_connected(connected())
     with ThreadPoolExecutor(RANKS) as pool:
         for _ in range(3):
-            heard = list(pool.map(lambda rank: actual[rank].exchanged(told(rank), 60.0), range(RANKS)))
-            assert heard == [{other: told(other)[rank] for other in told(rank)} for rank in range(RANKS)]
+            heard = list(pool.map(lambda rank: actual[rank].exchanged(messages_for(rank), 60.0), range(RANKS)))
+            assert heard == [
+                {other: messages_for(other)[rank] for other in messages_for(rank)} for rank in range(RANKS)
+            ]
     closed(actual)
 
 
@@ -86,7 +88,7 @@ def test_strangers() -> None:
                     one.shutdown(socket.SHUT_WR)
                 let_go.append(one)
 
-    actual = whole(made(hears))
+    actual = all_connected(connected(hears))
     for one in let_go:
         with one:
             one.settimeout(60)
@@ -106,7 +108,7 @@ def test_ranks_on_one_host_listen_on_loopback_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "gethostname", lambda: f"host {next(names) % hosts}")
     monkeypatch.setattr(socket, "create_server", server)
     monkeypatch.setattr(connections, "_addresses", lambda: ["127.0.0.1"])
-    closed(whole(made()))
+    closed(all_connected(connected()))
     assert addresses == [("127.0.0.1" if hosts == 1 else "", 0)] * RANKS
 
 
@@ -121,16 +123,16 @@ def test_none_where_two_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(connections, "_connected", walled)
     monkeypatch.setattr(connections, "PATIENCE", 2.0)
-    assert made() == [None] * RANKS
+    assert connected() == [None] * RANKS
 
 
 def test_lost_and_silent() -> None:
-    actual = whole(made())
+    actual = all_connected(connected())
     with pytest.raises(TimeoutError):
-        actual[0].exchanged(told(0), 0.2)  # the other rank sends nothing
+        actual[0].exchanged(messages_for(0), 0.2)  # the other rank sends nothing
     actual[2].close()
     with ThreadPoolExecutor(RANKS) as pool, pytest.raises(OSError, match=r"closed|reset|Broken"):
-        list(pool.map(lambda rank: actual[rank].exchanged(told(rank), 60.0), (0, 1)))
+        list(pool.map(lambda rank: actual[rank].exchanged(messages_for(rank), 60.0), (0, 1)))
     closed(actual)
 
 

@@ -28,7 +28,7 @@ pytestmark = NEEDS_KERNELS
 N, DIM = 11_000, 16  # a little more than are worth an estimate
 
 
-def made(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftDB:
+def built_index(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softdb.SoftDB:
     """A database with an index, closed."""
     random = np.random.default_rng(seed)
     keys = clusters(random, N, DIM, 50, 1, apart=3)
@@ -56,8 +56,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTDB_KEY_FILE", str(tmp_path_factory.getbasetemp() / "index.key"))
-        made(folder / "db", 0)
-        made(folder / "other", 1)
+        built_index(folder / "db", 0)
+        built_index(folder / "other", 1)
     return folder
 
 
@@ -84,7 +84,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ],
 )
 def test_loaded_bounds_equal_measured_ones(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
-    made(tmp_path / "db", 0, kind, **shape)
+    built_index(tmp_path / "db", 0, kind, **shape)
     with softdb.open(tmp_path / "db") as db:
         loaded, index = sampler_of(db).reach, sampler_of(db).index
         index.reach = None

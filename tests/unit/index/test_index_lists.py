@@ -35,7 +35,7 @@ def keys_of(seed: int, n: int = N, far: float = 0.0) -> Floats:
     return keys
 
 
-def made(metric: Metric = Metric.DOT, codes: str = "PQ24x4", far: float = 0.0) -> tuple[Lists, Floats]:
+def trained_lists(metric: Metric = Metric.DOT, codes: str = "PQ24x4", far: float = 0.0) -> tuple[Lists, Floats]:
     keys = keys_of(0, far=far)
     index = Lists.train(metric, keys, N, codes)
     assert isinstance(index, Lists)
@@ -61,7 +61,7 @@ def offsets(index: Lists) -> NDArray[np.float64]:  # (n, 2)
 
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
 def test_records_added_later_get_the_same_codes(metric: Metric) -> None:
-    index, keys = made(metric)
+    index, keys = trained_lists(metric)
     grown = index.copy()
     assert isinstance(grown, Lists)
     more = keys_of(1, 700)
@@ -80,7 +80,7 @@ def test_records_added_later_get_the_same_codes(metric: Metric) -> None:
 
 
 def test_removal_leaves_the_other_records_unchanged() -> None:
-    index, _ = made()
+    index, _ = trained_lists()
     before = by_row(index)
     kept = np.arange(0, N, 3)
     index.keep_only(kept)
@@ -96,7 +96,7 @@ def test_removal_leaves_the_other_records_unchanged() -> None:
 @pytest.mark.parametrize("metric", [Metric.DOT, Metric.L2])
 def test_estimates_of_near_records_are_close(metric: Metric) -> None:
     """And stay so where keys lie far from the origin, which l2 does not mind."""
-    index, keys = made(metric, far=30.0 if metric is Metric.L2 else 0.0)
+    index, keys = trained_lists(metric, far=30.0 if metric is Metric.L2 else 0.0)
     random = np.random.default_rng(2)
     queries = (keys[random.integers(0, N, 50)] + 0.5 * random.standard_normal((50, D))).astype(np.float32)
     scores = queries @ keys.T if metric is Metric.DOT else -np.square(queries[:, None] - keys).sum(2)
@@ -183,7 +183,7 @@ def written(arrays: list[Any]) -> NDArray[np.uint8]:
 
 
 def test_an_index_comes_back_from_its_bytes() -> None:
-    index, keys = made(Metric.L2)
+    index, keys = trained_lists(Metric.L2)
     index.rule = Rule(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     back = Lists.loaded(Metric.L2, index.dump(), D)
     assert isinstance(back, Lists)
@@ -200,7 +200,7 @@ def test_an_index_comes_back_from_its_bytes() -> None:
 @pytest.mark.parametrize("place", range(FORM))
 @pytest.mark.parametrize("damage", ["shorter", "other type", "flat"])
 def test_arrays_that_do_not_fit_together_are_refused(place: int, damage: str) -> None:
-    arrays = arrays_of(made(Metric.L2)[0])
+    arrays = arrays_of(trained_lists(Metric.L2)[0])
     array = arrays[place]
     if damage == "shorter":
         arrays[place] = array[:-1] if array.ndim else np.zeros(1)
@@ -213,7 +213,7 @@ def test_arrays_that_do_not_fit_together_are_refused(place: int, damage: str) ->
 
 
 def test_an_index_of_other_keys_is_refused() -> None:
-    index, _ = made()
+    index, _ = trained_lists()
     with pytest.raises(ValueError, match="keys 24 wide"):
         Lists.loaded(Metric.DOT, index.dump(), D + 1)
     with pytest.raises(ValueError, match="EOF"):
@@ -225,7 +225,7 @@ def test_an_index_of_other_keys_is_refused() -> None:
 
 
 def test_a_row_beyond_32_bits_is_refused() -> None:
-    index, keys = made()
+    index, keys = trained_lists()
     with pytest.raises(softdb.BadInput, match="row 4294967295 is too large"):
         index.add(np.array([NO_ROW]), keys[:1])
 

@@ -298,7 +298,7 @@ def items() -> tuple[Array, Array]:
     return keys.astype(np.float32), random.standard_normal((200, W)).astype(np.float32)
 
 
-def made(path: Path | None = None, **words: Any) -> softdb.SoftDB:
+def long_keys(path: Path | None = None, **words: Any) -> softdb.SoftDB:
     """A database whose index finds little by itself."""
     db = holding(items()[0], payloads=[{"g": i % 2} for i in range(M)], path=path, **words)
     assert db.build_index("ivf", recall=0.2, queries=items()[1]).outliers >= outliers.LEAST
@@ -319,7 +319,7 @@ def check(db: softdb.SoftDB, **words: Any) -> None:
 
 
 def test_search_and_attention_find_them() -> None:
-    db = made()
+    db = long_keys()
     check(db)
     check(db, where={"g": 1})
     queries = items()[1]
@@ -335,7 +335,7 @@ def test_search_and_attention_find_them() -> None:
 
 
 def test_deleted_outliers_never_return_and_others_replace_them() -> None:
-    db = made()
+    db = long_keys()
     order = np.argsort(-np.linalg.norm(items()[0], axis=1))
     db.delete(order[:10].tolist())
     check(db)
@@ -367,7 +367,7 @@ def test_recall_holds_where_a_filter_leaves_the_longest_out(monkeypatch: pytest.
 
 def test_young_outliers_are_found_before_and_after_absorption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "ABSORB_ROWS", 300)
-    db, random = made(), np.random.default_rng(3)
+    db, random = long_keys(), np.random.default_rng(3)
     young_keys = directions(1000, W, random)
     young_keys[:20] *= 60
     db.insert(range(M, M + 200), young_keys[:200])
@@ -383,7 +383,7 @@ def test_young_outliers_are_found_before_and_after_absorption(monkeypatch: pytes
 
 
 def test_after_compaction_rows_keep_their_numbers(tmp_path: Path) -> None:
-    with made(tmp_path / "db") as db:
+    with long_keys(tmp_path / "db") as db:
         order = np.argsort(-np.linalg.norm(items()[0], axis=1))
         db.delete([*range(0, M, 3), *order[:5].tolist()][::-1][: M // 4])
         db.compact()
@@ -393,7 +393,7 @@ def test_after_compaction_rows_keep_their_numbers(tmp_path: Path) -> None:
 
 
 def test_a_loaded_index_knows_its_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path / "db").close()
+    long_keys(tmp_path / "db").close()
     passes: list[int] = []
 
     def counted(here: Snapshot, border: int) -> Array:
@@ -420,7 +420,7 @@ def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(build, "QUERIES", 300)
     monkeypatch.setattr(build, "affordable", lambda here, longest, *_: longest)
-    db = made()
+    db = long_keys()
     report = db.tune(0.5, k=5)
     classes = report.recall_by_norm
     assert list(classes) == ["longest 1%", "next 9%", "rest"]

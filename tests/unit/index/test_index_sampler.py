@@ -70,7 +70,7 @@ class World(NamedTuple):
         return drawable[0].draw(drawable[1], snapshot, drawing, controls, answering)
 
 
-def made(metric: Any, dtype: Any = "float32", extreme: int = 0) -> World:
+def clustered_world(metric: Any, dtype: Any = "float32", extreme: int = 0) -> World:
     """Clusters of unlike sizes; values go with the keys. So many of the first values are extreme."""
     random = np.random.default_rng(0)
     centres = random.standard_normal((40, D))
@@ -85,7 +85,7 @@ def made(metric: Any, dtype: Any = "float32", extreme: int = 0) -> World:
 
 @functools.cache
 def world(metric: str, dtype: str = "float32") -> World:
-    return made(metric, dtype)
+    return clustered_world(metric, dtype)
 
 
 def spread_of(here: World) -> float:
@@ -193,7 +193,7 @@ def test_all_are_drawn_where_the_budget_is_everything(metric: str) -> None:
 
 
 def test_an_extreme_value_is_in_no_mean() -> None:
-    here = made("dot", extreme=2)
+    here = clustered_world("dot", extreme=2)
     layout, reach = here.sampler.index.layout, here.sampler.reach
     assert {0, 1} <= set(reach.apart.tolist())
     lists = np.repeat(np.arange(len(layout.sizes)), layout.sizes)
@@ -210,7 +210,7 @@ def test_an_extreme_value_is_in_no_mean() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_records_that_may_not_be_drawn_never_are(metric: str) -> None:
-    here = made(metric, extreme=2)
+    here = clustered_world(metric, extreme=2)
     apart = here.sampler.index.layout.rows[here.sampler._apart]
     assert {0, 1} <= set(apart.tolist())
     gone, random = np.arange(5, N, 7), np.random.default_rng(1)

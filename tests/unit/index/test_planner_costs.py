@@ -18,7 +18,7 @@ pytest.importorskip("faiss")
 Array = np.ndarray[Any, Any]
 
 
-def made(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
+def watched(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
     db = indexed(clusters(np.random.default_rng(0), 12_000, 24), metric=metric, kind=kind)
     db.watch(share=0)
     return db
@@ -26,7 +26,7 @@ def made(metric: Any, kind: Any = "ivf") -> softdb.SoftDB:
 
 @pytest.fixture(scope="module", params=["dot", "cosine", "l2"])
 def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
-    with made(request.param) as db:
+    with watched(request.param) as db:
         yield db
 
 
@@ -62,7 +62,7 @@ def test_nan_and_infinite_queries_are_refused(db: softdb.SoftDB, bad: float) -> 
 @pytest.mark.parametrize("metric", ["dot", "l2"])
 def test_later_inserts_and_deletes_are_seen(metric: str) -> None:
     """The plain way is not taken then: the index does not hold what is young, and holds what is dead."""
-    db = made(metric)
+    db = watched(metric)
     query = np.full((1, 24), 9, np.float32)
     before = db.search(query, k=3).ids[0]
     db.insert(["young"], 10 * query if db.metric == "dot" else query)
@@ -81,7 +81,7 @@ def test_lists_are_scanned_unless_very_few_records_remain(db: softdb.SoftDB) -> 
 
 
 def test_a_graph_serves_filters_that_keep_many_records() -> None:
-    with made("dot", "hnsw") as db:
+    with watched("dot", "hnsw") as db:
         way = planner_of(db).way
     assert way(12_000, 1, 10, False) == way(6000, 1, 10, True, True) == "index"
     assert way(3000, 1, 10, True, True) == "pairs"

@@ -50,7 +50,7 @@ def nearest(metric: str, queries: Any, keys: Any = KEYS, k: int = 10) -> Any:
     return (-(queries @ (keys / np.linalg.norm(keys, axis=1)[:, None]).T)).argsort(axis=1)[:, :k]
 
 
-def found(rows: Any, true: Any) -> float:
+def recall_of(rows: Any, true: Any) -> float:
     return float(np.mean([len(set(ours) & set(theirs)) for ours, theirs in zip(rows, true, strict=True)])) / 10
 
 
@@ -66,7 +66,7 @@ def test_ann_benchmarks_runs(ann: Any, metric: str, kind: str) -> None:
         algorithm.batch_query(QUERIES, 10)
         np.testing.assert_array_equal(np.sort(rows), np.sort(algorithm.get_batch_results()))
         assert str(algorithm) == f"softdb ({kind}, recall {recall})"
-        recalls.append(found(rows, true))
+        recalls.append(recall_of(rows, true))
         efforts.append(algorithm.get_additional().get("index_records_per_match", 0))
     assert recalls[1] >= 0.95
     assert recalls == [1, 1] if kind == "flat" else efforts[0] < efforts[1]
@@ -98,7 +98,7 @@ def test_vectordbbench_loads_optimises_and_searches_by_copies(bench: Any, path: 
     other = pickle.loads(pickle.dumps(client))
     with other.init(), client.init():
         answers = [other.search_embedding(query.tolist(), 10) for query in QUERIES]
-        assert found(answers, nearest("cosine", QUERIES)) > 0.9
+        assert recall_of(answers, nearest("cosine", QUERIES)) > 0.9
         assert other.search_embedding(QUERIES[0].tolist(), k=10) == client.search_embedding(QUERIES[0].tolist(), k=10)
         for kind, given, allowed in (
             ("NumGE", {"int_value": 2800}, range(2800, 2900)),
@@ -115,7 +115,7 @@ def test_vectordbbench_loads_optimises_and_searches_by_copies(bench: Any, path: 
             other.prepare_filter(filters)
             assert other.search_embedding(KEYS[allowed[0]].tolist(), 1) == [allowed[0]]
             true = np.array(allowed)[nearest("cosine", QUERIES, KEYS[list(allowed)])]
-            assert found([other.search_embedding(query.tolist(), 10) for query in QUERIES], true) > 0.9
+            assert recall_of([other.search_embedding(query.tolist(), 10) for query in QUERIES], true) > 0.9
         client.insert_embeddings([(QUERIES[0] * 2).tolist()], [777_777])  # a reader sees later commits
         assert other.search_embedding(QUERIES[0].tolist(), 1) == [777_777]
     again = bench.SoftDBClient(16, config, case)

@@ -71,7 +71,9 @@ def library(tmp_path: Path) -> Path:
     return tmp_path / "db"
 
 
-def asked(path: Path, ask: Callable[[Client, Call], Awaitable[None]], over: Any = None, encoder: Any = None) -> None:
+def in_session(
+    path: Path, ask: Callable[[Client, Call], Awaitable[None]], over: Any = None, encoder: Any = None
+) -> None:
     """Run a conversation with the tools of a database: in this process, or over the pipes of a process."""
 
     async def converse(server: Any) -> None:
@@ -133,7 +135,7 @@ def test_over_pipes_stored_text_is_data_and_errors_are_one_line(library: Path, t
         holding([[1, 0]], ids=[1], path=library).close()
         assert await call("count") == {"count": 1}
 
-    asked(library, ask, piped(library))
+    in_session(library, ask, piped(library))
 
 
 def test_the_answers_are_those_of_the_database(library: Path) -> None:
@@ -158,7 +160,7 @@ def test_the_answers_are_those_of_the_database(library: Path) -> None:
         (note,) = (await call("count", where={"yeer": 1}))["notes"]
         assert "did you mean 'year'" in note
 
-    asked(library, ask)
+    in_session(library, ask)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_bad_arguments_are_errors_of_the_tool(library: Path, tool: str, argument
         assert message in await call(tool, fails=True, **arguments)
         assert (await call("count"))["count"] == 3  # it serves on
 
-    asked(library, ask)
+    in_session(library, ask)
 
 
 def test_an_answer_is_bounded(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_an_answer_is_bounded(tmp_path: Path) -> None:
         assert last["payload"] == {"a": "x" * 3_900}
         assert len((await call("describe"))["fields_of_the_first_records"]) == 1
 
-    asked(tmp_path / "db", ask)
+    in_session(tmp_path / "db", ask)
 
 
 def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: Path, tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: 
         assert not (await call("describe"))["takes_text"]
         assert "encoded by 'stranger/model'" in await call("search", text="a", fails=True)
 
-    asked(tmp_path / "model", ask)
+    in_session(tmp_path / "model", ask)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
         Served(library, "demo")
 
@@ -239,8 +241,8 @@ def test_a_text_index_is_searched_by_words(tmp_path: Path, library: Path) -> Non
         actual = (await call("search", text="rabbit", k=2))["hits"]
         np.testing.assert_allclose([hit["score"] for hit in actual], both.scores[0].tolist(), rtol=1e-6)
 
-    asked(tmp_path / "words", ask)
-    asked(library, ask_both)
+    in_session(tmp_path / "words", ask)
+    in_session(library, ask_both)
 
 
 def test_unservable_paths_are_one_line_errors(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

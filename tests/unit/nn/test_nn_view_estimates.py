@@ -21,7 +21,7 @@ N, D, V, DRAWS, TEMPERATURE = 12_000, 8, 3, 300, 0.5
 KINDS: list[dict[str, Any]] = [{"value_dim": V}, {"num_classes": 4}, {}]
 
 
-def made(shape: dict[str, Any], index: str = "ivf", metric: Any = "l2") -> tuple[View, Tensor]:
+def stale_view(shape: dict[str, Any], index: str = "ivf", metric: Any = "l2") -> tuple[View, Tensor]:
     """A view whose stale index is of an encoder that was changed since, and queries."""
     random = torch.Generator().manual_seed(0)
     keys = torch.randn(N, D, generator=random)
@@ -47,7 +47,7 @@ def drawn(view: View, queries: Tensor, seed: int = 0, **more: Any) -> softdb.Poo
 @pytest.mark.parametrize("index", ["ivf", "hnsw"])
 @pytest.mark.few(1)
 def test_sums_are_unbiased_however_stale_the_index_is(shape: dict[str, Any], index: str) -> None:
-    view, queries = made(shape, index)
+    view, queries = stale_view(shape, index)
     with torch.no_grad():
         exact = view.attend(queries, temperature=TEMPERATURE)
         answers = [drawn(view, queries, seed) for seed in range(120)]
@@ -67,7 +67,7 @@ def test_sums_are_unbiased_however_stale_the_index_is(shape: dict[str, Any], ind
 
 
 def test_an_answer_promises_no_bar() -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     pooled = drawn(view, queries)
     assert pooled.finder == "stale index"
     assert pooled.bar.isnan().all()
@@ -84,7 +84,7 @@ def test_an_answer_promises_no_bar() -> None:
 
 
 def test_gradients_reach_queries_and_encoder_and_are_unbiased() -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     queries = queries.requires_grad_()
     wanted = [queries, *view.encoder.parameters()]
     shift = view.attend(queries, temperature=TEMPERATURE).lse.detach()
@@ -103,7 +103,7 @@ def test_gradients_reach_queries_and_encoder_and_are_unbiased() -> None:
 
 @pytest.mark.parametrize("where", [None, {"odd": True}])
 def test_the_dead_are_not_drawn_and_the_young_all_count(where: dict[str, Any] | None) -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     view.db.delete(range(0, N, 5))
     random = torch.Generator().manual_seed(3)
     young = torch.randn(200, D, generator=random)
@@ -128,11 +128,11 @@ def test_the_dead_are_not_drawn_and_the_young_all_count(where: dict[str, Any] | 
 
 
 def test_cheap_or_undrawable_questions_are_exact() -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     truth = view.attend(queries, temperature=TEMPERATURE)
     for pooled in (
         view.attend(queries, temperature=TEMPERATURE, max_draws=N // 4),
-        made({"value_dim": V}, "flat")[0].attend(queries, temperature=TEMPERATURE, max_draws=100),
+        stale_view({"value_dim": V}, "flat")[0].attend(queries, temperature=TEMPERATURE, max_draws=100),
         view.attend(queries, temperature=TEMPERATURE, max_draws=100, where={"odd": 3}),
     ):
         assert pooled.exact.all()
@@ -140,7 +140,7 @@ def test_cheap_or_undrawable_questions_are_exact() -> None:
 
 
 def test_losses_take_draws() -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     ids = [3, 50, 700, 9000]
     ask: dict[str, Any] = {"temperature": TEMPERATURE, "reduction": "none"}
 
@@ -154,12 +154,12 @@ def test_losses_take_draws() -> None:
     exact, near = pooled_loss(view, queries, targets, **ask), pooled_loss(view, queries, targets, **ask, **drawing())
     assert not torch.equal(exact, near)
     assert near.requires_grad
-    labelled, _ = made({"num_classes": 4})
+    labelled, _ = stale_view({"num_classes": 4})
     assert label_loss(labelled, queries, [0, 1, 2, 3], **ask, **drawing()).shape == (4,)
 
 
 def test_senseless_arguments_are_refused() -> None:
-    view, queries = made({"value_dim": V})
+    view, queries = stale_view({"value_dim": V})
     with pytest.raises(softdb.BadInput, match="k is 3 and max_draws 100"):
         view.attend(queries, k=3, max_draws=100)
     with pytest.raises(softdb.BadInput, match="max_draws is 0"):
