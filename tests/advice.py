@@ -35,7 +35,7 @@ SAYS = re.compile(rf"\b[a-z_]+=|\b\w+\(\)|--[a-z]|softdb (?:{COMMANDS})\b")  # a
 
 
 def advice(text: str, error: type[Exception] = softdb.SoftDBError) -> Callable[[Callable[[Path], Steps]], Any]:
-    """Make a test of a case: the error has that text, and what is done after it succeeds."""
+    """Make a test of a case: the call raises the error with that text, and following the advice succeeds."""
 
     def made(case: Callable[[Path], Steps]) -> Any:
         def test(tmp_path: Path) -> None:

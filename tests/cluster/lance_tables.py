@@ -69,7 +69,7 @@ def told(truth: Truth) -> dict[int | str, tuple[list[float] | None, Any, Any, st
 
 
 def held(db: Any) -> dict[Any, Any]:
-    """Every record of a cluster, as `told` reads the table."""
+    """Every record of a cluster, in the form in which `told` reads the table."""
     found: dict[Any, Any] = {}
     for part in db.scan(1000):
         for i, name in enumerate(part.ids):

@@ -56,7 +56,7 @@ def opened(url: str, timeout: float = TIMEOUT, **words: Any) -> cluster.TableClu
 
 
 def actors(db: cluster.TableCluster) -> list[Any]:
-    """Of the one host, those that are asked first first."""
+    """Replicas of the one host in the order in which they are asked."""
     transport: Any = db.caller.transport
     return [transport.hosts[0][i] for i in transport.order(0)]
 
@@ -246,7 +246,7 @@ with opened(sys.argv[1]) as db:
 
 
 def writer_killed(url: str, address: str, seconds: float, tally: Counter[str]) -> None:
-    """A driver in a process of its own is killed so long after its first write; all that it acknowledged is there."""
+    """Kill a driver process some seconds after its first write; its acknowledged records must be stored."""
     paths = json.dumps([str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, url, address, paths],

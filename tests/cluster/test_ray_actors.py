@@ -55,7 +55,7 @@ def connected() -> Iterator[str]:
 
 @pytest.fixture(scope="class")
 def holders(connected: str) -> Iterator[list[Any]]:
-    """Two actors that hold whatever databases they are told."""
+    """Two actors that hold the databases given to them."""
 
     class Folders(Host):  # a class of a function is pickled whole: actors need not find the tests
         def hold(self, folders: dict[int, str], shards: int) -> None:
@@ -149,7 +149,7 @@ def called(db: cluster.TableCluster, function: Any) -> list[Any]:
 
 
 def all_at(db: cluster.TableCluster, version: int) -> None:
-    """Wait until every replica is there, unasked. Raises TimeoutError naming where they are."""
+    """Wait until every replica is up; raise TimeoutError with their places."""
 
     def versions(host: Any) -> dict[int, int]:
         return {shard: one.hydrated.version(shard) for shard, one in (host._shards or {}).items()}

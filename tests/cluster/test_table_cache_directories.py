@@ -37,7 +37,7 @@ def test_foreign_files_in_a_cache_directory_are_removed(truth: Truth, tmp_path: 
 
 
 def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Truth, tmp_path: Path) -> None:
-    """And when it goes on with the table."""
+    """The same checks when it continues with the table."""
     numbers = []
     for i in range(2):
         truth.insert(batch(truth, [f"more {i} {j}" for j in range(8)]))

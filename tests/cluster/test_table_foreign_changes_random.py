@@ -153,7 +153,7 @@ def as_the_table(db: TableCluster) -> None:
 
 
 def read(db: TableCluster) -> dict[Any, Any]:
-    """As `told`, where some payloads are no JSON."""
+    """Read as `told` does, where some payloads are no JSON."""
     import json
 
     found = {}

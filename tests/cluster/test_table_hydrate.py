@@ -83,7 +83,7 @@ def test_directories_follow_whatever_is_done(data: st.DataObject, tmp_path_facto
 
 
 def test_directories_follow_a_table_that_was_compacted_twice(tmp_path: Path) -> None:
-    """The second compaction rewrites the index of the ids; shards are not made anew for that."""
+    """The second compaction rewrites the index of the ids without a rebuild of the shards."""
     truth = made(str(tmp_path / "t.lance"), shards=2)
     followed = hydrated(truth, tmp_path / "cache")
     for seed in range(2):
@@ -329,7 +329,7 @@ def test_more_rows_than_a_few_that_are_no_records_are_refused(
 
 
 def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(truth: Truth, tmp_path: Path) -> None:
-    """Once: what is damaged again is told."""
+    """The question is repeated once; damage in the rebuilt shard is raised."""
     followed = hydrated(truth, tmp_path / "cache")
     seen = list[int]()
 

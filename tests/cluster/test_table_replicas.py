@@ -149,7 +149,7 @@ def indexed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_another_directory_answers_on(world: World, ask: Any, at: type[Message]) -> None:
-    """Within a question, and between it and its gradient: nobody asks again."""
+    """A directory lost within a question, or before its gradient, is replaced without a new question."""
     world.replicas.at, world.replicas.asked = at, []
     same(world, ask)
     assert world.replicas.first == 1
@@ -185,7 +185,7 @@ def test_hits_name_the_records_of_their_version(world: World) -> None:
 
 
 def test_draws_are_of_the_directory_that_drew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An estimate is asked again; its gradient needs the same draws, and says so."""
+    """An estimate is repeated; its gradient needs the same draws and raises."""
     indexed(world, monkeypatch)
     world.replicas.at = Draw
     leaf = world.queries.clone().requires_grad_()
@@ -210,7 +210,7 @@ def test_samples_are_drawn_in_one_directory(world: World) -> None:
 
 @pytest.mark.parametrize("at", [ScanRows, Locate, Draw, PassOver])
 def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refreshes go to the one that answers; the other has not seen what was written since."""
+    """Refreshes go to the replica that answers; the other lacks the later writes."""
     world.db.insert(["new"], np.full((1, DIM), 3), np.ones((1, 3)))
     assert len({here.hydrated.version(0) for here in world.replicas.copies}) == 2
     world.replicas.first = 1
@@ -229,7 +229,7 @@ def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], mo
 
 
 def test_no_reader_goes_back_to_an_older_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that cannot come on is no reason to forget what was seen."""
+    """A replica that cannot catch up does not take back the version."""
     world.db.insert(["new"], np.full((1, DIM), 3), np.ones((1, 3)))
     version = world.db.version
     world.replicas.first = 1

@@ -43,7 +43,7 @@ def small_table(folder: Path, shards: int = 2) -> cluster.TableCluster:
 
 
 def check_complete(db: cluster.TableCluster) -> None:
-    """Assert that every record is there once, in the shard that its id says, and answers are right."""
+    """Assert that every record is stored once, in the shard of its id, and that answers are right."""
     found = {one: payload for part in db.scan(100) for one, payload in zip(part.ids, part.payloads, strict=True)}
     assert found == {**{one: i for i, one in enumerate(IDS)}, "bare": None}
     assert len(db) == N + 1

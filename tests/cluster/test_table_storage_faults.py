@@ -148,7 +148,7 @@ FAILS = ["PUT data", "PUT _transactions", "PUT _versions", "GET data", "HEAD _ve
 def test_a_write_whose_request_fails(
     place: Place, request_: str, reaches: bool, closes: bool, tally: Counter[str]
 ) -> None:
-    """It is acknowledged, or a typed error; whole or not there; and no shard is made anew because of it."""
+    """A write is acknowledged or raises; it is complete or absent; and no shard is rebuilt for it."""
     with place.opened() as db:
         before = directories(db)
         place.way.fail(place.request(request_), reaches, closes)
@@ -174,7 +174,7 @@ def test_a_write_whose_request_fails(
 
 
 def directories(db: cluster.TableCluster, *ids: str) -> set[int]:
-    """The numbers of those that hold these records, or all: one that is made anew has another."""
+    """Numbers of the shards with these records, or of all; a rebuilt shard has a new number."""
     rows: Any = db.core.located([*ids] or [f"r{i}" for i in range(N)])
     return set((rows >> ROW_BITS).tolist())
 
@@ -192,7 +192,7 @@ def test_a_failed_build_of_shards_is_resumed(place: Place, reaches: bool, tally:
 
 
 def test_a_slow_store_makes_shards_late_and_answers_right(place: Place, tally: Counter[str]) -> None:
-    """A shard that follows too slowly is named in time, and is there later."""
+    """A shard that follows too slowly is named within the timeout and is back later."""
     with place.opened("r", timeout=0.5) as reader, place.opened(cache="-writer") as db:
         write(db, 1)
         place.way.delay = 0.3

@@ -100,7 +100,7 @@ def do(db: cluster.TableCluster, i: int) -> None:
 
 
 def work(place: Place, step: str | None, count: int, says: Connection) -> None:
-    """In a process of its own: write, say what was acknowledged, and die at the `count`-th time of a step."""
+    """Write in a process of its own, report acknowledged turns, and die at the `count`-th time of a step."""
     if step is not None:
         die_at(*STEPS[step], count)
     with place.opened("rw") as db:
@@ -161,14 +161,14 @@ def held(db: cluster.TableCluster, tally: Counter[str]) -> State:
 
 
 def among(found: State, low: int, high: int, tally: Counter[str]) -> None:
-    """A state is one of those after so many turns; else something is lost, or half there."""
+    """Assert that a state is that after some number of turns."""
     lost = any(by > found.get(name, -1) for name, by in STATES[low].items())
     tally[LOST if lost else HALF] += found not in STATES[low : high + 1]
     assert found in STATES[low : high + 1]
 
 
 class Writer:
-    """A process that works, and what it has said."""
+    """A working process and its reports."""
 
     def __init__(self, place: Place, step: str | None, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -180,7 +180,7 @@ class Writer:
         self.last, self._begun = 0, time.monotonic()  # the turn that it acknowledged last
 
     def heard(self) -> bool:
-        """Take in what it has said; False once it is dead."""
+        """Read its reports; return False once it is dead."""
         assert time.monotonic() - self._begun < 300, "it hangs"
         with contextlib.suppress(EOFError):
             wait = 0.01
@@ -193,7 +193,7 @@ class Writer:
 
 
 def killed(place: Place, step: str | None, count: int, tally: Counter[str], chance: random.Random | None = None) -> int:
-    """Kill a writer, and compare what is there with what it said; how many kills came.
+    """Kill a writer and compare the records with its reports; return the number of kills.
 
     By chance a reader follows it, the directories of its shards are removed meanwhile, and without a step it is killed
     at any moment.

@@ -177,7 +177,7 @@ def test_many_files_are_merged_into_few(truth: Truth) -> None:
 
 
 def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any], times: int = 1) -> None:
-    """Let another handle write between a look at the table and the commit, so many times."""
+    """Let another handle write between the read of a table and the commit, so many times."""
     real, other, left = Truth._written, stored(truth.url, None), [times]
 
     def written(self: Truth, dataset: Any, work: Callable[[], object]) -> int:

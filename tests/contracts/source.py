@@ -24,7 +24,7 @@ Array = np.ndarray
 
 
 class World(NamedTuple):
-    """A source, and what it holds."""
+    """A source and its records."""
 
     source: Source
     keys: Array  # (n, d) of the live records

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 
 class Clock:
-    """Seconds: it stands still but for what is spent, and moves on by `tick` each time it is read."""
+    """Seconds that advance only by `spend`, and by `tick` at each reading."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self._tick = 0.0, tick

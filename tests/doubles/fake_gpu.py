@@ -128,7 +128,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, cards: int = 1) -> None:
-    """The device "cpu:0" means so many devices that are really the CPU; "cpu" stays what it is."""
+    """Let "cpu:0" mean so many devices that are really the CPU; "cpu" stays the CPU."""
 
     def of(cls: type[Board], devices: Any, dtype: Any = None) -> Board | None:
         there = devices is not None and devices[0].index is not None

@@ -77,7 +77,7 @@ class Pretended:
         Pretended.noting = self
 
     def note(self, named: str, goal: str | None, tensors: list[Tensor]) -> None:
-        """One operation on tensors of which some are there."""
+        """One operation on tensors, some of them on the device."""
         if named == "_local_scalar_dense":
             self.waits += 1
             return

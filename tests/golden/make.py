@@ -32,7 +32,7 @@ Id = int | str
 
 
 class Plan:
-    """A database, and in plain lists what it must hold: in the order in which `scan` gives it."""
+    """A database and its expected records as lists, in the order of `scan`."""
 
     def __init__(self, path: Path, **schema: Any) -> None:
         self.path = path

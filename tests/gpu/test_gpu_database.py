@@ -112,7 +112,7 @@ def test_columns_of_more_numbers_than_an_int32_counts(cuda: torch.device) -> Non
 
 
 def database(device: torch.device, path: Path | None = None) -> softdb.SoftDB:
-    """Some records, asked on a device."""
+    """Open a database of random records on a device."""
     n = 200_000 if device.type == "cuda" else 2000
     torch.manual_seed(4)
     return holding(torch.randn(n, 32), torch.randn(n, 8), path=path, device=str(device))

@@ -83,7 +83,7 @@ MOST = {"A search by an index": 9, "An exact soft query": 8, "An insert": 10}  #
 
 
 def depths(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> dict[Step, int]:
-    """Frames of softdb on the stack where each function is first called; a call of the store's thread goes on there."""
+    """Frames of softdb on the stack at the first call of each function, across the store's thread."""
     frames: dict[Step, int] = {}
     home, caller, waiting = str(ROOT.parent), threading.get_ident(), [0]
 

@@ -34,7 +34,7 @@ METADATAS: list[dict[str, Any]] = [
 
 
 class Counted(Embeddings):
-    """A fake embedding that says what it embedded, and in which thread; it waits until an event loop has gone on."""
+    """A fake embedding that records its texts and threads; it waits until an event loop has run."""
 
     def __init__(self, size: int = 6, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.fake, self.loop, self.documents = DeterministicFakeEmbedding(size=size), loop, 0

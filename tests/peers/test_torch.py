@@ -59,7 +59,7 @@ def test_attention_agrees_with_torch(
 
 
 def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit as it is, in the compiled loops where there are any."""
+    """Run over the limit in the compiled loops, if there are any."""
     monkeypatch.delattr(module, "_dense")
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 3, 30, 8), torch.randn(1, 3, 100_000, 8), torch.randn(1, 3, 100_000, 4)

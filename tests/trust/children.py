@@ -194,7 +194,7 @@ class Child:
         self._pipe, self._text = pipe, ""
 
     def hear(self, until: str | None) -> None:
-        """Read what it says up to a line, or all."""
+        """Read the child's output up to a line, or all of it."""
         while until is None or f"{until}\n" not in self._text:
             ready, _, _ = select.select([self._pipe], [], [], PATIENCE)
             assert ready, f"child {self.pid} is stuck after {self._text[-200:]!r}"
@@ -216,7 +216,7 @@ class Child:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a child for each order until nobody orders any more."""
+    """Fork a child for each order until the orders end."""
     _warm_up()
     orders = socket.socket(fileno=descriptor)
     while True:

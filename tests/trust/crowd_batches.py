@@ -68,7 +68,7 @@ def whole(records: list[softdb.Records], in_part: Callable[[int], bool] = lambda
 
 
 def seen(db: softdb.SoftDB) -> set[int]:
-    """The batches of a database at rest, asked in every way; all ways must agree."""
+    """Batches of a database at rest, read in every way; all ways must agree."""
     found = whole(list(db.scan(100)))
     assert len(db) == db.count() == SIZE * len(found)
     for batch in sorted(found)[:: max(1, len(found) // 3)]:

@@ -115,7 +115,7 @@ def when_a_fork_waits(patch: pytest.MonkeyPatch) -> threading.Event:
 
 
 class Forked:
-    """A child forked off this very process. It works, tells what it found, and leaves by `os._exit`."""
+    """A child forked off this process; it works, sends its result, and leaves by `os._exit`."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.pipe, theirs = os.pipe()

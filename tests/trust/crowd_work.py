@@ -38,7 +38,7 @@ States = NDArray[np.int8]
 
 
 class Views:
-    """Looks at a database in every way, and checks what it sees."""
+    """Checks of one database through every kind of question."""
 
     def __init__(self, db: softdb.SoftDB, states: Any, seed: int) -> None:
         self.db, self.random = db, np.random.default_rng(seed)
@@ -128,7 +128,7 @@ class Views:
 
 
 def reads(line: Connection, path: Path, states: Any, seed: int) -> None:
-    """A process that looks until it is told to stop, then says how often it did."""
+    """Run checks in a process until it is stopped, then send their counts."""
     with softdb.open(path, mode="r") as db:
         views = Views(db, states, seed)
         line.send("reading")
@@ -224,7 +224,7 @@ class Crowd:
 
 
 def writes(line: Connection, path: Path, states: Any, seconds: float, seed: int) -> None:
-    """A process with a Crowd; says what it did."""
+    """Run a Crowd in a process and send its counts."""
     crowd = Crowd(path, states, seed)
     threads = [threading.Thread(target=crowd.repeat, args=(work,)) for work in crowd.works(seed)]
     for thread in threads:

@@ -36,7 +36,7 @@ READS: dict[str, Callable[[softdb.SoftDB], object]] = {
 
 
 class Reads:
-    """Counts what is read and lets one of them fail."""
+    """A counter of reads that lets one of them fail."""
 
     def __init__(self) -> None:
         self.seen, self.at = 0, -1
@@ -106,7 +106,7 @@ def error_or_result(ask: Callable[[], object], verb: str) -> object:
 
 
 def beside(path: Path) -> None:
-    """Another process's write, which leaves the records as they are."""
+    """A write of another process that changes no record."""
     with softdb.open(path) as db:
         db.index_field("g")
         db.drop_field("g")

@@ -32,7 +32,7 @@ RECORDS: list[tuple[int | str, list[float], Any]] = [
 
 
 def good(path: Path) -> Path:
-    """A database that is what it should be, closed, its log folded in: four records, one dead row, a declared field."""
+    """Make a valid database, closed, its log folded in: four records, one dead row, a declared field."""
     with softdb.open(path, dim=WIDTH, fields=["x"]) as db:
         ids, keys, payloads = zip(*RECORDS, strict=True)
         db.insert(list(ids), list(keys), payloads=list(payloads))
@@ -121,7 +121,7 @@ def crafted_by(*crafts: Craft) -> Craft:
 
 
 def state(generation: int, next_row: int) -> Craft:
-    """Another state, with its checksum: whoever crafts one can do sums."""
+    """Another state with its right checksum, as an attacker can compute it."""
     crc = crc32(f"{generation} {next_row}".encode())
     return sql(f"UPDATE state SET generation = {generation}, next_row = {next_row}, crc = {crc}")
 

@@ -149,7 +149,7 @@ _LINES = [
 
 
 def lines(seed: int, count: int, folder: str) -> list[str]:
-    """Files of JSON lines and of CSV, also packed; what is accepted comes back exactly."""
+    """Files of JSON lines and of CSV, also packed; accepted rows come back exactly."""
     import softdb
     from softdb.formats import Fields, import_records, read_records
 
@@ -197,7 +197,7 @@ def wheres(seed: int, count: int, folder: str) -> list[str]:
 
 
 def commands(seed: int, count: int, folder: str) -> list[str]:
-    """Arguments of the command line: what is wrong is said in one line."""
+    """Arguments of the command line: errors are one line."""
     from typer.testing import CliRunner
 
     import softdb

@@ -163,7 +163,7 @@ def compact(random: Random, schema: dict[str, Any], n: int, state: State) -> Act
 
 
 def reembed(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
-    """By an encoder that the next few runs have, too: what one has left, another goes on with."""
+    """Reembed by an encoder that the next runs have, too, so that one run resumes another."""
     model, size = Model(f"m{n // 8}", DIM), max(8, len(state) // 4)
     return Act(
         "reembed", lambda world: world.db.reembed(model, field=text_of, batch_size=size), model.of(state, schema)

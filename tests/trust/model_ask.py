@@ -33,7 +33,7 @@ class Scanning:
 
 
 class AskedMachine(DatabaseMachine):
-    """A database that is changed and asked."""
+    """A database under changes and questions."""
 
     scanning: Scanning | None = None
     held: tuple[softdb.Hits, Records] | None = None

@@ -38,7 +38,7 @@ def _given(draw: Draw, column: Any, keyed: Any) -> Any:
 
 
 class DatabaseMachine(RuleBasedStateMachine):
-    """A database, on disk or in memory, and what it must hold."""
+    """A database, on disk or in memory, and its expected records."""
 
     most = MOST
     indexed = False  # whether searches may be approximate
@@ -71,7 +71,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def where(self, draw: Draw) -> dict[str, Any]:
-        """A filter, new or asked before."""
+        """A filter, new or repeated."""
         if draw.random.random() < 0.5:
             where = draw.where([stored.payload for stored in self.model.records.values()])
             if draw.random.random() < 0.4:
@@ -266,4 +266,4 @@ class DatabaseMachine(RuleBasedStateMachine):
         assert self.db.stats().fields == sorted(self.fields)
 
     def release(self) -> None:
-        """Close whatever else is open in the directory, and forget what was asked of this handle."""
+        """Close other handles of the directory, and forget the earlier questions of this one."""

@@ -197,7 +197,7 @@ class Records:
         assert found.texts == [one.text for one in stored]
 
     def holds(self, db: softdb.SoftDB, batch: int = 1000) -> None:
-        """The database holds exactly this, in every way that it can be asked."""
+        """Assert that the database holds exactly these records, by every kind of question."""
         assert db.verify() == len(db) == db.count() == db.count({}) == len(self)
         assert db.text_index == self.tokenizer
         parts, ids = list(db.scan(batch)), list(self.records)

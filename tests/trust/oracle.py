@@ -109,7 +109,7 @@ def differences(found: State, expected: State) -> str:
 
 
 def check(db: softdb.SoftDB, *allowed: State) -> State:
-    """Raise AssertionError unless the database holds exactly one of the states, in every way that it can be asked.
+    """Raise AssertionError unless the database holds exactly one of the states, by every kind of question.
 
     Returns that state.
     """

@@ -31,7 +31,7 @@ MORE = "one more"  # the record that is added to what a cut has left
 
 @dataclass
 class Violation:
-    """A cut after which a database is not what it must be, with what is needed to see it alone."""
+    """A cut that leaves a wrong database, with all that is needed to repeat it."""
 
     place: int  # number of steps taken
     fates: Fates
@@ -53,7 +53,7 @@ class Judge:
         self.known: dict[bytes, Outcome] = {}  # by digest of all that the database may depend on
 
     def outcomes(self, image: Image, digests: Digests) -> list[Outcome]:
-        """For each timeline the numbers of the states that its database is in, or what is wrong with it."""
+        """For each timeline the numbers of the states that its database is in, or its fault."""
         return [self._outcome(number, image, digests) for number in range(len(self.timelines))]
 
     def _outcome(self, number: int, image: Image, digests: Digests) -> Outcome:
@@ -68,7 +68,7 @@ class Judge:
         return self.known[key]
 
     def _one(self, number: int, whole: bool) -> Outcome:
-        """The outcome of what lies there. `whole`: it is asked in every way, and by a reader first."""
+        """Outcome of an image. `whole`: ask it in every way, and by a reader first."""
         timeline = self.timelines[number]
         path = self.root / timeline.path
         try:
@@ -133,7 +133,7 @@ def _held(db: softdb.SoftDB, whole: bool) -> Held:
 
 
 def _one_more(db: softdb.SoftDB, state: Held) -> Held:
-    """Write one more record, and return what must be there then."""
+    """Write one more record, and return the records expected then."""
     schema = db._store.schema
     key = np.ones(schema.dim, schema.dtype)
     value: Any = np.ones(schema.value_dim, schema.dtype) if schema.value_dim else 1 if schema.num_classes else None

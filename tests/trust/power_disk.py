@@ -29,7 +29,7 @@ Digests = dict[str, bytes]  # of the bytes
 
 
 class Step(NamedTuple):
-    """One operation, bound to what it acts on rather than to a name: steps can be left out and change places."""
+    """One operation, bound to its object rather than to a name, so that steps can be left out or swapped."""
 
     label: str  # its name for the protocol
     act: str  # write truncate entry sync begin acknowledged flushed
@@ -157,7 +157,7 @@ class Disk:
 
 
 def label_of(step: Step, disk: Disk) -> str:
-    """The name of a step; that of a sync tells what it covers, too: the latest change."""
+    """Name of a step; that of a sync includes the latest change that it covers."""
     if step.act != "sync":
         return step.label
     waiting = disk.pending.get(step.node, [])

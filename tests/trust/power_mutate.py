@@ -64,7 +64,7 @@ def mutations(history: History) -> Iterator[Mutation]:
 
 
 def _with_marks(units: list[_Unit]) -> Iterator[_Unit]:
-    """Commits together with the mark of what was acknowledged: what comes after both may not come before."""
+    """Commits together with the mark of acknowledged commits: a step after both may not come before."""
     marked = False
     for unit, after in zip(units, [*units[1:], _Unit("", [])], strict=True):
         if not marked:

@@ -67,7 +67,7 @@ def _values(rng: np.random.Generator, count: int, schema: dict[str, Any]) -> Any
 
 
 def _change(db: softdb.SoftDB, rng: np.random.Generator, schema: dict[str, Any]) -> list[State]:
-    """Tombstones, replaced records and replaced payloads; what was stored before each."""
+    """Tombstones, replaced records and replaced payloads; the records before each change."""
     states = [held(db)]
     db.delete([2, "r3", 10])
     states.append(held(db))

@@ -73,7 +73,7 @@ class SecondUser:
         assert self.line.recv() == "ready"
 
     def ask(self, verb: str, argument: object = None) -> tuple[str, Any]:
-        """The kind of an answer, "done" or an error's name, and what it says."""
+        """Kind of an answer ("done" or an error's name), and its value."""
         self.line.send((verb, argument))
         kind, answer = self.line.recv()
         return kind, answer

@@ -24,7 +24,7 @@ _kept: list[apsw.VFS] = []  # SQLite uses a VFS for as long as a connection is o
 
 
 class Op(NamedTuple):
-    """One change: what is done to which file. `link`, `rename`: from `path` to `target`."""
+    """One change of a file. `link`, `rename`: from `path` to `target`."""
 
     name: str  # create write truncate sync sync_directory rename link unlink make remove_directory
     path: Path

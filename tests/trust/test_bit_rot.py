@@ -211,7 +211,7 @@ def attended(path: Path, count: int, how: dict[str, Any], labels: bytes, *, late
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "queries", "how"), [(40, 3, {}), (20_000, 64, {}), (20_000, 64, {"rtol": 0.1})])
 def test_a_label_that_no_class_has_is_named(tmp_path: Path, count: int, queries: int, how: dict[str, Any]) -> None:
-    """A database from a stranger, or rot, must not have memory written to that is nobody's."""
+    """Neither a hostile database nor rot may cause writes to foreign memory."""
     keys, labels = np.random.default_rng(0).standard_normal((count, 3)), np.zeros(count, np.int64)
     holding(keys, labels, path=tmp_path / "db", num_classes=5).close()
     wild = np.full(count, 1 << 30, "<i4").tobytes()

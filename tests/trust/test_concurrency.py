@@ -62,7 +62,7 @@ def test_one_writing_process_with_eight_threads_and_four_that_read(
 
 
 def overlapping(line: Connection, path: Path, seconds: float) -> None:
-    """Two readers of which one is always within a transaction, as many together would be."""
+    """Two readers of which one is always within a transaction, as with many readers."""
     stop = threading.Event()
 
     def read(db: softdb.SoftDB, wait: float) -> None:

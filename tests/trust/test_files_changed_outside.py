@@ -106,7 +106,7 @@ class World:
         HANDS[how](target, self.older / FILES[what] if what != "directory" else self.older, self.away)
 
     def move_back(self) -> None:
-        """Put what was renamed away where it was."""
+        """Move renamed files back."""
         for moved in self.away.iterdir():
             place = self.path if moved.name == "db" else self.path / moved.name
             if moved.is_dir() and place.exists():

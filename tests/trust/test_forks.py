@@ -36,7 +36,7 @@ def numbered(path: Path, count: int = 20) -> softdb.SoftDB:
 
 
 def clustered(path: Path) -> softdb.SoftDB:
-    """Enough records for an index to be asked."""
+    """Open a database of enough records for an index."""
     return holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
 
 
@@ -44,7 +44,7 @@ def clustered(path: Path) -> softdb.SoftDB:
 
 
 def parent(line: Connection, path: Path, handles: int) -> None:
-    """A writer (and readers of the same path) with a child; each does what it is told."""
+    """A writer (and readers of the same path) with a child; each follows commands."""
     db = numbered(path)
     readers = [softdb.open(path, mode="r") for _ in range(handles - 1)]
     go, told = os.pipe()
@@ -240,7 +240,7 @@ def test_the_exit_of_a_child_leaves_its_parent_alone(path: Path, handles: str, e
 
 
 def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else SQLite's own locks are held by nobody."""
+    """Otherwise SQLite's own locks would be lost."""
     with numbered(path, 3) as db:
         inside, real = threading.Event(), Catalog.put_segment
 

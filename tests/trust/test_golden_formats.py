@@ -43,7 +43,7 @@ def expected(golden: Path) -> dict[str, Any]:
 
 
 def holds(db: softdb.SoftDB, expected: dict[str, Any]) -> None:
-    """The database holds exactly these records, in this order, however it is asked."""
+    """Assert that the database holds exactly these records in this order, by every kind of question."""
     stats, records = db.stats(), expected["records"]
     assert {name: getattr(stats, name) for name in expected["schema"]} == expected["schema"]
     assert stats.fields == expected["fields"]

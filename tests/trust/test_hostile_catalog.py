@@ -365,7 +365,7 @@ def test_pages_and_logs_that_cannot_be_end_decently(
 def test_a_cyclic_table_ends(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, table: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
-    """A few pages that are each other's children are 400^8 leaves to whoever reads on."""
+    """A few pages that are each other's children are 400^8 leaves to a naive reader."""
     tried(asked, goods["compacted"], tmp_path, tower(table), mode, tally, seconds=120)
 
 

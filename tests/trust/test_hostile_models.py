@@ -23,7 +23,7 @@ pytest_plugins = ["hostile_world"]
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A stand-in for sentence-transformers that writes down what it is asked to load."""
+    """A stand-in for sentence-transformers that records the models it would load."""
     import sys
     import types
 
@@ -101,7 +101,7 @@ def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
 def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     tmp_path: Path, folder: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
+    """sentence-transformers looks in the working directory first and runs the code it finds there."""
     import importlib.util
 
     from softdb.tools.cli.places import named_encoder
@@ -115,7 +115,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
 
 
 def weights(mark: Path) -> dict[str, bytes]:
-    """Files of weights that nobody should believe."""
+    """Files of weights with false claims."""
     import io
 
     import torch

@@ -118,7 +118,7 @@ def test_maintenance_is_correct_while_two_threads_write(
 
 
 def shedding(path: Path, count: int) -> softdb.SoftDB:
-    """A database of so many records, nine of ten of them deleted."""
+    """Open a database of `count` records, nine of ten of them deleted."""
     db = softdb.open(path, dim=DIM, value_dim=4)
     for first in range(0, count, ROWS):
         ids = range(first, min(count, first + ROWS))

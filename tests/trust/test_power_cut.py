@@ -42,7 +42,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def key_inside(root: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The signing key lies on the disk that loses power, too; that an index is left aside is told too often."""
+    """Keep the signing key on the disk that loses power, too, and silence the warning about ignored indexes."""
     caplog.set_level("ERROR", "softdb")
     monkeypatch.setenv("SOFTDB_KEY_FILE", str(root / "state" / "softdb" / "index.key"))
 
@@ -248,7 +248,7 @@ def test_a_durable_insert_syncs_each_file_once(recorded: Callable[[Workload], Hi
 
 
 def unsynced(path: Path, data: bytes) -> None:
-    """Write a file that is there or not, and leave it to whoever comes next to bring it to disk."""
+    """Write a new or existing file and leave its sync to others."""
     descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT)
     disk.write(descriptor, data, 0)
     disk.close(descriptor)

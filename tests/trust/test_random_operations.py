@@ -29,7 +29,7 @@ Machine = Callable[[Path, Counter[str]], DatabaseMachine]
 
 
 def run(machine: Machine, runs: int, steps: int, start: str, root: Path, tally: Counter[str]) -> None:
-    """So many runs of so many operations; the first that disagrees is printed as a program, of many runs shrunk."""
+    """So many runs of so many operations; the first disagreement is shrunk and printed as a program."""
 
     def fresh() -> DatabaseMachine:
         return machine(root, tally)

@@ -35,7 +35,7 @@ def numbered(path: Path, count: int = 20) -> softdb.SoftDB:
 
 
 def saved(report: dict[str, Any]) -> set[str]:
-    """The ids of what was saved."""
+    """Ids of the salvaged records."""
     with softdb.open(report["path"], mode="r", verify=True) as db:
         return {str(one) for records in db.scan(10**6) for one in records.ids}
 

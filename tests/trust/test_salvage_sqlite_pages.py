@@ -22,7 +22,7 @@ from softdb.store import files
 
 
 def random_file(path: Path, seed: int, size: int, folded: bool) -> tuple[list[Any], list[Any]]:
-    """A table and an index of everything SQLite stores, in a file and its log; what it says of them."""
+    """A table and an index of every type that SQLite stores, in a file and its log; and their rows."""
     rng = np.random.default_rng(seed)
     connection = apsw.Connection(str(path / "made"))
     connection.execute(f"PRAGMA page_size = {size}")
@@ -78,7 +78,7 @@ def test_trees_are_read_as_sqlite_reads_them(tmp_path: Path, seed: int, size: in
 
 
 def test_a_log_ends_where_it_is_damaged(tmp_path: Path) -> None:
-    """Byte by byte: what is read is the last commit before."""
+    """Cut the log byte by byte: the last complete commit is read."""
     connection = apsw.Connection(str(tmp_path / "made"))
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("CREATE TABLE t(a)")

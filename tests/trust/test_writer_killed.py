@@ -48,7 +48,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def room(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory, where there is one: whoever is killed leaves the same there as on a disk."""
+    """A directory in memory, if possible: a kill leaves the same there as on a disk."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
         yield tmp_path
@@ -159,7 +159,7 @@ def test_the_tours_pass_every_kind_of_step(nursery: Nursery, room: Path) -> None
 
 @dataclass
 class Lives:
-    """Database after database, each of which sees many writers."""
+    """Databases one after another, each of which sees many writers."""
 
     room: Path
     random: np.random.Generator

@@ -208,7 +208,7 @@ def test_merging_no_parts_is_an_error() -> None:
 def _sampled(
     n: int, k: int, m: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # scores (n,), the sample's scores (draws, m), taken (draws, m)
-    """Many uniform draws of m from n records, of which a query's k best are its hits."""
+    """Many uniform draws of m from n records, with a query's k best as its hits."""
     scores = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     hits = torch.zeros(n, dtype=torch.bool)
     hits[scores.topk(k).indices] = True

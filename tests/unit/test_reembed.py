@@ -232,7 +232,7 @@ def test_a_reader_and_a_closed_handle_refuse(tmp_path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The files of a database but what is on its way, its lock and shared memory."""
+    """Files of a database without temporary files, lock and shared memory."""
     names = [one for one in path.iterdir() if one.is_file() and one.name not in ("lock", "catalog.sqlite-shm")]
     return {name.name: name.read_bytes() for name in names}
 

@@ -59,7 +59,7 @@ def move(encoder: torch.nn.Module, by: float) -> None:
 
 
 def true_ids(view: View, queries: Tensor, k: int, metric: str = "l2") -> list[list[Any]]:
-    """Ids of the k best by the encoder as it is, by sorting every score."""
+    """Ids of the k best by the current encoder, by sorting every score."""
     found: list[Any] = [record for batch in view.db.scan() for record in zip(batch.ids, batch.keys, strict=True)]
     with torch.no_grad():
         encoded = view.encoder(torch.stack([key for _, key in found]).to(queries.dtype))

@@ -15,7 +15,7 @@ from softdb.weights import Softmax, Sparse
 
 
 def stored(snapshot: Snapshot, dim: int = 1, num_classes: int | None = None, value_dim: int | None = None) -> Stored:
-    """A snapshot as a database would show it; the widths are asked for only where nothing is stored to tell them."""
+    """A snapshot as a source; widths are needed only where no stored column gives them."""
     for segment in snapshot.segments[:1]:
         dim = segment.keys.shape[1]
         labels = segment.values is not None and segment.values.ndim == 1

@@ -76,7 +76,7 @@ def test_the_bar_holds_in_hard_worlds(name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3, 1e-2])
 def test_a_low_temperature_on_any_data_is_answered(temperature: float) -> None:
-    """Shares of what is drawn underflow; what remains is kept."""
+    """Shares of drawn records underflow; the remainder is pooled."""
     for name in ("uniform-2", "lognormal-1"):
         db, world = database_of(name)
         truth = exact.answers(world, [temperature])[0]
@@ -131,7 +131,7 @@ def test_extreme_records_are_set_apart() -> None:
 
 
 def test_draws_that_contradict_the_codes_make_bars_wide() -> None:
-    """Codes of which each claims to be exact, and none is."""
+    """Codes that claim to be exact and are not."""
     db, world = database_of("gaussian-32")
     drawable = db._finder.sampler(db._store.snapshot, None)
     assert drawable is not None

@@ -101,7 +101,7 @@ def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 def spoil(db: softdb.SoftDB) -> None:
-    """Fill the host's columns with what is no number."""
+    """Fill the host's columns with NaN."""
     for segment in db._store.snapshot.segments:
         for column in (segment.keys, segment.values):
             if column is not None:

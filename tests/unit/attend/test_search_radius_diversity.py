@@ -105,7 +105,7 @@ def test_a_radius_search_has_gradients_and_finds_the_query_itself(rng: np.random
 
 
 def test_a_score_as_shown_is_a_radius(rng: np.random.Generator) -> None:
-    """The tenth score as the radius gives the ten nearest: what is shown and what is compared are one number."""
+    """The tenth score as the radius gives the ten nearest: shown and compared scores are equal."""
     keys, queries = rng.standard_normal((500, 32)), rng.standard_normal((20, 32)).astype(np.float32)
     db = holding(keys, metric="dot")
     ten = db.search(queries, k=10)

@@ -53,7 +53,7 @@ def run(path: Path, data: DemoData, fresh: bool = False, epochs: int = 2) -> tup
 
 
 def recalls(data: DemoData, weight: Any) -> tuple[float, float]:
-    """Recall@1 and recall@10 of the held-out queries, asked as weight @ query."""
+    """Recall@1 and recall@10 of the held-out queries, projected as weight @ query."""
     held = np.flatnonzero(data.held_out)
     nearest = np.argsort(-data.query_keys[held] @ weight.T @ data.keys.T, axis=1)[:, :10]
     right = [np.isin(row, data.answers[query]) for row, query in zip(nearest, held, strict=True)]

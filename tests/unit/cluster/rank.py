@@ -98,7 +98,7 @@ def a_call_of_some(rank: int, ranks: int) -> None:
 
 
 def a_lost_rank(rank: int, ranks: int) -> None:
-    """Told as soon as it is gone, not at the timeout: the test ends before."""
+    """A lost rank is reported at once, not at the timeout, so the test ends before."""
     cluster = opened(rank, ranks, timeout=3600.0)
     dist.barrier()
     if rank == 0:

@@ -39,7 +39,7 @@ class Does(NamedTuple):
 
 
 class Call:
-    """A call that goes on."""
+    """A running call."""
 
     def __init__(self, at: float, reply: bytes | RayError) -> None:
         self.at, self.reply = at, reply
@@ -62,7 +62,7 @@ class Method(NamedTuple):
 
 
 class Actor:
-    """One replica of a host: what it does with each call, the last from then on."""
+    """One replica of a host: its reaction to each call, the last one repeated."""
 
     def __init__(self, ray: Ray, name: str, *does: Does) -> None:
         self.ray, self.name, self.does = ray, name, [*does]
@@ -134,7 +134,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 
 
 def one_host(ray: Ray, *does: list[Does]) -> tuple[Actors, list[Actor]]:
-    """Two shards on one host, with a replica for each list of what it does."""
+    """Two shards on one host, with a replica for each list of reactions."""
     replicas = [Actor(ray, f"replica {i}", *own) for i, own in enumerate(does)]
     return Actors([replicas], 2), replicas
 
@@ -184,7 +184,7 @@ def test_abandoned_calls_are_cancelled(ray: Ray) -> None:
 
 
 def test_the_cause_of_a_failed_call_is_named_first(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray tells a traceback, of which the exception is the last line."""
+    """Ray raises a traceback whose last line is the exception."""
     actual = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
     monkeypatch.setattr(actual, "cause", OSError("no space left"), raising=False)
     monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, actual))

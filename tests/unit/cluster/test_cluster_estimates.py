@@ -96,7 +96,7 @@ def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
 
 
 def test_the_rest_of_a_budget_is_drawn(hashed: Parted) -> None:
-    """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each.
+    """Later rounds draw numbers on a grid, rounded down; the remainder goes to the shards, a step each.
 
     Of a shard a twentieth of the draws goes to all records alike, which comes on top.
     """

@@ -94,7 +94,7 @@ def test_shards_of_another_kind_are_refused(other: dict[str, Any]) -> None:
 
 
 class Clock:
-    """On which an hour is over when it has been read so many times, if it is told how many."""
+    """A clock that jumps an hour after a given number of readings."""
 
     turns = -1
 
@@ -230,7 +230,7 @@ def test_a_hit_deleted_before_its_lookup_is_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_shards_of_equal_records_sample_independently() -> None:
-    """And a generator decides what is drawn."""
+    """The generator determines the draws."""
     keys = np.random.default_rng(0).standard_normal((50, D)).astype(np.float32)
     parts = [softdb.open(None, dim=D) for _ in range(2)]
     for shard, part in enumerate(parts):
@@ -303,7 +303,7 @@ def test_a_field_missing_in_one_shard_does_not_warn() -> None:
 
 
 def lossy(**how: Any) -> tuple[Counted, Cluster]:
-    """Two shards of which one can be lost, and a handle that takes parts of answers."""
+    """Two shards of which one can be lost, and a handle that accepts partial answers."""
     counted = Counted(shards(subset(None, np.arange(40), "dot"), subset(None, np.arange(40, 80), "dot")))
     counted.lost = how.pop("lost", set())
     return counted, Cluster(counted, partial=True, **how)

@@ -13,7 +13,7 @@ from softdb.cluster.directories import Gate
 
 
 class Way:
-    """Threads on their way through a gate, and what they come to: "waits", or "is in"."""
+    """Threads on their way through a gate, and their states: "waits", or "is in"."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.gate, self._said = Gate(), queue.Queue[str]()

@@ -47,7 +47,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A page in a fresh profile, and what it asked and complained about."""
+    """A page in a fresh profile, with its requests and console errors."""
 
     def __init__(self, context: Any, site: Site, at: str = "") -> None:
         context.set_default_timeout(LIMIT)

@@ -514,7 +514,7 @@ def test_the_map_works_with_very_few_records(keys: list[list[float]]) -> None:
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 @pytest.mark.parametrize(("n", "kind"), [(3, "apart"), (40, "apart"), (3000, "apart"), (3000, "heaps"), (3000, "long")])
 def test_the_slider_starts_at_a_soft_query(n: int, kind: str, metric: Any, rng: np.random.Generator) -> None:
-    """Asked by what is stored, as the page first asks."""
+    """The stored keys as queries, as in the page's first question."""
     keys = rng.normal(size=(n, 16))
     if kind == "heaps":
         keys = keys * 0.1 + rng.normal(size=(30, 16))[rng.integers(30, size=n)]

@@ -413,7 +413,7 @@ def test_no_second_derivative(way: str) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what the kernels are asked for."""
+    """Names of the kernels that are launched."""
     found: list[str] = []
     for name in ("forward", "backward", "nearest"):
 

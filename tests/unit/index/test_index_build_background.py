@@ -54,7 +54,7 @@ def clustered(path: Path | None = None, **words: Any) -> softdb.SoftDB:
 def building(
     db: softdb.SoftDB, kind: str = "ivf", moment: str = "adding", **words: Any
 ) -> Iterator[Build[IndexReport]]:
-    """A build that is held at a moment while the block runs, and then goes on to its end."""
+    """Hold a build at a moment while the block runs, then let it finish."""
     held = Held(moment)
     build = db.build_index(kind, background=True, progress=held, **words)
     try:

@@ -54,7 +54,7 @@ def test_effort_is_raised_until_the_recall_is_measured(db: softdb.SoftDB) -> Non
 
 
 def test_k_beyond_the_records_is_cut_to_their_number(db: softdb.SoftDB) -> None:
-    """A recall at 10⁹ asked for a terabyte."""
+    """A recall at 10⁹ once allocated a terabyte."""
     _, queries = world(1)
     report = db.build_index("ivf", k=10**9, queries=queries[:8])
     assert (report.k, report.met) == (len(db), True)

@@ -94,7 +94,7 @@ def spread_of(here: World) -> float:
 
 
 def sums(here: World, sample: DrawnSample, temperature: float, top: Floats) -> Floats:  # (q, 1 + v)
-    """Z and the numerator, relative to e^top, as they are estimated."""
+    """Estimates of Z and of the numerator, relative to e^top."""
     assert sample.answer is not None
     weights = np.exp(sample.scores / temperature - top[:, None]) / sample.chances
     weights[sample.positions < 0] = 0
@@ -368,7 +368,7 @@ def test_a_count_of_few_records_is_exact() -> None:
 
 
 class Hard(NamedTuple):
-    """Records of which few matter much, and queries that want them."""
+    """Records of which few matter much, and queries near these."""
 
     db: softdb.SoftDB
     keys: NDArray[np.float32]

@@ -61,7 +61,7 @@ def test_nan_and_infinite_queries_are_refused(db: softdb.SoftDB, bad: float) -> 
 
 @pytest.mark.parametrize("metric", ["dot", "l2"])
 def test_later_inserts_and_deletes_are_seen(metric: str) -> None:
-    """The plain way is not taken then: the index does not hold what is young, and holds what is dead."""
+    """The plain way is skipped: the index lacks young records and has dead ones."""
     db = watched(metric)
     query = np.full((1, 24), 9, np.float32)
     before = db.search(query, k=3).ids[0]

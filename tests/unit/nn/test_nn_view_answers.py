@@ -58,7 +58,7 @@ def test_output_and_gradients_are_those_of_all_encoded_keys(metric: str, words: 
 def _truncated(
     db: softdb.SoftDB, encoder: Callable[[Tensor], Tensor], metric: str, queries: Tensor, temperature: float, k: int
 ) -> tuple[Tensor, Tensor]:
-    """As `dense`, over each query's k best; the twins of the world make ties, of which the earlier is taken."""
+    """`dense` over each query's k best; of the tied twins the earlier is taken."""
     records = db.get(list(range(len(db))))
     encoded = encoder(records.keys.to(queries.dtype))
     scores = loops(metric, queries, encoded)

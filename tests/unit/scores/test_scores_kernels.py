@@ -162,7 +162,7 @@ def test_no_keys_give_no_scores(kind: type[Kernel]) -> None:
 
 
 def _smooth(kind: type[Kernel], h: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of which none lies at distance 0 or at the edge, and some on either side of it."""
+    """Queries and keys on both sides of the kernel's edge, none at distance 0 or on it."""
     torch.manual_seed(3)
     queries, keys = 0.5 * torch.randn(3, 4, dtype=torch.float64), 0.9 * torch.randn(6, 4, dtype=torch.float64)
     us = ((queries[:, None] - keys) / torch.as_tensor(h)).norm(dim=-1)

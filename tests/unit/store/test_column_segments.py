@@ -29,7 +29,7 @@ def folder(path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is synced, as it happens."""
+    """Names of the synced files, in order."""
     names = list[str]()
     monkeypatch.setattr(disk, "sync", lambda descriptor: names.append(Path(f"/dev/fd/{descriptor}").resolve().name))
     return names

@@ -12,7 +12,7 @@ from softdb.store.directory import CATALOG, LOG, Directory, Displaced
 
 @pytest.fixture
 def opened(path: Path) -> Iterator[Directory]:
-    """A directory whose catalogue was opened as one that nobody writes to."""
+    """A directory whose catalogue is open without a writer."""
     path.mkdir()
     (path / CATALOG).write_bytes(b"pages")
     directory = Directory(path, writing=False)
