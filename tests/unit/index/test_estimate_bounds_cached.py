@@ -33,8 +33,8 @@ def built_index(path: Path, seed: int, kind: str = "ivf", **shape: Any) -> softd
     random = np.random.default_rng(seed)
     keys = clusters(random, N, DIM, 50, 1, apart=3)
     values = random.integers(0, 3, N if "num_classes" in shape else (N, 3))
-    values = values if len(shape) > 1 and "dtype" not in shape else None
-    db = indexed(keys, values, kind=kind, recall=0.5, path=path, **shape)
+    used = values if len(shape) > 1 and "dtype" not in shape else None
+    db = indexed(keys, used, kind=kind, recall=0.5, path=path, **shape)
     db.close()
     return db
 
