@@ -18,7 +18,7 @@ from softdb.cluster.handle import Cluster
 from softdb.cluster.local import Local
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from cluster_hosts import Hosts
+from contracts.cluster_hosts import Hosts
 
 D = V = 128  # widths of keys and values, for the bytes
 Q, K, SHARDS = 4, 10, 8  # queries, hits, shards

@@ -76,51 +76,51 @@ def none_of(*names: str, suffix: str = "") -> Callable[[Figures], str]:
 
 WRONG = ("acknowledged records lost", "half-applied writes seen", "wrong answers")
 SUITES = {
-    "kill": Suite("exhaustive", ("kill",), 18, (
+    "kill": Suite("exhaustive", ("writer_killed",), 18, (
         Line(
             "processes killed (SIGKILL)",
             lambda f: f"{f['kills']:,}, of them {f['kills: fail points']:,} before, after or within a named step",
             none_of("kills: acknowledged records lost", "kills: deleted records back", "kills: half batches"),
         ),
     )),
-    "power": Suite("exhaustive", ("power",), 18, (
+    "power": Suite("exhaustive", ("power_cut",), 18, (
         Line(
             "states of the disk after a power cut, or one after a kill",
             counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
         ),
     ), "no_cut_loses or after_a_kill"),
-    "recovery": Suite("exhaustive", ("power",), 6, (
+    "recovery": Suite("exhaustive", ("power_cut",), 6, (
         Line(
             "states after a second cut, within the recovery from the first",
             counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
         ),
     ), "within_the_recovery"),
-    "protocol": Suite("exhaustive", ("power",), 8, (
+    "protocol": Suite("exhaustive", ("power_cut",), 8, (
         Line(
             "a sync left away, or two neighbouring steps swapped",
             counted("power loss: mutations tried"),
             lambda f: f"{f['power loss: mutations found']:,} shown to lose data, the others each with a reason not to",
         ),
     ), "each_sync"),
-    "faults": Suite("", ("faults",), 5, (
+    "faults": Suite("", ("disk_errors",), 5, (
         Line("EIO, ENOSPC and short writes", counted("faults injected"), none_of("faults: acknowledged records lost")),
     )),
-    "model": Suite("exhaustive", ("model",), 25, (
+    "model": Suite("exhaustive", ("random_operations",), 25, (
         Line("operations against a dict and numpy", counted("model: operations"), none_of("model: disagreements")),
     )),
-    "rot": Suite("exhaustive", ("rot",), 8, (
+    "rot": Suite("exhaustive", ("bit_rot",), 8, (
         Line(
             "damaged files: a bit flipped, cut, zeroed, swapped",
             counted("bit rot: damages tried"), none_of("bit rot: misread"),
         ),
     )),
-    "salvage": Suite("exhaustive", ("salvage", "salvage_losses"), 8, (
+    "salvage": Suite("exhaustive", ("salvage", "salvage_lost_parts"), 8, (
         Line(
             "damaged databases salvaged",
             counted("salvage: damages tried"), none_of("salvage: records that were never so"),
         ),
     )),
-    "hostile": Suite("", ("hostile", "hostile_catalog", "hostile_texts", "fuzz"), 6, (
+    "hostile": Suite("", ("hostile_directory", "hostile_catalog", "hostile_ids_payloads", "fuzz"), 6, (
         Line(
             "hostile directories and files; fuzzed inputs",
             lambda f: f"{f['hostile: directories tried'] + f['hostile: files tried']:,}; {f['fuzz: inputs']:,}",
@@ -134,20 +134,20 @@ SUITES = {
             lambda _: "0, and no lock stayed",
         ),
     )),
-    "concurrency": Suite("exhaustive", ("concurrency", "forks", "under_load"), 20, (
+    "concurrency": Suite("exhaustive", ("concurrency", "forks", "maintenance_under_load"), 20, (
         Line(
             "seconds of one process that writes with eight threads beside four that read",
             counted("concurrency: seconds"),
             lambda f: f"{f['concurrency: torn views']:,} torn among {f['concurrency: views checked']:,} views",
         ),
     )),
-    "outside": Suite("", ("outside",), 4, (
+    "outside": Suite("", ("files_changed_outside",), 4, (
         Line(
             "files of a live directory renamed, deleted, replaced or overwritten by another program",
             counted("outside: changes"), none_of("outside: acknowledged records lost"),
         ),
     )),
-    "cluster": Suite("", ("cluster/kills", "cluster/ray"), 20, (
+    "cluster": Suite("", ("cluster/table_writer_killed", "cluster/ray_actors"), 20, (
         Line(
             "a [cluster's](cluster.md) writers, actors and drivers killed; directories removed in use; "
             "processes stopped (SIGSTOP)",

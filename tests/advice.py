@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 
-__all__ = ["KEYS", "QUERIES", "VALUES", "Steps", "advice", "advising", "filled", "followed", "labelled", "three"]
+__all__ = ["KEYS", "QUERIES", "VALUES", "Steps", "advice", "advising", "followed", "labelled", "three", "with_values"]
 
 Steps: TypeAlias = Iterator[Callable[[], Any]]
 KEYS = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
@@ -34,7 +35,7 @@ SAYS = re.compile(rf"\b[a-z_]+=|\b\w+\(\)|--[a-z]|softdb (?:{COMMANDS})\b")  # a
 
 
 def advice(text: str, error: type[Exception] = softdb.SoftDBError) -> Callable[[Callable[[Path], Steps]], Any]:
-    """Make a test of a case: the error has that text, and what is done after it succeeds."""
+    """Make a test of a case: the call raises the error with that text, and following the advice succeeds."""
 
     def made(case: Callable[[Path], Steps]) -> Any:
         def test(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def followed() -> set[str]:
     """The texts in the tests of advice."""
     return {
         node.value
-        for path in (ROOT / "tests" / "unit").rglob("test_advice*.py")
+        for path in (ROOT / "tests" / "unit").rglob("test_*advice*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= 12
     }
@@ -73,26 +74,20 @@ def followed() -> set[str]:
 
 def three(folder: Path | None = None, **words: Any) -> softdb.SoftDB:
     """Records a, b, c, with keys (1, 0), (0, 1), (0, 0)."""
-    db = softdb.open(folder, dim=2, **words)
-    db.insert(["a", "b", "c"], np.eye(3, 2))
-    return db
+    return holding(np.eye(3, 2), ids=["a", "b", "c"], path=folder, **words)
 
 
-def filled(metric: Any = "dot", **words: Any) -> softdb.SoftDB:
+def with_values(metric: Any = "dot", **words: Any) -> softdb.SoftDB:
     """50 records with values of two numbers."""
-    db = softdb.open(None, dim=4, value_dim=2, metric=metric, **words)
-    db.insert(range(50), KEYS, VALUES)
-    return db
+    return holding(KEYS, VALUES, metric=metric, **words)
 
 
 def labelled() -> softdb.SoftDB:
-    db = softdb.open(None, dim=4, num_classes=3)
-    db.insert(range(50), KEYS, np.arange(50) % 3)
-    return db
+    return holding(KEYS, np.arange(50) % 3, num_classes=3)
 
 
 def _text(node: ast.expr) -> str:
-    """A message as it is written, … for what is filled in."""
+    """A message as it is written, … for each filled-in part."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     return "".join(map(_text, node.values)) if isinstance(node, ast.JoinedStr) else "…"

@@ -21,5 +21,5 @@ def same(found: Tensor, expected: Tensor, wanted: list[Tensor], tolerance: float
     close(found, expected, tolerance)
     grad = torch.randn_like(expected)
     pairs = [torch.autograd.grad(one, wanted, grad, retain_graph=True) for one in (found, expected)]
-    for mine, theirs in zip(*pairs, strict=True):
-        close(mine, theirs, tolerance)
+    for ours, theirs in zip(*pairs, strict=True):
+        close(ours, theirs, tolerance)

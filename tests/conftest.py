@@ -38,7 +38,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a test has its database."""
+    """Path for a test's database."""
     return tmp_path / "db"
 
 
@@ -79,7 +79,7 @@ def cuda() -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The device that is pretended, which notes what crosses to it and back."""
-    from pretended import NAME, Module, Pretended, autocast
+    from doubles.pretended import NAME, Module, Pretended, autocast
 
     monkeypatch.setattr("torch.autocast", autocast)
     monkeypatch.setattr(f"torch.{NAME}", Module(), raising=False)
@@ -152,7 +152,7 @@ def counted(config: pytest.Config) -> Counter[str]:
 
 @pytest.fixture(scope="session")
 def tally(request: pytest.FixtureRequest) -> Counter[str]:
-    """What a run has tried, in plain counts by name ("kills", "kills: acknowledged records lost"); shown at its end."""
+    """Counts of a run by name ("kills", "kills: acknowledged records lost"), printed at its end."""
     return counted(request.config)
 
 

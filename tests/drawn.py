@@ -20,7 +20,7 @@ Numbers = NDArray[np.float64]
 
 
 class Moments(NamedTuple):
-    """What the error of a drawn answer is made of: sums of c = (1 - p) w² over its candidates.
+    """Moments of the error of a drawn answer: sums of c = (1 - p) w² over its candidates.
 
     w is a candidate's weight in the answer and p its inclusion probability, 1 for those that entered surely.
     """

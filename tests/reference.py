@@ -17,9 +17,6 @@ def floats(array: ArrayLike) -> Floats:
     return np.asarray(array, np.float64)
 
 
-# -- scores of one query (d,) and one key (d,) -------------------------------------------------------------------------
-
-
 def dot(query: Floats, key: Floats) -> float:
     return sum(float(a) * float(b) for a, b in zip(query, key, strict=True))
 
@@ -54,9 +51,6 @@ def scores(
 ) -> Floats:  # (q, n)
     queries, keys = floats(queries), floats(keys)
     return np.array([[score(query, key) for key in keys] for query in queries]).reshape(len(queries), len(keys))
-
-
-# -- weights and answers of one query ----------------------------------------------------------------------------------
 
 
 def softmax(
@@ -109,9 +103,6 @@ def nearest(
     table = scores(score, queries, keys)
     alive = [i for i in range(table.shape[1]) if live is None or live[i]]
     return [[i for _, i in sorted((-row[i], i) for i in alive)[:k]] for row in table]
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def bm25(phrases: list[list[str]], texts: dict[Any, list[str]]) -> dict[Any, float]:

@@ -64,7 +64,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def at(payload: Any, name: str) -> Any:
-    """What a payload holds there."""
+    """Values of a payload at a path."""
     first, *rest = parts_of(name)
     found = payload.get(first, MISSING) if isinstance(payload, dict) else MISSING
     for part in rest:
@@ -94,7 +94,7 @@ def clause(payload: Any, name: str, condition: Any, text: Any) -> bool:
 
 
 def holds(value: Any, condition: Any) -> bool:
-    """Whether a value meets what is asked of it."""
+    """Return whether a value meets a condition."""
     if not isinstance(condition, dict):
         return same(value, condition)
     return all(

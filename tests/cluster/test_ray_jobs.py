@@ -1,4 +1,4 @@
-"""Jobs on Ray: bulk ingest, which is one commit or none; shards that double; training."""
+"""Jobs on Ray: bulk ingest in one commit or none, doubling of shards, training."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
     np.testing.assert_array_equal(db.get(list(range(N))).keys, KEYS)
     fragments = lance.dataset(db.url).get_fragments()
     assert len(fragments) == 1 + N // 50
-    for one in fragments:  # the rows of a shard lie side by side, of as many shards as there may be
-        ids = one.to_table(columns=["id"])["id"].to_pylist()
+    for fragment in fragments:  # the rows of a shard lie side by side, of as many shards as there may be
+        ids = fragment.to_table(columns=["id"])["id"].to_pylist()
         for shards in (2, 4, 8):
             assert (np.diff(shard_of(ids, shards)) != 0).sum() < shards
     with pytest.raises(errors.DuplicateId, match="id 3 is stored already"):
-        db.insert([3], KEYS[:1])  # later writers are checked against what was brought in
+        db.insert([3], KEYS[:1])  # later writers are checked against the ingested ids
     assert cluster.ingest(db.url, rows([7, N + 7], "new"), upsert=True) == version + 2 == db.refresh()
     assert (len(db), db[7].payload, db[8].payload) == (N + 2, {"title": "new 7"}, {"title": "title 8"})
 
@@ -81,7 +81,7 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
         ([*range(50), -1], errors.BadInput, "ingest: .*keys hold NaN.*nothing was written"),
     ],
 )
-def test_a_job_that_is_refused_leaves_the_table_as_it_was(
+def test_a_refused_job_leaves_the_table_unchanged(
     db: cluster.TableCluster, ids: list[int], error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db.insert([500], KEYS[:1])
@@ -95,7 +95,7 @@ def test_a_job_that_is_refused_leaves_the_table_as_it_was(
     assert (db.refresh(), len(db)) == (version, 1)
 
 
-def test_a_job_that_dies_before_its_commit_leaves_the_table_as_it_was(
+def test_a_job_killed_before_its_commit_leaves_the_table_unchanged(
     db: cluster.TableCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: Any) -> int:

@@ -2,8 +2,8 @@
 
     python tests/golden/make.py format-1
 
-is run once, by the release that owns the format, and what it writes is never changed again: tests/test_golden.py (in
-tests/trust) compares it with `SHA256SUMS`. What a database must hold stands in its `expected.json`, and comes from the
+is run once, by the release that owns the format, and what it writes is never changed again: `test_golden_formats.py`
+compares it with `SHA256SUMS`. What a database must hold stands in its `expected.json`, and comes from the
 plan below, not from the database.
 """
 
@@ -32,7 +32,7 @@ Id = int | str
 
 
 class Plan:
-    """A database, and in plain lists what it must hold: in the order in which `scan` gives it."""
+    """A database and its expected records as lists, in the order of `scan`."""
 
     def __init__(self, path: Path, **schema: Any) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class Plan:
         self.text_index = tokenizer
 
     def text(self) -> str:
-        """What a later softdb must find, as JSON, a record a line."""
+        """Records that every later softdb must find, as JSON, one a line."""
         records = ",\n".join(json.dumps(record) for record in self.records.values())
         start = json.dumps({"schema": self.schema, "fields": self.fields, "text_index": self.text_index})
         return f'{start[:-1]}, "records": [\n{records}\n]}}\n'
@@ -97,10 +97,10 @@ def compacted(path: Path) -> Plan:
         texts = [f"the text of {one}" if i % 4 else None for i, one in enumerate(ids)]
         plan.upsert(ids, keys, labels, [{"n": i, "year": 2000 + i % 30} for i in range(low, low + 60)], texts)
         plan.upsert([f"d{low}", f"e{low}"], None, None, [{"year": 1990}, None], [None, "a document"])
-    plan.delete([one for i, one in enumerate(list(plan.records)) if i % 3 == 0])
+    plan.delete([record for i, record in enumerate(list(plan.records)) if i % 3 == 0])
     plan.db.compact()
     plan.delete(list(plan.records)[10:30])
-    plan.replace({one: {"n": "new", "year": None} for one in list(plan.records)[40:45]})
+    plan.replace({record: {"n": "new", "year": None} for record in list(plan.records)[40:45]})
     plan.upsert(["late", 4], random.standard_normal((2, 4)), [0, 4], [None, {"year": 1999}])
     plan.upsert(["e60", "f"], None, None, [None, {"year": None}], ["longer than a page " * 250, "no key"])
     plan.db.close()

@@ -1,4 +1,4 @@
-"""softdb.nn.Memory with its parameters on a device: as in the RAM, and what is learnt there comes back to the disk."""
+"""softdb.nn.Memory with parameters on a device equals one in RAM, and its commits reach the disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from memories import D, N, V, filled, large
-from pretended import Pretended
+from doubles.pretended import Pretended
 from torch import Tensor
+from worlds import D, N, V, filled
+from worlds.memories import large
 
 import softdb
 from softdb.errors import BadInput
@@ -41,12 +42,12 @@ def same(one: Tensor | None, other: Tensor | None, tolerance: float = 1e-5) -> N
 
 
 @pytest.mark.parametrize("words", [{}, {"keys": False}, {"values": False}])
-@pytest.mark.parametrize("kind", [{"metric": "dot"}, {"metric": "cosine"}, {"metric": "l2", "v": None}])
+@pytest.mark.parametrize("kind", [{"metric": "dot"}, {"metric": "cosine"}, {"metric": "l2", "value_dim": None}])
 def test_answers_and_gradients_are_those_of_the_ram(
     device: torch.device, kind: dict[str, Any], words: dict[str, Any]
 ) -> None:
     db = filled(**kind)
-    if "v" in kind:
+    if "value_dim" in kind:
         words = {}
     here, there = both(db, device, k=6, temperature=0.7, **words)
     db.delete([0, 7, 9])  # gone, and not let go by reload()
@@ -59,21 +60,21 @@ def test_answers_and_gradients_are_those_of_the_ram(
         loss.backward()
     for name in ("output", "lse", "weights", "exact", "missed_mass"):
         assert getattr(answers[1], name).device == device
-        torch.testing.assert_close(*(getattr(one, name).cpu() for one in answers), equal_nan=True)
+        torch.testing.assert_close(*(getattr(answer, name).cpu() for answer in answers), equal_nan=True)
     assert answers[0].hits.ids == answers[1].hits.ids
     assert answers[1].finder == "flat" or not words.get("keys", True)
     same(asked[0].grad, asked[1].grad)
-    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+    for parameter, other in zip(here.parameters(), there.parameters(), strict=True):
         assert other.device == device
         assert other.grad is not None
         assert other.grad.is_sparse
-        same(one.grad.to_dense(), other.grad.cpu().to_dense())
+        same(parameter.grad.to_dense(), other.grad.cpu().to_dense())
     assert here.report().uncommitted == there.report().uncommitted
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_learnt_there_is_committed_to_the_bit(
+def test_parameters_learnt_on_the_device_are_committed_to_the_bit(
     device: torch.device, tmp_path: Path, name: str, dtype: Any
 ) -> None:
     db = filled(path=tmp_path / "db", dtype=dtype)
@@ -106,7 +107,7 @@ def test_what_is_learnt_there_is_committed_to_the_bit(
             assert int((old != now).any(1).sum()) <= count
 
 
-def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None:
+def test_a_training_step_moves_only_the_candidates(pretended: Pretended) -> None:
     db = large(4000)
     memory: Any = Memory(db, k=8).to(pretended.device)
     optimiser: Any = torch.optim.SparseAdam(list(memory.parameters()), lr=0.01)
@@ -125,13 +126,13 @@ def test_a_step_moves_what_was_found_and_no_column(pretended: Pretended) -> None
     pretended.waits = 0
     step()
     candidates = 16 * 8
-    assert {one.to for one in pretended.crossings} == {"cpu", pretended.device.type}
-    assert max(one.numbers for one in pretended.crossings) <= candidates, "more than positions travels"
-    assert sum(one.numbers for one in pretended.crossings) <= 8 * candidates
+    assert {crossing.to for crossing in pretended.crossings} == {"cpu", pretended.device.type}
+    assert max(crossing.numbers for crossing in pretended.crossings) <= candidates, "more than positions travels"
+    assert sum(crossing.numbers for crossing in pretended.crossings) <= 8 * candidates
     assert pretended.waits <= 4
 
 
-def test_losses_through_a_memory_there(device: torch.device) -> None:
+def test_losses_through_a_memory_on_the_device_match_the_cpu(device: torch.device) -> None:
     db = filled()
     queries = torch.randn(6, D)
     right = [[i, (i + 3) % N] for i in range(6)]
@@ -141,15 +142,15 @@ def test_losses_through_a_memory_there(device: torch.device) -> None:
         lambda memory, asked: pooled_loss(memory, asked, torch.ones(6, V, device=asked.device)),
     ]
     for loss in losses:
-        found = []
+        results = []
         for memory in both(db, device, k=5):
             asked = queries.clone().to(memory.device).requires_grad_()
             value = loss(memory, asked)
             value.backward()
             assert value.device == memory.device
-            found.append((value.detach(), asked.grad, memory.keys.grad.cpu().to_dense()))
-        for one, other in zip(*found, strict=True):
-            same(one, other)
+            results.append((value.detach(), asked.grad, memory.keys.grad.cpu().to_dense()))
+        for result, other in zip(*results, strict=True):
+            same(result, other)
 
 
 def test_a_state_moves_between_devices(device: torch.device, tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_state_moves_between_devices(device: torch.device, tmp_path: Path) -> 
     queries = torch.randn(4, D)
     expected = there(queries.to(device)).output
     for memory in (here, back, again, copy.deepcopy(there), copy.deepcopy(there).to("cpu")):
-        assert {one.device for one in memory.parameters()} == {memory.device}
+        assert {parameter.device for parameter in memory.parameters()} == {memory.device}
         same(memory(queries.to(memory.device)).output, expected)
     assert back.report().uncommitted == N  # loaded, so all of it may differ
 
@@ -186,7 +187,7 @@ def test_queries_are_answered_where_they_lie(device: torch.device) -> None:
     assert there(queries.tolist()).output.device == device  # numbers lie nowhere
 
 
-def test_it_moves_while_it_is_trained(device: torch.device) -> None:
+def test_a_memory_moves_between_devices_during_training(device: torch.device) -> None:
     db = large()
     db.build_index("ivf")
     memory: Any = Memory(db, k=3, reindex=1)
@@ -212,7 +213,7 @@ def test_it_moves_while_it_is_trained(device: torch.device) -> None:
     assert memory.commit() == touched
 
 
-def test_reload_takes_in_what_others_did(device: torch.device) -> None:
+def test_reload_reads_the_changes_of_others(device: torch.device) -> None:
     db = filled()
     memory: Any = Memory(db, k=5).to(device)
     with torch.no_grad():
@@ -227,7 +228,7 @@ def test_reload_takes_in_what_others_did(device: torch.device) -> None:
     assert memory.report().uncommitted > 0
 
 
-def test_what_does_not_fit_together(device: torch.device) -> None:
+def test_bad_queries_and_mixed_devices_are_refused(device: torch.device) -> None:
     memory: Any = Memory(filled(), k=5).to(device)
     with pytest.raises(BadInput, match="queries hold NaN or infinity, first in query 1"):
         memory(torch.tensor([[1.0] * D, [70000.0] * D]).half().to(device))

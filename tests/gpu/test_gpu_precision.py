@@ -1,4 +1,4 @@
-"""What a model around a database switches on changes none of its answers: autocast, TF32, torch.compile."""
+"""Autocast, TF32 and torch.compile around a database change none of its answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from memories import D, V, filled
 from torch import Tensor
+from worlds import D, V, filled
 
 from softdb.nn import Memory, View, retrieval_loss
 
@@ -41,13 +41,15 @@ def asked(request: pytest.FixtureRequest, anywhere: torch.device) -> tuple[Asked
     ]
 
 
-def found(asked: Asked, queries: Tensor, parameters: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def gradients_of(
+    asked: Asked, queries: Tensor, parameters: list[Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The answer, under autocast, and all gradients."""
     leaf = queries.clone().requires_grad_()
     with torch.autocast(queries.device.type, dtype, enabled=dtype is not None):
         answer = asked(leaf)
     grads = torch.autograd.grad(answer.square().sum(), [leaf, *parameters])
-    return [answer.detach(), *(one.to_dense() for one in grads)]
+    return [answer.detach(), *(grad.to_dense() for grad in grads)]
 
 
 @pytest.fixture
@@ -66,9 +68,9 @@ def test_autocast_and_tf32_change_no_answer(
     if dtype is not None and asked[1] and len(asked[1][0]) == D:
         pytest.skip("the encoder of a view is cast, as the user wants it")
     queries = torch.randn(8, D, device=anywhere)
-    here = found(asked[0], queries, asked[1], dtype)
+    here = gradients_of(asked[0], queries, asked[1], dtype)
     torch.set_float32_matmul_precision("highest")
-    for one, other in zip(here, found(asked[0], queries, asked[1]), strict=True):
+    for one, other in zip(here, gradients_of(asked[0], queries, asked[1]), strict=True):
         assert one.dtype is other.dtype is torch.float32
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -115,8 +117,8 @@ def test_a_compiled_model_learns_as_the_plain_one(name: str, anywhere: torch.dev
             model.zero_grad()
             answer.square().sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.01).step()
-        for mine, theirs in zip(plain.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        for ours, theirs in zip(plain.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
         frames = frames if count > 7 else dynamo["frames"]["total"]
     assert dynamo["frames"]["total"] == frames <= 12, "the database was traced, or compiled anew for another batch"
     assert all(parameter.grad is not None for parameter in other.parameters())

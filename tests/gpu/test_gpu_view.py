@@ -1,4 +1,4 @@
-"""softdb.nn.View with its encoder on a device: encodings lie there, and answers where the queries are."""
+"""softdb.nn.View with its encoder on a device: encodings stay there, answers lie where the queries lie."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from pretended import Pretended
+from doubles.pretended import Pretended
 from torch import Tensor
+from worlds import V, filled
 
 import softdb
 from softdb.nn import View, pooled_loss, retrieval_loss
 
-N, D, E, V = 60, 6, 4, 3
+N, D, E = 60, 6, 4
 
 
 @pytest.fixture
 def db() -> softdb.SoftDB:
     torch.manual_seed(3)
-    db = softdb.open(None, dim=D, value_dim=V)
-    keys = torch.randn(N, D)
-    keys[1], keys[2] = keys[0], 0
-    db.insert(list(range(N)), keys, torch.randn(N, V), [{"odd": i % 2 == 1} for i in range(N)])
-    return db
+    return filled(N, D)
 
 
 def both(db: softdb.SoftDB, device: torch.device, **words: Any) -> tuple[Any, Any]:
@@ -44,7 +41,7 @@ def test_answers_and_gradients_are_those_of_the_cpu(
 ) -> None:
     views = both(db, device, metric=metric)
     db.delete([3, 5])
-    queries, found = torch.randn(7, E), []
+    queries, results = torch.randn(7, E), []
     for view in views:
         view.reindex()
     db.upsert(["young"], torch.ones(1, D), torch.ones(1, V), [{"odd": True}])
@@ -55,21 +52,21 @@ def test_answers_and_gradients_are_those_of_the_cpu(
         assert pooled.output.device == hits.scores.device == torch.device(where)
         loss = pooled.output.square().sum() + pooled.lse.sum() + hits.scores.sum()
         assert view.measure() == 1.0
-        found.append([pooled.output.detach().cpu(), hits.rows.cpu(), *slopes(view, loss, leaf)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        results.append([pooled.output.detach().cpu(), hits.rows.cpu(), *slopes(view, loss, leaf)])
+    for result, other in zip(*results, strict=True):
+        torch.testing.assert_close(result, other, atol=1e-5, rtol=1e-4)
 
 
-def test_encodings_stay_where_they_are_made(db: softdb.SoftDB, pretended: Pretended) -> None:
+def test_encodings_stay_on_their_device(db: softdb.SoftDB, pretended: Pretended) -> None:
     view = both(db, pretended.device)[1]
     queries = torch.randn(4, E).to(pretended.device)
     view.search(queries, 3)
-    assert not [one for one in pretended.crossings if one.to == "cpu" and one.numbers >= N * E]
+    assert not [crossing for crossing in pretended.crossings if crossing.to == "cpu" and crossing.numbers >= N * E]
     assert view.measure() == 1.0
 
 
 @pytest.mark.parametrize("loss", [retrieval_loss, pooled_loss])
-def test_an_encoder_is_trained_there(db: softdb.SoftDB, device: torch.device, loss: Any) -> None:
+def test_an_encoder_is_trained_on_the_device(db: softdb.SoftDB, device: torch.device, loss: Any) -> None:
     queries = torch.randn(8, E)
     losses: list[list[float]] = []
     for view in both(db, device, reindex=2):

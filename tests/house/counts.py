@@ -15,24 +15,11 @@ COMMITTED = Path(__file__).with_name("counts.json")
 
 QUESTION = re.compile(r"(What|Whether|Who|Whose|Which|Where|How|Why)\b")
 VAGUE = {
-    "one",
-    "found",
-    "told",
-    "asked",
-    "mine",
-    "say",
-    "there",
-    "here",
-    "kept",
-    "made",
-    "whole",
-    "part",
-    "rest",
-    "left",
-}
+    "one", "found", "told", "asked", "mine", "say", "there", "here", "kept", "made", "whole", "part", "rest", "left",
+}  # fmt: skip
 PRIVATE = re.compile(r"\b_imp\.|\bsys\._|torch\._C\b|_is_in_bad_fork|RLock\._|_functorch|_initializing")
 INNER = {"attend", "index", "store", "check", "gpu", "device", "filters", "scoring", "kernels"}
-PARAMETERS, LINES = 7, 390  # from so many on a function, or a file, is counted
+PARAMETERS, LINES = 7, 390  # functions with this many parameters and files with this many lines are counted
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 NAMED = (ast.Name, ast.arg)
 

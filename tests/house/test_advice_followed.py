@@ -1,4 +1,4 @@
-"""Every error that advises an argument, a call or a command has a test that does so, or a reason why none does."""
+"""Every error that advises an argument, a call or a command has a test that follows it, or a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "needs the GPU build of FAISS": "needs a device",
     "its CUDA and the driver do not fit": "needs a device",
     "softdb explore needs Starlette": "needs an environment without it",
-    "give the directory of a database, or --demo": "tests/unit/explore/test_explore.py gives both, and each",
+    "give the directory of a database, or --demo": "tests/unit/explore/test_explore_http.py gives both, and each",
     "is outside the filter; every positive": "says what was expected, and advises nothing",
     "the digests of ids in a memory's state_dict()": "says what was expected, and advises nothing",
     "is not a checkpoint that softdb train wrote": "says what was expected",

@@ -13,7 +13,7 @@ MEASURED = counts()
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_count_does_not_rise(name: str) -> None:
-    """Where a change needs more, it raises the committed number by that much and says why."""
+    """A change that needs more raises the committed number by that much and gives a reason."""
     assert MEASURED[name] <= json.loads(COMMITTED.read_text())[name]
 
 

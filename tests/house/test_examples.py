@@ -1,4 +1,4 @@
-"""Every example runs in a process of its own, and prints what it says it shows."""
+"""Every example runs in a process of its own and prints what it claims."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}  # so that the examples run where softdb is not installed
 ELSEWHERE = {"cluster.py", "fine_tune.py"}  # by tests/integrations, where the libraries are
-EXAMPLES = sorted(one for one in (ROOT / "examples").glob("*.py") if one.name not in ELSEWHERE)
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 
 def run(example: Path, folder: Path, *arguments: str) -> str:
@@ -28,7 +28,7 @@ def test_every_example_is_run() -> None:
     assert all(f'"{example.name}"' in tests for example in EXAMPLES)
 
 
-def test_the_loop_to_copy_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_example_loop_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     lines = run(ROOT / "examples" / "train_projection.py", tmp_path, "here").splitlines()
     before, after = ([float(one) for one in line.split()[2::2]] for line in lines[-2:])
     assert lines[-2].startswith("before")

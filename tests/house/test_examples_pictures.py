@@ -1,4 +1,4 @@
-"""The short examples: each ends in assertions of its own, and draws what it shows."""
+"""The short examples end in assertions of their own and draw their pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGER = (
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
-def test_it_shows_what_it_says(name: str, tmp_path: Path) -> None:
+def test_an_example_prints_what_it_claims(name: str, tmp_path: Path) -> None:
     example = ROOT / "examples" / name
     assert "\n    assert " in example.read_text() or "\n        assert " in example.read_text()
     assert run(example, tmp_path, "mine.png")

@@ -1,4 +1,4 @@
-"""One word, one meaning: docs/glossary.md says which, and the names in softdb/ keep to it."""
+"""Names in softdb/ keep to docs/glossary.md: one word, one meaning."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assigned(body: ast.ClassDef | ast.Module) -> list[ast.Name]:
 
 
 def has(name: str, words: Words, allowed: set[str]) -> bool:
-    """Whether the words stand in a name, one after the other, outside of what is allowed."""
+    """Return whether the words stand in a name, one after the other, outside of the allowed uses."""
     given = "_".join(parts(name))
     for longer in allowed:
         given = re.sub(rf"(?<![a-z0-9]){longer}(?![a-z0-9])", "", given)
@@ -71,11 +71,11 @@ def offences(where: str, found: Iterator[tuple[int, str]], words: dict[Words, se
 
 def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
     words = refused(GLOSSARY.read_text())
-    found = []
+    results = []
     for path in SOURCES:
         where = path.relative_to(ROOT).as_posix()
-        found += offences(where, iter([(1, path.stem), *names(ast.parse(path.read_text()))]), words)
-    assert found == []
+        results += offences(where, iter([(1, path.stem), *names(ast.parse(path.read_text()))]), words)
+    assert results == []
 
 
 def test_one_class_has_a_name() -> None:
@@ -94,6 +94,6 @@ def test_the_glossary_is_read() -> None:
     )
     assert words == {("held",): {"held_out"}, ("let", "go"): set()}
     sample = "class Held: ...\ndef _let_go(held_out, x: int): ...\nLETTING, y_held = 1, 2\nclass A:\n    held: int\n"
-    seen = [found.split()[1] for found in offences("a.py", names(ast.parse(sample)), words)]
+    seen = [actual.split()[1] for actual in offences("a.py", names(ast.parse(sample)), words)]
     assert sorted(seen) == ["Held", "_let_go", "held", "y_held"]
     assert len(refused(GLOSSARY.read_text())) >= 12

@@ -1,4 +1,4 @@
-"""Reading order = data order = import order."""
+"""Imports follow the order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def part(path: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
-def test_every_file_has_its_place_in_the_line() -> None:
+def test_every_file_stands_in_the_import_order() -> None:
     assert {part(path) for path in ROOT.rglob("*.py")} - {"__init__"} == set(LINE)
 
 
@@ -136,7 +136,7 @@ def reaches(path: Path, own: set[str]) -> list[str]:
     ]
 
 
-def test_what_is_built_on_a_database_uses_its_public_and_its_inner_face() -> None:
+def test_rooms_above_the_database_use_its_public_calls_and_core() -> None:
     built = [path for path in ROOT.rglob("*.py") if part(path) in LINE[LINE.index("opening") + 1 :]]
     own = {path: set().union(*(private(other) for other in built if part(other) == part(path))) for path in built}
     assert [reach for path in built for reach in reaches(path, own[path])] == []
@@ -153,17 +153,8 @@ CHANGES = {
     "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
 }  # fmt: skip
 OF_PATHS = {
-    "hardlink_to",
-    "mkdir",
-    "rename",
-    "rmdir",
-    "rmtree",
-    "symlink_to",
-    "touch",
-    "unlink",
-    "write_bytes",
-    "write_text",
-}
+    "hardlink_to", "mkdir", "rename", "rmdir", "rmtree", "symlink_to", "touch", "unlink", "write_bytes", "write_text",
+}  # fmt: skip
 WRITES = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "'w", "'a", "'x", "'r+")
 
 

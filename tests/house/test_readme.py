@@ -1,4 +1,4 @@
-"""README, docs/ and the pages beside them tell the truth: code runs, links lead somewhere, names exist."""
+"""README, docs/ and the pages beside them are true: code runs, links resolve, names exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worlds import holding
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -63,7 +64,7 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             pytest.skip(f"needs {error.name}")
 
 
-def test_there_are_blocks_to_run() -> None:
+def test_the_pages_have_blocks_to_run() -> None:
     assert len(blocks(README, "python")) >= 2
     assert sum(len(blocks(page, "python")) for page in DOCS) >= 10
 
@@ -73,7 +74,7 @@ def test_the_readme_is_short_and_its_example_twenty_lines() -> None:
     assert len([line for line in blocks(README, "python")[0].splitlines() if line.strip()]) <= 20
 
 
-def test_the_two_commands_are_there() -> None:
+def test_the_readme_has_both_commands() -> None:
     main, tests = blocks(README, "console")[:2]
     assert main.startswith("pip install -c constraints.txt")
     assert main.rstrip().endswith("softdb demo")
@@ -98,7 +99,7 @@ def test_anchors_are_those_of_github() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_a_page_opens_with_what_it_answers(page: Path) -> None:
+def test_a_page_opens_with_a_title_and_a_sentence(page: Path) -> None:
     title, blank, opening = page.read_text().splitlines()[:3]
     assert title.startswith("# ")
     assert blank == ""
@@ -125,7 +126,7 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_walks_of_the_architecture_name_what_exists() -> None:
+def test_the_walks_of_the_architecture_name_existing_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     steps = re.findall(r"^\| `(softdb/[\w/]+\.py)` \| (.+?) \|", text, re.MULTILINE)
     missing = [
@@ -156,15 +157,13 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert missing == []
 
 
-def test_what_the_format_says_is_what_is_written(tmp_path: Path) -> None:
-    import softdb
+def test_files_on_disk_match_the_format_page(tmp_path: Path) -> None:
     from softdb.store import format
 
     text = (ROOT / "docs" / "format.md").read_text()
     assert f"0x{format.APPLICATION:X}" in text
     assert f"format version, {format.FORMAT}," in text
-    with softdb.open(tmp_path / "db", dim=2, value_dim=1) as db:
-        db.insert(["a"], [[1, 2]], [[3]])
+    with holding([[1, 2]], [[3]], ids=["a"], path=tmp_path / "db"):
         names = {path.name for path in (tmp_path / "db").iterdir()}
     assert {"catalog.sqlite", "lock", "keys-00000000.npy", "values-00000000.npy"} <= names
 

@@ -1,4 +1,4 @@
-"""The site is built without a warning, asks no other host for anything, and what is published is complete."""
+"""The site builds without a warning, loads nothing from other hosts, and is published completely."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASKED = re.compile(
 
 
 @pytest.mark.slow
-def test_the_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_the_site_is_built_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="needs softdb[docs]")
     command = [
         sys.executable,
@@ -45,7 +45,7 @@ def test_the_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "searchindex.js").stat().st_size > 10_000  # the search needs no server
 
 
-def test_a_page_that_asks_another_host_is_seen() -> None:
+def test_a_page_that_loads_from_another_host_is_noticed() -> None:
     assert ASKED.search('<script async src="https://example.org/a.js">')
     assert ASKED.search('<link rel="stylesheet" href="//example.org/a.css">')
     assert not ASKED.search('<a href="https://example.org">')
@@ -78,7 +78,7 @@ def test_a_wheel_that_lacks_something_is_not_published(tmp_path: Path) -> None:
     assert faults(wheel, "1.1") == ["holds tests/test_a.py", "is of version 1.0, not 1.1"]
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_stands_in_one_place() -> None:
     stated = [
         re.search(r'^version[ =:]+"?([\d.]+)', (ROOT / name).read_text(), re.M)
         for name in ("pyproject.toml", "CITATION.cff")

@@ -1,10 +1,11 @@
-"""What a type checker knows of answers; mypy reads this file, and a run shows that it tells the truth."""
+"""Types of answers as a type checker infers them; mypy reads this file, and a run confirms it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from typing_extensions import assert_type
+from worlds import holding
 
 import softdb
 from softdb import nn
@@ -27,8 +28,7 @@ def test_answers_have_types() -> None:
 
 
 def test_modules_have_types() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(["a", 7], [[1, 0], [0, 1]])
+    with holding([[1, 0], [0, 1]], ids=["a", 7]) as db:
         view = softdb.nn.View(db, torch.nn.Linear(2, 2))
         assert_type(view, nn.View)
         answer = view(torch.zeros(1, 2))

@@ -1,4 +1,4 @@
-"""A user's own program, under strict type checkers: softdb's types are whole, and say what they should."""
+"""A user's program under strict type checkers: softdb's types are complete and right."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_program_has_types_all_through(tmp_path: Path, checker: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_a_wrong_program_is_told(tmp_path: Path, checker: str) -> None:
+def test_type_checkers_reject_a_wrong_program(tmp_path: Path, checker: str) -> None:
     done = checked(tmp_path, WRONG, checker)
     assert done.returncode == 1
     assert all(name in done.stdout for name in ("dim", "k", "serch"))

@@ -1,4 +1,4 @@
-"""The walks that docs/architecture.md describes are what runs: each step is called, in that order."""
+"""The walks of docs/architecture.md are the calls that run, in that order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from worlds import holding
 
 import softdb
 import softdb.train
@@ -53,8 +54,7 @@ def called(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> list[St
 @pytest.fixture(scope="module")
 def db() -> Iterator[softdb.SoftDB]:
     random = np.random.default_rng(0)
-    with softdb.open(None, dim=16) as opened:
-        opened.insert(range(30_000), random.standard_normal((30_000, 16)))
+    with holding(random.standard_normal((30_000, 16))) as opened:
         opened.build_index("ivf", recall=0.8)
         yield opened
 
@@ -70,12 +70,12 @@ WAYS: dict[str, Callable[[softdb.SoftDB], object]] = {
 
 
 @pytest.mark.parametrize("heading", WAYS)
-def test_a_walk_is_what_runs(db: softdb.SoftDB, heading: str) -> None:
-    told = walk(heading)  # of files of Python: no profiler sees the kernels
-    assert len(told) >= 5
-    WAYS[heading](db)  # what is made when first needed is no step
+def test_walks_of_the_architecture_page_are_what_runs(db: softdb.SoftDB, heading: str) -> None:
+    actual = walk(heading)  # of files of Python: no profiler sees the kernels
+    assert len(actual) >= 5
+    WAYS[heading](db)  # lazy imports and caches are no steps
     run = iter(called(db, WAYS[heading]))
-    missed = [step for step in told if step not in run]  # `in` goes on from the last one that was found
+    missed = [step for step in actual if step not in run]  # `in` continues from the last step that it found
     assert missed == [], "not called, or not in this order"
 
 
@@ -83,7 +83,7 @@ MOST = {"A search by an index": 9, "An exact soft query": 8, "An insert": 10}  #
 
 
 def depths(db: softdb.SoftDB, run: Callable[[softdb.SoftDB], object]) -> dict[Step, int]:
-    """Frames of softdb on the stack where each function is first called; a call of the store's thread goes on there."""
+    """Frames of softdb on the stack at the first call of each function, across the store's thread."""
     frames: dict[Step, int] = {}
     home, caller, waiting = str(ROOT.parent), threading.get_ident(), [0]
 

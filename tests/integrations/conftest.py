@@ -19,5 +19,5 @@ def key_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a test has its database."""
+    """Path for a test's database."""
     return tmp_path / "db"

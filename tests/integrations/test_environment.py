@@ -1,4 +1,4 @@
-"""What the other suites stand on."""
+"""Versions that the other suites need."""
 
 from __future__ import annotations
 

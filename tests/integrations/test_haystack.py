@@ -1,4 +1,4 @@
-"""What Haystack's mixins leave open: retrieval, pipelines, sharing, whole documents, records of others, bad input."""
+"""Behaviour beyond Haystack's mixins: retrieval, pipelines, sharing, foreign records, bad input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store() -> SoftDBDocumentStore:
 
 
 def ids(documents: list[Document]) -> list[str]:
-    return [one.id for one in documents]
+    return [document.id for document in documents]
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def met() -> list[Document]:
         {"in": 2},
     ]
     return [
-        Document(content=None if i % 3 == 0 else ["a", "b"][i % 2], meta=one, id=["", "a", "b"][i % 3] + str(i // 3))
-        for i, one in enumerate(metas)
+        Document(content=None if i % 3 == 0 else ["a", "b"][i % 2], meta=meta, id=["", "a", "b"][i % 3] + str(i // 3))
+        for i, meta in enumerate(metas)
     ] + [Document("a", "")]
 
 
@@ -101,7 +101,7 @@ def many() -> SoftDBDocumentStore:
 
 @hypothesis.given(asked=st.recursive(comparisons(), whole, max_leaves=5))
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_filter_matches_what_haystack_s_own_does(many: SoftDBDocumentStore, asked: dict[str, Any]) -> None:
+def test_a_filter_matches_the_same_as_haystack_s_own(many: SoftDBDocumentStore, asked: dict[str, Any]) -> None:
     assert ids(many.filter_documents(asked)) == [one.id for one in met() if document_matches_filter(asked, one)]
 
 
@@ -173,7 +173,7 @@ def test_a_filter_in_another_dialect_is_refused_everywhere(store: SoftDBDocument
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_document_comes_back_whole(path: Path) -> None:
+def test_a_document_comes_back_complete(path: Path) -> None:
     given = [
         Document("text", "some text", meta={"a": [1, None, {"b": True}]}, embedding=[0.5, -1.0]),
         Document("blob", blob=ByteStream(bytes(range(256)), {"page": 1}, "image/png"), meta={"x": 1}),
@@ -195,7 +195,7 @@ def test_a_document_comes_back_whole(path: Path) -> None:
     again.close()
 
 
-def test_policies_say_what_is_kept(store: SoftDBDocumentStore) -> None:
+def test_policies_decide_what_happens_to_duplicates(store: SoftDBDocumentStore) -> None:
     twice = [Document("new", "first"), Document("heat", "other"), Document("new", "second")]
     for policy in (FAIL, DuplicatePolicy.NONE):
         for error in (DuplicateDocumentError, softdb.DuplicateId):
@@ -294,12 +294,12 @@ async def test_three_ways_to_retrieve(store: SoftDBDocumentStore) -> None:
     assert "ran" in ids(both.run(query, vector)["documents"])
     assert near.run(vector, top_k=0) == {"documents": []}
     for retriever, asked in [(near, (vector,)), (words, (query,)), (both, (query, vector))]:
-        found = retriever.run(*asked)["documents"]
-        assert (await retriever.run_async(*asked))["documents"] == found
+        actual = retriever.run(*asked)["documents"]
+        assert (await retriever.run_async(*asked))["documents"] == actual
         scaled = [one.score for one in retriever.run(*asked, scale_score=True)["documents"]]
         assert scaled == sorted(scaled, reverse=True)
         assert all(0 <= one <= 1 for one in scaled)
-        assert all(one.embedding is None for one in found)
+        assert all(one.embedding is None for one in actual)
     assert near.run(vector, return_embedding=True)["documents"][0].embedding == [1.0, 0.0, 0.0]
     merged = SoftDBKeywordRetriever(store, YOUNG, filter_policy="merge")
     assert ids(merged.run(query, {"field": "id", "operator": "in", "value": ["ran", "alien"]})["documents"]) == ["ran"]
@@ -373,15 +373,15 @@ def test_stores_of_one_directory_share_it_until_the_last_is_closed(path: Path) -
         first.count_documents()
     assert second.count_documents() == 4
     second.close()
-    softdb.open(path).close()  # nobody holds it now
+    softdb.open(path).close()  # no handle holds the lock now
     third = SoftDBDocumentStore(path)
-    del third  # neither does a store that nobody has any more
+    del third  # a collected store holds no lock, either
     gc.collect()
     softdb.open(path).close()
     reader.close()
 
 
-def test_a_store_on_disk_travels_and_one_in_memory_says_why_not(path: Path, store: SoftDBDocumentStore) -> None:
+def test_a_store_on_disk_is_serialised_and_one_in_memory_is_refused(path: Path, store: SoftDBDocumentStore) -> None:
     own = SoftDBDocumentStore(path, embedding_dim=3)
     own.write_documents(films())
     there = pickle.loads(pickle.dumps(own))
@@ -429,7 +429,7 @@ def test_writers_in_threads_neither_lose_nor_double_documents(store: SoftDBDocum
     threads = [threading.Thread(target=write, args=(first,)) for first in (0, 0, 20)]
     for one in threads:
         one.start()
-    while any(one.is_alive() for one in threads):
+    while any(thread.is_alive() for thread in threads):
         assert len(store.embedding_retrieval([1.0, 0.0, 0.0], return_embedding=True)) == 3
     assert sum(written) == 60
     assert store.count_documents() == 64
@@ -440,7 +440,7 @@ def test_writers_in_threads_neither_lose_nor_double_documents(store: SoftDBDocum
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where an empty table of a cluster is, its shards in this process."""
+    """Path of an empty table of a cluster with its shards in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = str(tmp_path / "films.lance")
     cluster.create(url, dim=3, metric="cosine", shards=2).close()
@@ -462,14 +462,14 @@ def test_a_cluster_is_a_store_of_the_same_documents(store: SoftDBDocumentStore, 
         assert shared.count_documents() == 0
         assert shared.write_documents(films()) == 4
         for asked in YEARS:
-            found, right = (one.filter_documents(asked) for one in (shared, store))
-            assert sorted(found, key=lambda one: one.id) == sorted(right, key=lambda one: one.id)
+            actual, right = (one.filter_documents(asked) for one in (shared, store))
+            assert sorted(actual, key=lambda one: one.id) == sorted(right, key=lambda one: one.id)
             each: list[dict[str, Any]] = [{}, {"scale_score": True, "return_embedding": True, "top_k": 2}]
             for words in each:
                 hits, expected = (one.embedding_retrieval([0.2, 0.9, 0.1], asked, **words) for one in (shared, store))
                 assert ids(hits) == ids(expected)
-                assert [one.embedding for one in hits] == [one.embedding for one in expected]
-                assert [one.score for one in hits] == pytest.approx([one.score for one in expected], abs=1e-6)
+                assert [hit.embedding for hit in hits] == [one.embedding for one in expected]
+                assert [hit.score for hit in hits] == pytest.approx([one.score for one in expected], abs=1e-6)
         for one in (shared, store):
             assert one.update_by_filter(YEARS[1] or {}, {"seen": True}) == 3
             assert one.count_unique_metadata_by_filter({}, ["year", "seen"]) == {"year": 4, "seen": 1}
@@ -487,7 +487,7 @@ def test_a_cluster_is_a_store_of_the_same_documents(store: SoftDBDocumentStore, 
         assert not db.closed, "the handle is the caller's"
 
 
-def test_what_a_cluster_has_not_is_refused(table: str) -> None:
+def test_features_that_a_cluster_lacks_are_refused(table: str) -> None:
     shared = SoftDBDocumentStore(table)
     with pytest.raises(softdb.BadInput, match="a cluster does not search by text"):
         shared.bm25_retrieval("lord")
@@ -503,17 +503,17 @@ def test_what_a_cluster_has_not_is_refused(table: str) -> None:
         SoftDBDocumentStore(db)
 
 
-def test_what_another_handle_has_written_is_seen_where_it_matters(table: str) -> None:
+def test_writes_of_another_handle_are_seen(table: str) -> None:
     """Each handle reads a version of its own: a retry without a refresh would never end."""
-    with cluster.open(table) as mine, cluster.open(table) as other:
-        shared = SoftDBDocumentStore(mine)
+    with cluster.open(table) as ours, cluster.open(table) as other:
+        shared = SoftDBDocumentStore(ours)
         SoftDBDocumentStore(other).write_documents(films())
         assert shared.count_documents() == 0
         assert shared.write_documents(films(), SKIP) == 0
         assert shared.count_documents() == 4
         other.delete(["heat"])
         assert shared.update_by_filter({"field": "meta.year", "operator": ">", "value": 0}, {"seen": 1}) == 3
-        assert mine["ran"].payload == {"year": 1985, "tags": ["war"], "seen": 1}
+        assert ours["ran"].payload == {"year": 1985, "tags": ["war"], "seen": 1}
         other.upsert(["late"], [[1, 0, 0]])
         with cluster.open(table, "r") as reads:
             follows = SoftDBDocumentStore(reads)
@@ -531,8 +531,8 @@ def test_a_store_on_a_table_travels_by_its_address(table: str) -> None:
         stores = [again.get_component(name).document_store for name in ("retriever", "writer")]
         assert stores[0].db is stores[1].db
         assert stores[0].db is not db
-        found = again.run({"retriever": {"query_embedding": [1.0, 0.0, 0.0]}, "writer": {"documents": films()[:1]}})
-        assert ids(found["retriever"]["documents"]) == ["alien"]
+        actual = again.run({"retriever": {"query_embedding": [1.0, 0.0, 0.0]}, "writer": {"documents": films()[:1]}})
+        assert ids(actual["retriever"]["documents"]) == ["alien"]
         travelled = pickle.loads(pickle.dumps(SoftDBDocumentStore(db)))
         assert (travelled.mode, travelled.count_documents()) == ("r", 4)
         for one in (*stores, travelled):

@@ -102,7 +102,7 @@ class TestAsyncOnDisk(TestAsync):
 
 def test_no_mixin_of_haystack_is_left_out() -> None:
     def mixins(module: Any, of: type) -> set[str]:
-        found = {name for name, one in vars(module).items() if name.endswith("Test") and isinstance(one, type)}
-        return {name for name in found if not issubclass(of, vars(module)[name])}
+        results = {name for name, one in vars(module).items() if name.endswith("Test") and isinstance(one, type)}
+        return {name for name in results if not issubclass(of, vars(module)[name])}
 
     assert mixins(suites, TestStore) == mixins(async_suites, TestAsync) == set()

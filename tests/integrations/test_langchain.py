@@ -1,4 +1,4 @@
-"""What LangChain's suites leave open: filters, diversity, relevance, words, other people's records, bad input."""
+"""Behaviour beyond LangChain's suites: filters, diversity, relevance, full text, foreign records, bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METADATAS: list[dict[str, Any]] = [
 
 
 class Counted(Embeddings):
-    """A fake embedding that says what it embedded, and in which thread; it waits until an event loop has gone on."""
+    """A fake embedding that records its texts and threads; it waits until an event loop has run."""
 
     def __init__(self, size: int = 6, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.fake, self.loop, self.documents = DeterministicFakeEmbedding(size=size), loop, 0
@@ -60,7 +60,7 @@ def store() -> SoftDBVectorStore:
 
 
 def named(documents: list[Document]) -> str:
-    return "".join(sorted(str(one.id) for one in documents))
+    return "".join(sorted(str(document.id) for document in documents))
 
 
 def test_a_cluster_over_a_table_is_a_store(tmp_path: Path) -> None:
@@ -140,24 +140,24 @@ async def test_relevance_is_from_0_to_1_in_the_order_of_scores(metric: str, mode
     store = SoftDBVectorStore.from_texts(TEXTS, Counted(), ids=list("abcde"), metric=metric)
     asked: dict[str, Any] = {"k": 5, "mode": mode}
     scores = store.similarity_search_with_score("cats and dogs", **asked)
-    found = store.similarity_search_with_relevance_scores("cats and dogs", **asked)
-    assert [one.id for one, _ in found] == [one.id for one, _ in scores]
-    values = [share for _, share in found]
+    actual = store.similarity_search_with_relevance_scores("cats and dogs", **asked)
+    assert [one.id for one, _ in actual] == [one.id for one, _ in scores]
+    values = [share for _, share in actual]
     assert values == sorted(values, reverse=True)
     assert all(0 <= share <= 1 for share in values)
     if metric != "dot":
-        assert found[0][0].id == "c"
+        assert actual[0][0].id == "c"
     if (metric, mode) in (("cosine", "vector"), ("l2", "vector")):
         assert values[0] == pytest.approx(1, abs=1e-3)
-    assert await store.asimilarity_search_with_relevance_scores("cats and dogs", **asked) == found
+    assert await store.asimilarity_search_with_relevance_scores("cats and dogs", **asked) == actual
     threshold = (values[0] + values[1]) / 2 if len(values) > 1 else values[0]
     search = store.as_retriever(search_type="similarity_score_threshold", score_threshold=threshold, **asked)
-    assert search.invoke("cats and dogs") == [found[0][0]]
+    assert search.invoke("cats and dogs") == [actual[0][0]]
     mine = SoftDBVectorStore(store.embedding, store.db, relevance_score_fn=lambda score: 0.25)
     assert {share for _, share in mine.similarity_search_with_relevance_scores("q", **asked)} <= {0.25}
 
 
-def test_words_find_what_random_vectors_do_not(store: SoftDBVectorStore) -> None:
+def test_full_text_finds_documents_with_random_vectors(store: SoftDBVectorStore) -> None:
     assert [one.id for one in store.similarity_search("sings", k=1, mode="text")] == ["d"]
     assert "d" in named(store.similarity_search("sings", k=2, mode="hybrid", fusion="ranks"))
     retriever = store.as_retriever(k=1, mode="text", filter={"lang": "en"})
@@ -167,7 +167,7 @@ def test_words_find_what_random_vectors_do_not(store: SoftDBVectorStore) -> None
         store.as_retriever(search_type="nearest")
 
 
-def test_records_of_softdb_are_documents_and_nothing_is_embedded_again(path: Path) -> None:
+def test_records_of_softdb_are_documents_without_a_new_embedding(path: Path) -> None:
     embedding = Counted(3)
     with softdb.open(path, dim=3) as db:
         db.insert(["a", 7, "8", 8], np.eye(4, 3), payloads=[{"x": 1}, None, "word", [1]], texts=["A", None, "C", "D"])
@@ -192,9 +192,9 @@ async def test_the_event_loop_goes_on(path: Path) -> None:
     embedding = Counted(loop=asyncio.get_running_loop())
     store = await SoftDBVectorStore.afrom_texts(TEXTS, embedding, METADATAS, ids=list("abcde"), db=path)
     retriever = store.as_retriever(k=2)
-    found = await asyncio.gather(*(retriever.ainvoke(one) for one in TEXTS))
-    assert [mine[0].page_content for mine in found] == TEXTS
-    assert await store.amax_marginal_relevance_search(TEXTS[0], k=1) == found[0][:1]
+    actual = await asyncio.gather(*(retriever.ainvoke(text) for text in TEXTS))
+    assert [mine[0].page_content for mine in actual] == TEXTS
+    assert await store.amax_marginal_relevance_search(TEXTS[0], k=1) == actual[0][:1]
     assert [one.id for one, _ in await store.asimilarity_search_with_score(TEXTS[1], k=1)] == ["b"]
     assert await store.aget_by_ids(["c"]) == [Document(id="c", page_content=TEXTS[2], metadata=METADATAS[2])]
     assert await store.aadd_documents([Document("new", id="f")]) == ["f"]
@@ -211,7 +211,7 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
     with pytest.raises(softdb.DatabaseLocked, match="mode='r'"):
         SoftDBVectorStore(embedding, path)
     first.add_texts(["a late text"], ids=["late"])
-    assert reader.similarity_search("a late text", k=1)[0].id == "late"  # sees it without being told
+    assert reader.similarity_search("a late text", k=1)[0].id == "late"  # it is seen without a refresh
     assert [one.id for one in reader.get_by_ids(["late"])] == ["late"]
     with pytest.raises(softdb.ReadOnly, match="upsert"):
         reader.add_texts(["x"])
@@ -229,7 +229,7 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
             call()
 
 
-def test_a_store_on_disk_travels_and_one_in_memory_says_why_not(path: Path, store: SoftDBVectorStore) -> None:
+def test_a_store_on_disk_is_serialised_and_one_in_memory_is_refused(path: Path, store: SoftDBVectorStore) -> None:
     own = SoftDBVectorStore.from_texts(TEXTS, DeterministicFakeEmbedding(size=6), ids=list("abcde"), db=path)
     there = pickle.loads(pickle.dumps(own))
     assert there.similarity_search("fish swim", k=1) == own.similarity_search("fish swim", k=1)
@@ -308,21 +308,21 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-def test_bad_input_is_told_before_anything_changes(store: SoftDBVectorStore, bad: str) -> None:
+def test_bad_input_is_refused_before_anything_changes(store: SoftDBVectorStore, bad: str) -> None:
     call, message = BAD[bad]
     with pytest.raises(softdb.BadInput, match=message):
         call(store)
     assert len(store.db) == 5
 
 
-def test_no_text_index_says_what_to_do(path: Path) -> None:
+def test_a_missing_text_index_names_index_text(path: Path) -> None:
     with softdb.open(path, dim=6) as db, pytest.raises(softdb.BadInput, match=r"index_text\(\).* makes one"):
         SoftDBVectorStore(Counted(), db).similarity_search("q", mode="hybrid")
     with pytest.raises(softdb.NotADatabase, match="holds no database"):
         SoftDBVectorStore(Counted(), path / "none", mode="r")
 
 
-def test_batches_before_one_that_fails_are_there(store: SoftDBVectorStore) -> None:
+def test_batches_before_a_failing_batch_are_stored(store: SoftDBVectorStore) -> None:
     with pytest.raises(softdb.BadInput, match="holds a set"):
         store.add_texts(["x", "y", "z"], [{}, {}, {"z": {1}}], ids=["x", "y", "z"], batch_size=2)
     assert [one.id for one in store.get_by_ids(["x", "y", "z"])] == ["x", "y"]

@@ -1,4 +1,4 @@
-"""LangChain's own suites, unchanged: nothing is overridden, skipped or expected to fail."""
+"""LangChain's own suites, unchanged, with no test overridden, skipped or expected to fail."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def scores(backend: Any, similarity: ScoringFunction, task: Any) -> Any:
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.metadata.name)
 def test_mock_tasks_score_as_with_faiss(task: Any, similarity: str) -> None:
     by = ScoringFunction(similarity)
-    mine, theirs = (scores(backend, by, task) for backend in (SoftDBSearchIndex, FaissSearchIndex))
-    assert len(mine) == len(theirs) > 0
-    for one, other in zip(mine, theirs, strict=True):
-        assert len(one) > 10
-        assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
+    ours, theirs = (scores(backend, by, task) for backend in (SoftDBSearchIndex, FaissSearchIndex))
+    assert len(ours) == len(theirs) > 0
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert len(actual) > 10
+        assert actual == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def test_there_are_tasks_of_both_kinds() -> None:
+def test_mock_tasks_cover_retrieval_and_reranking() -> None:
     assert len(TASKS) >= 6
     assert {"Retrieval", "Reranking"} <= {task.metadata.type for task in TASKS}
 
@@ -67,9 +67,9 @@ def test_answers_are_those_of_faiss(similarity: str) -> None:
         backend.add_documents(torch.from_numpy(documents[:600]), ids[:600])
         backend.add_documents(documents[600:], ids[600:])
     for how in ({}, {"top_ranked": ranked, "query_idx_to_id": {i: f"q{i}" for i in range(20)}}):
-        (mine, places), (theirs, expected) = (backend.search(queries, 50, None, **how) for backend in backends)
+        (ours, places), (theirs, expected) = (backend.search(queries, 50, None, **how) for backend in backends)
         assert places == expected
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     backends[0].clear()
     with pytest.raises(BadInput, match="call add_documents first"):
         backends[0].search(queries, 3)
@@ -78,20 +78,20 @@ def test_answers_are_those_of_faiss(similarity: str) -> None:
 def test_an_index_finds_nearly_all() -> None:
     drawn = np.random.default_rng(1).standard_normal((20_050, 16)).astype(np.float32)
     exact, near = SoftDBSearchIndex(model()), SoftDBSearchIndex(model(), recall=0.9)
-    found = []
+    results = []
     for backend in (exact, near):
         for half in range(0, 20_000, 10_000):
             backend.add_documents(drawn[half : half + 10_000], [str(half + i) for i in range(10_000)])
             rows = backend.search(drawn[20_000:], 10)[1]
-        found.append(rows)
+        results.append(rows)
     assert near.db is not None
     index = near.db.stats().index
     assert index is not None
     assert index.unindexed == 0  # made anew
-    assert np.mean([len(set(a) & set(b)) for a, b in zip(*found, strict=True)]) >= 8.5
+    assert np.mean([len(set(a) & set(b)) for a, b in zip(*results, strict=True)]) >= 8.5
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_senseless_arguments_are_refused() -> None:
     with pytest.raises(BadInput, match="the model compares by"):
         SoftDBSearchIndex(model(ScoringFunction.MAX_SIM))
     with pytest.raises(BadInput, match="'MiniLM'; expected a model of mteb"):

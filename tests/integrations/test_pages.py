@@ -16,6 +16,6 @@ PAGES.append(DOCS / "cluster.md")
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
-    found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    for number, block in enumerate(found, start=1):
+    actual = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for number, block in enumerate(actual, start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), scope)

@@ -103,11 +103,11 @@ def of_equations(lm: KNNLanguageModel, hidden: Tensor, logits: Tensor) -> Tensor
 
 def test_a_record_for_every_token_but_a_texts_first(lm: KNNLanguageModel) -> None:
     texts = texts_of(30)
-    assert any(len(one) > 2 * CONTEXT for one in texts)  # windows
-    labels = [token for one in texts for token in one[1:]]
+    assert any(len(text) > 2 * CONTEXT for text in texts)  # windows
+    labels = [token for text in texts for token in text[1:]]
     assert torch.as_tensor(lm.db.get(list(range(len(labels)))).values).tolist() == labels
-    short = next(i for i, one in enumerate(texts) if CONTEXT // 2 < len(one) <= CONTEXT)
-    start = sum(len(one) - 1 for one in texts[:short])
+    short = next(i for i, text in enumerate(texts) if CONTEXT // 2 < len(text) <= CONTEXT)
+    start = sum(len(text) - 1 for text in texts[:short])
     keys = torch.as_tensor(lm.db.get(list(range(start, start + len(texts[short]) - 1))).keys)
     with torch.no_grad():
         body = lm.model.transformer if hasattr(lm.model, "transformer") else lm.model.model
@@ -117,10 +117,10 @@ def test_a_record_for_every_token_but_a_texts_first(lm: KNNLanguageModel) -> Non
 
 def test_windows_overlap_by_half() -> None:
     text = list(range(3 * CONTEXT + 1))
-    found = windows_of([text, [5], text[:2]], CONTEXT)
-    assert [token for one in found for token in one.tokens[one.first :]] == [*text[1:], 1]
-    assert max(len(one.tokens) for one in found) == CONTEXT
-    assert [one.first for one in found] == [1, *[CONTEXT // 2] * (len(found) - 2), 1]
+    actual = windows_of([text, [5], text[:2]], CONTEXT)
+    assert [token for one in actual for token in one.tokens[one.first :]] == [*text[1:], 1]
+    assert max(len(one.tokens) for one in actual) == CONTEXT
+    assert [one.first for one in actual] == [1, *[CONTEXT // 2] * (len(actual) - 2), 1]
 
 
 def test_the_first_temperature_is_that_of_the_eighth_neighbour(lm: KNNLanguageModel) -> None:
@@ -130,7 +130,7 @@ def test_the_first_temperature_is_that_of_the_eighth_neighbour(lm: KNNLanguageMo
     assert lm.mixture.temperature == pytest.approx(float(nearest.median()), rel=1e-3)
 
 
-def test_a_tolerance_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tolerance_reaches_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(5), rtol=0.2) as lm:
         asked: list[Any] = []
         plain = lm.db.attend
@@ -161,9 +161,9 @@ def test_probabilities_are_those_of_the_equations(lm: KNNLanguageModel) -> None:
     torch.testing.assert_close(
         nearest.log_probs(hidden, logits).double(), of_equations(nearest, hidden, logits), rtol=1e-4, atol=1e-5
     )
-    found = lm.log_probs(hidden, logits)
-    torch.testing.assert_close(found.double(), of_equations(lm, hidden, logits), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.logsumexp(1), torch.zeros(7), rtol=0, atol=1e-5)
+    actual = lm.log_probs(hidden, logits)
+    torch.testing.assert_close(actual.double(), of_equations(lm, hidden, logits), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.logsumexp(1), torch.zeros(7), rtol=0, atol=1e-5)
     torch.testing.assert_close(lm.log_probs(hidden).exp().sum(1), torch.ones(7))
 
 
@@ -183,7 +183,7 @@ def test_perplexity_is_that_of_every_token_in_its_window(lm: KNNLanguageModel) -
 
 @pytest.mark.parametrize("how", [{}, {"k": 40}, {"rtol": 0.2}])
 @pytest.mark.parametrize("gate", [False, True])
-def test_what_is_learned_lowers_perplexity_on_other_texts(how: dict[str, Any], gate: bool) -> None:
+def test_training_lowers_perplexity_on_other_texts(how: dict[str, Any], gate: bool) -> None:
     with KNNLanguageModel.from_corpus(gpt2(), texts_of(60), gate=gate, temperature=50.0, **how) as lm:
         alone, before = (lm.perplexity(texts_of(10, 2), memory=on) for on in (False, True))
         said: list[tuple[int, int]] = []
@@ -228,25 +228,25 @@ def test_the_gradients_are_those_of_the_equations(lm: KNNLanguageModel) -> None:
     ids=str,
 )
 def test_generate_goes_by_the_mixture(lm: KNNLanguageModel, how: dict[str, Any]) -> None:
-    """As a model whose head itself says the mixture, with rows padded left."""
+    """A model whose own head gives the mixture, with rows padded left."""
     prompts = [[0, 0, 0, 5], [0, 4, 8, 2], [3, 7, 11, 20]]
     asked: dict[str, Any] = {"input_ids": torch.tensor(prompts), "attention_mask": torch.tensor(prompts).ne(0).long()}
     words = {**asked, "max_new_tokens": 7, "pad_token_id": 0, **how}
     penalised = "repetition_penalty" in how
     lm.mixture.bias.add_(2)
     torch.manual_seed(3)
-    found = lm.generate(**words)
+    actual = lm.generate(**words)
     plain = lm.model.generate(**words)
-    if not penalised:  # an earlier processor changes what is mixed
+    if not penalised:  # an earlier processor changes the mixed probabilities
         hook = lm.head.register_forward_hook(lambda _, given, out: of_equations(lm, given[0], out).float())
         torch.manual_seed(3)
-        assert torch.equal(found, lm.model.generate(**words))
+        assert torch.equal(actual, lm.model.generate(**words))
         hook.remove()
-    assert not torch.equal(found, plain)
+    assert not torch.equal(actual, plain)
     if not how:
         lists = [[5], [4, 8, 2], [3, 7, 11, 20]]
-        assert torch.equal(lm.generate(lists, max_new_tokens=7, pad_token_id=0), found)
-        for row, prompt in zip(found, lists, strict=True):
+        assert torch.equal(lm.generate(lists, max_new_tokens=7, pad_token_id=0), actual)
+        for row, prompt in zip(actual, lists, strict=True):
             single = lm.generate(torch.tensor([prompt]), max_new_tokens=7, pad_token_id=0)[0, len(prompt) :]
             assert torch.equal(row[4:][: len(single)], single)
 
@@ -254,21 +254,21 @@ def test_generate_goes_by_the_mixture(lm: KNNLanguageModel, how: dict[str, Any])
 def test_a_forbidden_token_stays_forbidden(lm: KNNLanguageModel) -> None:
     first = int(lm.generate(torch.tensor([[5]]), max_new_tokens=1, pad_token_id=0)[0, -1])
     banned = NoBadWordsLogitsProcessor([[first]], eos_token_id=1)
-    told = lm.generate(torch.tensor([[5]]), max_new_tokens=6, pad_token_id=0, logits_processor=[banned])
-    assert first not in told[0, 1:].tolist()
+    actual = lm.generate(torch.tensor([[5]]), max_new_tokens=6, pad_token_id=0, logits_processor=[banned])
+    assert first not in actual[0, 1:].tolist()
 
 
-def test_texts_are_asked_and_told(tokenizer: Any) -> None:
+def test_the_language_model_takes_and_returns_texts(tokenizer: Any) -> None:
     texts = [tokenizer.decode(one) for one in texts_of(20)]
     with KNNLanguageModel.from_corpus(gpt2(), texts, tokenizer=tokenizer) as lm:
-        told = lm.generate(["w3 w4", "w5"], max_new_tokens=3)
-        assert [one.split()[: len(asked)] for one, asked in zip(told, (["w3", "w4"], ["w5"]), strict=True)] == [
+        actual = lm.generate(["w3 w4", "w5"], max_new_tokens=3)
+        assert [one.split()[: len(asked)] for one, asked in zip(actual, (["w3", "w4"], ["w5"]), strict=True)] == [
             ["w3", "w4"],
             ["w5"],
         ]
-        assert lm.generate("w5", max_new_tokens=3) == told[1]
+        assert lm.generate("w5", max_new_tokens=3) == actual[1]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <s>", None, [("<s>", 1)])
-        assert lm.generate("w5", max_new_tokens=3) == told[1]  # the end after a text is not the prompt's
+        assert lm.generate("w5", max_new_tokens=3) == actual[1]  # the end after a text is not the prompt's
         tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
         assert lm.perplexity(texts) < lm.perplexity(texts, memory=False)
         start = texts[0].split()
@@ -278,7 +278,7 @@ def test_texts_are_asked_and_told(tokenizer: Any) -> None:
 # -- the database ------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_corpus_resumes_where_it_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.integrations.transformers.hidden.COMMIT", 50)
     texts, model, seen = texts_of(30), gpt2(), 0
     plain = records_of
@@ -295,16 +295,16 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
         KNNLanguageModel.from_corpus(model, texts, path)
     with softdb.open(path, mode="r") as db:
         first = len(db)
-    assert 0 < first < sum(len(one) - 1 for one in texts)
+    assert 0 < first < sum(len(text) - 1 for text in texts)
     with KNNLanguageModel.from_corpus(model, texts, path) as lm, KNNLanguageModel.from_corpus(model, texts) as whole:
-        ids = list(range(sum(len(one) - 1 for one in texts)))
+        ids = list(range(sum(len(text) - 1 for text in texts)))
         assert len(lm.db) == len(ids)
         ours, theirs = lm.db.get(ids), whole.db.get(ids)
         torch.testing.assert_close(torch.as_tensor(ours.keys), torch.as_tensor(theirs.keys))
-        told = lm.perplexity(texts_of(3, 1))
+        actual = lm.perplexity(texts_of(3, 1))
     done = seen
     with KNNLanguageModel.from_corpus(model, texts, path) as lm:  # nothing is left to do
-        assert lm.perplexity(texts_of(3, 1)) == told
+        assert lm.perplexity(texts_of(3, 1)) == actual
     assert seen == done
     with pytest.raises(BadInput, match="the database was begun with other texts"):
         KNNLanguageModel.from_corpus(model, [texts[0][::-1], *texts[1:]], path)
@@ -313,7 +313,7 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
     with pytest.raises(BadInput, match="records but these texts make"):
         KNNLanguageModel.from_corpus(model, texts[:3], path)
     with softdb.open(path, mode="r") as db, KNNLanguageModel(model, db) as lm:
-        assert lm.perplexity(texts_of(3, 1)) == told
+        assert lm.perplexity(texts_of(3, 1)) == actual
     trained = gpt2()
     trained.transformer.h[0].mlp.c_fc.bias.data.add_(1)
     for other in (gpt2(n_layer=1), trained):
@@ -321,7 +321,7 @@ def test_a_broken_corpus_goes_on_where_it_stopped(path: Path, monkeypatch: pytes
             KNNLanguageModel(other, db)
 
 
-def test_close_leaves_the_model_as_it_was() -> None:
+def test_close_leaves_the_model_unchanged() -> None:
     model = gpt2()
     asked = {"inputs": torch.tensor([[5]]), "max_new_tokens": 4, "pad_token_id": 0}
     before = model.generate(**asked)
@@ -335,7 +335,7 @@ def test_close_leaves_the_model_as_it_was() -> None:
         lm.perplexity(texts_of(2))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_models_without_a_head_are_refused() -> None:
@@ -410,7 +410,7 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
         assert lm.mixture.temperature > 0
 
 
-def test_the_example_shows_what_it_says(tmp_path: Path) -> None:
+def test_the_example_prints_what_it_claims(tmp_path: Path) -> None:
     example = Path(softdb.__file__).parents[1] / "examples" / "language_model.py"
     paths = {**os.environ, "PYTHONPATH": str(example.parents[1])}
     command = [sys.executable, "-W", "error", str(example), "400"]

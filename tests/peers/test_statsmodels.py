@@ -10,8 +10,8 @@ import pytest
 import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor
+from worlds import holding
 
-import softdb
 from softdb.functional import attention
 from softdb.index.watch import upper_bound
 from softdb.nn import KernelRegressor
@@ -30,8 +30,7 @@ def local_constant(keys: Any, values: Any, bandwidth: Any) -> Any:
 
 
 def regressor(keys: Tensor, values: Tensor, **options: Any) -> KernelRegressor:
-    db = softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1])
-    db.insert(list(range(len(keys))), keys, values)
+    db = holding(keys, values)
     return KernelRegressor(db, **options)
 
 
@@ -41,31 +40,31 @@ def test_kernels_give_its_means(columns: list[int]) -> None:
     h = [0.02 * (i + 1) for i in range(len(columns))]
     expected, _ = local_constant(keys, PROGRESS, h).fit(keys[::9])
     weights = Gaussian(h)(torch.from_numpy(keys[::9]), torch.from_numpy(keys))
-    found = weights @ torch.from_numpy(PROGRESS) / weights.sum(1)
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    actual = weights @ torch.from_numpy(PROGRESS) / weights.sum(1)
+    np.testing.assert_allclose(actual, expected, rtol=1e-10)
 
 
 def test_attention_gives_its_means() -> None:
     keys, bandwidth = DIABETES[:, [2, 3, 8]] * 20, [0.5, 0.7, 0.4]
     expected, _ = local_constant(keys[50:], PROGRESS[50:], bandwidth).fit(keys[:50])
-    found = attention(keys[:50], keys[50:], PROGRESS[50:, None], score=Gaussian(bandwidth))
-    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-9)
+    actual = attention(keys[:50], keys[50:], PROGRESS[50:, None], score=Gaussian(bandwidth))
+    np.testing.assert_allclose(actual[:, 0], expected, rtol=1e-9)
 
 
 def test_a_regressor_gives_its_means() -> None:
     torch.manual_seed(4)
     keys, values, queries = torch.randn(40, 2), torch.randn(40, 1), torch.randn(15, 2)
     expected, _ = local_constant(keys, values, [0.4, 0.9]).fit(queries.double().numpy())
-    found = regressor(keys, values, bandwidth=[0.4, 0.9])(queries)
-    np.testing.assert_allclose(found[:, 0].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+    actual = regressor(keys, values, bandwidth=[0.4, 0.9])(queries)
+    np.testing.assert_allclose(actual[:, 0].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("column", [2, 3, 8])
 def test_leave_one_out_finds_its_bandwidth(column: int) -> None:
     keys = DIABETES[::2, column : column + 1]
     expected = float(local_constant(keys, PROGRESS[::2], "cv_ls").bw[0])
-    found = leave_one_out(torch.from_numpy(keys), torch.from_numpy(PROGRESS[::2]))
-    assert found == pytest.approx(expected, rel=0.03)
+    actual = leave_one_out(torch.from_numpy(keys), torch.from_numpy(PROGRESS[::2]))
+    assert actual == pytest.approx(expected, rel=0.03)
 
 
 def test_a_regressor_learns_its_bandwidth() -> None:

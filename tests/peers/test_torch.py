@@ -1,4 +1,4 @@
-"""Functional attention is torch's scaled_dot_product_attention, and the heart of its MultiheadAttention."""
+"""Functional attention equals torch's scaled_dot_product_attention, also inside MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ MASKS: dict[str, Callable[[tuple[int, ...], int, int], Any]] = {
 @pytest.mark.parametrize("kind", [*MASKS, "causal"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("limit", [1 << 24, 0], ids=["dense", "streamed"])
-def test_it_agrees_with_torch(
+def test_attention_agrees_with_torch(
     limit: int, shapes: list[tuple[int, ...]], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DENSE", limit)
     monkeypatch.setattr(module, "MASKED", 20)
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    lead = torch.broadcast_shapes(*(one[:-2] for one in shapes))  # type: ignore[no-untyped-call]
+    lead = torch.broadcast_shapes(*(shape[:-2] for shape in shapes))  # type: ignore[no-untyped-call]
     mask = MASKS[kind](lead, shapes[0][-2], shapes[1][-2]) if kind in MASKS else None
     expected = scaled_dot_product_attention(
         q, k.expand(*lead, *k.shape[-2:]), v.expand(*lead, *v.shape[-2:]), mask, is_causal=kind == "causal"
     )
-    found = attention(q, k, v, mask=mask, is_causal=kind == "causal")
-    same(found, expected, [q, k, v], 1e-5 if dtype is torch.float32 else 1e-10)
+    actual = attention(q, k, v, mask=mask, is_causal=kind == "causal")
+    same(actual, expected, [q, k, v], 1e-5 if dtype is torch.float32 else 1e-10)
 
 
 def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit as it is, in the compiled loops where there are any."""
+    """Run over the limit in the compiled loops, if there are any."""
     monkeypatch.delattr(module, "_dense")
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 3, 30, 8), torch.randn(1, 3, 100_000, 8), torch.randn(1, 3, 100_000, 4)
@@ -71,7 +71,9 @@ def test_many_scores_are_streamed_and_agree_with_torch(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("limit", [1 << 24, 0], ids=["dense", "streamed"])
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_it_is_the_heart_of_multi_head_attention(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_gives_the_same_inside_multi_head_attention(
+    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "DENSE", limit)
     torch.manual_seed(0)
     b, m, n, width, heads = 2, 5, 5 if kind == "self" else 7, 12, 3
@@ -85,5 +87,5 @@ def test_it_is_the_heart_of_multi_head_attention(kind: str, limit: int, monkeypa
         .transpose(1, 2)  # heads are a leading dimension
         for one, w, c in zip((x, y, y), weight, bias, strict=True)
     )
-    found = theirs.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
-    same(found, theirs(x, y, y, need_weights=False)[0], list(theirs.parameters()))
+    actual = theirs.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
+    same(actual, theirs(x, y, y, need_weights=False)[0], list(theirs.parameters()))

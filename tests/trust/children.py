@@ -1,4 +1,4 @@
-"""Processes that write to a database, tell what they have done, and die: forked in milliseconds from a warm one.
+"""Processes that write to a database, report their progress and die, forked in milliseconds from a warm one.
 
 `Nursery` keeps that one, which has softdb and has used no threads. A child says "begin n" before its n-th act and
 "done n" after it on a pipe. It is reaped when the nursery is told to: a process that is killed still has its number.
@@ -45,12 +45,12 @@ class Kill(NamedTuple):
 
 @dataclass
 class Order:
-    """What a child shall do."""
+    """Commands for a child."""
 
     path: Path
     schema: dict[str, Any]
-    state: State  # what is stored
-    acts: Callable[[int, State], Act]  # what is done as the n-th; a function of a module
+    state: State  # the stored records
+    acts: Callable[[int, State], Act]  # the n-th act; a function of a module
     first: int  # n of the first act
     count: int
     kill: Kill | None = None
@@ -74,9 +74,9 @@ class Seeded:
 
 @dataclass
 class Told:
-    """What a child has said."""
+    """Messages from a child."""
 
-    begun: int  # acts, of which the last may have been cut short
+    begun: int  # acts begun, the last perhaps unfinished
     done: int
     killed: bool
     steps: list[str]  # those that it passed, or the one at which it died
@@ -176,7 +176,7 @@ class Nursery:
             os.close(reading)
 
     def run(self, order: Order, seconds: float | None = None) -> Told:
-        """What became of a child that was killed after some seconds, unless it came to its end or killed itself."""
+        """Outcome of a child that was killed after some seconds, unless it ended or killed itself."""
         with self.child(order) as child:
             child.hear("start")
             if seconds is not None:
@@ -194,7 +194,7 @@ class Child:
         self._pipe, self._text = pipe, ""
 
     def hear(self, until: str | None) -> None:
-        """Read what it says up to a line, or all."""
+        """Read the child's output up to a line, or all of it."""
         while until is None or f"{until}\n" not in self._text:
             ready, _, _ = select.select([self._pipe], [], [], PATIENCE)
             assert ready, f"child {self.pid} is stuck after {self._text[-200:]!r}"
@@ -216,7 +216,7 @@ class Child:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a child for each order until nobody orders any more."""
+    """Fork a child for each order until the orders end."""
     _warm_up()
     orders = socket.socket(fileno=descriptor)
     while True:

@@ -1,4 +1,4 @@
-"""Batches whose records belong together: a view that holds one of them in part, or mixes two, is torn.
+"""Batches whose records belong together, to detect a view that holds a batch in part or mixes two.
 
 Batch b has the ids "b:0" … "b:SIZE-1", each with key (APART b, i, 1, …), value (b, version) and payload
 {"batch": b, "of": SIZE, "version": version}.
@@ -68,7 +68,7 @@ def whole(records: list[softdb.Records], in_part: Callable[[int], bool] = lambda
 
 
 def seen(db: softdb.SoftDB) -> set[int]:
-    """The batches of a database at rest, asked in every way; all ways must agree."""
+    """Batches of a database at rest, read in every way; all ways must agree."""
     found = whole(list(db.scan(100)))
     assert len(db) == db.count() == SIZE * len(found)
     for batch in sorted(found)[:: max(1, len(found) // 3)]:

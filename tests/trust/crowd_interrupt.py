@@ -41,7 +41,7 @@ class Interruption:
         if event not in ("call", "c_return") or not (name.startswith(OURS) or name in HELPERS):
             return
         if event == "call" and frame.f_lasti > 0 and frame.f_code.co_flags & CO_GENERATOR:
-            return  # one that goes on, perhaps only to be closed, where nobody would hear of it
+            return  # a generator that is being closed, where an interrupt would be lost
         self.moments += 1
         if self.moments == self.at:
             sys.setprofile(None)
@@ -51,7 +51,7 @@ class Interruption:
 
 
 def moments(work: Callable[[], Any]) -> int:
-    """How many moments there are at which something may be interrupted."""
+    """Return the number of moments at which a call can be interrupted."""
     counted = Interruption(0)
     counted.during(work)
     return counted.moments

@@ -1,4 +1,4 @@
-"""Processes for tests of many at once: quick to start, never waited for in vain, their failures told in words."""
+"""Processes for concurrency tests: quick to start, with timeouts and readable failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Other:
         return self.process.pid
 
     def hear(self, seconds: float = SECONDS) -> Any:
-        """What it says next."""
+        """Return the next message."""
         if not self.line.poll(seconds):
             os.kill(self.pid, signal.SIGABRT)  # it tells where it is
             self.process.join(SECONDS)
@@ -75,7 +75,7 @@ class Other:
 
 
 class Failure:
-    """What another process raised."""
+    """An error that another process raised."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -115,7 +115,7 @@ def when_a_fork_waits(patch: pytest.MonkeyPatch) -> threading.Event:
 
 
 class Forked:
-    """A child forked off this very process. It works, tells what it found, and leaves by `os._exit`."""
+    """A child forked off this process; it works, sends its result, and leaves by `os._exit`."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.pipe, theirs = os.pipe()
@@ -133,7 +133,7 @@ class Forked:
         os._exit(0)
 
     def found(self, seconds: float = SECONDS) -> Any:
-        """What the child's work gave; AssertionError where it raised or hangs."""
+        """Return the result of the child's work; raise AssertionError if it raised or hangs."""
         end, data = time.monotonic() + seconds, b""
         while True:
             ready = select.select([self.pipe], [], [], max(0.0, end - time.monotonic()))[0]

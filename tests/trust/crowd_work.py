@@ -38,7 +38,7 @@ States = NDArray[np.int8]
 
 
 class Views:
-    """Looks at a database in every way, and checks what it sees."""
+    """Checks of one database through every kind of question."""
 
     def __init__(self, db: softdb.SoftDB, states: Any, seed: int) -> None:
         self.db, self.random = db, np.random.default_rng(seed)
@@ -79,7 +79,7 @@ class Views:
         return seen, np.arange(REPLACED, len(self.states))
 
     def pieces(self, _: int) -> tuple[set[int], NDArray[np.int64]]:
-        """What was deleted or replaced before a scan reached it is left out."""
+        """Check a scan, which may lack records deleted or replaced before it reached them."""
         seen = batches.whole(list(self.db.scan(1000)), self._moving)
         return seen, np.arange(REPLACED, len(self.states))
 
@@ -108,7 +108,7 @@ class Views:
         return ({batch} if mine else set()), [batch]
 
     def _by_index(self, batch: int) -> None:
-        """What an index finds may be incomplete, but nothing that is gone."""
+        """Check an index search, whose hits may be incomplete but never deleted."""
         before = self.states.copy()
         self.db.refresh()
         try:
@@ -128,7 +128,7 @@ class Views:
 
 
 def reads(line: Connection, path: Path, states: Any, seed: int) -> None:
-    """A process that looks until it is told to stop, then says how often it did."""
+    """Run checks in a process until it is stopped, then send their counts."""
     with softdb.open(path, mode="r") as db:
         views = Views(db, states, seed)
         line.send("reading")
@@ -153,7 +153,7 @@ class Crowd:
         self.counts: Counter[str] = Counter()
 
     def works(self, seed: int) -> list[Callable[[int], None]]:
-        """What the threads do, again and again."""
+        """Loop of the threads."""
         views = [Views(self.db, self.raw, seed + i) for i in range(2)]
         return [
             self.insert, self.insert, self.replace, self.delete, self.compact, self.build,
@@ -224,7 +224,7 @@ class Crowd:
 
 
 def writes(line: Connection, path: Path, states: Any, seconds: float, seed: int) -> None:
-    """A process with a Crowd; says what it did."""
+    """Run a Crowd in a process and send its counts."""
     crowd = Crowd(path, states, seed)
     threads = [threading.Thread(target=crowd.repeat, args=(work,)) for work in crowd.works(seed)]
     for thread in threads:

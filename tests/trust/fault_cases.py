@@ -29,7 +29,7 @@ REASONS = r"disk I/O error|disk is full|full|Input/output error|No space left"
 
 
 class Fault(NamedTuple):
-    """What a disk answers."""
+    """An answer of the disk."""
 
     at: int  # the step, from 0 on
     error: int  # an errno
@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 
 
 class Disk(Tap):
-    """Keeps a log of the steps, and fails some of them once it is told to."""
+    """A log of the steps that fails some of them once it is set to."""
 
     def __init__(self) -> None:
         self.log: list[Op] = []
@@ -71,7 +71,7 @@ class Disk(Tap):
 
 @dataclass(frozen=True)
 class Case:
-    """A verb, what it is done to, and where it may be cut without an end to writing."""
+    """A verb, its base, and the steps at which it may be cut while writing can continue."""
 
     maker: Maker
     base: str  # of BASES; "" for nothing at all
@@ -87,7 +87,7 @@ def close(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
 
 
 def small(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
-    """An insert into a segment that is there."""
+    """Insert into an existing segment."""
     return put("insert", ["a", "b"], random, schema, n, state)
 
 
@@ -114,7 +114,7 @@ def of_new_segment(op: Op) -> bool:
 
 
 def of_gathered(op: Op) -> bool:
-    """Of the folder of new keys, which has a catalogue of its own; and of what is written aside."""
+    """Steps in the folder of new keys, which has a catalogue of its own, and in files written aside."""
     return "gathered" in op.kind or of_new_segment(op)
 
 
@@ -130,7 +130,7 @@ CASES = [  # a plain `pytest` runs the first two
 
 
 class Base(NamedTuple):
-    """A directory to copy, as a writer has left it that was killed, and what is stored there."""
+    """A directory to copy, left by a killed writer, and its records."""
 
     folder: Path
     state: State
@@ -217,7 +217,7 @@ def passed_over() -> Iterator[None]:
 
 
 def failure(one: Act, world: World) -> softdb.SoftDBError | None:
-    """What a verb raises, if it is of the family."""
+    """Return the error of a verb, if it belongs to softdb's family."""
     try:
         one.do(world)
     except softdb.SoftDBError as error:
@@ -230,7 +230,7 @@ def failure(one: Act, world: World) -> softdb.SoftDBError | None:
 
 
 def handle(db: softdb.SoftDB, case: Case, disk: Disk, error: softdb.SoftDBError | None, allowed: list[State]) -> State:
-    """A handle after a fault that is over: it reads, and writes on or says why not. Returns what is stored."""
+    """Check a handle after a fault: it reads, and writes or raises. Return the stored records."""
     db.refresh()
     state = check(db, *allowed)
     answers(db, state)
@@ -249,7 +249,7 @@ def handle(db: softdb.SoftDB, case: Case, disk: Disk, error: softdb.SoftDBError 
 
 
 def refusal(db: softdb.SoftDB, record: Truth) -> softdb.WriteFailed | None:
-    """Why a record cannot be written, None where it was."""
+    """Return the error that stopped a write, None if it succeeded."""
     try:
         db.upsert(["probe"], **verbs.columns([record]))
     except softdb.WriteFailed as error:
@@ -301,7 +301,7 @@ def no_second_sync(case: Case, disk: Disk, before_close: int) -> None:
 
 
 def reopened(path: Path, allowed: list[State]) -> None:
-    """Opening afterwards shows one of the states, and writing goes on."""
+    """Assert that reopening shows one of the states and that writing works."""
     with softdb.open(path, mode="r") as db:
         state = check(db, *allowed)
     with softdb.open(path, verify=True) as db:

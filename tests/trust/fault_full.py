@@ -23,7 +23,7 @@ def batch(random: Random, n: int) -> State:
 
 
 def fill(db: softdb.SoftDB, state: State, random: Random, n: int, most: int = 10**6) -> tuple[State, int]:
-    """Insert until the disk refuses; what is stored then, and the number of the next batch."""
+    """Insert until the disk is full; return the records and the number of the next batch."""
     while n < most:
         new = batch(random, n)
         n += 1
@@ -52,7 +52,7 @@ def refused(db: softdb.SoftDB, state: State, new: State) -> None:
 
 
 def acknowledged(path: Path, state: State, attempted: State) -> State:
-    """What is stored after reopening: all that was acknowledged, perhaps the batch that was refused."""
+    """Return the stored records after reopening: all acknowledged ones, perhaps also the refused batch."""
     with softdb.open(path, mode="r", verify=True) as db:
         seen = check(db, state, attempted)
     with softdb.open(path, verify=True) as db:
@@ -61,7 +61,7 @@ def acknowledged(path: Path, state: State, attempted: State) -> State:
 
 
 def delete_all_but(path: Path, state: State, keep: int) -> State:
-    """Delete down to some records, a tenth at a time; where the disk has no room even for that, return what is left."""
+    """Delete down to some records, a tenth at a time; return the rest if the disk lacks room for that."""
     while len(state) > keep:
         gone = list(state)[: max(1, len(state) // 10)]
         left = {one: held for one, held in state.items() if one not in gone}
@@ -77,7 +77,7 @@ def delete_all_but(path: Path, state: State, keep: int) -> State:
 
 
 def fill_again(path: Path, times: int) -> tuple[State, int]:
-    """Fill the disk, open, fill on, and so forth; all that was acknowledged is there each time."""
+    """Fill the disk, open, fill again, and so forth; acknowledged records are stored each time."""
     random, state, n = np.random.default_rng(4), State(), 0
     softdb.open(path, dim=DIM, **SCHEMA).close()
     for _ in range(times):
@@ -108,7 +108,7 @@ def live_on(path: Path, state: State, n: int) -> None:
 
 
 def live_on_a_full_disk(folder: Path) -> None:
-    """Fill the disk that a folder is; on it a delete may be refused, once there is room it goes on."""
+    """Fill the disk of a folder; deletes may fail there until there is room again."""
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(3 << 20))
     state, n = fill_again(folder / "db", 3)

@@ -36,7 +36,7 @@ READS: dict[str, Callable[[softdb.SoftDB], object]] = {
 
 
 class Reads:
-    """Counts what is read and lets one of them fail."""
+    """A counter of reads that lets one of them fail."""
 
     def __init__(self) -> None:
         self.seen, self.at = 0, -1
@@ -78,7 +78,7 @@ def read(base: Base, room: Path, verb: str, at: int | None) -> int:
         if verb != "open":
             beside(room / "db")  # what another has written is in no cache
             seen, reads.at = reads.seen, -1 if at is None else reads.seen + at
-            asked(lambda: READS[verb](db), verb)
+            error_or_result(lambda: READS[verb](db), verb)
             seen = reads.seen - seen
         reads.at = -1
         db.refresh()
@@ -90,11 +90,11 @@ def read(base: Base, room: Path, verb: str, at: int | None) -> int:
 
 def opened(path: Path) -> softdb.SoftDB:
     """A reader, the second time where the first one is refused."""
-    found = asked(lambda: softdb.open(path, mode="r"), "open")
+    found = error_or_result(lambda: softdb.open(path, mode="r"), "open")
     return found if isinstance(found, softdb.SoftDB) else softdb.open(path, mode="r")
 
 
-def asked(ask: Callable[[], object], verb: str) -> object:
+def error_or_result(ask: Callable[[], object], verb: str) -> object:
     """An answer, or None where an error of the family says why there is none."""
     try:
         return ask()
@@ -106,7 +106,7 @@ def asked(ask: Callable[[], object], verb: str) -> object:
 
 
 def beside(path: Path) -> None:
-    """Another process's write, which leaves the records as they are."""
+    """A write of another process that changes no record."""
     with softdb.open(path) as db:
         db.index_field("g")
         db.drop_field("g")

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import apsw
 import numpy as np
+from worlds import holding
 
 import softdb
 
@@ -31,7 +32,7 @@ RECORDS: list[tuple[int | str, list[float], Any]] = [
 
 
 def good(path: Path) -> Path:
-    """A database that is what it should be, closed, its log folded in: four records, one dead row, a declared field."""
+    """Make a valid database, closed, its log folded in: four records, one dead row, a declared field."""
     with softdb.open(path, dim=WIDTH, fields=["x"]) as db:
         ids, keys, payloads = zip(*RECORDS, strict=True)
         db.insert(list(ids), list(keys), payloads=list(payloads))
@@ -40,7 +41,7 @@ def good(path: Path) -> Path:
 
 
 def compacted(path: Path) -> Path:
-    """The same after a compaction: a segment whose rows have gaps."""
+    """A valid database after a compaction: a segment whose rows have gaps."""
     with softdb.open(good(path)) as db:
         db.compact()
     return path
@@ -75,7 +76,7 @@ def loosened(table: str, *statements: str | tuple[str, tuple[Any, ...]]) -> Craf
 
     def craft(path: Path) -> None:
         with opened(path) as connection:
-            (original,) = one(connection, "SELECT sql FROM sqlite_schema WHERE name = ?", table)
+            (original,) = value_of(connection, "SELECT sql FROM sqlite_schema WHERE name = ?", table)
             loose = re.sub(r"\b(STRICT,?|NOT NULL|TEXT|BLOB|ANY|INTEGER(?! PRIMARY))", "", original)
             _rewrite(connection, table, loose)
             for statement in statements:
@@ -85,7 +86,7 @@ def loosened(table: str, *statements: str | tuple[str, tuple[Any, ...]]) -> Craf
     return craft
 
 
-def one(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
+def value_of(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
     """The one row of a query."""
     found = connection.execute(text, bindings).fetchone()
     assert found is not None, f"{text} {bindings}"
@@ -95,7 +96,7 @@ def one(connection: apsw.Connection, text: str, *bindings: Any) -> Any:
 def _rewrite(connection: apsw.Connection, table: str, text: str) -> None:
     connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (text, table))
     cookie = connection.pragma("schema_version")
-    connection.pragma("schema_version", cookie + 1)  # what is remembered of the schema is void
+    connection.pragma("schema_version", cookie + 1)  # invalidates SQLite's cache of the schema
 
 
 def patched(offset: int, data: bytes) -> Craft:
@@ -109,7 +110,7 @@ def patched(offset: int, data: bytes) -> Craft:
     return craft
 
 
-def both(*crafts: Craft) -> Craft:
+def crafted_by(*crafts: Craft) -> Craft:
     """One after the other."""
 
     def craft(path: Path) -> None:
@@ -120,7 +121,7 @@ def both(*crafts: Craft) -> Craft:
 
 
 def state(generation: int, next_row: int) -> Craft:
-    """Another state, with its checksum: whoever crafts one can do sums."""
+    """Another state with its right checksum, as an attacker can compute it."""
     crc = crc32(f"{generation} {next_row}".encode())
     return sql(f"UPDATE state SET generation = {generation}, next_row = {next_row}, crc = {crc}")
 
@@ -164,7 +165,7 @@ def sparse(name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Craft:
 def page_of(path: Path, table: str) -> tuple[int, int]:
     """Page size, and the number of a table's root page."""
     with opened(path) as connection:
-        (root,) = one(connection, "SELECT rootpage FROM sqlite_schema WHERE name = ?", table)
+        (root,) = value_of(connection, "SELECT rootpage FROM sqlite_schema WHERE name = ?", table)
         return int(connection.pragma("page_size")), int(root)
 
 
@@ -227,7 +228,6 @@ def journal(victim: str | None, pages: bool = False) -> Craft:
 def foreign_log(path: Path) -> None:
     """The log of another database beside this one."""
     other = path.with_name(path.name + " other")
-    with softdb.open(other, dim=WIDTH) as db:
-        db.insert(["z"], [[7.0] * WIDTH])
+    with holding([[7.0] * WIDTH], ids=["z"], path=other):
         shutil.copy(other / "catalog.sqlite-wal", path / "catalog.sqlite-wal")
     shutil.rmtree(other)

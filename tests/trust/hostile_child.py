@@ -26,14 +26,14 @@ SECONDS = 120  # a child that has not answered by then hangs; the slowest take o
 
 
 class Ended(NamedTuple):
-    """How a task ended."""
+    """Outcome of a task."""
 
     how: str  # "fine", a SoftDBError's name, "raw …", "signal …", "hang"
     told: Any = None  # what the task returned, or the error's message
 
     @property
     def decent(self) -> bool:
-        """Whether it answered or refused, as it must."""
+        """True if the task answered or refused."""
         return not self.how.startswith(("raw", "signal", "hang"))
 
 
@@ -96,7 +96,7 @@ def _serve() -> None:
 
 
 def _warm() -> None:
-    """What every child would import and compile for itself, a second each time."""
+    """Import and compile once for all children, which saves each a second."""
     import softdb.formats
     import softdb.train
 
@@ -132,9 +132,6 @@ def _ended(task: Callable[..., Any], arguments: list[Any]) -> list[Any]:
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return [f"raw {type(error).__name__}", f"{error} in {where.filename}:{where.lineno}"]
-
-
-# -- tasks -------------------------------------------------------------------------------------------------------------
 
 
 def explore(path: str, mode: str, change: bool = False, verify: bool = False) -> dict[str, Any]:

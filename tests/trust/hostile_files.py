@@ -1,4 +1,4 @@
-"""Things that stand where a file of a database should, and files that are not what their names say."""
+"""Irregular files in place of a database's files, and files whose contents contradict their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from softdb import BadInput
 from softdb.formats import read_records
 
-Put = Callable[[Path, Path], None]  # what is put in the place of a file; the folder outside that it may lead to
+Put = Callable[[Path, Path], None]  # puts something in place of a file, perhaps leading to the folder outside
 
 
 def removed(path: Path) -> None:
@@ -43,7 +43,7 @@ def link_to_copy(path: Path, outside: Path) -> None:
 
 
 def link_to_nothing(path: Path, outside: Path) -> None:
-    """A link to a name that is free: whoever creates through it writes outside."""
+    """A link to a free name: a creation through it would write outside."""
     removed(path)
     path.symlink_to(outside / "made through a link")
 
@@ -55,7 +55,7 @@ def link_to_zeros(path: Path, outside: Path) -> None:
 
 
 def pipe(path: Path, outside: Path) -> None:
-    """A pipe that nobody writes to: opening it to read waits for ever."""
+    """A pipe without a writer: opening it to read would wait for ever."""
     removed(path)
     os.mkfifo(path)
 
@@ -105,7 +105,7 @@ def pickled(mark: Path) -> bytes:
 
 
 def npy(header: str, body: bytes = b"", version: int = 1, length: int | None = None) -> bytes:
-    """A `.npy` file with any header; `length`: what it says of the header's length."""
+    """A `.npy` file with any header; `length` is the header length that it claims."""
     text = header.encode("latin-1")
     size = struct.pack("<H" if version == 1 else "<I", len(text) if length is None else length)
     return b"\x93NUMPY" + bytes([version, 0]) + size + text + body
@@ -124,7 +124,7 @@ FLOATS = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"
 
 
 def arrays(mark: Path) -> dict[str, bytes]:
-    """`.npy` files that nobody should believe."""
+    """`.npy` files with false claims."""
     code, zeros = pickled(mark), bytes(24)
     shape = FLOATS.replace
     return {
@@ -168,9 +168,9 @@ def refused(path: Path, match: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """What lies in a folder: a digest of each file."""
+    """Digest of each file in a folder."""
     return {
-        str(one.relative_to(folder)): hashlib.sha256(one.read_bytes()).hexdigest()
-        for one in folder.rglob("*")
-        if one.is_file()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
     }

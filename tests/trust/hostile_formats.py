@@ -91,7 +91,7 @@ def _state(i: int) -> bytes:
     return pickle.dumps({"__dict__": fields}, 3)[2:-1]
 
 
-def made(folder: Path) -> list[Path]:
+def samples(folder: Path) -> list[Path]:
     """A file of each kind."""
     folder.mkdir(exist_ok=True)
     for make in (_texts, _tables, _arrays, _guarded):
@@ -150,7 +150,7 @@ def sample(seed: int, first: int, count: int, folder: str) -> list[str]:
 
 
 def _failure(read: Callable[[], Any], refusal: type[Exception], which: str) -> list[str]:
-    """What a file of a kind that is read in this process is met with, but records and refusals."""
+    """Errors other than refusals of a file that is read in this process."""
     try:
         read()
     except refusal:

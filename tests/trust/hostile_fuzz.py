@@ -48,7 +48,7 @@ def mutated(draw: Draw, data: bytes) -> bytes:
 
 
 def _tried(seed: int, count: int, one: Callable[[Draw], None]) -> list[str]:
-    """What was met with neither an answer nor a refusal."""
+    """Inputs that gave neither an answer nor a refusal."""
     import softdb
 
     failures = []
@@ -61,9 +61,6 @@ def _tried(seed: int, count: int, one: Callable[[Draw], None]) -> list[str]:
         except Exception as error:
             failures.append(f"seed {seed}, input {i}: {type(error).__name__}: {error}")
     return failures
-
-
-# -- pages of a catalogue: the parent spoils it, a child each is asked -------------------------------------------------
 
 
 def spoilt(draw: Draw, data: bytes) -> bytes:
@@ -93,9 +90,6 @@ def spoilt(draw: Draw, data: bytes) -> bytes:
             at = draw.randrange(len(found))
             found[at : at + 9] = bytes(draw.randrange(256) for _ in range(9))
     return bytes(found[: draw.randrange(len(found))] if draw.random() < 0.03 else found)
-
-
-# -- tasks of children -------------------------------------------------------------------------------------------------
 
 
 def arrays(seed: int, count: int, folder: str) -> list[str]:
@@ -155,7 +149,7 @@ _LINES = [
 
 
 def lines(seed: int, count: int, folder: str) -> list[str]:
-    """Files of JSON lines and of CSV, also packed; what is accepted comes back exactly."""
+    """Files of JSON lines and of CSV, also packed; accepted rows come back exactly."""
     import softdb
     from softdb.formats import Fields, import_records, read_records
 
@@ -203,7 +197,7 @@ def wheres(seed: int, count: int, folder: str) -> list[str]:
 
 
 def commands(seed: int, count: int, folder: str) -> list[str]:
-    """Arguments of the command line: what is wrong is said in one line."""
+    """Arguments of the command line: errors are one line."""
     from typer.testing import CliRunner
 
     import softdb
@@ -224,7 +218,7 @@ def commands(seed: int, count: int, folder: str) -> list[str]:
             if draw.random() < 0.5:
                 arguments += [name, text(draw, good)[:500]]
         if "-k" in arguments and len(arguments[arguments.index("-k") + 1].strip()) > 6:
-            return  # an answer is as wide as is asked for
+            return  # the width of an answer is k
         result = runner.invoke(app, [*arguments, "--json"])
         assert result.exception is None or isinstance(result.exception, SystemExit), (
             f"{arguments}: {result.exception!r}"

@@ -15,7 +15,7 @@ import softdb
 
 @pytest.fixture(scope="session")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Children that may not take long, and take nobody along."""
+    """Children with a time limit, isolated from this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTDB_KEY_FILE", str(tmp_path_factory.getbasetemp() / "index.key"))
         one = Nursery()

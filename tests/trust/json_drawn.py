@@ -58,7 +58,7 @@ def payload(draw: Draw, names: Sequence[str] = NAMES) -> Any:
 
 
 def _orderable(operand: Any) -> bool:
-    """Whether a filter may order by it: text, or a number of 64 bits."""
+    """Return whether a filter may order by the value: text, or a number of 64 bits."""
     return isinstance(operand, str | float) or (type(operand) is int and -(2**63) <= operand < 2**63)
 
 
@@ -73,14 +73,14 @@ def field(draw: Draw, names: Sequence[str] = NAMES, payloads: Sequence[Any] = ()
         inner = inner[part]
         parts.append(str(part))
     if parts[0].startswith("$") or not all(parts) or "\0" in "".join(parts[:-1]):  # what a path cannot lead through
-        parts = [one for one in parts if not one.startswith("$")][:1] or [""]
-    if sum(one.isdigit() for one in parts[1:]) > 4:
+        parts = [part for part in parts if not part.startswith("$")][:1] or [""]
+    if sum(part.isdigit() for part in parts[1:]) > 4:
         parts = parts[:5]
     return spelled(parts)
 
 
 def condition(draw: Draw, stored: Sequence[Any] = (), depth: int = 0) -> Any:
-    """What is asked of a field; operands are often what is stored in it."""
+    """Draw a condition on a field; its operands are often stored values."""
     stored = [one for one in stored if one is not MISSING]
     if draw.random() < 0.25:
         return _operand(draw, "$eq", stored, depth)
@@ -109,10 +109,10 @@ def _operand(draw: Draw, name: str, stored: Sequence[Any], depth: int) -> Any:
 
 
 def _element(draw: Draw, members: Sequence[Any], depth: int) -> dict[str, Any]:
-    """What is asked of a list's elements: of themselves, or of their fields."""
+    """Draw a condition on a list's elements or on their fields."""
     found: Any = None
     if draw.random() < 0.5:
-        found = where(draw, payloads=[one for one in members if isinstance(one, dict)], depth=3)
+        found = where(draw, payloads=[member for member in members if isinstance(member, dict)], depth=3)
     elif depth < 3:
         found = condition(draw, members, depth + 1)
     return found if isinstance(found, dict) and found and found.keys() != {"$not"} else {"$eq": scalar(draw)}

@@ -1,4 +1,4 @@
-"""What is asked of a database whose writer was killed, and a life of many such writers."""
+"""Checks of a database whose writer was killed, and a sequence of many such writers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def after_kill(order: Order, told: Told) -> list[State]:
 
 
 def history(order: Order, acts: int) -> list[State]:
-    """What is stored before the first act and after each."""
+    """Records that are stored before the first act and after each."""
     states = [order.state]
     for n in range(order.first, order.first + acts):
         states.append(order.acts(n, states[-1]).after)
@@ -37,7 +37,7 @@ def history(order: Order, acts: int) -> list[State]:
 
 
 def examine(order: Order, told: Told, tally: Counter[str], modes: tuple[str, ...] = ("r", "rw")) -> State:
-    """Open what a child has left, compare, and return what is stored. Raises AssertionError that says how to run it."""
+    """Open a child's directory, compare, and return the records. Raise AssertionError with the command to repeat."""
     allowed = after_kill(order, told)
     tally["kills"] += told.killed
     for name in (LOST, BACK, HALF):
@@ -60,7 +60,7 @@ def examine(order: Order, told: Told, tally: Counter[str], modes: tuple[str, ...
 
 
 def shown(order: Order) -> str:
-    """An order, without what is stored."""
+    """An order as text, without its records."""
     return (
         f"acts={order.acts} schema={order.schema} first={order.first} count={order.count} kill={order.kill} "
         f"pages={order.pages} aside={order.aside} relaxed={order.relaxed} stored={len(order.state)}"
@@ -116,7 +116,7 @@ def answers(db: softdb.SoftDB, state: State) -> None:
     np.testing.assert_allclose(np.asarray(hits.scores), expected, rtol=1e-5, atol=1e-5)
     approximate = db.search(queries, k=k)
     for row, names in enumerate(approximate.ids):
-        found = [scores[row, ids.index(one)] for one in names]
+        found = [scores[row, ids.index(name)] for name in names]
         np.testing.assert_allclose(np.asarray(approximate.scores)[row], found, rtol=1e-5, atol=1e-5)
 
 
@@ -135,7 +135,7 @@ def copies(order: Order, told: Told) -> None:
 
 @dataclass
 class Life:
-    """A database, what it holds, and how many acts were done to it."""
+    """A database, its records, and the number of acts done to it."""
 
     path: Path
     acts: Callable[[int, State], Act]
@@ -147,7 +147,7 @@ class Life:
         return Order(self.path, self.schema, self.state, self.acts, self.n, **more)
 
     def survived(self, order: Order, told: Told, tally: Counter[str], modes: tuple[str, ...]) -> None:
-        """The directory goes on as the child has left it."""
+        """Continue with the directory that the child has left."""
         self.state = examine(order, told, tally, modes)
         self.n += told.begun
 

@@ -1,4 +1,4 @@
-"""What a writer does, as a pure function of a seed, a number and what is stored: so whoever knows the number knows it.
+"""Acts of a writer as a pure function of a seed, a number and the stored records.
 
 An act does something to a database and says what is stored after it. Some leave the records as they are.
 """
@@ -70,12 +70,12 @@ def payload(random: Random, n: int) -> Any:
 
 def columns(records: list[Truth]) -> dict[str, Any]:
     """Records as a verb takes them."""
-    values = None if all(one.value is None for one in records) else [one.value for one in records]
+    values = None if all(record.value is None for record in records) else [record.value for record in records]
     return {
-        "keys": [one.key for one in records],
+        "keys": [record.key for record in records],
         "values": values,
-        "payloads": [one.payload for one in records],
-        "texts": [one.text for one in records],
+        "payloads": [record.payload for record in records],
+        "texts": [record.text for record in records],
     }
 
 
@@ -163,7 +163,7 @@ def compact(random: Random, schema: dict[str, Any], n: int, state: State) -> Act
 
 
 def reembed(random: Random, schema: dict[str, Any], n: int, state: State) -> Act:
-    """By an encoder that the next few runs have, too: what one has left, another goes on with."""
+    """Reembed by an encoder that the next runs have, too, so that one run resumes another."""
     model, size = Model(f"m{n // 8}", DIM), max(8, len(state) // 4)
     return Act(
         "reembed", lambda world: world.db.reembed(model, field=text_of, batch_size=size), model.of(state, schema)
@@ -201,7 +201,7 @@ NEED_RECORDS = (upsert, update, delete)
 
 
 def act(seed: int, n: int, schema: dict[str, Any], state: State) -> Act:
-    """What is done as the n-th of a life."""
+    """The n-th act of a writer's life."""
     random = np.random.default_rng((seed, n))
     maker = MAKERS[int(random.integers(len(MAKERS)))]
     if not state and maker in NEED_RECORDS:

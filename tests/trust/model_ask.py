@@ -33,7 +33,7 @@ class Scanning:
 
 
 class AskedMachine(DatabaseMachine):
-    """A database that is changed and asked."""
+    """A database under changes and questions."""
 
     scanning: Scanning | None = None
     held: tuple[softdb.Hits, Records] | None = None
@@ -136,12 +136,12 @@ class AskedMachine(DatabaseMachine):
         """The records from when it began, less those that are gone or replaced."""
         assert self.scanning is not None
         expected = self.scanning.following(self.model)
-        found = next(self.scanning.parts, None)
+        actual = next(self.scanning.parts, None)
         if expected:
-            assert found is not None
-            self.model.same(found, expected)
+            assert actual is not None
+            self.model.same(actual, expected)
         else:
-            assert found is None
+            assert actual is None
             self.scanning = None
 
     @invariant()

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 class _OnDisk(AskedMachine):
-    """What only a directory can be asked; a database in memory comes here by its snapshots."""
+    """Questions to a directory; databases in memory come here by their snapshots."""
 
     reader: softdb.SoftDB | None = None  # a second handle
     seen: Records  # what the reader must hold
@@ -125,7 +125,7 @@ class _OnDisk(AskedMachine):
     @rule(verify=st.booleans())
     def open_reader(self, verify: bool) -> None:
         self.release()
-        self.db.flush()  # a reader sees what was flushed
+        self.db.flush()  # a reader sees flushed changes only
         self.reader = softdb.open(self.path, mode="r", verify=verify)
         self.caught_up(self.reader)
 

@@ -38,7 +38,7 @@ def _given(draw: Draw, column: Any, keyed: Any) -> Any:
 
 
 class DatabaseMachine(RuleBasedStateMachine):
-    """A database, on disk or in memory, and what it must hold."""
+    """A database, on disk or in memory, and its expected records."""
 
     most = MOST
     indexed = False  # whether searches may be approximate
@@ -71,7 +71,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def where(self, draw: Draw) -> dict[str, Any]:
-        """A filter, new or asked before."""
+        """A filter, new or repeated."""
         if draw.random.random() < 0.5:
             where = draw.where([stored.payload for stored in self.model.records.values()])
             if draw.random.random() < 0.4:
@@ -95,7 +95,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """What is cheap to ask: length, generation, a few records to the last bit, a few that are not there."""
+        """Cheap checks: length, generation, a few records to the bit, a few missing ids."""
         self.steps += 1
         ids = list(self.model.records)
         assert len(self.db) == self.db.count() == len(ids)
@@ -182,7 +182,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, pick=st.integers(0, 9))
     def refuse(self, seed: int, pick: int) -> None:
-        """What is wrong raises its error and changes nothing, not even what waits to be flushed."""
+        """Wrong input raises its error and changes nothing, not even changes that wait for a flush."""
         draw = Draw(seed)
         self.put(self.db.insert, draw, draw.fresh(1, self.model.records))
         self.generation = self.db.refresh()
@@ -266,4 +266,4 @@ class DatabaseMachine(RuleBasedStateMachine):
         assert self.db.stats().fields == sorted(self.fields)
 
     def release(self) -> None:
-        """Close whatever else is open in the directory, and forget what was asked of this handle."""
+        """Close other handles of the directory, and forget the earlier questions of this one."""

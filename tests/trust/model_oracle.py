@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Records:
-    """What a database holds: by id, in the order of their last insertion."""
+    """Records of a database by id, in the order of their last insertion."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -42,7 +42,7 @@ class Records:
         self.tokenizer: str | None = None  # of the text index
 
     def copy(self) -> Records:
-        """The same state, kept while this one goes on."""
+        """Copy of the state, which stays while this one changes."""
         other = Records(self.kind)
         other.records, other.next_row, other.tokenizer = dict(self.records), self.next_row, self.tokenizer
         return other
@@ -127,7 +127,7 @@ class Records:
 
     def _has_all(self, text: str | None, words: str) -> bool:
         phrases = self._phrases(words)
-        return text is not None and bool(phrases) and all(bm25([one], {0: self._tokens(text)}) for one in phrases)
+        return text is not None and bool(phrases) and all(bm25([phrase], {0: self._tokens(text)}) for phrase in phrases)
 
     def best_texts(self, hits: softdb.Hits, words: str, k: int, ids: Sequence[Id]) -> None:
         """Hits are the k of those ids with the best BM25 score, of all texts; no text and no score comes back wrong."""
@@ -197,7 +197,7 @@ class Records:
         assert found.texts == [one.text for one in stored]
 
     def holds(self, db: softdb.SoftDB, batch: int = 1000) -> None:
-        """The database holds exactly this, in every way that it can be asked."""
+        """Assert that the database holds exactly these records, by every kind of question."""
         assert db.verify() == len(db) == db.count() == db.count({}) == len(self)
         assert db.text_index == self.tokenizer
         parts, ids = list(db.scan(batch)), list(self.records)

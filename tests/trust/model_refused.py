@@ -14,11 +14,11 @@ from model_world import Draw, Id
 import softdb
 from softdb import BadInput, DuplicateId, UnknownId
 
-Refusal = tuple[str, type[Exception], str, Callable[[], object]]  # what is wrong, the error, its message, the call
+Refusal = tuple[str, type[Exception], str, Callable[[], object]]  # name, error, message and call
 
 
 def refusals(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> list[Refusal]:
-    """All that can be wrong with this database as it is."""
+    """All wrong inputs for this database in its state."""
     found = [*_batches(db, model, draw), *_numbers(db, model, draw), *_questions(db, model, draw, folder)]
     return found + (_stored(db, model, draw) if len(model) else [])
 
@@ -28,7 +28,7 @@ def _deep(depth: int) -> Any:
 
 
 def _batches(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
-    """Ids and payloads; what is wrong comes last, behind records that are right."""
+    """Wrong ids and payloads, each behind valid records."""
     ids = draw.fresh(3, model.records)
     keys, values = draw.vectors(3, model.kind.dim, model.kind), draw.values(3, model.kind)
     wrong_ids: list[tuple[Any, type[Exception], str]] = [
@@ -98,7 +98,7 @@ def _numbers(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
 
 
 def _stored(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
-    """What is wrong because of what is stored."""
+    """Input that is wrong because of the stored records."""
     (one,), fresh = draw.some(1, model.records), draw.fresh(2, model.records)
     ids: list[Id] = [*fresh, one]
     keys, values = draw.vectors(3, model.kind.dim, model.kind), draw.values(3, model.kind)

@@ -93,7 +93,7 @@ class Draw:
                 found *= 60_000 / np.abs(found).max() if kind.dtype == "float16" else 1e15
             case 3:
                 found[self.numbers.random((n, width)) < 0.3] = -0.0
-                if kind.metric != "cosine":  # of which the length of so small a vector would be 0
+                if kind.metric != "cosine":  # a vector this small would have the length 0
                     found[self.numbers.random((n, width)) < 0.1] = 6e-8 if kind.dtype == "float16" else 1e-42
         return found
 
@@ -112,7 +112,7 @@ class Draw:
         return found.astype(np.float32)
 
     def form(self, array: Array | None) -> Any:
-        """The same numbers as someone might pass them."""
+        """Equal numbers in another type that a caller may pass."""
         forms: list[Callable[[Array], Any]] = [lambda a: a, lambda a: a.tolist(), torch.from_numpy]
         return None if array is None else self.random.choice(forms)(array)
 

@@ -1,4 +1,4 @@
-"""What a database must hold: a dict of records, and how to tell whether one does."""
+"""The expected contents of a database as a dict of records, and its comparison with the database."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Model:
         return numbers
 
     def of(self, state: State, schema: dict[str, Any]) -> State:
-        """What is stored once it has made all keys anew; without a value there is no key in a database with values."""
+        """Return the records after an encoder has made all keys anew; no value means no key where values exist."""
         valued = {"value_dim", "num_classes"} & set(schema)
         return {
             one: held if held.key is None and valued else replace(held, key=self.key(words(one, held.payload)))
@@ -66,7 +66,7 @@ class Model:
 
 
 class ModelFailed(Exception):
-    """What an encoder raises."""
+    """An error of an encoder."""
 
 
 def words(one: Id, payload: Any) -> str:
@@ -75,7 +75,7 @@ def words(one: Id, payload: Any) -> str:
 
 
 def text_of(record: softdb.answers.Record) -> str:
-    """The same of a stored record."""
+    """The truth of a stored record."""
     return words(record.id, record.payload)
 
 
@@ -109,7 +109,7 @@ def differences(found: State, expected: State) -> str:
 
 
 def check(db: softdb.SoftDB, *allowed: State) -> State:
-    """Raise AssertionError unless the database holds exactly one of the states, in every way that it can be asked.
+    """Raise AssertionError unless the database holds exactly one of the states, by every kind of question.
 
     Returns that state.
     """

@@ -1,4 +1,4 @@
-"""The power goes: every state that a history may leave, opened, and compared with what was acknowledged."""
+"""Power cuts: every state that a history may leave is opened and compared with the acknowledged records."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from softdb.index import cache
 __all__ = ["Explorer", "Judge", "Violation", "allowed_at", "fates"]
 
 Outcome = set[int] | str
-Fates = dict[int, Fate]  # of steps by their place in the log; KEEP where nothing is said
-ALL = 4  # so many steps without a sync are tried in every combination
+Fates = dict[int, Fate]  # of steps by their position in the log; KEEP by default
+ALL = 4  # up to this many unsynced steps are tried in every combination
 MORE = "one more"  # the record that is added to what a cut has left
 
 
 @dataclass
 class Violation:
-    """A cut after which a database is not what it must be, with what is needed to see it alone."""
+    """A cut that leaves a wrong database, with all that is needed to repeat it."""
 
-    place: int  # so many steps were taken
+    place: int  # number of steps taken
     fates: Fates
     step: str  # the last one
     told: str
@@ -53,11 +53,11 @@ class Judge:
         self.known: dict[bytes, Outcome] = {}  # by digest of all that the database may depend on
 
     def outcomes(self, image: Image, digests: Digests) -> list[Outcome]:
-        """For each timeline the numbers of the states that its database is in, or what is wrong with it."""
+        """For each timeline the numbers of the states that its database is in, or its fault."""
         return [self._outcome(number, image, digests) for number in range(len(self.timelines))]
 
     def _outcome(self, number: int, image: Image, digests: Digests) -> Outcome:
-        others = tuple(one.path + "/" for i, one in enumerate(self.timelines) if i != number)
+        others = tuple(timeline.path + "/" for i, timeline in enumerate(self.timelines) if i != number)
         seen = {path: digest for path, digest in digests.items() if not path.startswith(others)}
         key = hash_of(seen) + bytes([number])
         if key not in self.known:
@@ -68,7 +68,7 @@ class Judge:
         return self.known[key]
 
     def _one(self, number: int, whole: bool) -> Outcome:
-        """The outcome of what lies there. `whole`: it is asked in every way, and by a reader first."""
+        """Outcome of an image. `whole`: ask it in every way, and by a reader first."""
         timeline = self.timelines[number]
         path = self.root / timeline.path
         try:
@@ -121,7 +121,7 @@ def _read(path: Path) -> softdb.SoftDBError | None:
 
 
 def _held(db: softdb.SoftDB, whole: bool) -> Held:
-    """What a database holds; asked in every other way, too, if `whole`."""
+    """Return the records of a database; with `whole`, ask it in every other way, too."""
     state = held(db)
     assert len(db) == len(state), f"{len(db)} records are counted, {len(state)} held"
     if whole:
@@ -133,7 +133,7 @@ def _held(db: softdb.SoftDB, whole: bool) -> Held:
 
 
 def _one_more(db: softdb.SoftDB, state: Held) -> Held:
-    """Write one more record, and return what must be there then."""
+    """Write one more record, and return the records expected then."""
     schema = db._store.schema
     key = np.ones(schema.dim, schema.dtype)
     value: Any = np.ones(schema.value_dim, schema.dtype) if schema.value_dim else 1 if schema.num_classes else None
@@ -234,7 +234,7 @@ def fates(
     random_ones: int,
     tears: int,
 ) -> Iterator[Fates]:
-    """What may become of steps that no sync covers: everything where they are few, else the corners and a sample."""
+    """Fates of steps that no sync covers: all of them if few, else the extremes and a sample."""
     places = [place for place, step in waiting if "lock" not in step.label]  # anything may stand in a lock file
     rest = {place: DROP for place, _ in waiting}
     yield {}

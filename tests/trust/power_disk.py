@@ -1,4 +1,4 @@
-"""A disk that forgets: what may be left of a log of file operations when the power goes.
+"""A disk that loses unsynced writes: the states that a log of file operations may leave after a power cut.
 
 The model, which is wider than any one file system:
 
@@ -29,7 +29,7 @@ Digests = dict[str, bytes]  # of the bytes
 
 
 class Step(NamedTuple):
-    """One operation, bound to what it acts on rather than to a name: steps can be left out and change places."""
+    """One operation, bound to its object rather than to a name, so that steps can be left out or swapped."""
 
     label: str  # its name for the protocol
     act: str  # write truncate entry sync begin acknowledged flushed
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Fate(NamedTuple):
-    """What becomes of a step that no sync has covered."""
+    """Fate of a step that no sync has covered."""
 
     kind: str
     seed: int = 0
@@ -86,7 +86,7 @@ class Names:
 
 
 class Disk:
-    """What is durable and what is not, step after step."""
+    """Durable and volatile contents of the disk after each step."""
 
     def __init__(self, image: Image) -> None:
         names = Names(image)
@@ -108,11 +108,11 @@ class Disk:
             self.folders[_made(step)] = {}
 
     def waiting(self) -> list[tuple[int, Step]]:
-        """What no sync has covered, in order."""
-        return sorted((one for steps in self.pending.values() for one in steps), key=lambda one: one[0])
+        """Steps that no sync has covered, in order."""
+        return sorted((step for steps in self.pending.values() for step in steps), key=lambda one: one[0])
 
     def after(self, fate: Callable[[int], Fate]) -> tuple[Image, Digests]:
-        """What is left when the power goes now, and its digests; `fate` tells what becomes of a step of the log."""
+        """Image after a power cut, and its digests; `fate` decides about each step of the log."""
         image: Image = {}
         digests: Digests = {}
 
@@ -157,7 +157,7 @@ class Disk:
 
 
 def label_of(step: Step, disk: Disk) -> str:
-    """The name of a step; that of a sync tells what it covers, too: the latest change."""
+    """Name of a step; that of a sync includes the latest change that it covers."""
     if step.act != "sync":
         return step.label
     waiting = disk.pending.get(step.node, [])
@@ -198,7 +198,7 @@ def _replayed(data: bytes, steps: Iterable[Step], fates: tuple[Fate, ...]) -> by
 
 
 def _torn(step: Step, fate: Fate) -> list[tuple[int, bytes]]:
-    """What of a write reaches the medium: pieces with their offsets."""
+    """Pieces of a write that reach the medium, with their offsets."""
     start, data = step.offset, step.data
     if fate == KEEP or not data:
         return [(start, data)]

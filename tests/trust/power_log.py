@@ -1,4 +1,4 @@
-"""Recording: a workload's file operations, and between them what was asked for and what was acknowledged."""
+"""Recording of a workload's file operations with the requests and acknowledgements between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES = {"create": "file", "make": "folder", "link": "", "rename": "", "unlink
 
 
 class Held(NamedTuple):
-    """What a database holds."""
+    """Records of a database."""
 
     records: State
     fields: tuple[str, ...] = ()  # of the payload, that are indexed
@@ -34,7 +34,7 @@ class Timeline(NamedTuple):
 
 
 class History(NamedTuple):
-    """What was there before, the steps that were taken, and what they mean."""
+    """The initial image, the steps, and the acknowledgements between them."""
 
     image: Image
     steps: list[Step]

@@ -64,7 +64,7 @@ def mutations(history: History) -> Iterator[Mutation]:
 
 
 def _with_marks(units: list[_Unit]) -> Iterator[_Unit]:
-    """Commits together with the mark of what was acknowledged: what comes after both may not come before."""
+    """Commits together with the mark of acknowledged commits: a step after both may not come before."""
     marked = False
     for unit, after in zip(units, [*units[1:], _Unit("", [])], strict=True):
         if not marked:
@@ -107,7 +107,7 @@ def _units(steps: list[Step], names: list[str]) -> list[_Unit]:
 
 
 def _belongs(unit: _Unit, step: Step) -> bool:
-    """Whether a sync, or a truncation, is the end of what SQLite has begun with these writes."""
+    """Return whether a sync or a truncation ends SQLite's work on these writes."""
     last = unit.steps[-1]
     return last.act in ("write", "truncate") and last.node == step.node and ".sqlite" in step.label
 
@@ -121,7 +121,7 @@ def _named(unit: _Unit) -> str:
 
 
 def _may_swap(first: _Unit, second: _Unit) -> bool:
-    """Whether the order of two units may matter to a cut, and the other order is possible."""
+    """Return whether the other order of two units is possible and may matter to a cut."""
     both = first.steps + second.steps
     if any(step.act in MARKS for step in both) or not any(step.act == "sync" for step in both):
         return False  # between two steps without a sync anything goes already
@@ -153,7 +153,7 @@ def violation(
     mutation: Mutation,
     limit: int,  # states that are opened at most
 ) -> Violation | None:
-    """What the explorer finds in a mutated log, looking first where the mutation matters."""
+    """Violations that the explorer finds in a mutated log, beginning near the mutation."""
     durable = _durable(explorer.history)
     mutated = Explorer(explorer.history._replace(steps=mutation.steps), explorer.judge, explorer.seed)
     for where, most in ((_WITHIN, limit), (_CLOSELY, limit), (_AT_THE_END, limit // 4), (_ELSEWHERE, limit // 8)):

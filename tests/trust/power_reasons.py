@@ -1,4 +1,4 @@
-"""Steps that no cut shows to be needed, each with its reason. A test demands these and no others.
+"""Steps that no cut shows to be needed, each with its reason.
 
 Names are those of `power_mutate`: "without" a sync, or one step "before" another that in truth comes first.
 """
@@ -69,5 +69,5 @@ NOT_NEEDED = {
 }
 
 TOGETHER = [  # each covers the other: one of them is needed
-    ("snapshot: sync unfinished.sqlite (write)", "snapshot: sync unfinished.sqlite (nothing)"),
+    ("snapshot: sync unfinished.sqlite (write)", "snapshot: sync unfinished.sqlite (nothing)")
 ]

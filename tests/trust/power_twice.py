@@ -1,4 +1,4 @@
-"""A second blow: the power goes again while a cut is recovered from, or after a kill, when nothing was lost yet."""
+"""A second power cut during the recovery from a first one or from a kill."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SECOND = "second"  # the record that the second process writes
 
 
 def after_a_cut(root: Path, image: Image, timeline: Timeline) -> History | None:
-    """What a second process does with what a cut has left, which is all that the disk holds; None: nothing is there."""
+    """Work of a second process on the disk that a cut has left; None if nothing is there."""
     return _goes_on(root, History(image, [], []), image, timeline)
 
 
 def after_a_kill(root: Path, history: History, place: int) -> History | None:
-    """What a second process does when the first was killed after some steps: it sees what no sync has covered.
+    """Work of a second process after the first was killed; it sees the unsynced steps.
 
     Where there is no database yet, it makes one.
     """
@@ -58,13 +58,13 @@ def _goes_on(root: Path, before: History, image: Image, timeline: Timeline) -> H
 
 
 def _continued(record: Record, timeline: Timeline, state: Held) -> None:
-    """What the second process has seen must stay, acknowledged or not."""
+    """Records that the second process has seen must stay, acknowledged or not."""
     steps = record.history.steps
     if not any(step.act == "begin" for step in steps):  # a disk after a cut: there was nothing before
         record.history.timelines.append(timeline._replace(states=[state]))
         return
     acknowledged = max((step.offset for step in steps if step.act == "acknowledged"), default=0)
-    prints = [fingerprint(one) for one in timeline.states]  # two states may be equal: one that may show now
+    prints = [fingerprint(state) for state in timeline.states]  # two states may be equal: one that may show now
     seen = prints.index(fingerprint(state), acknowledged)
     record.history.timelines.append(timeline._replace(states=timeline.states[: seen + 1]))
     if seen > acknowledged:

@@ -18,7 +18,7 @@ __all__ = ["Work", "a_life", "another_model", "labels", "relaxed", "rounds", "wi
 
 
 class Work:
-    """One database under a recorder. Every verb here is the database's own, and says what must be there afterwards."""
+    """One database under a recorder. Every verb is the database's own, and records the expected state."""
 
     def __init__(self, record: Record, path: Path, durable: bool = True, **create: Any) -> None:
         self.record, self.path, self.durable = record, path, durable
@@ -110,7 +110,7 @@ class Work:
         """Drop a declared field."""
         self._begin("catalogue")
         self.db.drop_field(name)
-        self.fields = tuple(one for one in self.fields if one != name)
+        self.fields = tuple(field for field in self.fields if field != name)
         self._done(self.state)
 
     def build_index(self, kind: str) -> None:
@@ -124,7 +124,7 @@ class Work:
         self.db.compact()
 
     def reembed(self, name: str, dim: int, most: int | None = None) -> None:
-        """Make all keys anew, by an encoder that fails after so many texts; then nothing has changed."""
+        """Reembed by an encoder that fails after so many texts, which changes nothing."""
         model = Model(name, dim, most)
         self._begin("reembed")
         try:
@@ -136,7 +136,7 @@ class Work:
         self._done(model.of(self.state, self.create))
 
     def checkpoint(self) -> None:
-        """What SQLite does by itself after a thousand pages."""
+        """Checkpoint as SQLite does by itself after a thousand pages."""
         self.record.phase = "checkpoint"
         with self.db._store.writer.rewriting():
             self.db._store.catalog.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
@@ -285,7 +285,7 @@ def relaxed(record: Record, root: Path) -> None:
 
 
 def another_model(record: Record, root: Path) -> None:
-    """Keys made anew, by encoders of several widths; one run fails and another goes on with what it has left."""
+    """Reembedding by encoders of several widths; one run fails and another resumes it."""
     work = Work(record, root / "db", value_dim=2, fields=["n"])
     work.make()
     work.insert(*range(70))

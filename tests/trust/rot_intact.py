@@ -1,4 +1,4 @@
-"""Which records of a damaged world are intact, by the bytes that have changed, and what a salvage must make of it."""
+"""Intact records of a damaged world, by the changed bytes, and the expected result of a salvage."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def salvaged(path: Path, to: Path, world: World, **words: Any) -> tuple[dict[str, Any], State]:
-    """What a salvage gives, which must be a sound database, and must not have touched the damaged one."""
+    """Salvage a damaged database; the result must be sound and the source untouched."""
     before = fingerprint(path)
     try:
         report = softdb.salvage(path, to, **words)
@@ -119,7 +119,7 @@ def salvaged(path: Path, to: Path, world: World, **words: Any) -> tuple[dict[str
 
 
 def wrong(found: State, world: World, unconfirmed: list[Id]) -> str:
-    """What of a salvage was never stored so; an id that is called unconfirmed may be another's, its record may not."""
+    """Salvaged records that were never stored so; an unconfirmed id may be another's, its record may not."""
     sure = {one: truth for one, truth in found.items() if one not in unconfirmed}
     told = differences(sure, {one: world.state[one] for one in sure if one in world.state})
     loose = [one for one in unconfirmed if found[one] not in world.state.values()]

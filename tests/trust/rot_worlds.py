@@ -1,4 +1,4 @@
-"""Small databases of every kind for damage, what each must answer, and what damage there is."""
+"""Small databases of every kind to damage, their expected answers, and the kinds of damage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from oracle import State, differences, held
+from worlds import holding
 
 import softdb
 
@@ -31,7 +32,7 @@ class World:
 
 
 def answers(db: softdb.SoftDB) -> list[Any]:
-    """What a database says, asked in every way."""
+    """Answers of a database to every question."""
     found: list[Any] = [len(db), db.count()]
     for where in (None, *FILTERS):
         hits = db.search(ASKED, k=7, where=where)
@@ -66,7 +67,7 @@ def _values(rng: np.random.Generator, count: int, schema: dict[str, Any]) -> Any
 
 
 def _change(db: softdb.SoftDB, rng: np.random.Generator, schema: dict[str, Any]) -> list[State]:
-    """Tombstones, replaced records and replaced payloads; what was stored before each."""
+    """Tombstones, replaced records and replaced payloads; the records before each change."""
     states = [held(db)]
     db.delete([2, "r3", 10])
     states.append(held(db))
@@ -91,8 +92,7 @@ def plain(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[St
 def indexed(path: Path, rng: np.random.Generator) -> tuple[dict[str, Any], list[State]]:
     """Enough records for an index file."""
     schema: dict[str, Any] = {"metric": "l2"}
-    with softdb.open(path, dim=3, **schema) as db:
-        db.insert(range(1000), rng.standard_normal((1000, 3)), payloads=list(map(payload, range(1000))))
+    with holding(rng.standard_normal((1000, 3)), payloads=list(map(payload, range(1000))), path=path, **schema) as db:
         db.build_index("ivf", recall=1.0)
     return schema, []
 
@@ -142,12 +142,9 @@ def make(name: str, path: Path, seed: int = 0) -> World:
     return World(name, path, state, said, {"dim": 3, **schema}, [*states, state])
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file; `str` says all that is needed to do it again."""
+    """Damage to one file; `str` gives all that is needed to repeat it."""
 
     file: str
     kind: str
@@ -226,7 +223,7 @@ def copied(world: World, damage: Damage, other: Path, to: Path) -> bool:
 
 
 def same(found: State, said: list[Any], world: World) -> str:
-    """How what a database says differs from what it must say; empty where it does not."""
+    """Differences between a database's answers and the expected ones; empty if there are none."""
     told = differences(found, world.state)
     if not told and said != world.answers:
         told = "answers differ"

@@ -1,4 +1,4 @@
-"""A process of another user that may read a database's directory and not write to it, told what to do over a pipe."""
+"""A process of another user with read permission only, commanded over a pipe."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SecondUser:
         assert self.line.recv() == "ready"
 
     def ask(self, verb: str, argument: object = None) -> tuple[str, Any]:
-        """The kind of an answer, "done" or an error's name, and what it says."""
+        """Kind of an answer ("done" or an error's name), and its value."""
         self.line.send((verb, argument))
         kind, answer = self.line.recv()
         return kind, answer

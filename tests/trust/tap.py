@@ -24,7 +24,7 @@ _kept: list[apsw.VFS] = []  # SQLite uses a VFS for as long as a connection is o
 
 
 class Op(NamedTuple):
-    """One change: what is done to which file. `link`, `rename`: from `path` to `target`."""
+    """One change of a file. `link`, `rename`: from `path` to `target`."""
 
     name: str  # create write truncate sync sync_directory rename link unlink make remove_directory
     path: Path
@@ -55,7 +55,7 @@ class Op(NamedTuple):
 
 
 class Tap:
-    """What a test does at each change; `before` may raise OSError, then the change does not happen."""
+    """Hooks of a test at each change; if `before` raises OSError, the change does not happen."""
 
     def before(self, op: Op) -> None:
         """Called before the change is made."""
@@ -77,7 +77,7 @@ class Failing(Tap):
 
 
 def step(*points: str) -> Callable[[Op, int], bool]:
-    """Whether a change is one of these steps; none: never."""
+    """Return whether a change is one of these steps; False without steps."""
     return lambda op, _: op.point in points
 
 
@@ -200,7 +200,7 @@ class _File(apsw.VFSFile):
 
 
 def _translated(change: Callable[[], Any]) -> Any:
-    """What a test raises, as SQLite says it."""
+    """An error of a test in the form that SQLite raises."""
     try:
         return change()
     except OSError as error:

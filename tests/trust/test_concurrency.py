@@ -1,4 +1,4 @@
-"""Many at once: a writer's threads, readers in other processes, two writers, a log that must stay small."""
+"""Threads of a writer, readers in other processes, two writers, and a log that must stay small."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = 4000  # of SQLite's log: what a writer lets it grow to before it waits f
 LOG = (2 * PAGES) * (4096 + 24)  # bytes: the bound, with the largest verb of these tests on top
 
 
-def made(path: Path, count: int) -> softdb.SoftDB:
+def numbered(path: Path, count: int) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):
         batches.write(db, batch)
@@ -37,7 +37,7 @@ def test_one_writing_process_with_eight_threads_and_four_that_read(
     path: Path, tally: Counter[str], seconds: float
 ) -> None:
     seed = int(seconds)
-    made(path, LASTING).close()
+    numbered(path, LASTING).close()
     states = CONTEXT.RawArray("b", MOST)
     np.frombuffer(states, np.int8)[:LASTING] = THERE
     with contextlib.ExitStack() as running:
@@ -61,11 +61,8 @@ def test_one_writing_process_with_eight_threads_and_four_that_read(
         assert batches.seen(db) == set(np.flatnonzero(there).tolist()), f"seed {seed}"
 
 
-# -- SQLite's log -----------------------------------------------------------------------------------------------------
-
-
 def overlapping(line: Connection, path: Path, seconds: float) -> None:
-    """Two readers of which one is always within a transaction, as many together would be."""
+    """Two readers of which one is always within a transaction, as with many readers."""
     stop = threading.Event()
 
     def read(db: softdb.SoftDB, wait: float) -> None:
@@ -114,7 +111,7 @@ def grown(db: softdb.SoftDB, path: Path, bytes_written: int) -> int:
 @pytest.mark.parametrize("size", [60_000_000, pytest.param(3_000_000_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("readers", ["overlapping", "busy", "idle", "none"])
 def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], readers: str, size: int) -> None:
-    with made(path, 60) as db, contextlib.ExitStack() as running:
+    with numbered(path, 60) as db, contextlib.ExitStack() as running:
         others = []
         if readers == "idle":
             for _ in range(3):
@@ -133,9 +130,6 @@ def test_the_log_stays_small_whatever_reads(path: Path, tally: Counter[str], rea
         assert log <= LOG, f"{log} bytes of log after {size} written"
 
 
-# -- two that write ---------------------------------------------------------------------------------------------------
-
-
 def holds(line: Connection, path: Path) -> None:
     db = batches.open_empty(path)
     batches.write(db, 0)
@@ -147,7 +141,7 @@ def holds(line: Connection, path: Path) -> None:
 
 
 def test_a_second_handle_that_writes_is_refused_in_one_process_too(path: Path) -> None:
-    with made(path, 1) as db:
+    with numbered(path, 1) as db:
         for _ in range(3):
             with pytest.raises(softdb.DatabaseLocked, match=f"process {os.getpid()}"):
                 softdb.open(path)
@@ -164,7 +158,7 @@ def test_a_second_handle_that_writes_is_refused_in_one_process_too(path: Path) -
 
 
 def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
-    made(path, 1).close()
+    numbered(path, 1).close()
     opened: list[softdb.SoftDB] = []
     refused: list[BaseException] = []
     start = threading.Barrier(8)
@@ -188,7 +182,7 @@ def test_threads_that_open_at_once_leave_one_writer(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_writer_keeps_the_lock_and_nobody_from_reading(path: Path) -> None:
+def test_a_stopped_writer_keeps_the_lock_and_blocks_no_reader(path: Path) -> None:
     with other(holds, path) as writer:
         assert writer.hear() == "holding"
         os.kill(writer.pid, signal.SIGSTOP)

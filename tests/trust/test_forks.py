@@ -1,4 +1,4 @@
-"""Forked and spawned processes: a child reads on, is told what it may not do, and disturbs nothing of its parent."""
+"""Forked and spawned processes: a child reads, is refused what it may not do, and leaves its parent alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from crowd_process import SECONDS, Failure, Forked, other, when_a_fork_waits
-from reports import index_report
+from worlds import holding, index_report
 
 import softdb
 from softdb.store.catalog import Catalog
@@ -28,7 +28,7 @@ from softdb.store.catalog import Catalog
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
 
-def made(path: Path, count: int = 20) -> softdb.SoftDB:
+def numbered(path: Path, count: int = 20) -> softdb.SoftDB:
     db = batches.open_empty(path)
     for batch in range(count):
         batches.write(db, batch)
@@ -36,18 +36,16 @@ def made(path: Path, count: int = 20) -> softdb.SoftDB:
 
 
 def clustered(path: Path) -> softdb.SoftDB:
-    """Enough records for an index to be asked."""
-    db = softdb.open(path, dim=16)
-    db.insert(range(8000), np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000)
-    return db
+    """Open a database of enough records for an index."""
+    return holding(np.random.default_rng(0).standard_normal((8000, 16)), payloads=[{"n": 1}] * 8000, path=path)
 
 
-# -- a child outlives what it was forked from --------------------------------------------------------------------------
+# -- children that outlive their parent --------------------------------------------------------------------------------
 
 
 def parent(line: Connection, path: Path, handles: int) -> None:
-    """A writer (and readers of the same path) with a child; each does what it is told."""
-    db = made(path)
+    """A writer (and readers of the same path) with a child; each follows commands."""
+    db = numbered(path)
     readers = [softdb.open(path, mode="r") for _ in range(handles - 1)]
     go, told = os.pipe()
     begun, begin = os.pipe()
@@ -55,7 +53,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
     def child() -> Any:
         os.close(told)
         os.write(begin, b"1")  # the parent's lock is let go of by now
-        os.read(go, 1)  # until the parent is gone
+        os.read(go, 1)  # until the parent has exited
         found = []
         for _ in range(12):
             for one in (db, *readers):
@@ -78,7 +76,7 @@ def parent(line: Connection, path: Path, handles: int) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "handles"), [("close", 1), ("close", 3), ("kill", 1), ("kill", 3)])
-def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path, how: str, handles: int) -> None:
+def test_a_child_keeps_reading_after_its_parent_exits_and_another_writes(path: Path, how: str, handles: int) -> None:
     """The parent's last close takes the WAL away, unless the child has a connection that is really its own."""
     with other(parent, path, handles) as writer:
         assert writer.hear() == "forked"
@@ -106,7 +104,7 @@ def test_a_child_reads_on_when_its_parent_is_gone_and_another_writes(path: Path,
 
 
 def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
-    db = made(path, 1)
+    db = numbered(path, 1)
     done, end = os.pipe()
     begun, begin = os.pipe()
 
@@ -130,8 +128,8 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(path: Path) -> None:
             os.close(descriptor)
 
 
-def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> None:
-    db = made(path, 1)
+def test_closing_releases_the_lock_although_a_child_inherited_it(path: Path) -> None:
+    db = numbered(path, 1)
     directory = db._store._directory
     assert directory is not None
     assert directory.lock is not None
@@ -144,7 +142,7 @@ def test_closing_lets_go_of_the_lock_though_a_child_has_it_still(path: Path) -> 
 
 
 def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
-    db = made(path, 3)
+    db = numbered(path, 3)
     closed, tell = os.pipe()
     refused, tried = os.pipe()
 
@@ -172,7 +170,7 @@ def test_a_child_may_write_when_its_parent_has_closed(path: Path) -> None:
         assert batches.seen(again) == {0, 1, 2, 3, 50}
 
 
-def test_a_database_in_memory_says_that_it_is_its_parents() -> None:
+def test_a_database_in_memory_refuses_a_forked_child() -> None:
     with batches.open_empty(None) as db:
         batches.write(db, 0)
 
@@ -188,7 +186,7 @@ def test_a_database_in_memory_says_that_it_is_its_parents() -> None:
 
 
 def test_children_of_children_read_too(path: Path) -> None:
-    with made(path, 4) as db:
+    with numbered(path, 4) as db:
         deepest = Forked(lambda: Forked(lambda: Forked(lambda: sorted(batches.seen(db))).found()).found())
         assert deepest.found() == [0, 1, 2, 3]
         batches.write(db, 4)
@@ -223,7 +221,7 @@ os._exit(0)                            # nothing is closed: the WAL holds what w
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("handles", "end"), [("one handle", "as it is"), ("two handles", "closing")])
-def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: str, end: str) -> None:
+def test_the_exit_of_a_child_leaves_its_parent_alone(path: Path, handles: str, end: str) -> None:
     here = Path(__file__).parent
     said = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, path, handles, end],
@@ -238,12 +236,12 @@ def test_the_end_of_a_child_touches_nothing_of_its_parent(path: Path, handles: s
         assert batches.seen(db) == set(range(30))
 
 
-# -- forked while other threads are at it ------------------------------------------------------------------------------
+# -- forks beside running threads --------------------------------------------------------------------------------------
 
 
 def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else SQLite's own locks are held by nobody."""
-    with made(path, 3) as db:
+    """Otherwise SQLite's own locks would be lost."""
+    with numbered(path, 3) as db:
         inside, real = threading.Event(), Catalog.put_segment
 
         waits = when_a_fork_waits(monkeypatch)
@@ -267,7 +265,7 @@ def test_a_fork_waits_for_the_write_of_another_thread(path: Path, monkeypatch: p
 @pytest.mark.parametrize("children", [25, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], children: int) -> None:
     """No child hangs on a lock that a thread of its parent held, and each sees whole batches."""
-    db = made(path, 40)
+    db = numbered(path, 40)
     stop, errors = threading.Event(), list[BaseException]()
 
     def repeated(work: Callable[[int], Any]) -> None:
@@ -280,7 +278,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
             errors.append(error)
 
     query = torch.zeros(1, batches.DIM)
-    db.search(query, k=5)  # what is made when first needed is made
+    db.search(query, k=5)  # fill lazy imports and caches
     db.attend(query.requires_grad_()).output.sum().backward()  # type: ignore[no-untyped-call]
     query = query.detach()
     works: list[Callable[[int], Any]] = [
@@ -296,8 +294,8 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
         thread.start()
     try:
         for number in range(children):
-            found = set(Forked(lambda: _asked(db)).found())
-            assert set(range(40)) <= found, f"child {number}"
+            results = set(Forked(lambda: _asked(db)).found())
+            assert set(range(40)) <= results, f"child {number}"
             tally["forks while threads are inside a verb"] += 1
     finally:
         stop.set()
@@ -310,7 +308,7 @@ def test_forks_while_threads_use_every_verb(path: Path, tally: Counter[str], chi
 
 
 def _asked(db: softdb.SoftDB) -> list[int]:
-    """What a child sees at the newest generation, which its parent goes on to change."""
+    """Answers of a child at the newest generation, which its parent then changes."""
     with db._store.read_transaction():
         assert db.search(torch.zeros(1, batches.DIM), k=3).live.all()
     db.attend(torch.zeros(1, batches.DIM, requires_grad=True)).output.sum().backward()  # type: ignore[no-untyped-call]
@@ -343,8 +341,7 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
             asked = queries.clone().requires_grad_()
             db.attend(asked, k=8).output.sum().backward()  # type: ignore[no-untyped-call]
             exact = db.search(queries, k=5, exact=True).rows.tolist()
-            mine = softdb.open(None, dim=16)
-            mine.insert(range(6000), np.random.default_rng(0).standard_normal((6000, 16)))
+            mine = holding(np.random.default_rng(0).standard_normal((6000, 16)))
             mine.build_index("ivf")  # FAISS in the child, with one thread
             assert mine.search(queries, k=1).live.all()
             return db.search(queries, k=5).rows.tolist(), exact, bool(asked.grad is not None), db.verify()
@@ -358,12 +355,12 @@ def test_a_child_of_a_threaded_process_searches_attends_and_learns(path: Path) -
 
 
 def test_a_fork_from_a_thread_gives_a_child_that_reads(path: Path) -> None:
-    with made(path, 3) as db:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(Forked(lambda: sorted(batches.seen(db))).found()))
+    with numbered(path, 3) as db:
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(Forked(lambda: sorted(batches.seen(db))).found()))
         thread.start()
         thread.join()
-        assert found == [[0, 1, 2]]
+        assert results == [[0, 1, 2]]
         batches.write(db, 3)
 
 
@@ -375,7 +372,7 @@ def test_a_child_that_may_start_no_thread_reads(path: Path, monkeypatch: pytest.
             raise RuntimeError("can't start new thread")
         own(thread)
 
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         monkeypatch.setattr(threading.Thread, "start", start)
         assert Forked(lambda: sorted(batches.seen(db))).found() == [0, 1, 2]
         batches.write(db, 3)
@@ -399,7 +396,7 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypat
         db.refresh()
         return sorted(batches.seen(db))
 
-    with made(path, 3) as db:
+    with numbered(path, 3) as db:
         forked = Forked(child)
         for batch in range(2):  # the second time goes the segment that the first has made, which the child looks for
             db.delete(batches.ids(batch))
@@ -410,9 +407,9 @@ def test_a_child_reads_where_its_parent_compacts_meanwhile(path: Path, monkeypat
         assert forked.found() == [2]
 
 
-def test_a_child_whose_directory_is_gone_is_refused(path: Path) -> None:
+def test_a_child_whose_directory_was_removed_is_refused(path: Path) -> None:
     """Not the parent's connection, which it would use in place of its own."""
-    with made(path, 2) as db:
+    with numbered(path, 2) as db:
         path.rename(path.with_name("elsewhere"))
 
         def child() -> str:
@@ -425,7 +422,7 @@ def test_a_child_whose_directory_is_gone_is_refused(path: Path) -> None:
         assert batches.seen(db) == {0, 1}
 
 
-# -- started anew ------------------------------------------------------------------------------------------------------
+# -- spawned processes -------------------------------------------------------------------------------------------------
 
 
 def reads(send: Any, db: softdb.SoftDB) -> None:
@@ -437,8 +434,8 @@ def reads(send: Any, db: softdb.SoftDB) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "mode"), [("spawn", "rw"), ("forkserver", "r")])
-def test_a_handle_is_sent_along_to_a_process_that_starts_anew(path: Path, start: str, mode: Any) -> None:
-    made(path, 3).close()
+def test_a_handle_is_sent_to_a_spawned_process(path: Path, start: str, mode: Any) -> None:
+    numbered(path, 3).close()
     with softdb.open(path, mode=mode) as db:
         context = multiprocessing.get_context(start)
         receive, send = context.Pipe(False)

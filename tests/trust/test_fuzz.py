@@ -1,4 +1,4 @@
-"""Every parser of bytes from outside, at random: an answer that is right, or a refusal by name; never anything else."""
+"""Fuzzed bytes for every parser of outside input: a right answer or a refusal by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIGHT = json.loads(json.dumps([list(record) for record in hostile_catalog.RECORD
 
 
 def judge(told: Any) -> str:
-    """What is wrong with an answer: it is all there and as it was, or `verify` has found it out."""
+    """Fault of an answer: records are lost or changed, and `verify` has not noticed."""
     if not told["sound"] or told["held"] == RIGHT:
         return ""
     return f"verify finds nothing, but it holds {told['held']}"
@@ -58,7 +58,7 @@ FULL = {"arrays": 1500, "entries": 1000, "lines": 600, "wheres": 1000, "commands
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 5))])
 @pytest.mark.parametrize("parser", QUICK)
-def test_whatever_comes_in_is_taken_or_refused_by_name(
+def test_fuzzed_input_is_accepted_or_refused_by_name(
     asked: Nursery, tmp_path: Path, parser: str, seed: int, tally: Counter[str]
 ) -> None:
     count = FULL[parser] if seed else QUICK[parser]
@@ -76,7 +76,7 @@ def test_a_changed_file_is_imported_or_refused(
     asked: Nursery, tmp_path: Path, seed: int, count: int, tally: Counter[str]
 ) -> None:
     """Those kinds may crash whose own process ends with them; all others may not."""
-    good, first, crashes = hostile_formats.made(tmp_path / "good"), 0, []
+    good, first, crashes = hostile_formats.samples(tmp_path / "good"), 0, []
     while first < count:
         ended = asked.run("hostile_formats:sample", seed, first, count, tmp_path, seconds=600)
         if ended.how == "fine":

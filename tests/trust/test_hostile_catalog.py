@@ -1,4 +1,4 @@
-"""A catalogue from a stranger is refused by name or answers; it runs nothing, ends, and changes nothing outside."""
+"""A hostile catalogue is refused by name or answered; it runs no code, ends, and changes nothing outside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hostile_catalog import (
     Craft,
-    both,
+    crafted_by,
     foreign_log,
     journal,
     loosened,
@@ -46,7 +46,7 @@ def tried(
     tally: Counter[str],
     seconds: float = SECONDS,
 ) -> Ended:
-    """How a spoilt copy is met; nothing but it may have changed."""
+    """Open a damaged copy; no file outside it may change."""
     path, victim = place / "db", place / "victim"
     shutil.copytree(source, path)
     victim.write_text("precious")
@@ -56,11 +56,11 @@ def tried(
     tally["hostile: code runs"] += (place / "mark").exists()
     assert ended.decent, f"{mode[0]}: {ended}"
     assert victim.read_text() == "precious"
-    assert {one.name for one in place.iterdir()} <= {"db", "victim", "db copy"}
+    assert {path.name for path in place.iterdir()} <= {"db", "victim", "db copy"}
     return ended
 
 
-# -- what would run, or is not ours ------------------------------------------------------------------------------------
+# -- foreign code and files --------------------------------------------------------------------------------------------
 
 TAMPERED: dict[str, Craft] = {
     "a trigger on records": sql("CREATE TRIGGER e AFTER INSERT ON records BEGIN DELETE FROM records; END"),
@@ -127,7 +127,7 @@ TAMPERED: dict[str, Craft] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_schema_that_is_not_ours_is_refused_at_opening(
+def test_a_foreign_schema_is_refused_at_opening(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods["good"], tmp_path, TAMPERED[name], mode, tally)
@@ -135,7 +135,7 @@ def test_a_schema_that_is_not_ours_is_refused_at_opening(
     assert "catalog.sqlite" in str(ended.told) or "format version" in str(ended.told)
 
 
-# -- numbers that cannot be --------------------------------------------------------------------------------------------
+# -- invalid numbers ---------------------------------------------------------------------------------------------------
 
 
 def million_segments(path: Path) -> None:
@@ -158,8 +158,10 @@ IMPOSSIBLE: dict[str, Craft] = {
     "a state of null": loosened("state", "UPDATE state SET generation = NULL"),
     "used beyond capacity": sql("UPDATE segments SET used = capacity + 1"),
     "used negative": sql("UPDATE segments SET used = -1"),
-    "capacity 2^39": both(sparse("keys-00000000.npy", (1 << 39, 4)), sql("UPDATE segments SET capacity = 1 << 39")),
-    "capacity and used 2^36": both(
+    "capacity 2^39": crafted_by(
+        sparse("keys-00000000.npy", (1 << 39, 4)), sql("UPDATE segments SET capacity = 1 << 39")
+    ),
+    "capacity and used 2^36": crafted_by(
         sparse("keys-00000000.npy", (1 << 36, 4)),
         sql("UPDATE segments SET capacity = 1 << 36, used = 1 << 36"),
         state(2, 1 << 36),
@@ -188,7 +190,7 @@ IMPOSSIBLE: dict[str, Craft] = {
     "dim null": setting("dim", None),
     "value_dim 2^62": setting("value_dim", 1 << 62),
     "num_classes 2^40": setting("num_classes", 1 << 40),
-    "values and classes": both(setting("value_dim", 4), setting("num_classes", 4)),
+    "values and classes": crafted_by(setting("value_dim", 4), setting("num_classes", 4)),
     "a dtype of objects": setting("dtype", "object"),
     "a metric of ours no more": setting("metric", "manhattan"),
     "no settings": sql("DELETE FROM settings"),
@@ -215,7 +217,7 @@ def test_numbers_that_cannot_be_are_refused(
 
 GAPPED: dict[str, Craft] = {
     "gone 0": setting("gone", 0),
-    "gone 2^62 and next_row with it": both(setting("gone", (1 << 62) - 4), state(3, 1 << 62)),
+    "gone 2^62 and next_row with it": crafted_by(setting("gone", (1 << 62) - 4), state(3, 1 << 62)),
     "no gaps": sql("DELETE FROM gaps"),
     "gaps of text": loosened("gaps", "UPDATE gaps SET rows_crc = 'x'"),
     "last_segment 2^62": setting("last_segment", 1 << 62),
@@ -246,7 +248,7 @@ def test_gaps_that_cannot_be_end_decently(
     tried(asked, goods["compacted"], tmp_path, GAPPED[name], mode, tally)
 
 
-# -- records that cannot be --------------------------------------------------------------------------------------------
+# -- invalid records ---------------------------------------------------------------------------------------------------
 
 DEEP = "[" * 100_000
 RECORDS: dict[str, Craft] = {
@@ -291,12 +293,12 @@ RECORDS: dict[str, Craft] = {
     "records at the schema's root": sql("UPDATE sqlite_schema SET rootpage = 1 WHERE name = 'records'"),
     "records at no root": sql("UPDATE sqlite_schema SET rootpage = 99999 WHERE name = 'records'"),
 }  # fmt: skip
-HARMLESS = {"a payload of 1e999"}  # JSON says it, and reads it as infinity: what is there is what comes back
+HARMLESS = {"a payload of 1e999"}  # JSON allows it and reads it as infinity, so the stored value comes back
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_that_cannot_be_are_found(
+def test_impossible_records_are_detected(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods["good"], tmp_path, RECORDS[name], mode, tally)
@@ -360,10 +362,10 @@ def test_pages_and_logs_that_cannot_be_end_decently(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("table", ["segments", "records", "state", "tombstones", "gaps"])
-def test_a_table_that_leads_into_itself_is_not_read_for_ever(
+def test_a_cyclic_table_ends(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, table: str, mode: tuple[str, bool], tally: Counter[str]
 ) -> None:
-    """A few pages that are each other's children are 400^8 leaves to whoever reads on."""
+    """A few pages that are each other's children are 400^8 leaves to a naive reader."""
     tried(asked, goods["compacted"], tmp_path, tower(table), mode, tally, seconds=120)
 
 
@@ -382,7 +384,7 @@ def test_a_journal_that_names_another_file_deletes_nothing(
 
 
 @pytest.mark.parametrize("name", ["good", "compacted"])
-def test_what_is_right_is_answered(
+def test_a_valid_catalogue_is_answered(
     asked: Nursery, goods: dict[str, Path], tmp_path: Path, name: str, tally: Counter[str]
 ) -> None:
     ended = tried(asked, goods[name], tmp_path, lambda path: None, ("rw", True), tally)

@@ -1,4 +1,4 @@
-"""Files and folders of strangers that an import must refuse by name: nothing crashes, hangs, or reads another file."""
+"""Hostile files and folders for import are refused by name without a crash, hang or read outside."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from softdb.formats import read_records, sandbox
 
 KEYS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 SECRET = np.full((40, 4), 7, np.float32)
-
-
-# -- FAISS -------------------------------------------------------------------------------------------------------------
 
 
 def lists_elsewhere(folder: Path) -> Path:
@@ -63,9 +60,6 @@ def test_a_count_of_faiss_that_the_file_does_not_hold(tmp_path: Path) -> None:
         refused(tmp_path / "x.faiss", r"x\.faiss cannot be read \(")
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
 class PointStruct:
     """A point as Qdrant's client pickles it."""
 
@@ -96,7 +90,9 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 
 def points(file: sqlite3.Connection, *points: Any) -> None:
     file.execute(PLAIN)
-    file.executemany("INSERT INTO points VALUES (?, ?)", ((str(i), pickle.dumps(one)) for i, one in enumerate(points)))
+    file.executemany(
+        "INSERT INTO points VALUES (?, ?)", ((str(i), pickle.dumps(point)) for i, point in enumerate(points))
+    )
     file.close()
 
 
@@ -166,7 +162,7 @@ def link(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [link, os.mkfifo])
 @pytest.mark.parametrize("folder", ["q", "x.lance", "c", "d", "l"])
-def test_what_stands_for_a_file_in_a_folder(tmp_path: Path, folder: str, put: Callable[[Path], None]) -> None:
+def test_irregular_files_in_a_folder_are_refused(tmp_path: Path, folder: str, put: Callable[[Path], None]) -> None:
     marks = {"q": "meta.json", "x.lance": "x", "c": "chroma.sqlite3", "d": "state.json", "l": "x.lance"}
     deep = tmp_path / folder / "deep"
     deep.mkdir(parents=True)
@@ -188,10 +184,7 @@ def test_a_lance_table_with_files_elsewhere(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="as above")
     table = pa.table({"id": [1], "key": [[1.0, 2.0]]})
     lance.write_dataset(table, str(tmp_path / "a.lance")).shallow_clone(str(tmp_path / "b.lance"), reference=1)
-    refused(
-        tmp_path / "b.lance",
-        r"b\.lance has files outside of its folder, which are not read; import a deep copy",
-    )
+    refused(tmp_path / "b.lance", r"b\.lance has files outside of its folder, which are not read; import a deep copy")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +198,6 @@ def test_a_folder_of_chroma_in_which_something_runs(tmp_path: Path, sql: str) ->
         file.execute(sql)
     file.close()
     refused(tmp_path / "c", r"chroma\.sqlite3 holds the (view|trigger) '\w+', which Chroma does not write")
-
-
-# -- shapes ------------------------------------------------------------------------------------------------------------
 
 
 def safetensors(shape: list[int], end: int, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Index files from a stranger, or from elsewhere: FAISS reads only what this user has signed, and nothing beyond."""
+"""Hostile or foreign index files: FAISS reads only files that this user has signed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hostile_child import Nursery
 from hostile_files import contents
+from worlds import holding
 
 import softdb
 from softdb import check
@@ -123,9 +124,7 @@ def test_an_index_that_this_user_has_not_signed_never_reaches_faiss(
         assert db.stats().index is None
 
 
-def test_a_file_that_nobody_has_signed_is_not_even_read(
-    indexed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsigned_file_is_not_read(indexed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "db"
     shutil.copytree(indexed / "db", path)
     entry = entry_of(path)
@@ -154,11 +153,11 @@ def test_a_signed_index_of_another_database_reads_no_memory_beyond(
     assert (ended.told["kind"] is None) == (other == "wider"), "an index of other keys is not searched"
 
 
-def test_an_index_of_an_older_generation_brings_nothing_back(indexed: Path, tmp_path: Path) -> None:
+def test_an_index_of_an_older_generation_revives_no_record(indexed: Path, tmp_path: Path) -> None:
     path = tmp_path / "db"
     shutil.copytree(indexed / "db", path)
-    old, found = entry_of(path), list((path / "index").iterdir())
-    kept = {file.name: file.read_bytes() for file in found}
+    old, results = entry_of(path), list((path / "index").iterdir())
+    kept = {file.name: file.read_bytes() for file in results}
     with softdb.open(path) as db:
         queries = db.get(list(range(100))).keys
         db.delete(list(range(100)))
@@ -214,13 +213,12 @@ def _unusable(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "kind", ["no home", "short", "pipe", "device", "directory", "writable by others", "another's", "in a file"]
 )
-def test_without_a_key_the_index_serves_this_handle_and_why_is_said_once(
+def test_without_a_key_the_index_serves_this_handle_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     keys = np.random.default_rng(0).standard_normal((3000, 8))
     _unusable(tmp_path / "key", kind, monkeypatch)
-    with softdb.open(tmp_path / "db", dim=8, metric="l2") as db:
-        db.insert(range(3000), keys)
+    with holding(keys, path=tmp_path / "db", metric="l2") as db:
         assert db.build_index("ivf").kind == "ivf"
         assert db.search(keys[:1], k=1).ids == [[0]]
     assert [record.message for record in caplog.records if "not kept" in record.message][1:] == []

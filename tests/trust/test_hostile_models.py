@@ -1,4 +1,4 @@
-"""Notes, models, weights and texts from a stranger: they load nothing, run nothing, and no terminal obeys them."""
+"""Hostile notes, models, weights and texts load and run nothing, and no terminal obeys them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hostile_child import Nursery
 from hostile_files import pickled
+from worlds import holding
 
 import softdb
 
@@ -22,7 +23,7 @@ pytest_plugins = ["hostile_world"]
 
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A stand-in for sentence-transformers that writes down what it is asked to load."""
+    """A stand-in for sentence-transformers that records the models it would load."""
     import sys
     import types
 
@@ -46,7 +47,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def model_folder(path: Path, mark: Path) -> Path:
-    """What sentence-transformers would load, and run."""
+    """A model folder that sentence-transformers would load and run."""
     path.mkdir(parents=True)
     (path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "evil.Evil"}]')
     (path / "evil.py").write_text(f"open({str(mark)!r}, 'w')")
@@ -100,7 +101,7 @@ def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
 def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     tmp_path: Path, folder: str, no_models: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sentence-transformers looks in the working directory before anywhere else, and runs what it finds there."""
+    """sentence-transformers looks in the working directory first and runs the code it finds there."""
     import importlib.util
 
     from softdb.tools.cli.places import named_encoder
@@ -114,7 +115,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
 
 
 def weights(mark: Path) -> dict[str, bytes]:
-    """Files of weights that nobody should believe."""
+    """Files of weights with false claims."""
     import io
 
     import torch
@@ -143,7 +144,9 @@ def weights(mark: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", weights(Path("mark")))
 @pytest.mark.parametrize("kind", ["projection", "checkpoint"])
-def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nursery, tally: Counter[str]) -> None:
+def test_loading_weights_runs_no_code(
+    tmp_path: Path, name: str, kind: str, asked: Nursery, tally: Counter[str]
+) -> None:
     mark, file = tmp_path / "mark", tmp_path / "weights.pt"
     file.write_bytes(weights(mark)[name])
     ended = asked.run(f"hostile_child:{kind}", file)
@@ -154,18 +157,15 @@ def test_weights_run_nothing(tmp_path: Path, name: str, kind: str, asked: Nurser
     assert "weights.pt" in ended.told
 
 
-# -- what a terminal shows ---------------------------------------------------------------------------------------------
-
-
-def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_a_database_do_not_reach_the_terminal(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from softdb.tools.cli.commands import app
 
     evil = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\x85\u202egnp.exe\u2066\x7f\x00\r\n[red]b[/]"
     path, out = tmp_path / "db", tmp_path / "x.jsonl"
-    with softdb.open(path, dim=2, fields=[evil.replace("\x00", "")]) as db:
-        db.insert([evil, "b"], [[1, 0], [0, 1]], payloads=[{evil: evil}, evil])
+    fields = [evil.replace("\x00", "")]
+    with holding(np.eye(2), payloads=[{evil: evil}, evil], ids=[evil, "b"], path=path, fields=fields) as db:
         db.core.store.note_encoder(evil.replace("\x00", ""))
     runner = CliRunner()
     arguments = [
@@ -178,7 +178,7 @@ def test_nothing_in_a_database_is_obeyed_by_the_terminal(tmp_path: Path) -> None
         result = runner.invoke(app, line, catch_exceptions=False)
         shown = result.output.replace("\n", "")
         assert not [one for one in shown if ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2066"], line
-    (found,) = json.loads(runner.invoke(app, ["search", str(path), "[1, 0]", "-k", "1", "--json"]).stdout)
-    assert found[0]["id"] == evil  # JSON says it all the same
-    assert found[0]["payload"] == {evil: evil}
+    (actual,) = json.loads(runner.invoke(app, ["search", str(path), "[1, 0]", "-k", "1", "--json"]).stdout)
+    assert actual[0]["id"] == evil  # JSON says it all the same
+    assert actual[0]["payload"] == {evil: evil}
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[1:3]] == [evil, "b"]

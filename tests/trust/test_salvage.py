@@ -1,4 +1,4 @@
-"""Salvage: every intact record of a damaged database, and nothing else, in a new one."""
+"""Salvage copies every intact record of a damaged database into a new one, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["plain", "compacted", "logged"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the worlds are."""
+    """Folder of the worlds."""
     folder = tmp_path_factory.mktemp("worlds")
     for name in NAMES:
         make(name, folder / f"{name}-other", seed=1)
@@ -43,7 +43,7 @@ def worlds(made: Path) -> dict[str, World]:
 
 @pytest.fixture(scope="module")
 def places(worlds: dict[str, World], made: Path) -> dict[str, tuple[dict[Any, set[int]], Slots]]:
-    """Where each world's records lie."""
+    """Location of the records of each world."""
     found = {}
     for name, world in worlds.items():
         shutil.copytree(world.path, made / "looked-at")
@@ -57,11 +57,11 @@ def words_of(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: str, tmp_path: Path) -> None:
+def test_an_undamaged_database_is_copied_completely(worlds: dict[str, World], name: str, tmp_path: Path) -> None:
     world = worlds[name]
-    report, found = salvaged(world.path, tmp_path / "saved", world)
-    assert list(found) == list(world.state)
-    assert differences(found, world.state) == ""
+    report, actual = salvaged(world.path, tmp_path / "saved", world)
+    assert list(actual) == list(world.state)
+    assert differences(actual, world.state) == ""
     assert (report["lost"], report["unconfirmed"], report["notes"]) == ([], [], [])
     with softdb.open(tmp_path / "saved") as db:
         assert db.stats().fields == (["kind", "n"] if name == "plain" else [])
@@ -70,15 +70,15 @@ def test_an_undamaged_database_is_copied_whole(worlds: dict[str, World], name: s
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("*/*/db")))
-def test_each_format_is_copied_whole(name: str, tmp_path: Path) -> None:
+def test_each_format_is_copied_completely(name: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / name / "db", tmp_path / "opened")
     shutil.copytree(GOLDEN / name / "db", tmp_path / "damaged")
     with softdb.open(tmp_path / "opened") as db:
         expected = held(db)
     softdb.salvage(tmp_path / "damaged", tmp_path / "saved")
     with softdb.open(tmp_path / "saved", verify=True) as db:
-        assert list(found := held(db)) == list(expected)
-        assert differences(found, expected) == ""
+        assert list(actual := held(db)) == list(expected)
+        assert differences(actual, expected) == ""
 
 
 CASES = [(name, file) for name, files in {
@@ -128,19 +128,19 @@ def salvage_one(
     shutil.rmtree(to, ignore_errors=True)
     if damage.file == "catalog.sqlite" and (damage.kind in ("delete", "stranger") or damage.size > 4096):
         with contextlib.suppress(softdb.NotADatabase, softdb.CorruptionError):
-            report, found = salvaged(path, to, world, **words_of(world))
-            assert wrong(found, world, report["unconfirmed"]) == ""
+            report, actual = salvaged(path, to, world, **words_of(world))
+            assert wrong(actual, world, report["unconfirmed"]) == ""
         return
     words = words_of(world) if damage.file == "catalog.sqlite" else {}
     try:
-        report, found = salvaged(path, to, world, **words)
+        report, actual = salvaged(path, to, world, **words)
     except softdb.CorruptionError:
         assert damage.file == "catalog.sqlite"
         assert not intact(world, path, *places)
         return
-    told = wrong(found, world, [])
+    told = wrong(actual, world, [])
     if damage.file == "catalog.sqlite-wal":
-        states = [differences(found, state) == "" for state in world.states]
+        states = [differences(actual, state) == "" for state in world.states]
         assert any(states), f"{report}"
         assert states[-1] or any("generations are missing" in note for note in report["notes"])
         return
@@ -150,13 +150,13 @@ def salvage_one(
         expected = intact(world, path, *places)
     tally["salvage: records that were never so"] += bool(told)
     assert told == ""
-    assert not expected - set(found), f"intact, but not saved: {expected - set(found)}; {report}"
+    assert not expected - set(actual), f"intact, but not saved: {expected - set(actual)}; {report}"
     lost, told = {one["id"] for one in report["lost"]}, " ".join(one["why"] for one in report["lost"])
-    unnamed = {one for one in set(world.state) - set(found) - lost if apsw.format_sql_value(one) not in told}
+    unnamed = {one for one in set(world.state) - set(actual) - lost if apsw.format_sql_value(one) not in told}
     assert not unnamed or report["notes"], f"lost, and not named: {unnamed}"
 
 
-def test_the_command_says_what_was_lost(worlds: dict[str, World], tmp_path: Path) -> None:
+def test_the_command_lists_the_losses(worlds: dict[str, World], tmp_path: Path) -> None:
     world = worlds["plain"]
     shutil.copytree(world.path, tmp_path / "db")
     Damage("keys-00000000.npy", "flip", 128 + 12 * 12, 1).do(tmp_path / "db", world.path)

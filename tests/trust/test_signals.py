@@ -1,4 +1,4 @@
-"""Ctrl-C, other signals, exceptions from outside: the state is old or new, the handle goes on, no lock stays."""
+"""Ctrl-C, other signals and injected exceptions leave the old or the new state, a working handle and no lock."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ import pytest
 import torch
 from crowd_interrupt import Interruption, moments
 from crowd_process import SECONDS, other
+from worlds import holding
 
 import softdb
 
-# a generator that an interrupt closes, or a directory that it leaves half listed, is told to nobody but pytest
+# errors in a generator closed by an interrupt, or in a half listed directory, reach only pytest
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 QUICK, EXHAUSTIVE = 25, pytest.param(10**6, marks=pytest.mark.exhaustive)  # moments tried at most
@@ -85,7 +86,7 @@ def elsewhere(work: Callable[[], Any]) -> None:
         raise raised[0]
 
 
-def whole(db: softdb.SoftDB, number: int) -> None:
+def check_complete(db: softdb.SoftDB, number: int) -> None:
     """Raise AssertionError unless the handle reads, agrees with itself, and writes on."""
     found = batches.whole(list(db.scan(1000)))
     assert {0, 1, 2, 3} <= found
@@ -115,18 +116,18 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
     copies.mkdir()
     db = made(path, durability=durability)
     work(db, 100, copies)
-    whole(db, 100)
+    check_complete(db, 100)
     count = moments(lambda: work(db, 101, copies))
-    whole(db, 101)
-    kept: list[KeyboardInterrupt | None] = []  # whoever keeps the traceback keeps no lock
+    check_complete(db, 101)
+    kept: list[KeyboardInterrupt | None] = []  # a kept traceback must hold no lock
     for number, at in enumerate(sampled(count, most), 102):
         interruption = Interruption(at)
         kept.append(interruption.during(lambda n=number: work(db, n, copies)))  # type: ignore[misc]
         tally["interrupts"] += 1
         try:
             elsewhere(lambda: db.search(QUERY, k=3))
-            elsewhere(lambda n=number: whole(db, n))  # type: ignore[misc]
-            whole(db, 100)
+            elsewhere(lambda n=number: check_complete(db, n))  # type: ignore[misc]
+            check_complete(db, 100)
         except BaseException as error:
             raise AssertionError(f"{verb}, interrupted at {at} of {count}: {interruption.where}") from error
     assert any(kept)
@@ -139,7 +140,7 @@ def test_an_interrupt_at_any_moment_leaves_old_or_new(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["search", "count", "get", "scan"])
-def test_whoever_keeps_the_traceback_of_an_interrupt_still_moves_on(path: Path, verb: str) -> None:
+def test_a_kept_traceback_of_an_interrupt_blocks_no_later_write(path: Path, verb: str) -> None:
     kept: list[KeyboardInterrupt] = []
     with made(path) as writer, softdb.open(path, mode="r") as db:
         count = moments(lambda: VERBS[verb](db, 1, path))
@@ -180,7 +181,7 @@ def test_an_interrupt_while_opening_leaves_no_lock(path: Path, tally: Counter[st
 
 
 @pytest.mark.parametrize("most", [QUICK, EXHAUSTIVE])
-def test_an_interrupt_while_creating_leaves_what_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
+def test_an_interrupted_creation_can_be_opened(tmp_path: Path, tally: Counter[str], most: int) -> None:
     count = moments(lambda: batches.open_empty(tmp_path / "first").close())
     for at in sampled(count, most):
         path = tmp_path / str(at)
@@ -238,8 +239,7 @@ def test_an_interrupted_build_is_over(path: Path, tally: Counter[str], most: int
 @pytest.mark.slow
 def test_an_interrupt_while_an_index_is_loaded_leaves_its_lock_free(path: Path, tally: Counter[str]) -> None:
     keys = np.random.default_rng(0).standard_normal((5000, 8))
-    with softdb.open(path, dim=8) as db:
-        db.insert(range(5000), keys)
+    with holding(keys, path=path) as db:
         db.build_index("ivf")
     with softdb.open(path) as db:
         count = moments(lambda: db.search(keys[:1], k=3))
@@ -263,7 +263,7 @@ def signalled(line: Connection, path: Path, signals: int, seed: int) -> None:
     """Uses every verb while another thread sends signals; then says how many came, and which batches it holds."""
     random, db = np.random.default_rng(seed), made(path)
     for name in VERBS:
-        VERBS[name](db, 99, path.parent)  # what is made when first needed is made
+        VERBS[name](db, 99, path.parent)  # fill lazy imports and caches
     over, main, sent, number = threading.Event(), threading.main_thread().ident, 0, 100
     assert main is not None
 
@@ -318,7 +318,7 @@ def test_real_signals_at_random_moments(path: Path, tally: Counter[str], signals
 
 
 class Thrown(Exception):
-    """What no code of ours expects."""
+    """An exception that no code of softdb expects."""
 
 
 @pytest.mark.slow
@@ -348,9 +348,9 @@ def test_exceptions_set_in_other_threads(path: Path, tally: Counter[str], times:
         assert not thread.is_alive(), f"the thread of exception {number} hangs"
         tally["exceptions set in other threads"] += 1
         db.refresh()
-        found = batches.whole(list(db.scan(1000)))
-        assert {0, 1, 2, 3, 4} <= found
-        assert len(db) == batches.SIZE * len(found)
+        actual = batches.whole(list(db.scan(1000)))
+        assert {0, 1, 2, 3, 4} <= actual
+        assert len(db) == batches.SIZE * len(actual)
         db.delete(batches.ids(number))
     db.close()
     with softdb.open(path, verify=True) as again:
@@ -366,7 +366,7 @@ def test_an_exception_thrown_into_a_scan_ends_it_alone(path: Path) -> None:
         with pytest.raises(StopIteration):
             next(scan)
         half = db.scan(10)
-        next(half)  # and one that nobody goes on with
+        next(half)  # a scan that is never continued
         elsewhere(lambda: batches.write(db, 9))
         assert batches.seen(db) == {0, 1, 2, 3, 4, 9}
 

@@ -1,4 +1,4 @@
-"""Who follows the advice of an error gets the answer: soft queries, temperatures, scores, pictures."""
+"""Following the advice of an error gives the answer: soft queries, temperatures, scores, pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from advice import KEYS, QUERIES, VALUES, Steps, advice, filled
+from advice import KEYS, QUERIES, VALUES, Steps, advice, with_values
 from torch import Tensor, nn
 
 import softdb
@@ -20,9 +20,6 @@ from softdb import scores
 from softdb.check import Metric
 
 SCORES = {"dot": scores.Dot(), "cosine": scores.Cosine(), "l2": scores.NegativeL2()}
-
-
-# -- temperatures ------------------------------------------------------------------------------------------------------
 
 
 HEAT: Any = torch.tensor(0.5, requires_grad=True)
@@ -67,10 +64,10 @@ def attended(db: softdb.SoftDB, **words: Any) -> Callable[[Tempered], Tensor]:
 
 @advice("to train one give score=, an nn.Module that divides a score by its parameter")
 def test_a_temperature_is_trained_in_the_score(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: db.attend(QUERIES, temperature=HEAT)
     for metric in SCORES:
-        with filled(metric) as db:
+        with with_values(metric) as db:
             require_gradient(metric, attended(db))
             require_gradient(metric, attended(db, k=50))
 
@@ -85,7 +82,7 @@ def test_a_temperature_over_tensors_is_trained_in_the_score(folder: Path) -> Ste
 
 @advice("to train one give score=, an nn.Module that divides a score by its parameter")
 def test_a_temperature_of_a_view_is_trained_in_the_score(folder: Path) -> Steps:
-    with filled("l2") as db:
+    with with_values("l2") as db:
         view = soft.View(db, nn.Identity())
         yield lambda: view.attend(QUERIES, temperature=HEAT)
         require_gradient("l2", lambda score: view.attend(QUERIES, score=score).output)
@@ -93,15 +90,12 @@ def test_a_temperature_of_a_view_is_trained_in_the_score(folder: Path) -> Steps:
 
 @advice("it is not trained; pass its item()")
 def test_a_temperature_of_a_memory_is_a_number(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: soft.Memory(db, k=9, temperature=HEAT)
         memory = soft.Memory(db, k=50, temperature=HEAT.item())
         torch.testing.assert_close(
             memory(QUERIES).output.double(), expected("dot", HEAT.double()), atol=1e-5, rtol=1e-5
         )
-
-
-# -- soft queries ------------------------------------------------------------------------------------------------------
 
 
 @advice(
@@ -115,7 +109,7 @@ def test_second_derivatives_are_of_the_nearest(folder: Path) -> Steps:
         (second,) = torch.autograd.grad(first.square().sum(), queries)
         return second
 
-    with filled() as db:
+    with with_values() as db:
         yield lambda: twice()
         queries = QUERIES.double().requires_grad_()
         keys, values = torch.from_numpy(KEYS).double(), torch.from_numpy(VALUES).double()
@@ -128,7 +122,7 @@ def test_second_derivatives_are_of_the_nearest(folder: Path) -> Steps:
 @advice("make the score an nn.Module, or detach them")
 def test_a_score_with_parameters_is_a_module(folder: Path) -> Steps:
     weight = torch.eye(4, requires_grad=True)
-    with filled() as db:
+    with with_values() as db:
         yield lambda: db.attend(QUERIES, score=lambda queries, keys: queries @ weight @ keys.T)
         module = scores.General(4, 4)
         db.attend(QUERIES, score=module).output.sum().backward()  # type: ignore[no-untyped-call]
@@ -140,7 +134,7 @@ def test_a_score_with_parameters_is_a_module(folder: Path) -> Steps:
 
 @advice("leave it at 1 and set the kernel's bandwidth, or use softmax")
 def test_normalised_weights_have_a_bandwidth(folder: Path) -> Steps:
-    with filled("l2") as db:
+    with with_values("l2") as db:
         yield lambda: db.attend(QUERIES, score=scores.Gaussian(1.0), weights="normalised", temperature=2)
         wide = db.attend(QUERIES, score=scores.Gaussian(2**0.5), weights="normalised").output
         torch.testing.assert_close(wide, db.attend(QUERIES, temperature=4).output, atol=1e-5, rtol=1e-5)
@@ -148,7 +142,7 @@ def test_normalised_weights_have_a_bandwidth(folder: Path) -> Steps:
 
 @advice("use softmax, or a score that is a kernel")
 def test_normalised_weights_are_of_kernels(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: db.attend(QUERIES, score=lambda queries, keys: queries @ keys.T, weights="normalised")
         assert (
             db.attend(QUERIES, score=lambda queries, keys: queries @ keys.T, weights="softmax").output.isfinite().all()
@@ -158,18 +152,18 @@ def test_normalised_weights_are_of_kernels(folder: Path) -> Steps:
 
 @advice("leave it out for the exact answer, or give k")
 def test_no_estimate_of_sparse_weights(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: db.attend(QUERIES, weights="sparsemax", rtol=0.1)
         exact = db.attend(QUERIES, weights="sparsemax").output
         torch.testing.assert_close(db.attend(QUERIES, weights="sparsemax", k=50).output, exact)
 
 
 @advice("give it an attribute `metric`, a softdb.check.Metric that ranks records as it does")
-def test_a_score_says_how_it_ranks(folder: Path) -> Steps:
+def test_a_score_names_the_metric_it_ranks_by(folder: Path) -> Steps:
     yield lambda: scores.metric_of(Tempered(scores.Dot(), 1.0))
     ranked = Tempered(scores.Dot(), 1.0, Metric.DOT)
     assert scores.metric_of(ranked) is Metric.DOT
-    with filled() as db:
+    with with_values() as db:
         assert db.attend(QUERIES, score=ranked, k=5).hits.ids == db.search(QUERIES, 5).ids  # type: ignore[union-attr]
 
 
@@ -177,20 +171,17 @@ def test_a_score_says_how_it_ranks(folder: Path) -> Steps:
 def test_a_heat_map_needs_weights(folder: Path) -> Steps:
     plots = pytest.importorskip("softdb.plots")
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    with filled() as db:
+    with with_values() as db:
         yield lambda: plots.attention_heatmap(None, db.attend(QUERIES))
         for words in ({"k": 5}, {"need_weights": True}):
             (image,) = plots.attention_heatmap(None, db.attend(QUERIES, **words)).get_images()
             np.testing.assert_allclose(image.get_array().sum(1), 1, rtol=1e-5)
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
-
-
 @advice("give learnable=True and train the score's log_bandwidth")
 def test_a_bandwidth_is_trained(folder: Path) -> Steps:
     yield lambda: scores.Gaussian(torch.ones((), requires_grad=True))
-    with filled("l2") as db:
+    with with_values("l2") as db:
         score = scores.Gaussian(1.0, learnable=True)
         db.attend(QUERIES, score=score).output.sum().backward()  # type: ignore[no-untyped-call]
         assert score.log_bandwidth is not None
@@ -232,7 +223,7 @@ class Halves:
 
 @advice("needs all scores at once, which no exact query holds; pass k=, or use one of softdb.weights")
 def test_a_weighting_of_ones_own_weighs_the_nearest(folder: Path) -> Steps:
-    with filled() as db:
+    with with_values() as db:
         yield lambda: db.attend(QUERIES, weights=Halves())
         exact = db.attend(QUERIES, weights=softdb.weights.Softmax()).output
         torch.testing.assert_close(db.attend(QUERIES, weights=Halves(), k=50).output, exact)

@@ -1,4 +1,4 @@
-"""The recipe of docs/answers.md: calls in threads of asyncio; many at once, cancelled, interrupted."""
+"""The recipe of docs/answers.md: calls in threads of asyncio, concurrent, cancelled and interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softdb.store import disk
 SECONDS = 60.0  # after that something hangs
 
 
-def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
+def test_many_tasks_search_and_write_at_once(path: Path) -> None:
     keys = np.eye(40, dtype=np.float32)
 
     async def work(db: softdb.SoftDB, i: int) -> list[int | str]:
@@ -36,7 +36,7 @@ def test_many_tasks_at_once_ask_and_write(path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "write", "sync"])
-def test_a_cancelled_write_is_whole_or_not_there(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_cancelled_write_is_complete_or_absent(path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     within, go, real = threading.Event(), threading.Event(), getattr(disk, step)
 
     def held(*args: Any, **words: Any) -> Any:
@@ -70,7 +70,7 @@ def test_a_cancelled_write_is_whole_or_not_there(path: Path, monkeypatch: pytest
         assert set(range(500, 1000)) == {one for records in db.scan() for one in records.ids}
 
 
-def test_an_interrupt_ends_a_program_and_leaves_whole_batches(path: Path) -> None:
+def test_an_interrupt_ends_a_program_and_leaves_complete_batches(path: Path) -> None:
     program = f"""
 import asyncio, numpy as np, softdb
 async def main():
@@ -86,9 +86,9 @@ asyncio.run(main())
             if int(line) == 5:
                 process.send_signal(signal.SIGINT)
                 break
-        told = [5, *map(int, process.stdout.read().split())]
+        reports = [5, *map(int, process.stdout.read().split())]
         assert process.stderr is not None
         assert b"KeyboardInterrupt" in process.stderr.read()
     assert process.returncode in (-signal.SIGINT, 130, 1)
     with softdb.open(path) as db:
-        assert db.verify() in (100 * (told[-1] + 1), 100 * (told[-1] + 2))
+        assert db.verify() in (100 * (reports[-1] + 1), 100 * (reports[-1] + 2))

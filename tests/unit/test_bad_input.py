@@ -1,4 +1,4 @@
-"""Each bad input: a typed error that says what came and what to do, and nothing changed."""
+"""Each bad input raises a typed error that says what came and what to do, and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import BadInput, SoftDB
@@ -20,9 +21,8 @@ TWO = np.ones((2, 3), np.float32)
 
 @pytest.fixture(params=["memory", "disk"])
 def db(request: pytest.FixtureRequest, tmp_path: Path) -> SoftDB:
-    db = softdb.open(None if request.param == "memory" else tmp_path / "db", dim=3, value_dim=2)
-    db.insert(["a", 1], [[1, 0, 0], [0, 1, 0]], np.ones((2, 2)), [{"x": 1}, None])
-    return db
+    path = None if request.param == "memory" else tmp_path / "db"
+    return holding(np.eye(2, 3), np.ones((2, 2)), [{"x": 1}, None], ids=["a", 1], path=path)
 
 
 def deep(levels: int) -> Any:
@@ -207,32 +207,29 @@ def test_tensors_whose_numbers_cannot_be_read_are_refused(db: SoftDB, kind: str,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8], ids=str)
 def test_a_list_of_tensors_is_taken_as_one_tensor_is(dtype: torch.dtype) -> None:
     rows = list(torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype))
-    with softdb.open(None, dim=3) as db:
-        db.insert(["a", "b"], rows)
+    with holding(rows, ids=["a", "b"]) as db:
         assert db.get(["a", "b"]).keys.tolist() == [[1, 2, 3], [4, 5, 6]]
         assert db.search(rows, k=1).scores.tolist() == [[32], [77]]
 
 
 def test_no_queries_have_empty_answers() -> None:
-    with softdb.open(None, dim=3, metric="l2") as db:
-        db.insert(range(4), np.eye(4, 3))
+    with holding(np.eye(4, 3), metric="l2") as db:
         none = np.zeros((0, 3), np.float32)
-        for found in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
-            assert found.value.shape == found.bar.shape == found.met.shape == found.exact.shape == (0,)
+        for actual in (db.log_partition(none), db.log_density(none, softdb.scores.Gaussian(1.0))):
+            assert actual.value.shape == actual.bar.shape == actual.met.shape == actual.exact.shape == (0,)
         assert db.count_within(none, 1.0).value.shape == (0,)
         assert db.attend(none, rtol=0.1).output.shape == db.attend(none, k=2).output.shape == (0, 3)
 
 
 def test_a_radius_whose_square_is_not_finite_is_refused() -> None:
-    with softdb.open(None, dim=3, metric="l2") as db:
-        db.insert(["a"], ONE)
+    with holding(ONE, ids=["a"], metric="l2") as db:
         for ask in (lambda: db.search(ONE, radius=1e200), lambda: db.count_within(ONE, 1e200)):
             with pytest.raises(BadInput, match="radius is 1e\\+200, whose square is not finite"):
                 ask()
         assert len(db.search(ONE, radius=1e150).ids[0]) == 1
 
 
-def test_more_than_there_is_asks_for_all(db: SoftDB) -> None:
+def test_k_beyond_the_records_asks_for_all(db: SoftDB) -> None:
     everything = db.attend(ONE, k=2)
     for k in (3, 10**9, 2**62, 2**70):
         assert torch.equal(db.attend(ONE, k=k).output, everything.output)
@@ -242,7 +239,7 @@ def test_more_than_there_is_asks_for_all(db: SoftDB) -> None:
     assert [records.ids for records in db.scan(2**70)] == [["a", 1]]
 
 
-def test_a_filter_that_asks_for_a_field_no_record_has_warns_once(db: SoftDB) -> None:
+def test_a_filter_on_an_absent_field_warns_once(db: SoftDB) -> None:
     db.insert(["b", "c"], TWO, TWO[:, :2], [{"year": 2020, "lang": "de"}, [1]])
     with pytest.warns(softdb.UnknownField, match="no record has the field 'yaer'; did you mean 'year'?") as caught:
         assert db.count({"$or": [{"yaer": 2020}, {"$not": {"lang": {"$exists": False}}, "x": 1}]}) == 0

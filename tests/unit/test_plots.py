@@ -1,4 +1,4 @@
-"""Pictures: drawn without a display, of weights that are weights."""
+"""Plots are drawn without a display, and show weights that sum to 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import plots
@@ -44,8 +45,7 @@ def test_a_heatmap_shows_every_weight() -> None:
 
 
 def test_a_heatmap_of_a_database(tmp_path: Path) -> None:
-    db = softdb.open(None, dim=2)
-    db.insert(["east", "north"], [[1, 0], [0, 1]])
+    db = holding([[1, 0], [0, 1]], ids=["east", "north"])
     pooled = db.attend([[3.0, 0], [0, 3.0], [1, 1]], k=2)
     ax = plots.attention_heatmap(None, pooled, ["e", "n", "ne"])
     assert [label.get_text() for label in ax.get_xticklabels()] == ["east", "north"]

@@ -1,4 +1,4 @@
-"""Pooling, merging and the estimate of what lies beyond the hits, against the equations."""
+"""Pooling, merging and the estimate of the missed mass, against the equations."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_pooling_is_the_weighted_sum() -> None:
 def test_pooling_labels_is_pooling_their_one_hot_vectors() -> None:
     weights, labels = _weights(3, 6), torch.tensor([[0, 2, 2, 1, 0, 2], [3] * 6, [1, 0, 3, 2, 1, 0]])
     vectors = np.stack([reference.one_hot(row, 5) for row in labels])
-    found = pool(weights, labels, num_classes=5)
-    torch.testing.assert_close(found, pool(weights, torch.from_numpy(vectors)))
-    torch.testing.assert_close(found.sum(1), torch.ones(3, dtype=torch.float64))
-    torch.testing.assert_close(pool(weights, labels.int(), 5), found)
+    actual = pool(weights, labels, num_classes=5)
+    torch.testing.assert_close(actual, pool(weights, torch.from_numpy(vectors)))
+    torch.testing.assert_close(actual.sum(1), torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(pool(weights, labels.int(), 5), actual)
 
 
 def test_labels_need_the_number_of_classes() -> None:
@@ -59,9 +59,6 @@ def test_one_hot_weights_pick_the_record_and_equal_ones_average() -> None:
     torch.testing.assert_close(pool(torch.full((1, 4), 0.25), values), values.mean(1))
 
 
-# -- merging -----------------------------------------------------------------------------------------------------------
-
-
 def _state(scores: Tensor, values: Tensor) -> State:
     """State of records with scores (q, k) and values (k, v)."""
     weights, lse = softmax(scores, 0.5, torch.ones_like(scores, dtype=torch.bool))
@@ -77,8 +74,8 @@ def test_merged_parts_are_the_whole_in_any_order_and_grouping() -> None:
     scores, values = 30 * torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 4, dtype=torch.float64)
     a, b, c = (_state(scores[:, part], values[part]) for part in (slice(0, 2), slice(2, 7), slice(7, 12)))
     whole = _state(scores, values)
-    for found in (merge([a, b, c]), merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])):
-        _close(found, whole)
+    for actual in (merge([a, b, c]), merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])):
+        _close(actual, whole)
     _close(merge([a]), a)
 
 
@@ -88,19 +85,16 @@ def test_empty_parts_add_nothing_and_leave_gradients_finite() -> None:
     whole = merge([nothing, (output, lse)])
     _close((whole[0][:1], whole[1]), (output[:1], lse))
     assert whole[0][1].tolist() == [0, 0, 0]
-    found = torch.autograd.grad(whole[0].sum() + whole[1].sum(), (output, lse, *nothing))
-    assert all(torch.isfinite(grad).all() for grad in found)
-    assert found[1].tolist() == [1, 0]
-    assert found[3].tolist() == [0, 0]
+    actual = torch.autograd.grad(whole[0].sum() + whole[1].sum(), (output, lse, *nothing))
+    assert all(torch.isfinite(grad).all() for grad in actual)
+    assert actual[1].tolist() == [1, 0]
+    assert actual[3].tolist() == [0, 0]
 
 
 def test_merging_has_the_right_gradients() -> None:
     inputs = [torch.randn(2, 3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)] * 2
     leaves = tuple(one.clone().requires_grad_() for one in inputs)
     assert torch.autograd.gradcheck(lambda o1, l1, o2, l2: merge([(o1, l1), (o2, 2 * l2)])[:2], leaves)
-
-
-# -- drawn parts -------------------------------------------------------------------------------------------------------
 
 
 def _candidates(k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,8 +111,8 @@ def _part(scores: Tensor, log_weights: Tensor, values: Tensor, part: slice, live
 
 def _same(found: Drawn, expected: Drawn) -> None:
     _close(found, expected)
-    for one, other in zip(found.moments, expected.moments, strict=True):
-        torch.testing.assert_close(one, other)
+    for moment, other in zip(found.moments, expected.moments, strict=True):
+        torch.testing.assert_close(moment, other)
     torch.testing.assert_close(found.stderr, expected.stderr)
 
 
@@ -206,21 +200,15 @@ def test_sampled_labels_are_pooled_as_one_hot_vectors() -> None:
     )
 
 
-def test_merging_nothing_is_an_error() -> None:
+def test_merging_no_parts_is_an_error() -> None:
     with pytest.raises(BadInput, match="at least one"):
         merge([])
 
 
-# -- the mass beyond the hits ------------------------------------------------------------------------------------------
-
-
 def _sampled(
-    n: int,
-    k: int,
-    m: int,
-    seed: int,
+    n: int, k: int, m: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # scores (n,), the sample's scores (draws, m), taken (draws, m)
-    """Many uniform draws of m from n records, of which a query's k best are its hits."""
+    """Many uniform draws of m from n records, with a query's k best as its hits."""
     scores = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     hits = torch.zeros(n, dtype=torch.bool)
     hits[scores.topk(k).indices] = True
@@ -244,27 +232,27 @@ def test_a_sample_of_everything_gives_the_truth() -> None:
     taken = scores >= scores.topk(4, dim=1).values[:, -1:]
     _, head = softmax(scores, 0.3, taken)
     _, tail = softmax(scores, 0.3, ~taken)
-    found = missed_mass(scores, taken, torch.full((3,), 26), head, 0.3)
-    torch.testing.assert_close(found, tail.exp() / (head.exp() + tail.exp()))
-    torch.testing.assert_close(missed_mass(scores, taken, 26, head, 0.3), found)
+    actual = missed_mass(scores, taken, torch.full((3,), 26), head, 0.3)
+    torch.testing.assert_close(actual, tail.exp() / (head.exp() + tail.exp()))
+    torch.testing.assert_close(missed_mass(scores, taken, 26, head, 0.3), actual)
     # each sampled record stands for more of them
-    assert (missed_mass(scores, taken, 260, head, 0.3) > found).all()
+    assert (missed_mass(scores, taken, 260, head, 0.3) > actual).all()
 
 
 def test_huge_scores_do_not_overflow_the_ratio() -> None:
     for offset in (1e4, -1e4):
         sample, head = torch.full((1, 4), offset), torch.tensor([offset])
-        found = missed_mass(sample, torch.zeros(1, 4, dtype=torch.bool), 1, head, 1.0)
-        torch.testing.assert_close(found, torch.tensor([0.5]))
+        actual = missed_mass(sample, torch.zeros(1, 4, dtype=torch.bool), 1, head, 1.0)
+        torch.testing.assert_close(actual, torch.tensor([0.5]))
 
 
-def test_nothing_beyond_no_hits_and_nothing_known() -> None:
+def test_missed_mass_without_hits_or_samples() -> None:
     sample, none = torch.zeros(4, 2), torch.zeros(2, dtype=torch.bool)
     taken, empty = torch.stack([~none, none, ~none, none]), torch.full((4,), -math.inf)
     others = torch.tensor([0, 5, 5, 0])
-    found = missed_mass(sample, taken, others, empty, 1.0)
-    assert found[[0, 1, 3]].tolist() == [0, 1, 0]
-    assert found[2].isnan()
+    actual = missed_mass(sample, taken, others, empty, 1.0)
+    assert actual[[0, 1, 3]].tolist() == [0, 1, 0]
+    assert actual[2].isnan()
     drawn_none = missed_mass(torch.empty(1, 0), torch.empty(1, 0, dtype=torch.bool), 0, torch.zeros(1), 1.0)
     assert drawn_none.tolist() == [0]
 

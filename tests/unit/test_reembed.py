@@ -1,4 +1,4 @@
-"""Every key made anew by another encoder: what a database of that encoder would be, in one commit, or nothing."""
+"""Reembedding equals a new database of the other encoder, in one commit or not at all."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def payload(i: int) -> dict[str, Any]:
     return {"text": text(i), "n": i, "group": i % 5}
 
 
-def filled(path: Path | None, encoder: Any, schema: dict[str, Any], ids: Sequence[Any] = range(N)) -> softdb.SoftDB:
+def embedded(path: Path | None, encoder: Any, schema: dict[str, Any], ids: Sequence[Any] = range(N)) -> softdb.SoftDB:
     db = softdb.open(path, encoder=encoder, fields=["group"], **schema)
     for low in range(0, len(ids), 100):
         some = list(ids[low : low + 100])
@@ -70,7 +70,7 @@ def filled(path: Path | None, encoder: Any, schema: dict[str, Any], ids: Sequenc
 
 def worn(path: Path | None, encoder: Any, schema: dict[str, Any]) -> softdb.SoftDB:
     """A database that has lived: replaced, deleted, compacted, and deleted again."""
-    db = filled(path, encoder, schema)
+    db = embedded(path, encoder, schema)
     db.delete(list(range(0, N, 7)))
     db.compact()
     db.delete(list(range(0, N, 11)))
@@ -94,8 +94,8 @@ def same(db: softdb.SoftDB, fresh: softdb.SoftDB, queries: list[str]) -> None:
     assert (one.values is None) == (other.values is None)
     assert one.values is None or other.values is None or torch.equal(one.values, other.values)
     for where in (None, {"group": {"$in": [1, 3]}}):
-        mine, theirs = (x.search(queries, k=7, exact=True, where=where) for x in (db, fresh))
-        torch.testing.assert_close(mine.scores, theirs.scores, rtol=1e-6, atol=1e-6)
+        ours, theirs = (x.search(queries, k=7, exact=True, where=where) for x in (db, fresh))
+        torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-6, atol=1e-6)
         mine_soft, their_soft = (x.attend(queries, temperature=0.3, where=where) for x in (db, fresh))
         torch.testing.assert_close(mine_soft.output, their_soft.output, rtol=1e-4, atol=1e-5)
     assert db.verify() == len(ids)
@@ -104,7 +104,9 @@ def same(db: softdb.SoftDB, fresh: softdb.SoftDB, queries: list[str]) -> None:
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 @pytest.mark.parametrize("dim", [8, 13, 2])
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_it_is_a_database_of_the_new_encoder(tmp_path: Path, schema: dict[str, Any], dim: int, where: str) -> None:
+def test_reembedding_equals_a_new_database_of_that_encoder(
+    tmp_path: Path, schema: dict[str, Any], dim: int, where: str
+) -> None:
     path = tmp_path / "db" if where == "disk" else None
     model = Model("b", dim)
     with worn(path, Model(), schema) as db:
@@ -114,7 +116,7 @@ def test_it_is_a_database_of_the_new_encoder(tmp_path: Path, schema: dict[str, A
         assert (report.records, report.embedded, report.dim, report.encoder) == (len(ids), len(ids), dim, "b")
         assert sorted(model.seen) == sorted(map(text, ids))
         assert dict(zip(ids, db.core.locate(ids)[1].tolist(), strict=True)) == rows  # permanent
-        with filled(None, model, schema, ids) as fresh:
+        with embedded(None, model, schema, ids) as fresh:
             same(db, fresh, ["record 5", "of 96"])
         for one in (db, db if path is None else softdb.open(path, mode="r", verify=True, encoder=model)):
             assert one.search(text(ids[5]), k=3).ids == db.search(text(ids[5]), k=3).ids
@@ -136,8 +138,8 @@ def test_it_is_a_database_of_the_new_encoder(tmp_path: Path, schema: dict[str, A
                 assert (len(db), db.dim, db.encoder_name) == (len(ids) - 18, dim, "b")
 
 
-def test_a_whole_database_has_no_gaps_afterwards(tmp_path: Path) -> None:
-    with filled(tmp_path / "db", Model(), {}) as db:
+def test_a_complete_reembedding_leaves_no_gaps(tmp_path: Path) -> None:
+    with embedded(tmp_path / "db", Model(), {}) as db:
         db.reembed(Model("b", 3))
         assert db.stats().segments == 1
         assert not list((tmp_path / "db").glob("rows-*"))
@@ -162,9 +164,9 @@ def test_of_no_records_the_width_and_the_name_change(tmp_path: Path, where: str)
             db.delete(["a"])
 
 
-def test_an_encoder_without_a_width_is_asked(tmp_path: Path) -> None:
+def test_an_encoder_without_a_width_is_probed(tmp_path: Path) -> None:
     model = Model("b", 6)
-    with filled(None, Model(), {"metric": "cosine"}) as db:
+    with embedded(None, Model(), {"metric": "cosine"}) as db:
         db.reembed(lambda texts: torch.from_numpy(model(texts)))
         assert (db.dim, db.encoder_name) == (6, None)
         assert db.search(text(8), k=1).ids == [[8]]  # this handle has it
@@ -175,14 +177,14 @@ def test_an_encoder_without_a_width_is_asked(tmp_path: Path) -> None:
 
 def test_a_callable_gives_the_text_of_a_record() -> None:
     model = Model("b", 6)
-    with filled(None, Model(), {"num_classes": 4}, range(20)) as db:
+    with embedded(None, Model(), {"num_classes": 4}, range(20)) as db:
         db.reembed(model, field=lambda record: f"{record.id} {record.value} {record.payload['n']} {len(record.key)}")
     assert sorted(model.seen)[:2] == ["0 0 0 8", "1 1 1 8"]
 
 
 def test_a_record_without_text_is_named_before_anything_is_embedded(tmp_path: Path) -> None:
     model = Model("b", 6)
-    with filled(tmp_path / "db", Model(), {}) as db:
+    with embedded(tmp_path / "db", Model(), {}) as db:
         for i, bad in enumerate([{"n": 1}, None, "plain", {"text": 7}, {"text": None}]):
             db.upsert([170], [text(1)], payloads=[bad])
             with pytest.raises(softdb.BadInput, match=r"reembed: record 170 has no text: its field 'text' is"):
@@ -210,15 +212,15 @@ def test_a_record_without_text_is_named_before_anything_is_embedded(tmp_path: Pa
         ({"encoder": Model("b", 0)}, "the encoder's dim is 0"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(words: dict[str, Any], message: str) -> None:
-    with filled(None, Model(), {}, range(3)) as db:
+def test_bad_arguments_are_refused(words: dict[str, Any], message: str) -> None:
+    with embedded(None, Model(), {}, range(3)) as db:
         with pytest.raises(softdb.BadInput, match=f"reembed: {message}"):
             db.reembed(**{"encoder": Model("b"), **words})
         assert db.encoder_name == "a"
 
 
 def test_a_reader_and_a_closed_handle_refuse(tmp_path: Path) -> None:
-    db = filled(tmp_path / "db", Model(), {}, range(3))
+    db = embedded(tmp_path / "db", Model(), {}, range(3))
     with softdb.open(tmp_path / "db", mode="r") as reader, pytest.raises(softdb.ReadOnly, match="reembed"):
         reader.reembed(Model("b"))
     db.close()
@@ -230,14 +232,14 @@ def test_a_reader_and_a_closed_handle_refuse(tmp_path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The files of a database but what is on its way, its lock and shared memory."""
+    """Files of a database without temporary files, lock and shared memory."""
     names = [one for one in path.iterdir() if one.is_file() and one.name not in ("lock", "catalog.sqlite-shm")]
-    return {one.name: one.read_bytes() for one in names}
+    return {name.name: name.read_bytes() for name in names}
 
 
-def test_a_run_whose_encoder_fails_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_whose_encoder_failed_resumes(tmp_path: Path) -> None:
     path = tmp_path / "db"
-    with filled(path, Model(), {"value_dim": 3}) as db:
+    with embedded(path, Model(), {"value_dim": 3}) as db:
         before, expected = contents(path), db.search(text(3), k=5).scores
         with pytest.raises(RuntimeError, match="out of memory"):
             db.reembed(Model("b", 6, fail_at=150), batch_size=40)
@@ -261,24 +263,24 @@ def test_a_run_whose_encoder_fails_goes_on_where_it_stopped(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("other", [Model("c", 6), Model("b", 7), Model(None, 6)], ids=["name", "dim", "unnamed"])
-def test_another_encoder_begins_anew(tmp_path: Path, other: Model) -> None:
-    with filled(tmp_path / "db", Model(), {}, range(100)) as db:
+def test_another_encoder_starts_over(tmp_path: Path, other: Model) -> None:
+    with embedded(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
             db.reembed(Model("b", 6, fail_at=50), batch_size=10)
         assert db.reembed(other).embedded == 100
 
 
-def test_an_encoder_without_a_name_never_goes_on(tmp_path: Path) -> None:
-    with filled(tmp_path / "db", Model(), {}, range(100)) as db:
+def test_an_encoder_without_a_name_never_resumes(tmp_path: Path) -> None:
+    with embedded(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
             db.reembed(Model(None, 6, fail_at=50), batch_size=10)
         assert db.reembed(Model(None, 6)).embedded == 100
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_what_was_left_and_is_damaged_is_not_used(tmp_path: Path, damage: str) -> None:
+def test_damaged_leftovers_are_not_used(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "db"
-    with filled(path, Model(), {}, range(100)) as db, pytest.raises(RuntimeError):
+    with embedded(path, Model(), {}, range(100)) as db, pytest.raises(RuntimeError):
         db.reembed(Model("b", 6, fail_at=50), batch_size=10)
     left = path / "reembed-0"
     keys = left / "keys-00000000.npy"
@@ -298,7 +300,7 @@ def test_what_was_left_and_is_damaged_is_not_used(tmp_path: Path, damage: str) -
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
-    with filled(tmp_path / "db", Model(), {}, range(50)) as db:
+    with embedded(tmp_path / "db", Model(), {}, range(50)) as db:
         inner = list[Exception]()
 
         def again(what: str, done: int, whole: int) -> None:
@@ -314,7 +316,7 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["nan", "width", "ragged", "few", "text", "infinite"])
 @pytest.mark.parametrize("first", [True, False])
-def test_vectors_that_are_none_change_nothing(tmp_path: Path, bad: str, first: bool) -> None:
+def test_invalid_vectors_change_nothing(tmp_path: Path, bad: str, first: bool) -> None:
     path, good, calls = tmp_path / "db", Model("b", 6), [0]
 
     class Bad:
@@ -333,7 +335,7 @@ def test_vectors_that_are_none_change_nothing(tmp_path: Path, bad: str, first: b
                 "text": [["x"] * 6] * len(texts), "infinite": vectors * 1e300,
             }.get(bad, vectors)  # fmt: skip
 
-    with filled(path, Model(), {}, range(100)) as db:
+    with embedded(path, Model(), {}, range(100)) as db:
         before = contents(path)
         with pytest.raises(softdb.BadInput, match=r"reembed: .*encoder.*new keys, the database is as it was"):
             db.reembed(Bad(), batch_size=20)
@@ -342,9 +344,9 @@ def test_vectors_that_are_none_change_nothing(tmp_path: Path, bad: str, first: b
 
 
 @pytest.mark.parametrize("column", ["keys", "values"])
-def test_a_damaged_value_is_not_carried_over_and_a_damaged_key_is_made_anew(tmp_path: Path, column: str) -> None:
+def test_damaged_values_stop_a_reembedding_and_damaged_keys_are_replaced(tmp_path: Path, column: str) -> None:
     path = tmp_path / "db"
-    filled(path, Model(), {"value_dim": 3}, range(50)).close()
+    embedded(path, Model(), {"value_dim": 3}, range(50)).close()
     file = path / f"{column}-00000000.npy"
     data = bytearray(file.read_bytes())
     data[128 + 40] ^= 4
@@ -363,13 +365,13 @@ def test_a_damaged_value_is_not_carried_over_and_a_damaged_key_is_made_anew(tmp_
         assert (db.dim, db.encoder_name) == (8, "a")
 
 
-# -- others, meanwhile -------------------------------------------------------------------------------------------------
+# -- concurrent changes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tries", [5, 0])
 @pytest.mark.parametrize("where", ["disk", "memory"])
 @pytest.mark.parametrize("schema", SCHEMAS[1:3], ids=str)
-def test_what_is_written_at_the_last_moment_is_embedded_too(
+def test_records_written_at_the_last_moment_are_embedded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int, where: str, schema: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(switching, "TRIES", tries)
@@ -418,9 +420,9 @@ def made_by(db: softdb.SoftDB, model: Model) -> None:
 
 
 @pytest.mark.parametrize("durability", ["full", "relaxed"])
-def test_threads_write_and_ask_meanwhile(tmp_path: Path, durability: Any) -> None:
+def test_threads_write_and_search_during_a_reembedding(tmp_path: Path, durability: Any) -> None:
     model, path = Model("b", 6), tmp_path / "db"
-    filled(path, Model(), {"value_dim": 3}).close()
+    embedded(path, Model(), {"value_dim": 3}).close()
     with softdb.open(path, encoder=Model(), durability=durability) as db:
         stop, last, failures, count = threading.Event(), threading.Event(), list[BaseException](), [N]
 
@@ -465,7 +467,7 @@ for line in sys.stdin:
 
 def test_a_reading_process_sees_the_old_keys_until_it_refreshes(tmp_path: Path) -> None:
     path = tmp_path / "db"
-    db = filled(path, HashedNGrams(32), {"metric": "cosine"})
+    db = embedded(path, HashedNGrams(32), {"metric": "cosine"})
     reader = subprocess.Popen(
         [sys.executable, "-c", READER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -500,8 +502,8 @@ def test_a_reading_process_sees_the_old_keys_until_it_refreshes(tmp_path: Path) 
         db.close()
 
 
-def test_a_reader_that_asks_by_a_filter_is_moved_on_and_answers_rightly(tmp_path: Path) -> None:
-    with filled(tmp_path / "db", HashedNGrams(32), {"metric": "cosine"}) as db:
+def test_a_filter_of_a_reader_refreshes_it_and_answers_rightly(tmp_path: Path) -> None:
+    with embedded(tmp_path / "db", HashedNGrams(32), {"metric": "cosine"}) as db:
         with softdb.open(tmp_path / "db", mode="r") as reader:
             db.reembed(HashedNGrams(64))
             hits = reader.search(text(7), k=2, where={"group": 2})  # a filter needs the newest generation
@@ -513,20 +515,20 @@ def test_a_reader_that_asks_by_a_filter_is_moved_on_and_answers_rightly(tmp_path
                 reader.search(np.ones(64), where={"group": 2})
 
 
-# -- what was made of the old keys -------------------------------------------------------------------------------------
+# -- models of the old keys --------------------------------------------------------------------------------------------
 
 
 def found_by(db: softdb.SoftDB, query: Any) -> str:
-    """How a search finds, if an index is not dearer than comparing all."""
+    """Finder of a search, if an index is not dearer than comparing all."""
     assert db.search(query, k=3).rows.shape == (1, 3)
     index = db.stats().index
     return "flat" if index is None else index.kind
 
 
-def test_the_index_is_dropped_and_built_anew(tmp_path: Path) -> None:
+def test_the_index_is_dropped_and_rebuilt(tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
     path, count = tmp_path / "db", 1500
-    with filled(path, Model(), {}, range(count)) as db:
+    with embedded(path, Model(), {}, range(count)) as db:
         db.build_index("ivf", recall=0.5)
         assert found_by(db, text(4)) == "ivf"
         with softdb.open(path, mode="r", encoder=Model()) as reader, softdb.open(path, mode="r") as late:
@@ -552,7 +554,7 @@ def test_the_index_is_dropped_and_built_anew(tmp_path: Path) -> None:
 
 def test_an_index_that_was_being_built_is_not_used(tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="an index needs FAISS")
-    with filled(tmp_path / "db", Model(), {}, range(1500)) as db:
+    with embedded(tmp_path / "db", Model(), {}, range(1500)) as db:
         gate = threading.Event()
         build = db.build_index("ivf", recall=0.5, background=True, progress=lambda *_: (gate.wait(60), None)[1])
         db.reembed(Model("b", 12))
@@ -563,8 +565,8 @@ def test_an_index_that_was_being_built_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 12])
-def test_what_was_learned_of_the_old_keys_says_so(dim: int) -> None:
-    with filled(None, Model(), {}, range(60)) as db:
+def test_models_of_the_old_keys_are_refused(dim: int) -> None:
+    with embedded(None, Model(), {}, range(60)) as db:
         view, memory, projection = View(db, torch.nn.Linear(8, 8)), Memory(db), QueryProjection(8)
         retrieval_loss(view, torch.ones(1, 8), [[3]])
         db.reembed(Model("b", dim))
@@ -586,16 +588,16 @@ def test_what_was_learned_of_the_old_keys_says_so(dim: int) -> None:
         Memory(db)(torch.ones(1, dim))
 
 
-# -- how far it is -----------------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = list[tuple[str, int, int]]()
-    with filled(tmp_path / "db", Model(), {}, range(100)) as db:
+def test_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = list[tuple[str, int, int]]()
+    with embedded(tmp_path / "db", Model(), {}, range(100)) as db:
         with pytest.raises(RuntimeError):
-            db.reembed(Model("b", 6, fail_at=60), batch_size=30, progress=lambda *one: told.append(one))
-        db.reembed(Model("b", 6), batch_size=30, progress=lambda *one: told.append(one))
+            db.reembed(Model("b", 6, fail_at=60), batch_size=30, progress=lambda *one: reports.append(one))
+        db.reembed(Model("b", 6), batch_size=30, progress=lambda *one: reports.append(one))
         db.reembed(Model("c", 6), progress=True)
         db.reembed(Model("d", 6), progress=False)
     embed = [("embed", done, 100) for done in (0, 30, 60)]
-    assert told == [*embed, ("embed", 60, 100), ("embed", 90, 100), ("embed", 100, 100), ("switch", 100, 100)]
+    assert reports == [*embed, ("embed", 60, 100), ("embed", 90, 100), ("embed", 100, 100), ("switch", 100, 100)]

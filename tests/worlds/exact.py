@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many records are near enough."""
+    """Counts of records within the radius."""
 
     value: Floats  # (q,)
     doubtful: Floats  # (q,) records so close to the radius that float32 may err about them
@@ -118,7 +118,7 @@ def _sample(world: World) -> Floats:  # (q, m)
 
 
 def _scored(world: World, rows: NDArray[np.int64]) -> tuple[Floats, Floats]:  # (q, b), (q, b)
-    """Scores of the keys as they are stored, and ‖q‖ ‖k‖ or, for "l2", ‖q‖² + ‖k‖²."""
+    """Scores of the stored keys, and ‖q‖ ‖k‖ or, for "l2", ‖q‖² + ‖k‖²."""
     keys, queries = _stored(world.keys[rows], world), world.queries.astype(np.float64)
     squares, lengths = np.square(queries).sum(1)[:, None], np.square(keys).sum(1)
     products = queries @ keys.T

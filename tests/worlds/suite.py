@@ -26,7 +26,7 @@ Maker = Callable[[Random, int, int], "World"]
 
 @dataclass(frozen=True)
 class World:
-    """Records, queries, and what becomes of the records before they are asked for."""
+    """Records, queries, and the changes to the records before the questions."""
 
     keys: Floats  # (n, d)
     queries: Floats  # (q, d)
@@ -231,7 +231,7 @@ def _heavy_cluster(random: Random, n: int, q: int) -> World:
 
 
 def _copies(random: Random, n: int, q: int, times: int, noise: float) -> World:
-    """Each key so many times, in any order."""
+    """Each key repeated, in any order."""
     d = 32
     keys = _normal(random, -(-n // times), d)[random.permutation(n) // times]
     if noise:
@@ -255,7 +255,7 @@ def _pareto_values(random: Random, n: int, q: int) -> World:
 
 
 def _offset_values(random: Random, n: int, q: int) -> World:
-    """Values that differ little beside what they share."""
+    """Values with small differences beside a large common part."""
     keys, _ = _clusters(random, n, 32)
     return World(keys, _near(random, keys, q, 0.6), values=100 + _normal(random, n, 16))
 

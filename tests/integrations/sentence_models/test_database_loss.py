@@ -90,8 +90,8 @@ def test_the_trainer_learns(model: SentenceTransformer, db: softdb.SoftDB, tmp_p
     assert after["recall_1"] > before["recall_1"] + 0.1
     assert after["mrr_100"] > before["mrr_100"]
     if callbacks:
-        told = [line for line in trainer.state.log_history if "reindexes" in line]
-        assert told[-1]["reindexes"] > 1 if how.get("k") else told
+        actual = [line for line in trainer.state.log_history if "reindexes" in line]
+        assert actual[-1]["reindexes"] > 1 if how.get("k") else actual
         db.reembed(ModelEncoder(model))
         assert DatabaseEvaluator(db, QUERIES, right(db))(model) == pytest.approx(after, abs=0.03)  # ties
 
@@ -112,8 +112,8 @@ def test_the_evaluator_names_and_writes_its_metrics(
     judge = DatabaseEvaluator(
         db, [*corpus, QUERIES[0]], [*(f"r{i}" for i in range(len(corpus))), ["r0", "r1"]], name="dev"
     )
-    found = judge(model, str(tmp_path), epoch=1, steps=2)
-    assert found["dev_recall_1"] >= len(corpus) / (len(corpus) + 1)
+    actual = judge(model, str(tmp_path), epoch=1, steps=2)
+    assert actual["dev_recall_1"] >= len(corpus) / (len(corpus) + 1)
     assert judge.primary_metric == "dev_recall_10"
     judge(model, str(tmp_path))
     lines = (tmp_path / "database_evaluation_dev.csv").read_text().splitlines()
@@ -121,25 +121,22 @@ def test_the_evaluator_names_and_writes_its_metrics(
     assert len(lines) == 3
 
 
-def test_a_view_is_judged_by_the_model_as_it_is(model: SentenceTransformer, db: softdb.SoftDB) -> None:
+def test_a_view_is_evaluated_with_the_current_model(model: SentenceTransformer, db: softdb.SoftDB) -> None:
     loss = DatabaseLoss(model, db, encode_keys=True, k=3)
     ids = right(db)
     judge = DatabaseEvaluator(loss.view or db, QUERIES, ids)
     assert judge(model) == pytest.approx(DatabaseEvaluator(db, QUERIES, ids)(model))
     with torch.no_grad():
         next(model.parameters()).normal_()
-    found = judge(model)
+    actual = judge(model)
     db.reembed(ModelEncoder(model))
-    assert found == pytest.approx(DatabaseEvaluator(db, QUERIES, ids)(model))
+    assert actual == pytest.approx(DatabaseEvaluator(db, QUERIES, ids)(model))
 
 
-def test_a_model_encoder_gives_what_the_model_gives(model: SentenceTransformer) -> None:
+def test_a_model_encoder_gives_the_vectors_of_the_model(model: SentenceTransformer) -> None:
     assert (ModelEncoder(model, batch_size=5)(QUERIES) == model.encode(QUERIES)).all()
     with pytest.raises(BadInput, match="expected a SentenceTransformer"):
         ModelEncoder("MiniLM")
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,7 +187,7 @@ def test_labels_that_are_no_ids_are_refused(
         DatabaseLoss(model, db)(features(model, QUERIES[:2]), labels)
 
 
-def test_what_is_not_stored_any_more_is_told(model: SentenceTransformer, db: softdb.SoftDB) -> None:
+def test_deleted_records_are_reported(model: SentenceTransformer, db: softdb.SoftDB) -> None:
     loss, asked = DatabaseLoss(model, db), features(model, QUERIES[:2])
     with pytest.raises(softdb.UnknownId, match="r999"):
         loss(asked, ["r1", "r999"])

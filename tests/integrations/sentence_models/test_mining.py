@@ -50,10 +50,10 @@ def test_rows_are_those_of_the_library(
     theirs = util.mine_hard_negatives(pairs(db), model, corpus=corpus_of(db), **words)
     random.seed(5)
     model.encode_document = None  # the records are not embedded again
-    mine = mine_hard_negatives(pairs(db), model, db, **words)
-    assert mine.column_names == theirs.column_names
-    assert mine.to_dict() == theirs.to_dict()
-    assert len(mine)
+    ours = mine_hard_negatives(pairs(db), model, db, **words)
+    assert ours.column_names == theirs.column_names
+    assert ours.to_dict() == theirs.to_dict()
+    assert len(ours)
 
 
 def test_the_corpus_may_be_some_of_the_records(model: SentenceTransformer, db: softdb.SoftDB) -> None:
@@ -62,8 +62,8 @@ def test_the_corpus_may_be_some_of_the_records(model: SentenceTransformer, db: s
     assert mine_hard_negatives(pairs(db), model, db, corpus=corpus, verbose=False).to_dict() == theirs.to_dict()
     db.update(["r0", "r1", "r2", "r3", "r4", "r5"], payloads=[{"part": 1}] * 6)
     few = Dataset.from_dict({"query": ["w1 w2"], "answer": [corpus[1]]})
-    found = mine_hard_negatives(few, model, db, where={"part": 1}, verbose=False)
-    assert set(found["negative"]) <= {corpus[0], *corpus[2:6]}
+    actual = mine_hard_negatives(few, model, db, where={"part": 1}, verbose=False)
+    assert set(actual["negative"]) <= {corpus[0], *corpus[2:6]}
 
 
 def test_an_index_finds_the_same_where_it_misses_nothing(model: SentenceTransformer, db: softdb.SoftDB) -> None:
@@ -71,10 +71,10 @@ def test_an_index_finds_the_same_where_it_misses_nothing(model: SentenceTransfor
     db.insert(range(len(more)), model.encode_document(more, normalize_embeddings=True), texts=more)
     db.build_index("hnsw", recall=0.99)
     words: dict[str, Any] = {"output_scores": True, "verbose": False, "relative_margin": 0.05, "range_min": 2}
-    exact, found = (mine_hard_negatives(pairs(db), model, db, use_faiss=one, **words) for one in (False, True))
-    same = [one == other for one, other in zip(found["negative"], exact["negative"], strict=True)]
+    exact, actual = (mine_hard_negatives(pairs(db), model, db, use_faiss=one, **words) for one in (False, True))
+    same = [one == other for one, other in zip(actual["negative"], exact["negative"], strict=True)]
     assert sum(same) > 0.95 * len(same)
-    scores = (torch.tensor(one["scores"][:])[torch.tensor(same)] for one in (found, exact))
+    scores = (torch.tensor(one["scores"][:])[torch.tensor(same)] for one in (actual, exact))
     torch.testing.assert_close(*scores)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 from softdb import BadInput, SoftDB, UnknownField
@@ -19,7 +20,7 @@ WORDS = ["a", "b", "1", 1, 2, True, False, 1.5, 2.0]  # 2 and 2.0 are one, "1", 
 
 
 def kind(value: object) -> object:
-    """What groups a value, by the documentation."""
+    """Group of a value, as documented."""
     return (type(value) is bool, value) if isinstance(value, bool | int | float | str) else None
 
 
@@ -31,10 +32,10 @@ def world(seed: int, n: int = 300, groups: int = 9) -> tuple[list[Any], Array]:
     shares = [0.7**i for i in range(groups)]
     values = [*draw.choices(names, shares, k=n - 30), *draw.choices([None, ["a"], {"a": 1}], k=30)]
     draw.shuffle(values)
-    payloads = [{"doc": one, "n": i} if draw.random() < 0.95 else draw.choice([None, {"n": i}, "doc"])
-                for i, one in enumerate(values)]  # fmt: skip
+    payloads = [{"doc": value, "n": i} if draw.random() < 0.95 else draw.choice([None, {"n": i}, "doc"])
+                for i, value in enumerate(values)]  # fmt: skip
     centres = {repr(kind(name)): 3 * rng.standard_normal(6) for name in names}
-    keys = [centres.get(repr(kind(one)), np.zeros(6)) + rng.standard_normal(6) / 3 for one in values]
+    keys = [centres.get(repr(kind(value)), np.zeros(6)) + rng.standard_normal(6) / 3 for value in values]
     return payloads, np.array(keys, np.float32)
 
 
@@ -46,7 +47,7 @@ def best(payloads: list[Any], scores: Array, k: int, size: int, offset: int, lef
         group = kind(payload.get("doc")) if isinstance(payload, dict) else None
         if group is not None and row not in left_out:
             groups.setdefault(group, []).append(row)
-    return [row for mine in list(groups.values())[offset : offset + k] for row in mine[:size]]
+    return [row for group in list(groups.values())[offset : offset + k] for row in group[:size]]
 
 
 def lines(hits: softdb.Hits) -> list[list[int]]:
@@ -54,21 +55,20 @@ def lines(hits: softdb.Hits) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_equal_a_loop_over_all_records(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed >= 4:  # look at few records, so that every query has to look again and again
         monkeypatch.setattr(grouped, "FETCHED", (1,))
     monkeypatch.setattr(grouped, "GATHERED", 600)
     payloads, keys = world(seed, groups=[1, 2, 9, 60][seed % 4])
     queries = np.random.default_rng(seed).standard_normal((5, 6)).astype(np.float32)
     scores = queries @ keys.T
-    with softdb.open(None, dim=6) as db:
-        db.insert(range(200), keys[:200], payloads=payloads[:200])
+    with holding(keys[:200], payloads=payloads[:200]) as db:
         if seed % 2:
-            db.search(queries, group_by="doc")  # what is remembered grows
+            db.search(queries, group_by="doc")  # the cache grows
         db.insert(range(200, 300), keys[200:], payloads=payloads[200:])
         dead = set(range(0, 300, 7))
         db.delete(sorted(dead))
-        below = {row for row, one in enumerate(payloads) if not isinstance(one, dict) or one["n"] >= 250}
+        below = {row for row, payload in enumerate(payloads) if not isinstance(payload, dict) or payload["n"] >= 250}
         shared, own = [1, 2, 3], np.argsort(-scores)[:, :40:3].tolist()
         for k, size, offset in itertools.product((1, 4, 50), (1, 3, 400), (0, 2)):
             ask = {"k": k, "group_by": "doc", "group_size": size, "offset": offset}
@@ -79,29 +79,28 @@ def test_groups_are_those_of_a_walk_down_all_records(seed: int, monkeypatch: pyt
                 ({"exclude_ids": own}, [dead | set(one) for one in own]),
             ]
             for more, left_out in every:
-                found = db.search(queries, **ask, **more)  # type: ignore[arg-type]
+                actual = db.search(queries, **ask, **more)  # type: ignore[arg-type]
                 want = [best(payloads, *one, left) for one, left in
                         zip(((line, k, size, offset) for line in scores), left_out, strict=True)]  # fmt: skip
-                assert lines(found) == want
-                assert found.rows.shape[1] == max(map(len, want))
-                for line, rows, mine in zip(found.scores, want, scores, strict=True):
-                    np.testing.assert_allclose(line[: len(rows)], mine[rows], atol=1e-5)
+                assert lines(actual) == want
+                assert actual.rows.shape[1] == max(map(len, want))
+                for line, rows, score in zip(actual.scores, want, scores, strict=True):
+                    np.testing.assert_allclose(line[: len(rows)], score[rows], atol=1e-5)
                     assert torch.isneginf(line[len(rows) :]).all()
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_an_index_finds_as_many_groups_as_there_are(kind: str) -> None:
+def test_an_index_finds_every_group(kind: str) -> None:
     rng = np.random.default_rng(3)
     centres = rng.standard_normal((400, 16)).astype(np.float32)
     groups = np.minimum(rng.geometric(0.02, 6000) - 1, 399)
     keys = (centres[groups] + rng.standard_normal((6000, 16)) / 4).astype(np.float32)
     queries = centres[:20]
-    with softdb.open(None, dim=16, metric="l2") as db:
-        db.insert(range(6000), keys, payloads=[{"doc": int(one)} for one in groups])
+    with holding(keys, payloads=[{"doc": int(group)} for group in groups], metric="l2") as db:
         exact = db.search(queries, k=30, group_by="doc", group_size=2)
         db.build_index(kind, recall=0.99)
-        found = db.search(queries, k=30, group_by="doc", group_size=2)
-        for mine, truth in zip(found, exact, strict=True):
+        actual = db.search(queries, k=30, group_by="doc", group_size=2)
+        for mine, truth in zip(actual, exact, strict=True):
             docs = [hit.payload["doc"] for hit in mine]
             assert len(set(docs)) == 30
             assert max(map(docs.count, docs)) == 2
@@ -137,8 +136,7 @@ def test_groups_follow_every_write(tmp_path: Any) -> None:
 
 
 def test_groups_keep_the_gradient_and_the_precision() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert(range(4), [[4, 0], [3, 1], [2, 2], [1, 3]], payloads=[{"doc": i % 2} for i in range(4)])
+    with holding([[4, 0], [3, 1], [2, 2], [1, 3]], payloads=[{"doc": i % 2} for i in range(4)]) as db:
         queries = torch.tensor([[1.0, 0], [0, 1.0]], dtype=torch.float64, requires_grad=True)
         for size, rows in ((1, [[0, 1], [3, 2]]), (2, [[0, 2, 1, 3], [3, 1, 2, 0]])):
             hits = db.search(queries, k=2, group_by="doc", group_size=size)
@@ -150,8 +148,7 @@ def test_groups_keep_the_gradient_and_the_precision() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"diversity": 0.5, "fetch_k": 70}, {"exclude_ids": [0, 1]}, {"exact": True}])
 def test_pages_are_those_of_one_long_answer(more: dict[str, Any], rng: np.random.Generator) -> None:
-    with softdb.open(None, dim=4) as db:
-        db.insert(range(57), rng.standard_normal((57, 4)))
+    with holding(rng.standard_normal((57, 4))) as db:
         queries = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
         whole = db.search(queries, k=57, **{**more, "fetch_k": 57} if "fetch_k" in more else more)
         pages = [db.search(queries, k=10, offset=start, **more) for start in range(0, 70, 10)]
@@ -181,18 +178,15 @@ def test_pages_are_those_of_one_long_answer(more: dict[str, Any], rng: np.random
         ({"offset": 30, "diversity": 0.5, "fetch_k": 35}, "fetch_k is 35 but k is 10 and offset 30"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ask: dict[str, Any], message: str) -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert([1], [[1, 0]])
-        with pytest.raises(BadInput, match=message):
-            db.search([[1, 0]], **ask)
+def test_senseless_arguments_are_refused(ask: dict[str, Any], message: str) -> None:
+    with holding([[1, 0]], ids=[1]) as db, pytest.raises(BadInput, match=message):
+        db.search([[1, 0]], **ask)
 
 
 def test_a_field_that_no_record_has_warns() -> None:
-    with softdb.open(None, dim=2) as db:
-        db.insert([1], [[1, 0]], payloads=[{"document": 1}])
-        with pytest.warns(UnknownField, match="did you mean 'document'"):
-            assert db.search([[1, 0]], group_by="documnt").ids == [[]]
+    warned = pytest.warns(UnknownField, match="did you mean 'document'")
+    with holding([[1, 0]], payloads=[{"document": 1}]) as db, warned:
+        assert db.search([[1, 0]], group_by="documnt").ids == [[]]
 
 
 def test_a_group_may_lie_deep() -> None:

@@ -1,4 +1,4 @@
-"""Search by text and vector together, against the sums written out; and its gradients."""
+"""Search by text and vector together against the written-out sums, with gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
 import softdb
 
@@ -20,8 +21,8 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
     """60 records with a key and a text, one with a text alone, one with a key alone."""
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(N)]
-    with softdb.open(None, dim=D, metric=request.param) as db:
-        db.insert(range(N), random.standard_normal((N, D)), texts=texts, payloads=[{"x": i % 3} for i in range(N)])
+    keys, payloads = random.standard_normal((N, D)), [{"x": i % 3} for i in range(N)]
+    with holding(keys, payloads=payloads, texts=texts, metric=request.param) as db:
         db.insert(["text alone"], texts=["gold gold gold"], payloads=[{"x": 0}])
         db.insert(["key alone"], np.ones((1, D)), payloads=[{"x": 0}])
         db.index_text()
@@ -42,7 +43,7 @@ def halves(db: softdb.SoftDB, i: int, depth: int, **how: Any) -> tuple[dict[Any,
 def expected(fusion: Any, vectors: dict[Any, float], texts: dict[Any, float], candidates: set[Any]) -> dict[Any, float]:
     low = min(score for one, score in vectors.items() if one in candidates)
     high = max(score for one, score in vectors.items() if one in candidates)
-    most = max((texts.get(one, 0) for one in candidates), default=0) or 1
+    most = max((texts.get(candidate, 0) for candidate in candidates), default=0) or 1
     found = {}
     for one in candidates:
         vector, text = vectors.get(one, low), texts.get(one, 0)
@@ -69,7 +70,10 @@ def test_ranks_are_summed_as_their_reciprocals(db: softdb.SoftDB) -> None:
     for i in range(len(QUERIES)):
         vectors, texts, candidates = halves(db, i, 7)
         lists = [list(vectors)[:7], list(texts)[:7]]
-        want = {one: sum(1 / (61 + own.index(one)) for own in lists if one in own) for one in candidates}
+        want = {
+            candidate: sum(1 / (61 + own.index(candidate)) for own in lists if candidate in own)
+            for candidate in candidates
+        }
         best = sorted(want.values(), reverse=True)[:5]
         assert [hit.score for hit in hits[i]] == pytest.approx(best, abs=1e-7)
         assert [want[hit.id] for hit in hits[i]] == pytest.approx(best, abs=1e-7)
@@ -100,7 +104,7 @@ def test_pages_are_those_of_one_long_answer(db: softdb.SoftDB) -> None:
         db.search("red", mode="text", group_by="x")
 
 
-def test_the_mode_follows_from_what_is_there() -> None:
+def test_the_mode_follows_from_the_arguments() -> None:
     def encode(texts: list[str]) -> np.ndarray[Any, Any]:
         return np.array([[len(text), 1.0] for text in texts], np.float32)
 

@@ -1,4 +1,4 @@
-"""What the benchmark tool reads, and what it holds to be true, and what it takes for an answer."""
+"""Data of the benchmark tool: worlds, files, ground truth and the check of answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from softdb.tools.bench.exam import Exam, WrongAnswer, exact_scores, nearest, tr
 Array = NDArray[Any]
 
 
-# -- datasets ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_world_is_the_one_it_always_was() -> None:
+def test_seeded_worlds_never_change() -> None:
     keys = world(1000, 128)
     queries = queries_near(keys, 10)
     np.testing.assert_allclose(keys[0, :3], [0.07746356, -0.01449199, 0.06935678], rtol=1e-5)
@@ -29,7 +26,7 @@ def test_the_world_is_the_one_it_always_was() -> None:
     assert not np.array_equal(world(1000, 128, seed=1), keys)
 
 
-def test_worlds_are_named_and_have_the_size_asked_for() -> None:
+def test_worlds_are_named_and_have_the_requested_size() -> None:
     for name in ("clustered", "uniform"):
         data = load(name, n=300, dim=6)
         assert (data.keys.shape, data.queries.shape, data.metric) == ((300, 6), (2000, 6), Metric.DOT)
@@ -208,7 +205,7 @@ def test_folders(tmp_path: Path, rng: np.random.Generator) -> None:
         load(str(tmp_path))
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
     keys = vecs(tmp_path / "a.fvecs", np.ones((3, 2), np.float32))
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("nowhere", {}, "there is no dataset 'nowhere'; choose one of 'clustered', 'uniform', a folder"),
@@ -225,9 +222,6 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
             load(name, **words)
 
 
-# -- truth -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
 def test_the_truth_is_that_of_float64(metric: str, rng: np.random.Generator) -> None:
     keys = (rng.standard_normal((90, 3)) + 20).astype(np.float32)
@@ -236,11 +230,11 @@ def test_the_truth_is_that_of_float64(metric: str, rng: np.random.Generator) -> 
     data = Dataset("ties", keys, queries, Metric(metric))
     scores = loops(keys, queries, metric)
     expected = np.argsort(-scores, axis=1, kind="stable")[:, :7]
-    found = nearest(data, queries, 7)
-    best = np.take_along_axis(scores, found, 1)
+    actual = nearest(data, queries, 7)
+    best = np.take_along_axis(scores, actual, 1)
     np.testing.assert_allclose(best, np.take_along_axis(scores, expected, 1), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(exact_scores(data, queries, found), best, rtol=1e-6, atol=1e-9)
-    np.testing.assert_array_equal(nearest(data, queries, 7, size=40), found)
+    np.testing.assert_allclose(exact_scores(data, queries, actual), best, rtol=1e-6, atol=1e-9)
+    np.testing.assert_array_equal(nearest(data, queries, 7, size=40), actual)
 
 
 def as_asked(queries: Array, metric: str) -> NDArray[np.float32]:
@@ -257,7 +251,7 @@ def small() -> tuple[Exam, Array]:
     return Exam(data, truth), truth
 
 
-def test_recall_counts_ties_and_misses_what_is_missing() -> None:
+def test_recall_counts_ties_and_missing_hits() -> None:
     exam, truth = small()
     np.testing.assert_array_equal(truth, [[0, 1], [5, 6]])
     assert exam.recall(truth, "honest") == 1
@@ -268,7 +262,7 @@ def test_recall_counts_ties_and_misses_what_is_missing() -> None:
     assert Exam(on_spot, np.arange(3)[:, None]).recall(np.arange(3)[:, None], "honest") == 1  # at a distance of 0
 
 
-def test_what_is_no_answer_is_refused() -> None:
+def test_malformed_answers_are_refused() -> None:
     exam, truth = small()
     wrong = {
         r"liar answered with shape \(2, 1\)": truth[:, :1],
@@ -277,9 +271,9 @@ def test_what_is_no_answer_is_refused() -> None:
         "liar found rows from -2 to 6": np.array([[0, -2], [5, 6]]),
         "liar found the same row twice": np.array([[0, 1], [5, 5]]),
     }
-    for message, found in wrong.items():
+    for message, actual in wrong.items():
         with pytest.raises(WrongAnswer, match=message):
-            exam.recall(found, "liar")
+            exam.recall(actual, "liar")
     exam.alike(truth, truth, "honest")
     with pytest.raises(WrongAnswer, match=r"recall 1.000 in a batch but 0.000 for the same queries alone"):
         exam.alike(truth, np.array([[3, 4]]), "liar")

@@ -1,4 +1,4 @@
-"""What judges the engines of `benchmarks/filter_peers.py`: it refuses wrong answers and finds the least effort."""
+"""The judge of `benchmarks/filter_peers.py` refuses wrong answers and finds the least effort."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_a_filter_is_the_same_in_numpy_and_in_sql(peers: Any, world: Any, kind: 
     db.execute("CREATE TABLE records (number, rank, pos, topic)")
     columns = [world.columns[name].tolist() for name in ("rank", "pos", "topic")]
     db.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", zip(range(500), *columns, strict=True))
-    found = [number for (number,) in db.execute(f"SELECT number FROM records WHERE {wanted.sql()} ORDER BY number")]
-    assert found == np.flatnonzero(wanted.mask(world.columns)).tolist()
-    assert 35 <= len(found) <= 65
+    results = [number for (number,) in db.execute(f"SELECT number FROM records WHERE {wanted.sql()} ORDER BY number")]
+    assert results == np.flatnonzero(wanted.mask(world.columns)).tolist()
+    assert 35 <= len(results) <= 65
 
 
 def test_queries_are_chosen_by_how_many_neighbours_match(world: Any) -> None:
@@ -69,7 +69,7 @@ def test_queries_are_chosen_by_how_many_neighbours_match(world: Any) -> None:
     assert near["correlated"] > near["opposed"]
 
 
-def test_right_answers_and_near_ones_are_told_apart(peers: Any, world: Any) -> None:
+def test_exact_answers_are_distinguished_from_near_ones(peers: Any, world: Any) -> None:
     case, engine = case_of(peers, world), Laggard(world)
     right = engine.search(case.queries, engine.prepare(case.wanted), (10,))
     assert case.recall(world.keys, engine, right) == (1.0, True)
@@ -90,7 +90,7 @@ def test_an_engine_that_lies_is_refused(peers: Any, world: Any, lie: str) -> Non
         case.recall(world.keys, engine, rows)
 
 
-def test_the_least_effort_that_is_enough_is_taken(peers: Any, world: Any) -> None:
+def test_the_least_sufficient_effort_is_chosen(peers: Any, world: Any) -> None:
     given = argparse.Namespace(recall=0.85, patience=60.0)
     tuned = peers.Tuned(Laggard(world), case_of(peers, world), world.keys, given)
     assert tuned.met

@@ -26,21 +26,23 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 WORDS = ["--device", "cpu", "--records", "12000", "--dim", "16", "--rounds", "1"]
 
 
-def test_the_whole_run(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench.main([*WORDS, "--out", str(tmp_path / "gpu.json")])
-    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
-    parts = {row["part"].split(",")[0] for row in found["rows"]}
+def test_every_part_of_the_run_checks_and_is_timed(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actual = bench.main([*WORDS, "--out", str(tmp_path / "gpu.json")])
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == actual["rows"]
+    parts = {row["part"].split(",")[0] for row in actual["rows"]}
     assert {"database", "attention", "top-10", "step", "FAISS"} <= parts
-    failed = {row["what"]: row["failed"] for row in found["rows"] if "failed" in row}
-    assert set(failed) <= {"torch Flex", "torch Flex, both ways"}  # which is told
-    assert all(row["ms"] > 0 for row in found["rows"] if "failed" not in row)
-    assert {row["goal"] for row in found["rows"] if row.get("goal")} == {1.429, 2.2, 1.3, 1.05, 2.0}
+    failed = {row["what"]: row["failed"] for row in actual["rows"] if "failed" in row}
+    assert set(failed) <= {"torch Flex", "torch Flex, both ways"}  # which the report says
+    assert all(row["ms"] > 0 for row in actual["rows"] if "failed" not in row)
+    assert {row["goal"] for row in actual["rows"] if row.get("goal")} == {1.429, 2.2, 1.3, 1.05, 2.0}
     table = capsys.readouterr().out
     assert "the CPU" not in table
     assert "left out: LeftOut: is compiled for a GPU alone" in table
 
 
-def test_a_wrong_answer_stops_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_stops_the_run(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.gpu.pooled
 
     def wrong(*args: Any, **words: Any) -> Any:
@@ -52,13 +54,13 @@ def test_a_wrong_answer_stops_it(bench: Any, monkeypatch: pytest.MonkeyPatch) ->
         bench.main(WORDS)
 
 
-def test_it_says_what_there_was_no_time_for(bench: Any) -> None:
-    found = bench.main([*WORDS, "--seconds", "1"])
-    assert {row["failed"] for row in found["rows"][1:]} == {"the time is over"}
+def test_skipped_parts_are_listed(bench: Any) -> None:
+    actual = bench.main([*WORDS, "--seconds", "1"])
+    assert {row["failed"] for row in actual["rows"][1:]} == {"the time is over"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_it_needs_a_gpu_or_says_so(bench: Any) -> None:
+def test_a_missing_gpu_is_reported(bench: Any) -> None:
     with pytest.raises(SystemExit, match="torch sees no CUDA device; --device cpu"):
         bench.main([])
     assert softdb.open(None, dim=2).stats().device is None

@@ -1,4 +1,4 @@
-"""Pictures of `benchmarks/learn.py`: a way has one colour in all of them, and only what was measured is drawn."""
+"""Pictures of `benchmarks/learn.py`: one colour a method, and only measured points."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def plane(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vectors(tmp_path: Path) -> Path:
-    """As many vectors as an index can be trained on."""
+    """Enough vectors to train an index."""
     np.save(tmp_path / "k.npy", np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32))
     run("import", tmp_path / "vectors", tmp_path / "k.npy")
     return tmp_path / "vectors"

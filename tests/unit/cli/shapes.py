@@ -1,4 +1,4 @@
-"""What a command prints with --json, compared with the table of docs/cli.md."""
+"""JSON of a command compared with the table of docs/cli.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shapes() -> dict[str, Any]:
 
 
 def mismatch(value: Any, shape: Any, place: str = "$") -> list[str]:
-    """Where a value is not of a shape."""
+    """Path at which a value has another shape."""
     if isinstance(shape, str):
         kinds = shape.split(" or ")
         fits = "any" in kinds or any(

@@ -1,4 +1,4 @@
-"""An import that is stopped says how far it is, and goes on to what an unbroken one gives, to the bit."""
+"""A stopped import reports its progress and resumes to the same bits as an unbroken one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
+from doubles.clock import Clock
 from rich.console import Console
 from typed import answer, fails, lines, run
 
@@ -90,17 +90,17 @@ def stopped(path: Path, words: list[object], how: int) -> tuple[int, str]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["jsonl", "npy", "texts", "export", "parquet"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_what_was_stopped_goes_on_and_ends_as_if_unbroken(tmp_path: Path, kind: str, how: int) -> None:
+def test_a_stopped_import_resumes_to_the_same_result(tmp_path: Path, kind: str, how: int) -> None:
     words = source(tmp_path, kind)
     run("import", tmp_path / "whole", *words, "--batch-size", 100)
-    code, told = stopped(tmp_path / "db", words, how)
+    code, actual = stopped(tmp_path / "db", words, how)
     with softdb.open(tmp_path / "db", mode="r", verify=True) as db:
         count = len(db)
     assert 0 < count < N
     assert count % 100 == 0
     if how == signal.SIGINT:
         assert code == 130
-        assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in told
+        assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in actual
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
     assert "and resume continues an interrupted import" in shown
@@ -153,7 +153,7 @@ def test_an_array_has_rows_and_a_file_has_lines(tmp_path: Path) -> None:
     assert "lines" not in fails("import", tmp_path / "db", tmp_path / "k.npy")
 
 
-def test_a_making_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None:
+def test_an_unfinished_creation_is_completed(tmp_path: Path) -> None:
     (tmp_path / "db").mkdir()
     (tmp_path / "db" / "catalog.sqlite").touch()
     words = source(tmp_path, "jsonl")
@@ -165,7 +165,7 @@ def test_a_making_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "catalog.sqlite").stat().st_size == 8500
 
 
-def test_the_bar_tells_rate_and_what_remains(tmp_path: Path) -> None:
+def test_the_progress_bar_shows_rate_and_remaining_time(tmp_path: Path) -> None:
     shown = StringIO()
     clock = Clock()
     console = Console(file=shown, force_terminal=True, width=120, get_time=clock)
@@ -177,10 +177,10 @@ def test_the_bar_tells_rate_and_what_remains(tmp_path: Path) -> None:
     assert "left" in shown.getvalue()
 
 
-def test_each_batch_of_texts_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported_for_each_batch_of_texts(tmp_path: Path) -> None:
     source(tmp_path, "texts")
-    told = list[Rows]()
+    reports = list[Rows]()
     with softdb.open(None, encoder=softdb.text.HashedNGrams(8)) as db:
         batches = read_records(tmp_path / "rows.jsonl", fields=Fields(text="text"), batch_size=256)
-        import_records(db, batches, progress=told.append)
-    assert list(map(len, told)) == [256, 256, 256, 132]
+        import_records(db, batches, progress=reports.append)
+    assert list(map(len, reports)) == [256, 256, 256, 132]

@@ -1,4 +1,4 @@
-"""What scripts depend on: the JSON of every command, exit codes, `-` for a pipe, and silence where there is none."""
+"""The interface for scripts: JSON of every command, exit codes, `-` for a pipe, and silence without a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_table_has_every_command_and_the_comparer_refuses() -> None:
         assert mismatch(value, shape) != []
 
 
-def test_every_command_prints_what_the_table_says(
+def test_every_command_prints_the_documented_json(
     book: Path, plane: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
@@ -81,7 +81,7 @@ def test_every_command_prints_what_the_table_says(
 
 
 @pytest.mark.slow
-def test_an_index_prints_what_the_table_says(vectors: Path) -> None:
+def test_index_commands_print_the_documented_json(vectors: Path) -> None:
     fits("index", answer("index", vectors, "--kind", "ivf"))
     fits("tune", answer("tune", vectors))
     fits("info", answer("info", vectors))
@@ -110,11 +110,11 @@ def test_records_go_through_pipes_and_come_back_equal(book: Path, plane: Path, t
         ids = [json.loads(line)["id"] for line in whole.splitlines()[1:]]
         wanted = "".join(f"{json.dumps(one)}\n" for one in ids)
         records = answer("get", path, "-", stdin=wanted)
-        assert [one["id"] for one in records] == ids
+        assert [record["id"] for record in records] == ids
         run("import", tmp_path / f"{path.name} again", "-", stdin=whole)
         run("snapshot", path, copy := tmp_path / f"{path.name} copy")
         assert answer("delete", copy, "-", stdin=wanted)["records"] == 0
-        printed = "".join(json.dumps(one) + "\n" for one in records)
+        printed = "".join(json.dumps(record) + "\n" for record in records)
         assert answer("insert", copy, stdin=printed)["inserted"] == len(ids)
         assert answer("insert", copy, "--upsert", stdin=whole)["records"] == len(ids)
         for other in (copy, tmp_path / f"{path.name} again"):
@@ -140,11 +140,11 @@ def test_ids_are_typed_bare_or_as_json(tmp_path: Path) -> None:
 
 
 def test_queries_come_from_a_pipe(book: Path, plane: Path, tmp_path: Path) -> None:
-    found = answer("search", plane, "-", "-k", 1, stdin="[0, 2]\n\n[-2, 0]\n")
-    assert [[hit["id"] for hit in one] for one in found] == [["north"], ["west"]]
+    actual = answer("search", plane, "-", "-k", 1, stdin="[0, 2]\n\n[-2, 0]\n")
+    assert [[hit["id"] for hit in one] for one in actual] == [["north"], ["west"]]
     assert len(answer("attend", plane, "-", stdin="[0, 2]\n[-2, 0]\n")) == 2
     np.save(tmp_path / "q.npy", [[0.0, 2.0], [-2.0, 0.0]])
-    assert answer("search", plane, "@-", "-k", 1, stdin=(tmp_path / "q.npy").read_bytes()) == found
+    assert answer("search", plane, "@-", "-k", 1, stdin=(tmp_path / "q.npy").read_bytes()) == actual
     assert (
         answer("search", book, "-", "-k", 1, stdin="Schulz\nWeber\n")[1] == answer("search", book, "Weber", "-k", 1)[0]
     )
@@ -203,7 +203,7 @@ def test_a_line_that_cannot_be_inserted_is_named(plane: Path, line: str, message
     assert answer("count", plane) == {"count": 5}
 
 
-def test_what_an_insert_says_of_encoders_and_exports(book: Path, plane: Path, tmp_path: Path) -> None:
+def test_insert_reports_encoders_and_exports(book: Path, plane: Path, tmp_path: Path) -> None:
     run("insert", book, stdin='{"id": "f", "text": "Fischer", "year": 5}\n')
     assert answer("search", book, "Fischer", "-k", 1)[0][0] | {"score": 0} == {
         "id": "f", "score": 0, "payload": {"year": 5}, "text": "Fischer",

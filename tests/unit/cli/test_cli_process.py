@@ -29,7 +29,7 @@ def without_torch(*words: object) -> object:
     return json.loads(done.stdout)
 
 
-def test_what_only_reads_metadata_does_not_import_torch(book: Path) -> None:
+def test_commands_that_read_metadata_do_not_import_torch(book: Path) -> None:
     with softdb.open(book, mode="r") as db:
         whole, some, where = len(db), db.count({"year": {"$gte": 0}}), '{"year": {"$gte": 0}}'
         stats = db.stats().asdict()
@@ -39,7 +39,7 @@ def test_what_only_reads_metadata_does_not_import_torch(book: Path) -> None:
     assert without_torch("verify", book) == {"records": whole}
 
 
-def test_what_the_store_refuses_is_named_as_everywhere(book: Path) -> None:
+def test_refusals_of_the_store_are_printed_like_others(book: Path) -> None:
     unknown, where = "field 'year' is given the unknown operator '$what'", '{"year": {"$what": 0}}'
     assert fails("count", book, "--where", where).startswith(f"error: count: {unknown}")
     with (book / "keys-00000000.npy").open("r+b") as file:
@@ -50,7 +50,7 @@ def test_what_the_store_refuses_is_named_as_everywhere(book: Path) -> None:
     assert fails("count", book).startswith("error: open: ")
 
 
-def test_info_tells_of_the_index_what_stats_tells(vectors: Path) -> None:
+def test_info_and_stats_agree_about_the_index(vectors: Path) -> None:
     run("index", vectors, "--kind", "ivf")
     with softdb.open(vectors) as db:
         db.insert(["a", "b"], np.ones((2, 16)))
@@ -78,7 +78,7 @@ def test_names_are_completed() -> None:
     assert "--install-completion" in run("--help").stdout
 
 
-def test_without_typer_one_line_says_which_extra_is_missing() -> None:
+def test_without_typer_one_line_names_the_missing_extra() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for missing in ("typer", "rich"):
         program = f"import sys; sys.modules[{missing!r}] = None; from softdb.tools.cli import main; main()"
@@ -153,7 +153,7 @@ main()
 """
 
 
-def test_ctrl_c_says_what_is_on_disk(tmp_path: Path) -> None:
+def test_ctrl_c_reports_the_records_on_disk(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=1):
         pass
     command = [sys.executable, "-c", WAITS, "insert", str(tmp_path / "db"), "--batch-size", "1", "--json"]
@@ -174,10 +174,10 @@ def test_ctrl_c_says_what_is_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_command_in_a_pipe(book: Path, tmp_path: Path) -> None:
-    found = child("search", book, "Schulz", "-k", 1)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert len(found.stdout.splitlines()) == 2
-    assert "\x1b" not in found.stdout  # neither colours nor bars where there is no terminal
+    actual = child("search", book, "Schulz", "-k", 1)
+    assert (actual.returncode, actual.stderr) == (0, "")
+    assert len(actual.stdout.splitlines()) == 2
+    assert "\x1b" not in actual.stdout  # neither colours nor bars where there is no terminal
     failed = child("search", tmp_path / "nothing", "Schulz")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`softdb reembed`: another encoder, told how far it is, stopped and gone on with."""
+"""`softdb reembed`: progress, interruption and resumption."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_encoder_is_changed(texts: Path) -> None:
     assert (report["records"], report["embedded"], report["dim"]) == (400, 400, 256)
 
 
-def test_what_cannot_be_done_is_said(texts: Path, plane: Path) -> None:
+def test_impossible_reembeddings_are_refused_by_name(texts: Path, plane: Path) -> None:
     assert "name the encoder of the new keys with --encoder" in fails("reembed", texts)
     assert "record 'east' has no text: its field 'text' is None" in fails("reembed", plane, "--encoder", "ngrams")
     assert "has no text: its field 'title'" in fails("reembed", texts, "--encoder", "ngrams", "--field", "title")
@@ -63,17 +63,17 @@ main()
 """
 
 
-def test_interrupted_it_says_how_far_it_is_and_goes_on(texts: Path) -> None:
+def test_an_interrupted_reembed_reports_progress_and_resumes(texts: Path) -> None:
     command = [sys.executable, "-c", HELD, "reembed", str(texts), "--encoder", "ngrams(4)", "--batch-size", "8"]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "held\n"
     assert (texts / "reembed-0" / "keys-00000000.npy").exists()
     os.kill(child.pid, signal.SIGINT)
-    _, told = child.communicate(timeout=60)
+    _, actual = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "of 400 records embedded, the database is as it was; the same command goes on from there" in told
-    done = int(told.split()[1])
+    assert "of 400 records embedded, the database is as it was; the same command goes on from there" in actual
+    done = int(actual.split()[1])
     assert 8 <= done < 400
     with softdb.open(texts, mode="r") as db:
         assert (db.dim, db.encoder_name) == (32, "ngrams")

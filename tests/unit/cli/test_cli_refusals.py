@@ -1,4 +1,4 @@
-"""What the command line refuses: errors are one line, never a traceback."""
+"""Errors of the command line are one line, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest_plugins = ["command_world"]
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "index", "tune", "compact", "fields"])
-def test_what_is_no_database_is_named(tmp_path: Path, command: str) -> None:
+def test_paths_without_a_database_are_named(tmp_path: Path, command: str) -> None:
     assert "nothing holds no database" in fails(command, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
     (tmp_path / "file").touch()
@@ -38,7 +38,7 @@ def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> N
     )
 
 
-def test_an_encoder_that_is_not_installed(plane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_encoder_package_is_named(plane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     error = fails("search", plane, "east", "--encoder", "ngram")
     assert "the encoder 'ngram' needs sentence-transformers; pip install 'softdb[text]'" in error
@@ -108,7 +108,7 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
     assert answer("info", book)["records"] == 3
 
 
-def test_a_bad_line_keeps_what_stood_before_it(tmp_path: Path) -> None:
+def test_records_before_a_bad_line_stay_imported(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     good = [json.dumps({"id": i, "key": [i]}) for i in range(5)]
     path.write_text("\n".join([*good, "{oops", "{}"]))
@@ -122,7 +122,7 @@ def test_a_second_writer_is_refused(book: Path) -> None:
     with softdb.open(book):
         words = ("import", book, book.parent / "book.jsonl", "--text", "name")
         assert "is being written by process" in fails(*words, code=4)
-        assert answer("info", book)["records"] == 3  # reading goes on
+        assert answer("info", book)["records"] == 3  # reading still works
 
 
 def test_the_demo_leaves_other_directories_alone(book: Path) -> None:

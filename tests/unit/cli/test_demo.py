@@ -1,4 +1,4 @@
-"""The demo does the whole job, learns something, and never touches what is not a demo."""
+"""The demo runs every step, learns, and never touches a directory that is no demo."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clock import Clock
+from doubles.clock import Clock
 from rich.console import Console
+from worlds import holding
 
 import softdb
 from softdb.data import DemoData, load_wordnet
@@ -30,9 +31,9 @@ from softdb.train import QueryProjection, load, save
 def small() -> DemoData:
     """The first 600 records that a query asks for, and the queries whose answers all lie among them."""
     data = load_wordnet()
-    wanted = sorted({i for mine in data.answers for i in mine})[:600]
+    wanted = sorted({i for answer in data.answers for i in answer})[:600]
     place = {old: new for new, old in enumerate(wanted)}
-    kept = [j for j, mine in enumerate(data.answers) if all(i in place for i in mine)]
+    kept = [j for j, answer in enumerate(data.answers) if all(i in place for i in answer)]
     return replace(
         data,
         ids=[data.ids[i] for i in wanted],
@@ -52,14 +53,14 @@ def run(path: Path, data: DemoData, fresh: bool = False, epochs: int = 2) -> tup
 
 
 def recalls(data: DemoData, weight: Any) -> tuple[float, float]:
-    """Recall@1 and recall@10 of the held-out queries, asked as weight @ query."""
+    """Recall@1 and recall@10 of the held-out queries, projected as weight @ query."""
     held = np.flatnonzero(data.held_out)
     nearest = np.argsort(-data.query_keys[held] @ weight.T @ data.keys.T, axis=1)[:, :10]
     right = [np.isin(row, data.answers[query]) for row, query in zip(nearest, held, strict=True)]
     return float(np.mean([one[0] for one in right])), float(np.mean([one.any() for one in right]))
 
 
-def test_a_small_demo_does_the_whole_job(tmp_path: Path, small: DemoData) -> None:
+def test_a_small_demo_runs_every_step(tmp_path: Path, small: DemoData) -> None:
     report, shown = run(tmp_path / "demo", small, epochs=8)
     assert report.records == 600
     assert 0 < report.before[0] <= report.before[1] <= 1
@@ -101,9 +102,7 @@ def test_training_is_the_same_for_the_same_seed_and_falls_with_the_loss(tmp_path
     assert loss(trained("longer", seed=3, epochs=2)) < loss(first) - 0.05
 
 
-def test_the_first_search_is_not_the_one_that_is_timed(
-    tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_search_is_not_timed(tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch) -> None:
     search, calls, clock = softdb.SoftDB.search, [], Clock(tick=0.001)
 
     def compiling(self: softdb.SoftDB, *args: Any, **words: Any) -> Any:
@@ -115,14 +114,13 @@ def test_the_first_search_is_not_the_one_that_is_timed(
     monkeypatch.setattr(softdb.SoftDB, "search", compiling)
     monkeypatch.setattr("softdb.tools.demo.time", clock.module)
     shown = run(tmp_path / "demo", small, epochs=1)[1]
-    found = re.search(r"nearest +in ([\d.]+) ms.*\n +\(the first search of the process took ([\d.]+) ms\)", shown)
-    assert found is not None
-    assert found.groups() == ("1.0", "1001.0")
+    actual = re.search(r"nearest +in ([\d.]+) ms.*\n +\(the first search of the process took ([\d.]+) ms\)", shown)
+    assert actual is not None
+    assert actual.groups() == ("1.0", "1001.0")
 
 
-def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
-    with softdb.open(tmp_path / "mine", dim=96) as db:
-        db.insert(["precious"], np.ones((1, 96)))
+def test_directories_without_a_demo_are_untouched(tmp_path: Path, small: DemoData) -> None:
+    holding(np.ones((1, 96)), ids=["precious"], path=tmp_path / "mine").close()
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "precious").touch()
@@ -136,7 +134,7 @@ def test_what_is_no_demo_is_left_alone(tmp_path: Path, small: DemoData) -> None:
     assert (tmp_path / "folder" / "precious").exists()
 
 
-def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: DemoData) -> None:
+def test_a_demo_is_rebuilt_only_on_request(tmp_path: Path, small: DemoData) -> None:
     path = tmp_path / "demo"
     path.mkdir()  # an empty directory will do
     run(path, small, epochs=1)
@@ -156,7 +154,7 @@ def test_a_demo_is_made_anew_only_if_asked_and_only_it(tmp_path: Path, small: De
     assert run(path, small, True, epochs=1)[0].records == 600
 
 
-def test_without_faiss_it_says_that_it_answers_exactly(
+def test_without_faiss_the_demo_reports_exact_answers(
     tmp_path: Path, small: DemoData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -205,7 +203,7 @@ def test_a_damaged_projection_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_whole_demo_learns(tmp_path: Path) -> None:
+def test_training_in_the_demo_improves_recall(tmp_path: Path) -> None:
     root = Path(softdb.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-W", "error", "-m", "softdb", "demo"]

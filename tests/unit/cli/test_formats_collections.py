@@ -1,4 +1,4 @@
-"""Collections of other databases come in as those packages write them; what cannot be read is said in one line."""
+"""Collections of other databases are imported as those packages write them; unreadable ones are one-line errors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Evil:
         return (Path.touch, (Path("ran"),))
 
 
-def test_a_pickle_in_a_folder_of_qdrant_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_in_a_folder_of_qdrant_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q" / "collection" / "a").mkdir(parents=True)
     said = {"collections": {"a": {"vectors": {"size": 2, "distance": "Dot"}}}}
@@ -106,13 +106,13 @@ def test_chroma(tmp_path: Path) -> None:
     made = chroma.PersistentClient(str(tmp_path / "c")).create_collection("abc", metadata={"hnsw:space": "cosine"})
     names, texts = [f"r{i}" for i in range(N)], [f"text {i}" for i in range(N)]
     made.add(ids=names, embeddings=KEYS, documents=texts, metadatas=[{"n": i} for i in range(N)])
-    before = {one: one.read_bytes() for one in (tmp_path / "c").rglob("*") if one.is_file()}
-    found = read(tmp_path / "c")
-    assert [one[1:] for one in found.values()] == [({"n": i}, texts[i]) for i in range(N)]
-    keys = np.frombuffer(b"".join(one[0] for one in found.values()), np.float32).reshape(N, D)
+    before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    actual = read(tmp_path / "c")
+    assert [one[1:] for one in actual.values()] == [({"n": i}, texts[i]) for i in range(N)]
+    keys = np.frombuffer(b"".join(one[0] for one in actual.values()), np.float32).reshape(N, D)
     np.testing.assert_allclose(keys, KEYS, rtol=1e-6)  # Chroma keeps directions and lengths for cosines
     assert next(read_records(tmp_path / "c")).header.metric == "cosine"  # type: ignore[union-attr]
-    assert {one: one.read_bytes() for one in (tmp_path / "c").rglob("*") if one.is_file()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
     (tmp_path / "old").mkdir()
     with sqlite3.connect(tmp_path / "old" / "chroma.sqlite3") as file:
         file.execute("CREATE TABLE collections (uuid TEXT)")

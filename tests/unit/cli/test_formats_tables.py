@@ -1,4 +1,4 @@
-"""What is exported in a format that carries everything comes back the same, to the bit; others say what they leave."""
+"""Tables come back from an export to the bit; formats that cannot carry a column say so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from typed import answer, fails, run
+from worlds import holding
 
 import softdb
 from softdb.formats import Fields, export_records, import_records, read_records
@@ -26,7 +27,7 @@ IDS: dict[str, list[Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {"none": {}, "vector": {"value_dim": 2}, "label": {"num_classes": 5}}
 
 
-def filled(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> softdb.SoftDB:
+def complete(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> softdb.SoftDB:
     """A database with everything that a record can have, and records that lack it."""
     random = np.random.default_rng(0)
     db = softdb.open(path, dim=3, dtype=dtype, metric="cosine", fields=["n"], **SHAPES[value])
@@ -40,7 +41,7 @@ def filled(path: Path | None, ids: str, value: str, dtype: Any = "float32") -> s
 
 
 def everything(db: softdb.SoftDB) -> tuple[Any, ...]:
-    """What the database is, and every record in its order, bit by bit."""
+    """Schema of the database and every record in order, to the bit."""
     facts = (db.dim, db.value_dim, db.num_classes, db.metric, db.dtype, db.fields, db.encoder_name)
     records = [
         (one.id, one.key is None or one.key.numpy().tobytes(), str(one.value), json.dumps(one.payload), one.text)
@@ -58,7 +59,7 @@ def everything(db: softdb.SoftDB) -> tuple[Any, ...]:
 def test_an_export_makes_the_same_database_again(tmp_path: Path, suffix: str, ids: str, value: str, dtype: str) -> None:
     if suffix == ".lance":
         pytest.importorskip("lance", reason="Lance tables need pylance")
-    with filled(tmp_path / "db", ids, value, dtype) as db:
+    with complete(tmp_path / "db", ids, value, dtype) as db:
         before = everything(db)
     assert run("export", tmp_path / "db", tmp_path / f"r{suffix}").stdout.startswith("8 records written")
     run("import", tmp_path / "new", tmp_path / f"r{suffix}", "--batch-size", 3)
@@ -66,12 +67,12 @@ def test_an_export_makes_the_same_database_again(tmp_path: Path, suffix: str, id
         assert everything(new) == before
     shown = run("import", tmp_path / "new", tmp_path / f"r{suffix}", "--resume").stdout
     assert shown.startswith("8 records imported, 8 in")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["db", "new", f"r{suffix}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["db", "new", f"r{suffix}"]
 
 
 @pytest.mark.parametrize("frame", ["arrow", "reader", "pandas", "polars", "datasets"])
 def test_a_frame_is_a_source_and_gives_the_records_back(frame: str) -> None:
-    with filled(None, "mixed", "vector") as db, softdb.open(None, dim=3, value_dim=2, metric="cosine") as new:
+    with complete(None, "mixed", "vector") as db, softdb.open(None, dim=3, value_dim=2, metric="cosine") as new:
         table: Any = db.scan_arrow(3) if frame == "reader" else db.to_arrow()
         if frame == "pandas":
             table = table.to_pandas()
@@ -114,7 +115,7 @@ def table(**changed: Any) -> Any:
     return pa.table({name: one for name, one in (columns | changed).items() if one is not None})
 
 
-def test_other_columns_are_the_payload_and_null_is_not_there() -> None:
+def test_other_columns_become_the_payload_without_nulls() -> None:
     (rows,) = read_records(table())
     assert rows.ids[:2] == ["r0", "r1"]
     assert rows.keys.tolist()[1] == [1.0, 1.0]
@@ -147,11 +148,11 @@ def test_a_bad_row_is_named_or_skipped(changed: dict[str, Any], message: str) ->
         with pytest.raises(softdb.BadInput, match=f"the table {message}.*; the 33 records before are in the database"):
             import_records(db, read_records(table(**changed), batch_size=20))
         assert len(db) == 33
-        told = list[str]()
-        source = read_records(table(**changed), batch_size=20, on_error=lambda error: told.append(str(error)))
-        assert import_records(other, source, on_error=lambda error: told.append(str(error))) == N - 1 == len(other)
-        assert len(told) == 1
-        assert message in told[0]
+        reports = list[str]()
+        source = read_records(table(**changed), batch_size=20, on_error=lambda error: reports.append(str(error)))
+        assert import_records(other, source, on_error=lambda error: reports.append(str(error))) == N - 1 == len(other)
+        assert len(reports) == 1
+        assert message in reports[0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_column_that_cannot_serve_is_named(changed: dict[str, Any], message: s
         list(read_records(table(**changed)))
 
 
-def test_broken_files_are_named_and_what_stood_before_is_kept(tmp_path: Path) -> None:
+def test_broken_files_are_named_and_earlier_records_stay(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     random = np.random.default_rng(0)
@@ -207,10 +208,10 @@ def test_rows_may_be_numbered_skipped_and_repeated_across_files(tmp_path: Path) 
     assert done.stdout.startswith(f"{N - 1} records imported, 1 bad row skipped, {N - 1} in")
     assert "skipped: b.parquet row 7: insert: keys hold NaN" in done.stderr
     assert answer("info", tmp_path / "one")["records"] == N - 1
-    told = run("import", tmp_path / "db", files[0], "--on-error", "skip", code=1).stderr.splitlines()
-    assert len(told) == 21
-    assert "no record of" in told[-1]
-    assert "50 bad rows skipped" in told[-1]
+    actual = run("import", tmp_path / "db", files[0], "--on-error", "skip", code=1).stderr.splitlines()
+    assert len(actual) == 21
+    assert "no record of" in actual[-1]
+    assert "50 bad rows skipped" in actual[-1]
 
 
 # -- files of vectors, and CSV -----------------------------------------------------------------------------------------
@@ -222,24 +223,23 @@ def test_vectors_go_out_and_come_back(tmp_path: Path, suffix: str) -> None:
         pytest.importorskip("h5py", reason="HDF5 needs h5py")
     keys = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     file, notes = tmp_path / f"k{suffix}", list[str]()
-    with softdb.open(None, dim=3, num_classes=9, metric="l2") as db:
-        db.insert(range(100, 140), keys, np.arange(40) % 9)
+    with holding(keys, np.arange(40) % 9, ids=range(100, 140), num_classes=9, metric="l2") as db:
         assert export_records(db, file, batch_size=7, note=notes.append) == 40
         db.insert(["x"], texts=["no key"])
         with pytest.raises(softdb.BadInput, match=f"record 'x' has no key, which {suffix} cannot hold"):
             export_records(db, tmp_path / f"no{suffix}", note=notes.append)
     assert notes[0].startswith(f"{suffix} carries no payloads, texts")
     parts = list(read_records(file, batch_size=9))
-    assert np.concatenate([one.keys for one in parts]).tobytes() == keys.tobytes()
+    assert np.concatenate([part.keys for part in parts]).tobytes() == keys.tobytes()
     more = suffix in (".npz", ".safetensors")
-    assert [name for one in parts for name in one.ids] == list(range(100, 140) if more else range(40))
-    assert not more or [value for one in parts for value in one.values] == [i % 9 for i in range(40)]
+    assert [name for part in parts for name in part.ids] == list(range(100, 140) if more else range(40))
+    assert not more or [value for part in parts for value in part.values] == [i % 9 for i in range(40)]
     header = parts[0].header
     assert (None if header is None else header.metric) == ("l2" if suffix in (".safetensors", ".hdf5") else None)
-    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_others_read_what_is_written_and_write_what_is_read(tmp_path: Path) -> None:
+def test_other_libraries_read_our_files_and_we_read_theirs(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy", reason="to compare with safetensors")
     import torch
     from safetensors.torch import save_file
@@ -258,7 +258,7 @@ def test_others_read_what_is_written_and_write_what_is_read(tmp_path: Path) -> N
             read_records(tmp_path / "b.safetensors")
 
 
-def test_csv_carries_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
+def test_csv_reports_the_columns_it_cannot_carry(tmp_path: Path) -> None:
     with softdb.open(None, dim=2, value_dim=1) as db, softdb.open(None, dim=2, value_dim=1) as new:
         db.insert(["a", "b"], [[0.1, 2], None], [[3], None], [{"x": 'a "b", c'}, "7"], texts=["line\nline", None])
         notes = list[str]()
@@ -269,7 +269,7 @@ def test_csv_carries_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None
         db.insert(["c"], [[1, 2]], [[3]], texts=[""])
         with pytest.raises(softdb.BadInput, match="record 'c' has an empty id or text"):
             export_records(db, tmp_path / "s.csv", note=notes.append)
-    assert [one.name for one in tmp_path.iterdir()] == ["r.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r.csv"]
 
 
 def test_a_packed_table_and_a_field_for_the_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The texts of an import are the records' texts, in every format: stored once, embedded, found by their words."""
+"""Texts of an import become the texts of the records in every format: stored once, embedded, searchable."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ EMBEDDED = [
     of_lines, of_packed_lines, of_cells, of_tabs, of_parquet, of_arrow, of_lance, of_pandas, of_polars, of_datasets,
     of_saved_datasets,
 ]  # fmt: skip
-SOURCES = [*((make, Fields(text="text"), False) for make in EMBEDDED), *((*one, True) for one in WITH_VECTORS)]
+SOURCES = [
+    *((make, Fields(text="text"), False) for make in EMBEDDED),
+    *((*with_vector, True) for with_vector in WITH_VECTORS),
+]
 
 
 def require_texts(db: softdb.SoftDB) -> None:
@@ -190,14 +193,14 @@ def test_the_texts_of_an_import_are_the_records_texts(
 
 
 @pytest.mark.parametrize("make", [of_lines, of_cells, None], ids=["jsonl", "csv", "stdin"])
-def test_a_shell_finds_by_words_what_it_imported(tmp_path: Path, make: Callable[[Path], Path] | None) -> None:
+def test_imported_texts_are_found_by_their_words(tmp_path: Path, make: Callable[[Path], Path] | None) -> None:
     source, piped = (make(tmp_path), None) if make else ("-", of_lines(tmp_path).read_text())
     run("import", tmp_path / "db", source, "--text", "text", "--dim", D, stdin=piped)
     error = fails("search", tmp_path / "db", "fox", "--mode", "text")
     assert error.endswith("db.index_text(), or on a shell softdb fields PATH --text words, makes one")
     run("fields", tmp_path / "db", "--text", "words")
-    (found,) = answer("search", tmp_path / "db", "fox", "--mode", "text")
-    assert [(hit["id"], hit["text"], hit["payload"]) for hit in found] == [("r1", TEXTS[1], {"n": 1})]
+    (actual,) = answer("search", tmp_path / "db", "fox", "--mode", "text")
+    assert [(hit["id"], hit["text"], hit["payload"]) for hit in actual] == [("r1", TEXTS[1], {"n": 1})]
 
 
 def test_vectors_beside_the_lines_have_their_texts_too(tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_vectors_beside_the_lines_have_their_texts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_the_texts_of_an_export_are_embedded_anew(tmp_path: Path, suffix: str) -> None:
+def test_the_texts_of_an_export_are_embedded_again(tmp_path: Path, suffix: str) -> None:
     """The way from one encoder to another: the vectors stay behind, and nothing else."""
     file = tmp_path / f"out{suffix}"
     with softdb.open(None, encoder=HashedNGrams(7)) as db, softdb.open(None, encoder=HashedNGrams(D)) as new:
@@ -230,7 +233,7 @@ def test_the_texts_of_an_export_are_embedded_anew(tmp_path: Path, suffix: str) -
         assert (db.dim, db["r1"].text, db["r1"].payload) == (D, TEXTS[1], {"n": 1})
 
 
-def test_a_text_may_be_the_id_and_is_missing_only_where_null_says_so(tmp_path: Path) -> None:
+def test_a_text_may_be_the_id_and_only_null_means_none(tmp_path: Path) -> None:
     path = lines(tmp_path / "r.jsonl", [{"name": "a", "key": [1]}, {"name": "b", "key": [2], "note": None}])
     (rows,) = read_records(path, fields=Fields(id="name", text="name"))
     assert (rows.ids, rows.keys, rows.texts) == (["a", "b"], ["a", "b"], ["a", "b"])
@@ -240,7 +243,7 @@ def test_a_text_may_be_the_id_and_is_missing_only_where_null_says_so(tmp_path: P
     assert bad == ["r.jsonl line 1: field 'note' is None, not a text; its fields are ['name', 'key']"]
 
 
-def test_a_source_without_texts_says_so(tmp_path: Path) -> None:
+def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "keys.npy", VECTORS)
     with pytest.raises(softdb.BadInput, match=r"keys.npy holds no texts; leave out the text 'text'"):
         read_records(tmp_path / "keys.npy", fields=Fields(text="text"))

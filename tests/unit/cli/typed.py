@@ -1,4 +1,4 @@
-"""What the tests of the command line type, and what comes back."""
+"""Run commands in this process and read their output."""
 
 from __future__ import annotations
 

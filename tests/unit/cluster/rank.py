@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cluster_contract import N, differentiated, filled, near
+from contracts.cluster import N, differentiated, near, subset
 from torch.nn.parallel import DistributedDataParallel
 
 import softdb
@@ -29,17 +29,17 @@ SHARDS = 4
 def opened(rank: int, ranks: int, timeout: float = 60.0) -> Cluster:
     home = np.random.default_rng(5).integers(0, SHARDS, N)
     own = {
-        shard: DatabaseShard(filled(None, np.flatnonzero(home == shard), "dot"), shard, SHARDS)
+        shard: DatabaseShard(subset(None, np.flatnonzero(home == shard), "dot"), shard, SHARDS)
         for shard in range(SHARDS)
         if shard % ranks == rank
     }
-    dist.barrier()  # a busy machine may have filled them at very different times
+    dist.barrier()  # a busy machine may have subset them at very different times
     return Cluster(Ranks(own, timeout), timeout)
 
 
 def equal_to_one_database(cluster: Cluster, rank: int) -> None:
     """Every rank has other queries, and another number of them."""
-    one = filled(None, np.arange(N), "dot")
+    one = subset(None, np.arange(N), "dot")
     queries = torch.from_numpy(np.random.default_rng(rank).standard_normal(((3, 1, 0)[rank % 3], 8)))
     for dtype, dial in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         for words in ({}, {"where": {"third": 1}}, {"k": 7}):
@@ -71,11 +71,11 @@ def trains_as_one_process(cluster: Cluster, rank: int, ranks: int) -> None:
     batch, positives = torch.randn(4 * ranks, 8), list(range(4 * ranks))
     mine = slice(4 * rank, 4 * rank + 4)
     softdb.nn.retrieval_loss(cluster, wrapped(batch[mine]), positives[mine]).backward()  # type: ignore[no-untyped-call]
-    softdb.nn.retrieval_loss(filled(None, np.arange(N), "dot"), plain(batch), positives).backward()  # type: ignore[no-untyped-call]
-    for found, true in zip(wrapped.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
+    softdb.nn.retrieval_loss(subset(None, np.arange(N), "dot"), plain(batch), positives).backward()  # type: ignore[no-untyped-call]
+    for parameter, true in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
         assert true.grad is not None
-        near(found.grad, true.grad, 5e-6)
+        near(parameter.grad, true.grad, 5e-6)
 
 
 def unlike_calls(cluster: Cluster, rank: int) -> None:
@@ -98,7 +98,7 @@ def a_call_of_some(rank: int, ranks: int) -> None:
 
 
 def a_lost_rank(rank: int, ranks: int) -> None:
-    """Told as soon as it is gone, not at the timeout: the test ends before."""
+    """A lost rank is reported at once, not at the timeout, so the test ends before."""
     cluster = opened(rank, ranks, timeout=3600.0)
     dist.barrier()
     if rank == 0:
@@ -109,7 +109,7 @@ def a_lost_rank(rank: int, ranks: int) -> None:
 def too_few_ranks(rank: int) -> None:
     """Started with fewer ranks than the shards were shared out for."""
     with pytest.raises(BadInput, match="each on one rank"):
-        Ranks({rank * 2: DatabaseShard(filled(None, np.arange(4), "dot"), 0, 1)}, 60.0)
+        Ranks({rank * 2: DatabaseShard(subset(None, np.arange(4), "dot"), 0, 1)}, 60.0)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which replica is asked, and when: on a Ray without processes, whose clock is told."""
+"""Choice and timing of replicas, on a stand-in for Ray with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SCHEMA = Schema(4, None, None, np.dtype(np.float32), Metric.DOT)
 
 
 class RayError(Exception):
-    """What Ray raises."""
+    """An error of Ray."""
 
 
 class Does(NamedTuple):
-    """What comes of a call of an actor."""
+    """Outcome of a call of an actor."""
 
     after: float = 0.0  # seconds
     dies: str = ""
@@ -39,7 +39,7 @@ class Does(NamedTuple):
 
 
 class Call:
-    """A call that goes on."""
+    """A running call."""
 
     def __init__(self, at: float, reply: bytes | RayError) -> None:
         self.at, self.reply = at, reply
@@ -53,16 +53,16 @@ class Method(NamedTuple):
     retries: int | None = None
 
     def options(self, max_task_retries: int) -> Method:
-        """As Ray's."""
+        """Stand-in for Ray's class."""
         return self._replace(retries=max_task_retries)
 
     def remote(self, sent: bytes) -> Call:
-        """As Ray's."""
+        """Stand-in for Ray's class."""
         return self.actor.call(sent, self.name, self.retries)
 
 
 class Actor:
-    """One replica of a host: what it does with each call, the last from then on."""
+    """One replica of a host: its reaction to each call, the last one repeated."""
 
     def __init__(self, ray: Ray, name: str, *does: Does) -> None:
         self.ray, self.name, self.does = ray, name, [*does]
@@ -84,7 +84,7 @@ class Actor:
         return Call(self.ray.now + does.after, RayError(does.dies) if does.dies else pickle.dumps(reply))
 
     def reply(self, shard: int, ask: Message) -> Any:
-        """What a shard says."""
+        """A reply of a shard."""
         if not isinstance(ask, Refresh):
             return self.name
         version = AT if ask.version == NEWEST else ask.version
@@ -92,7 +92,7 @@ class Actor:
 
 
 class Ray:
-    """What of Ray the fan-out uses."""
+    """The part of Ray that the fan-out uses."""
 
     exceptions = SimpleNamespace(RayError=RayError)
 
@@ -122,7 +122,7 @@ class Ray:
             self.now += timeout
             return [], list(calls)
         self.now = max(self.now, first.at)
-        return [first], [one for one in calls if one is not first]
+        return [first], [call for call in calls if call is not first]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 
 
 def one_host(ray: Ray, *does: list[Does]) -> tuple[Actors, list[Actor]]:
-    """Two shards on one host, with a replica for each list of what it does."""
+    """Two shards on one host, with a replica for each list of reactions."""
     replicas = [Actor(ray, f"replica {i}", *own) for i, own in enumerate(does)]
     return Actors([replicas], 2), replicas
 
@@ -147,28 +147,28 @@ def by(name: str) -> tuple[dict[int, str], dict[int, str]]:
     return dict.fromkeys(range(2), name), {}
 
 
-def test_the_first_answers_and_nobody_else_is_asked(ray: Ray) -> None:
+def test_only_the_first_replica_is_asked(ray: Ray) -> None:
     transport, (first, second) = one_host(ray, [Does(1.0)], [Does()])
     assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
     assert (first.asked, second.asked, ray.now) == ([(0.0, "answer")], [], 1.0)
 
 
 @pytest.mark.parametrize("how", [Does(1.0, dies="the actor died"), Does(full=True)], ids=["dies", "full"])
-def test_a_replica_takes_over_at_once_and_is_asked_first_from_then_on(ray: Ray, how: Does) -> None:
+def test_a_replica_takes_over_and_is_asked_first_afterwards(ray: Ray, how: Does) -> None:
     transport, (first, second) = one_host(ray, [how, Does()], [Does()])
     for _ in range(2):
         assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
-    assert (first.retries, second.retries) == ([0], [None, 0])  # Ray asks again only where nobody else can be asked
+    assert (first.retries, second.retries) == ([0], [None, 0])  # Ray retries only if there is no other actor to ask
     assert ray.now == how.after
 
 
-def test_a_slow_one_is_left_for_a_replica_after_a_third_of_the_timeout(ray: Ray) -> None:
+def test_a_replica_replaces_a_slow_actor_after_a_third_of_the_timeout(ray: Ray) -> None:
     transport, (first, second) = one_host(ray, [Does(NEVER), Does()], [Does(1.0)])
     assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 1")
     assert (first.asked, second.asked, ray.now) == ([(0.0, "answer")], [(10.0, "answer")], 11.0)
 
 
-def test_calls_that_nobody_waits_for_are_cancelled(ray: Ray) -> None:
+def test_abandoned_calls_are_cancelled(ray: Ray) -> None:
     """Of a slow actor whose replica has answered, and of all that time out; never one that was answered."""
     transport, _ = one_host(ray, [Does(NEVER)], [Does(1.0)])
     transport.ask(ASKS, TIMEOUT)
@@ -184,15 +184,15 @@ def test_calls_that_nobody_waits_for_are_cancelled(ray: Ray) -> None:
 
 
 def test_the_cause_of_a_failed_call_is_named_first(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray tells a traceback, of which the exception is the last line."""
-    told = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
-    monkeypatch.setattr(told, "cause", OSError("no space left"), raising=False)
-    monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, told))
+    """Ray raises a traceback whose last line is the exception."""
+    actual = RayError("ray::Host.answer() (pid=1, ip=192.0.2.2)\n" + "  File host.py\n" * 50 + "OSError: no space left")
+    monkeypatch.setattr(actual, "cause", OSError("no space left"), raising=False)
+    monkeypatch.setattr(Actor, "call", lambda *_: Call(0.0, actual))
     transport, _ = one_host(ray, [Does()])
     assert transport.ask(ASKS, TIMEOUT).missing == dict.fromkeys(range(2), "OSError: no space left")
 
 
-def test_the_slow_one_is_waited_for_where_the_replica_dies(ray: Ray) -> None:
+def test_a_slow_actor_is_awaited_if_its_replica_dies(ray: Ray) -> None:
     transport, (_, second) = one_host(ray, [Does(20.0)], [Does(1.0, dies="the actor died")])
     assert transport.ask(ASKS, TIMEOUT)[:2] == by("replica 0")
     assert (len(second.asked), ray.now) == (1, 20.0)
@@ -213,19 +213,19 @@ def test_of_two_that_answer_the_first_counts(ray: Ray) -> None:
     ],
     ids=["slow", "dies", "full"],
 )
-def test_shards_that_nobody_answers_for_are_missing_in_time(ray: Ray, how: Does, why: str, end: float) -> None:
+def test_unanswered_shards_are_missing_within_the_timeout(ray: Ray, how: Does, why: str, end: float) -> None:
     transport, _ = one_host(ray, [how], [how])
     assert transport.ask(ASKS, TIMEOUT)[:2] == ({}, dict.fromkeys(range(2), why))
     assert ray.now == end
 
 
-def test_other_hosts_answer_where_one_does_not(ray: Ray) -> None:
+def test_other_hosts_answer_for_a_silent_host(ray: Ray) -> None:
     hosts = [[Actor(ray, "dead", Does(dies="the actor died"))], [Actor(ray, "well", Does(1.0))]]
-    found = Actors(hosts, 2).ask(ASKS, TIMEOUT)
-    assert found[:2] == ({1: "well"}, {0: "the actor died"})
+    actual = Actors(hosts, 2).ask(ASKS, TIMEOUT)
+    assert actual[:2] == ({1: "well"}, {0: "the actor died"})
 
 
-def test_what_a_shard_raises_is_raised(ray: Ray) -> None:
+def test_errors_of_a_shard_are_raised(ray: Ray) -> None:
     transport, _ = one_host(ray, [Does(error=StaleRead("shard 1 is at version 4"))])
     with pytest.raises(StaleRead, match="shard 1 is at version 4"):
         transport.ask(ASKS, TIMEOUT)
@@ -236,7 +236,7 @@ def test_what_a_shard_raises_is_raised(ray: Ray) -> None:
     [(Refresh(NEWEST), "tend"), (CallVerb(3, "build_index", {}), "tend"), (CallVerb(3, "get", {}), "answer")],
     ids=["refresh", "build_index", "get"],
 )
-def test_answers_do_not_wait_for_what_takes_long(ray: Ray, message: Message, method: str) -> None:
+def test_answers_do_not_wait_for_long_changes(ray: Ray, message: Message, method: str) -> None:
     transport, (only,) = one_host(ray, [Does()])
     transport.ask({0: message}, TIMEOUT)
     assert only.asked == [(0.0, method)]
@@ -250,13 +250,13 @@ def test_a_refresh_brings_the_other_replicas_to_the_same_version(ray: Ray) -> No
     transport.ask(NEWS, TIMEOUT)
     assert (first.asked, second.asked) == ([(0.0, "tend")], [(1.0, "tend")])
     assert second.sent == [dict.fromkeys(range(2), Refresh(AT))]
-    assert ray.now == 1.0  # nobody waits for it
+    assert ray.now == 1.0  # no call waits for it
     for ask in (CallVerb(AT, "count", {}), CallVerb(AT, "build_index", {})):
         transport.ask({0: ask}, TIMEOUT)
     assert len(second.asked) == 1
 
 
-def test_a_replica_that_is_busy_with_that_is_told_all_the_same(ray: Ray) -> None:
+def test_a_busy_replica_still_gets_the_change(ray: Ray) -> None:
     """And what still waits in it is cancelled: the last call alone brings it on."""
     transport, (first, second) = one_host(ray, [Does(1.0)], [Does(10.0)])
     for _ in range(5):
@@ -265,7 +265,7 @@ def test_a_replica_that_is_busy_with_that_is_told_all_the_same(ray: Ray) -> None
     assert [call.at for call in ray.cancelled] == [11.0, 12.0, 13.0, 14.0]
 
 
-def test_the_one_that_was_lost_is_brought_on_by_the_one_that_took_over(ray: Ray) -> None:
+def test_a_lost_actor_catches_up_from_its_replacement(ray: Ray) -> None:
     transport, (first, second) = one_host(ray, [Does(dies="the actor died"), Does(1.0)], [Does(1.0)])
     transport.ask(NEWS, TIMEOUT)
     assert (len(first.asked), len(second.asked)) == (2, 1)
@@ -289,7 +289,7 @@ def test_a_replica_that_takes_no_more_calls_does_not_matter(ray: Ray) -> None:
         {"url": "/elsewhere"},
     ],
 )
-def test_who_reads_a_table_otherwise_has_actors_of_its_own(other: dict[str, Any]) -> None:
+def test_each_reading_of_a_table_has_actors_of_its_own(other: dict[str, Any]) -> None:
     made = list[str]()
     ray: Any = SimpleNamespace(
         nodes=lambda: [{"Alive": True}] * 2,

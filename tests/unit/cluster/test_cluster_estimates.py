@@ -1,4 +1,4 @@
-"""Estimates over shards: as good as one database's, with bars that hold, wherever equal records lie."""
+"""Estimates over shards are as good as those of one database, wherever equal records lie."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cluster_contract import Counted, near
+from contracts.cluster import Counted, near
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.attend.error import ErrorEstimate
@@ -58,8 +59,7 @@ def parted(kind: str, shards: int = P) -> Parted:
         mine = np.flatnonzero(home == shard)
         part.insert(mine.tolist(), keys[mine], values[mine])
     cluster = Cluster(Local([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)]))
-    one = softdb.open(None, dim=D, value_dim=V)
-    one.insert(range(N), keys, values)
+    one = holding(keys, values)
     for db in (one, cluster):
         db.build_index("ivf", recall=0.9)
     asked = centres[random.integers(0, CENTRES, 150)] + 0.6 * random.standard_normal((150, D))
@@ -78,15 +78,15 @@ def rms(error: Tensor) -> float:
 def test_one_shard_is_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
     world = parted("hash", 1)
-    found = []
+    results = []
     for db in (world.cluster, world.one):
         leaf = world.queries[:20].clone().requires_grad_()
         pooled = db.attend(leaf, rtol=0.2, max_draws=DRAWS, generator=torch.Generator().manual_seed(1))
         grad = torch.autograd.grad(pooled.output.square().sum() + pooled.lse.sum(), leaf)[0]
         assert pooled.n_pooled.float().mean() > DRAWS / 2
-        found.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
-    for mine, own in zip(*found, strict=True):
-        near(mine, own, 2e-5)
+        results.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
+    for result, own in zip(*results, strict=True):
+        near(result, own, 2e-5)
 
 
 def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
@@ -95,8 +95,8 @@ def test_errors_and_bars_on_hash_shards(hashed: Parted) -> None:
     assert float((error <= bar).float().mean()) >= 0.93
 
 
-def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
-    """Later rounds draw numbers on a grid, rounded down: what is left goes to the shards, a step each.
+def test_the_rest_of_a_budget_is_drawn(hashed: Parted) -> None:
+    """Later rounds draw numbers on a grid, rounded down; the remainder goes to the shards, a step each.
 
     Of a shard a twentieth of the draws goes to all records alike, which comes on top.
     """
@@ -105,7 +105,7 @@ def test_what_a_grid_leaves_of_a_budget_is_drawn_too(hashed: Parted) -> None:
     assert 1.06 * DRAWS > float(pooled.n_pooled.double().mean()) > 0.96 * DRAWS
 
 
-def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> None:
+def test_a_tolerance_is_met_and_too_costly_draws_are_skipped(hashed: Parted) -> None:
     queries = hashed.queries[:20]
     pooled = hashed.cluster.attend(queries, rtol=0.1)
     true = hashed.one.attend(queries).output
@@ -118,15 +118,15 @@ def test_a_tolerance_is_met_and_what_is_dear_is_passed_over(hashed: Parted) -> N
     assert torch.equal(pooled.output, again.output)
 
 
-def test_a_generator_decides_what_is_drawn(hashed: Parted) -> None:
-    found = [
+def test_a_generator_determines_the_draws(hashed: Parted) -> None:
+    results = [
         hashed.cluster.attend(
             hashed.queries[:5], rtol=0.01, max_draws=DRAWS, generator=torch.Generator().manual_seed(seed)
         ).output
         for seed in (1, 1, 2)
     ]
-    assert torch.equal(found[0], found[1])
-    assert not torch.isclose(found[0], found[2]).all(1).any()
+    assert torch.equal(results[0], results[1])
+    assert not torch.isclose(results[0], results[2]).all(1).any()
 
 
 def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
@@ -140,8 +140,8 @@ def test_gradients_are_of_the_draws_that_answered(hashed: Parted) -> None:
     assert float(off.median()) < 0.2, "the gradients of the wrong draws would be off by about 1"
 
 
-def test_what_was_passed_over_stays_so_in_its_gradient(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a pass costs less is measured, and may be judged otherwise by the time of the gradient."""
+def test_the_gradient_repeats_the_choice_of_an_exact_pass(hashed: Parted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of an exact pass is timed, and the times may differ when the gradient is computed."""
     leaf, dear = hashed.queries[:5].clone().requires_grad_(), [True]
     monkeypatch.setattr(Estimator, "too_dear", lambda *_: dear[0])
     pooled = hashed.cluster.attend(leaf, rtol=0.5)

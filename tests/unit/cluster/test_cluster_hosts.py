@@ -1,4 +1,4 @@
-"""Several shards on one host: one reply for all of them, with the answers and gradients that each by itself gives."""
+"""Several shards on one host send one reply with the answers and gradients of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_contract import ClusterContract, D, N, V, differentiated, filled, near
-from cluster_hosts import Hosts
+from contracts.cluster import ClusterContract, D, N, V, differentiated, near, subset
+from contracts.cluster_hosts import Hosts
 
 import softdb
 from softdb import scores
@@ -36,7 +36,7 @@ class TestHosts(ClusterContract):
 
 
 def hosts(count: int, shards: int = 4, n: int = N) -> Hosts:
-    parts = [filled(None, np.arange(shard, n, shards), "dot", n) for shard in range(shards)]
+    parts = [subset(None, np.arange(shard, n, shards), "dot", n) for shard in range(shards)]
     return Hosts([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)], count)
 
 
@@ -44,27 +44,27 @@ def hosts(count: int, shards: int = 4, n: int = N) -> Hosts:
 def test_the_gradient_of_a_merged_state_is_shared_out_rightly(words: dict[str, Any]) -> None:
     """One key weighs almost all at a low temperature; a share e^(lse - L) that is wrong shows there."""
     queries = torch.from_numpy(np.random.default_rng(1).standard_normal((6, D)))
-    one, merged, apart = filled(None, np.arange(N), "dot"), Cluster(hosts(1)), Cluster(hosts(4))
+    one, merged, apart = subset(None, np.arange(N), "dot"), Cluster(hosts(1)), Cluster(hosts(4))
     true = differentiated(one, queries, **words)
     for cluster in (merged, apart):
-        for found, own in zip(differentiated(cluster, queries, **words), true, strict=True):
-            near(found, own, 1e-9)
+        for actual, own in zip(differentiated(cluster, queries, **words), true, strict=True):
+            near(actual, own, 1e-9)
 
 
-def test_a_part_that_holds_nothing_for_a_filter_has_no_gradient() -> None:
-    left, right = filled(None, np.arange(0, N, 3), "dot"), filled(None, np.arange(1, N, 3), "dot")
+def test_a_shard_without_matches_has_no_gradient() -> None:
+    left, right = subset(None, np.arange(0, N, 3), "dot"), subset(None, np.arange(1, N, 3), "dot")
     cluster = Cluster(Hosts([DatabaseShard(left, 0, 2), DatabaseShard(right, 1, 2)], 1))
     queries = torch.ones(2, D, dtype=torch.float64)
     for third, own in ((0, left), (1, right)):
-        for found, true in zip(
+        for actual, true in zip(
             *(differentiated(db, queries, where={"third": third}) for db in (cluster, own)), strict=True
         ):
-            near(found, true, 1e-9)
+            near(actual, true, 1e-9)
     grads = differentiated(cluster, queries, where={"third": 2})[2:]
-    assert [float(one.abs().sum()) for one in grads] == [0.0]
+    assert [float(grad.abs().sum()) for grad in grads] == [0.0]
 
 
-def test_a_host_sends_one_reply_whatever_it_holds() -> None:
+def test_a_host_sends_one_reply_for_all_its_shards() -> None:
     q, k, down = 3, 5, {}
     for shards in (2, 8):
         transport = hosts(1, shards)
@@ -77,7 +77,7 @@ def test_a_host_sends_one_reply_whatever_it_holds() -> None:
     assert down == dict.fromkeys(down, 4 * q * (V + 1 + D) + 12 * q * k + 8 * q)
 
 
-def test_the_gradients_of_a_whole_travel_once() -> None:
+def test_the_gradient_of_a_host_travels_once() -> None:
     wide, sent = 512, []
     for shards in (2, 8):
         transport = hosts(1, shards)
@@ -89,7 +89,7 @@ def test_the_gradients_of_a_whole_travel_once() -> None:
     assert sent[1] < sent[0] + 6 * 500, "what each shard adds does not grow with the queries"
 
 
-def test_what_is_merged_and_what_is_not() -> None:
+def test_only_mergeable_replies_are_merged_on_the_host() -> None:
     question = ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)
     shards = hosts(1).own
     passes = {shard: PassOver(own.db.generation, question) for shard, own in enumerate(shards)}  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_an_actor_answers_all_of_its_shards_at_once() -> None:
     asks = {shard: PassOver(held.held[shard].db.generation, question) for shard in range(3)}
     (whole, reply), *others = pickle.loads(held.answer(pickle.dumps(asks))).items()
     assert (whole, others) == ((0, 1, 2), [])
-    true = filled(None, np.arange(N), "dot").attend(torch.ones(2, D))
+    true = subset(None, np.arange(N), "dot").attend(torch.ones(2, D))
     near(torch.from_numpy(reply.output), true.output, 1e-5)
     near(torch.from_numpy(reply.lse), true.lse, 1e-5)
     assert reply.output.flags.writeable, "else torch warns of it"
@@ -142,5 +142,5 @@ def test_an_actor_answers_all_of_its_shards_at_once() -> None:
     assert list(stale) == [(1,)]
     assert isinstance(stale[1,], StaleRead)
     held.held = StaleRead("its version is gone")
-    told = pickle.loads(held.tend(pickle.dumps(asks)))
-    assert {mine: type(one) for mine, one in told.items()} == dict.fromkeys([(0,), (1,), (2,)], StaleRead)
+    actual = pickle.loads(held.tend(pickle.dumps(asks)))
+    assert {mine: type(one) for mine, one in actual.items()} == dict.fromkeys([(0,), (1,), (2,)], StaleRead)

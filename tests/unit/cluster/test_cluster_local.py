@@ -1,4 +1,4 @@
-"""Shards in this process: the contract, versions, shards that do not fit, slow ones."""
+"""Shards in this process: the contract, versions, mismatched shards and slow shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_contract import ClusterContract, Counted, D, filled
+from contracts.cluster import ClusterContract, Counted, D, subset
 
 import softdb
 from softdb.cluster import Cluster, DatabaseShard, Local
@@ -56,8 +56,8 @@ def shards(*dbs: softdb.SoftDB) -> Local:
     return Local([DatabaseShard(db, shard, len(dbs)) for shard, db in enumerate(dbs)])
 
 
-def test_a_shard_that_went_on_says_so() -> None:
-    left, right = filled(None, np.arange(0, 40), "dot"), filled(None, np.arange(40, 80), "dot")
+def test_a_shard_at_a_newer_version_raises_stale_read() -> None:
+    left, right = subset(None, np.arange(0, 40), "dot"), subset(None, np.arange(40, 80), "dot")
     cluster, queries = Cluster(shards(left, right)), torch.ones(2, D)
     hits, before = cluster.search(queries, 3), cluster.attend(queries)
     right.insert(["new"], np.full((1, D), 5, np.float32), np.ones((1, 4)))
@@ -75,8 +75,8 @@ def test_a_shard_that_went_on_says_so() -> None:
     assert not torch.equal(cluster.attend(queries).lse, before.lse)
 
 
-def test_a_shard_that_goes_on_while_it_answers_says_so() -> None:
-    db = filled(None, np.arange(40), "dot")
+def test_a_shard_that_changes_while_answering_raises_stale_read() -> None:
+    db = subset(None, np.arange(40), "dot")
     versions = iter([1, 1, 2])
     shard = DatabaseShard(db, 0, 1, version=lambda: next(versions))
     assert shard.answer(Describe(NEWEST)).version == 1
@@ -94,7 +94,7 @@ def test_shards_of_another_kind_are_refused(other: dict[str, Any]) -> None:
 
 
 class Clock:
-    """On which an hour is over when it has been read so many times, if it is told how many."""
+    """A clock that jumps an hour after a given number of readings."""
 
     turns = -1
 
@@ -103,7 +103,7 @@ class Clock:
         return 3600.0 if self.turns == -1 else 0.0
 
 
-def test_a_slow_shard_and_one_that_breaks_are_missing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_broken_shards_are_missing_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
 
     class Slow(DatabaseShard):
@@ -118,13 +118,13 @@ def test_a_slow_shard_and_one_that_breaks_are_missing_in_time(monkeypatch: pytes
                 raise OSError("the disk is gone")
             return super().answer(ask)
 
-    dbs = [filled(None, np.arange(low, low + 40), "dot") for low in (0, 40, 80)]
+    dbs = [subset(None, np.arange(low, low + 40), "dot") for low in (0, 40, 80)]
     parts = [kind(db, i, 3) for i, (kind, db) in enumerate(zip((DatabaseShard, Broken, Slow), dbs, strict=True))]
     transport = Local(parts)
     plain, clock = transport.ask, Clock()
 
     def ask(asks: Any, timeout: float) -> Any:
-        clock.turns = 3 if any(isinstance(one, PassOver) for one in asks.values()) else -1
+        clock.turns = 3 if any(isinstance(ask, PassOver) for ask in asks.values()) else -1
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)
@@ -136,7 +136,7 @@ def test_a_slow_shard_and_one_that_breaks_are_missing_in_time(monkeypatch: pytes
 
 @pytest.mark.parametrize(("seconds", "advice"), [(0.02, "ask again, or"), (40.0, r"give more time \(timeout=\), or")])
 def test_an_error_states_the_time_that_passed(seconds: float, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(lossy := Counted(shards(filled(None, np.arange(40), "dot"))), timeout=40)
+    cluster = Cluster(lossy := Counted(shards(subset(None, np.arange(40), "dot"))), timeout=40)
     lossy.lost = {0}
     clock = iter([1.0, 1.0 + seconds])
     monkeypatch.setattr(import_module("softdb.cluster.caller"), "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -146,8 +146,8 @@ def test_an_error_states_the_time_that_passed(seconds: float, advice: str, monke
 
 
 def test_a_score_that_a_shard_cannot_load_is_named() -> None:
-    """As one of a notebook, whose class the process of the shard lacks."""
-    shard = DatabaseShard(filled(None, np.arange(40), "dot"), 0, 1)
+    """A class of a notebook, which the process of the shard lacks."""
+    shard = DatabaseShard(subset(None, np.arange(40), "dot"), 0, 1)
     sent = pickle.dumps(Absent()).replace(b"Absent", b"Gone99")
     question = ShardQuery(np.ones((1, D), np.float32), None, score=sent)
     match = "cannot load the score .AttributeError: .*Gone99.*define it in a module that the shards can import"
@@ -183,8 +183,8 @@ def test_a_shard_without_a_key_answers_as_any(empty: str) -> None:
     n = 24
     kinds = {"new": np.arange(0), "emptied": np.arange(100, 110), "without a key": np.arange(0)}
     parts, one = (
-        [filled(None, np.arange(0, n), "dot"), filled(None, kinds[empty], "dot", n=200)],
-        filled(None, np.arange(n), "dot"),
+        [subset(None, np.arange(0, n), "dot"), subset(None, kinds[empty], "dot", n=200)],
+        subset(None, np.arange(n), "dot"),
     )
     if empty == "emptied":
         parts[1].delete(list(range(100, 110)))
@@ -194,8 +194,8 @@ def test_a_shard_without_a_key_answers_as_any(empty: str) -> None:
     all_alike(Cluster(shards(*parts)), one, torch.randn(2, D, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_shard_does_what_its_messages_say_and_no_more() -> None:
-    db = filled(None, np.arange(40), "dot")
+def test_a_shard_refuses_messages_that_it_cannot_answer() -> None:
+    db = subset(None, np.arange(40), "dot")
     shard = DatabaseShard(db, 1, 2)
     with pytest.raises(BadInput, match="was asked to compact"):
         shard.answer(CallVerb(db.generation, "compact", {}))
@@ -212,8 +212,8 @@ def test_a_shard_does_what_its_messages_say_and_no_more() -> None:
         shard.answer(Gather(db.generation, rows))
 
 
-def test_a_verb_at_another_version_does_nothing() -> None:
-    db = filled(None, np.arange(1200), "dot")
+def test_a_verb_at_another_version_changes_nothing() -> None:
+    db = subset(None, np.arange(1200), "dot")
     shard, before = DatabaseShard(db, 0, 1), db.generation
     db.delete([3])
     with pytest.raises(StaleRead, match="but was asked for"):
@@ -221,8 +221,8 @@ def test_a_verb_at_another_version_does_nothing() -> None:
     assert db.stats().index is None
 
 
-def test_a_hit_that_goes_before_it_is_named_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    db = filled(None, np.arange(40), "dot")
+def test_a_hit_deleted_before_its_lookup_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = subset(None, np.arange(40), "dot")
     shard, question = DatabaseShard(db, 0, 1), ShardQuery(np.ones((1, D), np.float32), softdb.check.Metric.DOT)
     monkeypatch.setattr(db.core.store, "read", lambda *_, **__: {})
     with pytest.raises(StaleRead, match="deleted or replaced"):
@@ -230,7 +230,7 @@ def test_a_hit_that_goes_before_it_is_named_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_shards_of_equal_records_sample_independently() -> None:
-    """And a generator decides what is drawn."""
+    """The generator determines the draws."""
     keys = np.random.default_rng(0).standard_normal((50, D)).astype(np.float32)
     parts = [softdb.open(None, dim=D) for _ in range(2)]
     for shard, part in enumerate(parts):
@@ -251,7 +251,7 @@ def test_shards_of_equal_records_sample_independently() -> None:
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        asked.extend(one.seed for one in asks.values() if isinstance(one, Sample))
+        asked.extend(ask.seed for ask in asks.values() if isinstance(ask, Sample))
         return plain(asks, timeout)
 
     transport.ask = ask  # type: ignore[method-assign]
@@ -278,9 +278,9 @@ def test_empty_shards_and_ids_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("n", [400, 4000])
-def test_what_travels_does_not_grow_with_the_records(n: int) -> None:
+def test_messages_do_not_grow_with_the_records(n: int) -> None:
     half = n // 2
-    counted = Counted(shards(filled(None, np.arange(half), "dot", n), filled(None, np.arange(half, n), "dot", n)))
+    counted = Counted(shards(subset(None, np.arange(half), "dot", n), subset(None, np.arange(half, n), "dot", n)))
     cluster, queries = Cluster(counted), torch.ones(3, D, requires_grad=True)
     counted.up = counted.down = 0
     cluster.attend(queries).output.sum().backward()  # type: ignore[no-untyped-call]
@@ -288,7 +288,7 @@ def test_what_travels_does_not_grow_with_the_records(n: int) -> None:
     assert (counted.up, counted.down) == (2 * 4 * 3 * (D + D + 4 + 1 + D), 2 * (4 * 3 * (4 + 1 + D) + 3 * 5 * 12))
 
 
-def test_a_field_that_one_shard_does_not_have_is_no_news() -> None:
+def test_a_field_missing_in_one_shard_does_not_warn() -> None:
     parts = [softdb.open(None, dim=D) for _ in range(2)]
     for shard, part in enumerate(parts):
         part.insert([shard], np.ones((1, D)), payloads=[{"only": 1} if shard else {}])
@@ -299,12 +299,12 @@ def test_a_field_that_one_shard_does_not_have_is_no_news() -> None:
         assert cluster.count({"only": 1}) == 1
         assert parts[0].count({"only": 1}) == 0  # a part of the records, by its own handle, too
     with pytest.warns(softdb.UnknownField, match="only"):  # a database that is no shard warns
-        filled(None, np.arange(40), "dot").count({"only": 1, "$not": {"only": 2}})
+        subset(None, np.arange(40), "dot").count({"only": 1, "$not": {"only": 2}})
 
 
 def lossy(**how: Any) -> tuple[Counted, Cluster]:
-    """Two shards of which one can be lost, and a handle that takes parts of answers."""
-    counted = Counted(shards(filled(None, np.arange(40), "dot"), filled(None, np.arange(40, 80), "dot")))
+    """Two shards of which one can be lost, and a handle that accepts partial answers."""
+    counted = Counted(shards(subset(None, np.arange(40), "dot"), subset(None, np.arange(40, 80), "dot")))
     counted.lost = how.pop("lost", set())
     return counted, Cluster(counted, partial=True, **how)
 
@@ -319,11 +319,11 @@ def test_a_gradient_wants_every_shard_that_answered() -> None:
     assert (whole.missing, part.missing) == ((), (1,))
     with pytest.raises(ShardUnavailable, match="shard 1: lost"):
         torch.autograd.grad(whole.output.sum(), leaf)
-    left = filled(None, np.arange(40), "dot")
-    for found, true in zip(
+    left = subset(None, np.arange(40), "dot")
+    for actual, true in zip(
         *(torch.autograd.grad(one.output.square().sum(), leaf) for one in (part, left.attend(leaf))), strict=True
     ):
-        torch.testing.assert_close(found, true)
+        torch.testing.assert_close(actual, true)
 
 
 def test_a_loss_wants_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_loss_wants_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        transport.lost = {1} if any(isinstance(one, PassOver) for one in asks.values()) else set()
+        transport.lost = {1} if any(isinstance(ask, PassOver) for ask in asks.values()) else set()
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)
@@ -352,11 +352,11 @@ def test_an_absent_shard_is_missing_until_it_is_looked_for() -> None:
 
 
 def test_an_index_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, allowed = shards(filled(None, np.arange(1200), "dot")), list[tuple[str, float]]()
+    transport, allowed = shards(subset(None, np.arange(1200), "dot")), list[tuple[str, float]]()
     plain = transport.ask
 
     def ask(asks: Any, timeout: float) -> Any:
-        allowed.extend((getattr(one, "verb", type(one).__name__), timeout) for one in asks.values())
+        allowed.extend((getattr(ask, "verb", type(ask).__name__), timeout) for ask in asks.values())
         return plain(asks, timeout)
 
     monkeypatch.setattr(transport, "ask", ask)
@@ -366,8 +366,8 @@ def test_an_index_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch
     assert allowed == [("Describe", 50.0), ("build_index", 3600.0), ("Describe", 50.0), ("count", 50.0)]
 
 
-def test_a_closed_cluster_is_told_and_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, count = shards(filled(None, np.arange(40), "dot")), list[int]()
+def test_a_closed_cluster_raises_closed_and_closes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, count = shards(subset(None, np.arange(40), "dot")), list[int]()
     real = transport.close
 
     def counted() -> None:

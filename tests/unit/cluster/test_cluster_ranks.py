@@ -19,18 +19,18 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks(tmp_path: Path, ranks: int, way: str) -> None:
     paths = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = []
+    results = []
     for rank in range(ranks):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "PYTHONPATH": paths}
         command = [sys.executable, "-W", "error", str(HERE / "rank.py"), str(tmp_path / "meeting"), way]
-        found.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        results.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
-        told = [one.communicate(timeout=300)[0] for one in found]
+        actual = [result.communicate(timeout=300)[0] for result in results]
     finally:
-        for one in found:
+        for one in results:
             one.kill()
-    for text in told:
-        assert text.strip().endswith("all is well"), "\n\n".join(told)
+    for text in actual:
+        assert text.strip().endswith("all is well"), "\n\n".join(actual)
 
 
 def test_without_a_job() -> None:

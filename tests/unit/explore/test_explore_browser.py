@@ -1,4 +1,4 @@
-"""The explorer in Debian's Chromium, as someone uses it: by mouse, by keyboard alone, and what the browser sends."""
+"""The explorer in Chromium: by mouse, by keyboard, and the requests of the browser."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from softdb.text import HashedNGrams
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")]
 LIMIT = 60_000  # milliseconds that anything may take on a loaded machine
 HOSTILE = "<b id=own>bold</b><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TEXTS = [f"{size} {animal}" for size in ("small", "large", "old", "young") for animal in ("cat", "dog", "whale", "hen")]
@@ -50,7 +47,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A page in a fresh profile, and what it asked and complained about."""
+    """A page in a fresh profile, with its requests and console errors."""
 
     def __init__(self, context: Any, site: Site, at: str = "") -> None:
         context.set_default_timeout(LIMIT)
@@ -105,7 +102,7 @@ def test_the_slider_shows_the_weights_of_attend(visit: Visit, place: Path) -> No
         assert page.eval_on_selector("#map", drawn)
 
 
-def test_what_is_stored_is_text(visit: Visit) -> None:
+def test_stored_markup_is_shown_as_text(visit: Visit) -> None:
     page = visit.page
     page.check("input[value=id]", force=True)
     page.fill("#asked", HOSTILE)
@@ -170,20 +167,20 @@ def test_keyboard_alone(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_axe_finds_nothing(chromium: Any, site: Site, scheme: str) -> None:
+def test_axe_reports_no_accessibility_faults(chromium: Any, site: Site, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install -e '.[browser]'")
     for width in (1280, 400):
         context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
         one = Visit(context, site, "#text=cat")
         one.page.click("summary")
-        found = axe.Axe().run(one.page).response["violations"]
-        assert [(rule["id"], rule["impact"], [node["html"][:90] for node in rule["nodes"]]) for rule in found] == []
+        actual = axe.Axe().run(one.page).response["violations"]
+        assert [(rule["id"], rule["impact"], [node["html"][:90] for node in rule["nodes"]]) for rule in actual] == []
         wide = one.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width  # nothing sticks out
         context.close()
 
 
-def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site) -> None:
+def test_errors_are_shown_as_text_and_the_page_stays_usable(visit: Visit, site: Site) -> None:
     page = visit.page
     page.check("input[value=id]", force=True)
     page.fill("#asked", "<i>nobody</i>")
@@ -200,7 +197,9 @@ def test_errors_are_shown_as_text_and_the_page_goes_on(visit: Visit, site: Site)
     page.wait_for_selector("#problem", state="hidden")
     visit.settled()
     assert "hen" in page.inner_text("#hits > li:first-child")
-    assert all("Failed to load resource" in one for one in visit.complaints)  # the browser's own word on 400 and 404
+    assert all(
+        "Failed to load resource" in complaint for complaint in visit.complaints
+    )  # the browser's own word on 400 and 404
     visit.complaints.clear()
 
 
@@ -246,7 +245,7 @@ def test_a_newer_question_overtakes_an_older_one(visit: Visit, site: Site, monke
     assert not page.is_visible("#problem")
 
 
-def test_what_another_process_commits_is_seen(chromium: Any, tmp_path: Path) -> None:
+def test_commits_of_another_process_are_seen(chromium: Any, tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=2, metric="l2", num_classes=2) as db, served(tmp_path / "db") as site:
         one = Visit(chromium.new_context(), site)
         assert "holds no record yet" in one.page.inner_text("#hits")

@@ -1,4 +1,4 @@
-"""Soft queries and nearest records over columns on a device, by Triton's interpreter and by torch, against float64."""
+"""Soft queries and nearest records on a device, by Triton's interpreter and by torch, against float64."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def agree(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.shape == other.shape
         within = tolerance * (1 if place < 2 else 4)
-        if one.dtype is not torch.float32:  # rounded once, to what is stored
+        if one.dtype is not torch.float32:  # rounded once, to the stored dtype
             within = torch.finfo(one.dtype).eps
         least = 1.0 if place == 1 else 1e-30  # lse is a logarithm: its error is one of the sum
         scale = other[other.isfinite()].abs().amax().clamp(min=least) if other.isfinite().any() else 1.0
@@ -119,8 +119,8 @@ def test_the_equations(way: str, metric: Metric, rng: np.random.Generator) -> No
     live[2] = False
     expected = reference.soft_query(EQUATIONS[metric], queries, keys, values, 2.0, live)
     asked = [torch.from_numpy(one) for one in (queries, keys, values)]
-    found = pooled(*asked, metric=metric, scale=0.5, mask=torch.from_numpy(live))
-    agree(list(found), [torch.from_numpy(one) for one in expected])
+    actual = pooled(*asked, metric=metric, scale=0.5, mask=torch.from_numpy(live))
+    agree(list(actual), [torch.from_numpy(one) for one in expected])
     scores, positions = nearest(asked[0], asked[1], 7, metric=metric, keep=torch.from_numpy(live[0]))
     table = torch.from_numpy(reference.scores(EQUATIONS[metric], queries, keys)).float()
     torch.testing.assert_close(scores, table.gather(1, positions))
@@ -147,8 +147,8 @@ def test_kernels_agree_with_float64(case: tuple[tuple[int, int, int, int], torch
     world = World(*shape, dtype)
     scale = min(0.7, 4 / shape[2]) if metric is Metric.L2 else 0.7  # a score of 90 is rounded by 4e-6 in float32
     how = {"metric": metric, "scale": scale}
-    found = world.asked(False, world.values, True, **how)
-    agree(found, world.asked(True, world.values, True, **how))
+    actual = world.asked(False, world.values, True, **how)
+    agree(actual, world.asked(True, world.values, True, **how))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,16 +170,16 @@ TAKING_PART = [
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("pooling", "keep", "mask", "metric"), TAKING_PART)
-def test_who_takes_part_and_what_is_pooled(pooling: str, keep: bool, mask: bool, metric: Metric) -> None:
+def test_filters_and_value_kinds_match_float64(pooling: str, keep: bool, mask: bool, metric: Metric) -> None:
     world = World(18, 70, 20, 18)
     world.mask[1] = False
     how = {"metric": metric, "scale": 1.3}
     how |= {"keep": world.keep if keep else None, "mask": world.mask if mask else None}
     values = {"values": world.values, "labels": world.labels, "nothing": None}[pooling]
-    found, expected = (world.asked(precise, values, True, **how) for precise in (False, True))
-    agree(found, expected)
+    actual, expected = (world.asked(precise, values, True, **how) for precise in (False, True))
+    agree(actual, expected)
     if mask:
-        assert [found[1][1].item(), found[0][1].abs().sum().item(), found[2][1].abs().sum().item()] == [
+        assert [actual[1][1].item(), actual[0][1].abs().sum().item(), actual[2][1].abs().sum().item()] == [
             -torch.inf,
             0,
             0,
@@ -190,18 +190,18 @@ def test_heads(way: str) -> None:
     world = World(2, 20, 6, 4, heads=3)
     given = [world.queries, world.keys, world.values]
     given = [one.transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for one in given]  # strides
-    found = pooled(*given, metric=Metric.DOT, mask=world.mask, keep=world.keep)
+    actual = pooled(*given, metric=Metric.DOT, mask=world.mask, keep=world.keep)
     each = [
         pooled(*(one[i] for one in given), metric=Metric.DOT, mask=world.mask[i], keep=world.keep) for i in range(3)
     ]
     expected = [torch.stack(one) for one in zip(*each, strict=True)]
-    grads = [torch.autograd.grad(o.sin().sum() + lse.sum(), given) for o, lse in (found, expected)]
-    for one, other in zip((*found, *grads[0]), (*expected, *grads[1]), strict=True):
+    grads = [torch.autograd.grad(o.sin().sum() + lse.sum(), given) for o, lse in (actual, expected)]
+    for one, other in zip((*actual, *grads[0]), (*expected, *grads[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @every_metric
-def test_nobody(way: str, metric: Metric) -> None:
+def test_no_participating_records_give_zeros(way: str, metric: Metric) -> None:
     world = World(3, 20, 4, 2)
     none = torch.zeros(20, dtype=torch.bool)
     empty = World(3, 0, 4, 2)
@@ -295,7 +295,7 @@ def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, mon
     queries = torch.tensor([[1.0, 2.0, -1.0], [0.0, 0.0, 0.0], [-1.0, 1.0, 1.0]])
     mask = torch.from_numpy(random.random((3, 300)) < 0.9)
     keep = torch.from_numpy(random.random(300) < 0.9)
-    found, positions = nearest(queries, keys, k, metric=metric, keep=keep, mask=mask)
+    actual, positions = nearest(queries, keys, k, metric=metric, keep=keep, mask=mask)
     for i in range(3):
         live = (keep & mask[i]).numpy()
         expected = reference.nearest(EQUATIONS[metric], queries[i : i + 1].numpy(), keys.numpy(), k, live)[0]
@@ -303,25 +303,25 @@ def test_the_nearest_with_ties_by_position(way: str, k: int, metric: Metric, mon
             assert positions[i, : len(expected)].tolist() == expected
         assert len(set(positions[i, : len(expected)].tolist())) == len(expected)
         assert (positions[i, len(expected) :] == -1).all()
-        assert (found[i, len(expected) :] == -torch.inf).all()
+        assert (actual[i, len(expected) :] == -torch.inf).all()
         assert live[positions[i, : len(expected)].numpy()].all()
 
 
-def test_zeros_of_both_signs_tie_and_what_is_no_number_is_the_largest() -> None:
+def test_zeros_of_both_signs_tie_and_nan_is_the_largest() -> None:
     scores = torch.tensor([0.0, -0.0, -1.0, 2.0, torch.nan, -torch.inf, torch.inf, 0.0])
     assert launch._first(scores, 8).tolist() == [4, 6, 3, 0, 1, 7, 2, 5]
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_overflow_far_from_the_nearest_is_told() -> None:
+def test_an_overflow_far_from_the_nearest_is_reported() -> None:
     keys = torch.zeros(300, 2)
     keys[3], keys[170] = 1e-30, 3e38
     queries = torch.tensor([[3e38, -3e38], [1.0, 0.0]])
-    found = nearest(queries, keys, 1, metric=Metric.DOT)[0]
-    assert found[:, 0].isnan().tolist() == [True, False]
+    actual = nearest(queries, keys, 1, metric=Metric.DOT)[0]
+    assert actual[:, 0].isnan().tolist() == [True, False]
 
 
-# -- what else is promised ---------------------------------------------------------------------------------------------
+# -- further promises --------------------------------------------------------------------------------------------------
 
 
 def test_two_calls_are_equal_to_the_bit_and_modes_change_nothing(way: str) -> None:
@@ -354,7 +354,7 @@ def test_records_beyond_four_billion_numbers(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_what_the_kernels_do_not_take_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cases_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel was launched")
 
@@ -408,12 +408,12 @@ def test_no_second_derivative(way: str) -> None:
         grad.sum().backward()
 
 
-# -- where they are picked ---------------------------------------------------------------------------------------------
+# -- selection ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what the kernels are asked for."""
+    """Names of the kernels that are launched."""
     found: list[str] = []
     for name in ("forward", "backward", "nearest"):
 
@@ -434,18 +434,18 @@ def on_and_off(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("score", [Dot(), Cosine(), Gaussian(0.7), NegativeL2(2.0)])
 @pytest.mark.parametrize("pools", [True, False])
-def test_columns_on_a_device_are_asked_there(
+def test_columns_on_a_device_are_pooled_there(
     score: Score, pools: bool, request: pytest.FixtureRequest, launched: list[str], rng: np.random.Generator
 ) -> None:
     keys, mask = awkward(rng, 40, 5), torch.ones(6, 40).tril(20).bool()
-    found = []
+    results = []
     for _ in on_and_off(request):
         given = [torch.from_numpy(one).requires_grad_() for one in (keys[:6] + 0.5, keys, keys[:, :3].copy())]
         asked = replace(Request.of(given[0], score), allowed=np.arange(40) % 3 > 0, mask=mask, pools=pools)
         output, lse = placed(*given[1:]).stream(asked)
         loss = output.sum() + lse.sum()
-        found.append((output, lse, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)))
-    for one, other in zip(*found, strict=True):
+        results.append((output, lse, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert launched == ["forward", "backward"]
 
@@ -454,15 +454,15 @@ def test_attention_with_heads_is_one_pass(
     request: pytest.FixtureRequest, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("softdb.functional.DENSE", 0)
-    found = []
+    results = []
     for _ in on_and_off(request):
         world = World(7, 9, 4, 3, heads=6)
         given = [
             one.reshape(2, 3, *one.shape[1:]).requires_grad_() for one in (world.queries, world.keys, world.values)
         ]
         output = attention(*given, is_causal=True)
-        found.append((output, *torch.autograd.grad(output.sin().sum(), given)))
-    for one, other in zip(*found, strict=True):
+        results.append((output, *torch.autograd.grad(output.sin().sum(), given)))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert launched == ["forward", "backward"]
 
@@ -476,7 +476,7 @@ def test_the_nearest_of_columns(launched: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_an_overflow_on_a_device_is_told_as_elsewhere() -> None:
+def test_an_overflow_on_a_device_is_reported_as_on_the_cpu() -> None:
     keys = torch.tensor([[3e38, 3e38], [1.0, 1.0]])
     with pytest.raises(BadInput, match="the score returned NaN"):
         placed(keys, keys).stream(Request.of(torch.tensor([[3e38, -3e38]]), Dot()))

@@ -1,4 +1,4 @@
-"""The kernels compile for devices that are not here, and fit; what the benchmark tells of them is of these kernels."""
+"""Triton kernels compile for devices that are absent here, and fit them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def binaries(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_binaries")
 
 
-def test_the_results_are_of_what_is_launched(binaries: Any) -> None:
+def test_the_results_are_of_the_launched_kernels(binaries: Any) -> None:
     told = json.loads((BENCHMARKS / "results" / "gpu_binaries.json").read_text())["binaries"]
     launched = [
         {"target": target, "case": case.name, **launched.facts}
@@ -36,13 +36,13 @@ def test_the_results_are_of_what_is_launched(binaries: Any) -> None:
     for row in told:
         assert row["shared"] <= binaries.TARGETS[row["target"]][2] << 10, row
         assert row["stack"] <= 256, row  # bytes of registers that are spilt
-    assert not any(row["stack"] for row in told if "d=128 v=128" in row["case"])  # the shapes that are told of
+    assert not any(row["stack"] for row in told if "d=128 v=128" in row["case"])  # the shapes in the report
 
 
 @pytest.mark.parametrize(
     "how", [["--few", "--target", "sm_90"], pytest.param([], marks=pytest.mark.slow, id="all")]
 )  # fmt: skip
-def test_they_compile_and_fit(how: list[str], tmp_path: Path) -> None:
+def test_kernels_compile_and_fit_the_device(how: list[str], tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(BENCHMARKS / "gpu_binaries.py"), *how, "--output", str(tmp_path / "found.json")]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)

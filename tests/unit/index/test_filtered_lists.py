@@ -1,4 +1,4 @@
-"""Recall under filters is as it was asked for, whether they go with the keys or not."""
+"""Recall under filters meets its target, whether the filter correlates with the keys or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flat(random: np.random.Generator, count: int) -> NDArray[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "metric"), [(clustered, "l2"), (clustered, "dot"), (flat, "cosine")])
-def test_filtered_recall_is_as_asked(world: Any, metric: Any) -> None:
+def test_filtered_recall_meets_its_target(world: Any, metric: Any) -> None:
     random = np.random.default_rng(0)
     keys, tuned, queries = (world(random, count).astype(np.float32) for count in (N, 500, 200))
     ranks = np.argsort(np.argsort([random.random(N), keys[:, 3], keys @ keys[5]], axis=1), axis=1) / N

@@ -83,19 +83,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("asked", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_it_agrees_with_brute_force(metric: Metric, dtype: str, asked: torch.dtype, rng: np.random.Generator) -> None:
+def test_flat_search_agrees_with_brute_force(
+    metric: Metric, dtype: str, asked: torch.dtype, rng: np.random.Generator
+) -> None:
     keys = awkward(rng, 300, 7).astype(dtype)
     queries = torch.from_numpy(rng.standard_normal((13, 7))).to(asked)
     queries[0], queries[1] = 0, torch.from_numpy(keys[5]).to(asked)
     for k in (1, 3, 40, 299, 300, 310):
-        found = flat(snapshot(keys, cuts=(1, 40, 200)), queries, k, metric)
-        same(found, metric, queries.double().numpy(), keys, k)
+        actual = flat(snapshot(keys, cuts=(1, 40, 200)), queries, k, metric)
+        same(actual, metric, queries.double().numpy(), keys, k)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("q", [1, 9])
-def test_of_equals_the_first_comes_first(metric: Metric, q: int, rng: np.random.Generator) -> None:
+def test_ties_are_ordered_by_row(metric: Metric, q: int, rng: np.random.Generator) -> None:
     """Whole numbers: float64 has no rounding, so that ties are ties."""
     keys = rng.integers(-1, 2, (500, 4)).astype(np.float32)
     queries = rng.integers(-1, 2, (q, 4)).astype(np.float32)
@@ -108,9 +110,9 @@ def test_of_equals_the_first_comes_first(metric: Metric, q: int, rng: np.random.
 def test_a_thousand_copies_of_few_keys(metric: Metric, rng: np.random.Generator) -> None:
     keys = np.tile(rng.standard_normal((20, 33)).astype(np.float32), (1000, 1))
     queries = rng.standard_normal((4, 33)).astype(np.float32)
-    found = flat(snapshot(keys, cuts=(3001,)), torch.from_numpy(queries), 12, metric)
-    np.testing.assert_array_equal(found, best(truth(metric, queries, keys), 12))
-    assert (np.diff(found, axis=1) == 20).all()
+    actual = flat(snapshot(keys, cuts=(3001,)), torch.from_numpy(queries), 12, metric)
+    np.testing.assert_array_equal(actual, best(truth(metric, queries, keys), 12))
+    assert (np.diff(actual, axis=1) == 20).all()
 
 
 @pytest.mark.parametrize("q", [1, 40])
@@ -131,8 +133,8 @@ def test_many_blocks_in_any_order(metric: Metric, q: int, rng: np.random.Generat
     queries = rng.standard_normal((q, 4)).astype(np.float32)
     order = np.argsort(truth(metric, queries[:1], keys)[0])
     for stored in (keys, keys[order], keys[order[::-1]]):
-        found = flat(snapshot(stored, cuts=(9001,)), torch.from_numpy(queries), 5, metric)
-        same(found, metric, queries, stored, 5)
+        actual = flat(snapshot(stored, cuts=(9001,)), torch.from_numpy(queries), 5, metric)
+        same(actual, metric, queries, stored, 5)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -153,11 +155,11 @@ def test_only_allowed_live_records_from_a_position_on(metric: Metric, share: flo
     world = snapshot(keys, live=live, cuts=(100, 1500))
     for start in (0, 700, 2000):
         keep = live & allowed & (np.arange(2000) >= start)
-        found = flat(world, torch.from_numpy(queries), 8, metric, allowed, start)
-        same(found, metric, queries, keys, 8, keep)
+        actual = flat(world, torch.from_numpy(queries), 8, metric, allowed, start)
+        same(actual, metric, queries, keys, 8, keep)
 
 
-def test_what_a_filter_leaves_is_compared_where_it_lies(
+def test_filtered_records_are_compared_in_place(
     way: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
@@ -170,8 +172,8 @@ def test_what_a_filter_leaves_is_compared_where_it_lies(
     monkeypatch.setattr(Snapshot, "keys_at", counted)
     keys, allowed = rng.standard_normal((2000, 9)).astype(np.float32), np.arange(2000) % 100 == 7
     queries = rng.standard_normal((1, 9)).astype(np.float32)
-    found = flat(snapshot(keys), torch.from_numpy(queries), 5, Metric.COSINE, allowed)
-    same(found, Metric.COSINE, queries, keys, 5, allowed)
+    actual = flat(snapshot(keys), torch.from_numpy(queries), 5, Metric.COSINE, allowed)
+    same(actual, Metric.COSINE, queries, keys, 5, allowed)
     assert (sum(copied) == 0) == (way == "kernels")
 
 
@@ -188,7 +190,7 @@ def test_rows_are_permanent_and_positions_are_not(rng: np.random.Generator) -> N
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_nothing_asked_or_nothing_there(metric: Metric) -> None:
+def test_no_queries_or_no_records_give_empty_answers(metric: Metric) -> None:
     empty = Snapshot.of(0, (), np.zeros(0, np.bool_))
     assert flat(empty, torch.ones(2, 3), 4, metric).tolist() == [[-1] * 4] * 2
     assert flat(snapshot(np.ones((5, 3)), live=np.zeros(5)), torch.ones(1, 3), 2, metric).tolist() == [[-1, -1]]
@@ -225,10 +227,10 @@ def test_any_small_world(data: st.DataObject) -> None:
     keys = keys[np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))]  # duplicates
     queries = vectors(q)
     k = data.draw(st.integers(1, n + 2))
-    found = flat(snapshot(keys), torch.from_numpy(queries), k, metric)
+    actual = flat(snapshot(keys), torch.from_numpy(queries), k, metric)
     expected = truth(metric, queries, keys)
     for i in range(q):
-        rows = found[i][found[i] >= 0]
+        rows = actual[i][actual[i] >= 0]
         assert len(set(rows.tolist())) == len(rows) == min(k, n)
         # the order of sums of d terms that cancel is decided by rounding: float64 is trusted to d units of the largest
         size = (np.abs(queries[i].astype(np.float64)) @ np.abs(keys.T.astype(np.float64))).max(initial=0)
@@ -238,7 +240,7 @@ def test_any_small_world(data: st.DataObject) -> None:
         np.testing.assert_allclose(expected[i, rows], np.sort(expected[i])[::-1][: len(rows)], rtol=1e-13, atol=slack)
 
 
-def test_the_checker_accepts_equals_in_order_and_refuses_the_rest() -> None:
+def test_the_checker_accepts_ties_and_refuses_real_swaps() -> None:
     keys, queries = np.array([[2.0], [1.0], [2.0], [3.0]]), np.ones((1, 1))
     same(np.array([[3, 0, 2]]), Metric.DOT, queries, keys, 3)
     for wrong in ([3, 2, 0], [0, 3, 2], [3, 0, 1], [3, 0, -1]):

@@ -1,4 +1,4 @@
-"""Finding with an index: the order of candidates, deletions, filters, compaction, snapshots that came or went."""
+"""Search by an index: order of candidates, deletions, filters, compaction, older and newer snapshots."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ def recall(found: Array, exact: Array) -> float:
     return float(((found[:, None] == exact[:, :, None]).any(2) & there).sum() / there.sum())
 
 
-# -- candidates by exact score -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("q", [1, 6])
@@ -75,24 +72,24 @@ def test_candidates_are_ordered_as_exact_search_orders_them(
     for c, k in [(1, 1), (7, 3), (30, 30), (60, 10), (4, 9)]:
         candidates = np.stack([rng.permutation(60)[:c] for _ in range(q)])
         candidates[rng.random((q, c)) < 0.2] = -1
-        found = ordered(world, queries, candidates, k, metric)[0]
+        actual = ordered(world, queries, candidates, k, metric)[0]
         for i in range(q):
             allowed = np.isin(np.arange(60), candidates[i])
             exact = nearest(world, Query(torch.from_numpy(queries[i : i + 1]), k, metric, allowed))[0]
             if metric is Metric.COSINE:  # lengths are rounded: parallel keys may change places
-                assert set(found[i] < 0) == set(exact < 0)
+                assert set(actual[i] < 0) == set(exact < 0)
                 scores = (keys @ queries[i]) / np.maximum(np.linalg.norm(keys, axis=1), 1e-9)
-                np.testing.assert_allclose(scores[found[i][found[i] >= 0]], scores[exact[exact >= 0]], atol=1e-5)
+                np.testing.assert_allclose(scores[actual[i][actual[i] >= 0]], scores[exact[exact >= 0]], atol=1e-5)
             else:
-                assert found[i].tolist() == exact.tolist()
+                assert actual[i].tolist() == exact.tolist()
 
 
 def test_positive_and_negative_zeros_are_ties() -> None:
     world = snapshot([[0.0, 1.0], [-0.0, 1.0], [0.0, -1.0], [1.0, 0.0]])
-    found = ordered(world, np.array([[1.0, 0.0]], np.float32), np.array([[2, 1, 0, 3]]), 4, Metric.DOT)[0]
-    assert found.tolist() == [[3, 0, 1, 2]]
-    found = ordered(world, np.array([[-1.0, 0.0]], np.float32), np.array([[2, 3, 1, 0]]), 4, Metric.DOT)[0]
-    assert found.tolist() == [[0, 1, 2, 3]]
+    actual = ordered(world, np.array([[1.0, 0.0]], np.float32), np.array([[2, 1, 0, 3]]), 4, Metric.DOT)[0]
+    assert actual.tolist() == [[3, 0, 1, 2]]
+    actual = ordered(world, np.array([[-1.0, 0.0]], np.float32), np.array([[2, 3, 1, 0]]), 4, Metric.DOT)[0]
+    assert actual.tolist() == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -106,25 +103,22 @@ def test_candidates_are_scored_in_parts_with_and_without_compiled_loops(
     keys = awkward(rng, 90, 37)
     world, queries = snapshot(keys, cuts=(33,)), rng.standard_normal((11, 37)).astype(np.float32)
     candidates = np.tile(np.arange(90), (11, 1))
-    found, scores = ordered(world, queries, candidates, 100, metric)
+    actual, scores = ordered(world, queries, candidates, 100, metric)
     exact = nearest(world, Query(torch.from_numpy(queries), 100, metric))
-    assert recall(found[:, :7], exact[:, :7]) == 1
-    assert (found >= 0).sum() == 11 * 90
+    assert recall(actual[:, :7], exact[:, :7]) == 1
+    assert (actual >= 0).sum() == 11 * 90
     true = score_of(metric)(torch.from_numpy(queries).double(), torch.from_numpy(keys).double()).numpy()
-    np.testing.assert_allclose(scores[:, :90], np.take_along_axis(true, found[:, :90], 1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scores[:, :90], np.take_along_axis(true, actual[:, :90], 1), rtol=1e-5, atol=1e-5)
     assert np.isneginf(scores[:, 90:]).all()
 
 
 def test_cosines_of_very_long_and_very_short_keys(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((40, 6)).astype(np.float32)
     keys *= np.float32(10.0) ** rng.integers(-28, 28, (40, 1))
-    found, scores = ordered(snapshot(keys), 1e25 * keys[:1], np.arange(40)[None], 40, Metric.COSINE)
+    actual, scores = ordered(snapshot(keys), 1e25 * keys[:1], np.arange(40)[None], 40, Metric.COSINE)
     wide = keys.astype(np.float64)
     true = wide @ wide[0] / np.linalg.norm(wide, axis=1) / np.linalg.norm(wide[0])
-    np.testing.assert_allclose(scores[0], true[found[0]], atol=1e-5)
-
-
-# -- what an index may return ------------------------------------------------------------------------------------------
+    np.testing.assert_allclose(scores[0], true[actual[0]], atol=1e-5)
 
 
 @pytest.mark.few(1)
@@ -150,26 +144,26 @@ def test_a_snapshot_older_than_the_index_sees_its_own_records_only(rng: np.rando
     keys, queries = clusters(rng)
     index = indexed(snapshot(keys), Metric.DOT)
     old = snapshot(keys[:6000])
-    found = find(old, index, torch.from_numpy(queries), 10, Metric.DOT, None)
-    assert found.max() < 6000
-    assert found.min() >= 0
-    assert recall(found, nearest(old, Query(torch.from_numpy(queries), 10, Metric.DOT))) >= 0.9
+    actual = find(old, index, torch.from_numpy(queries), 10, Metric.DOT, None)
+    assert actual.max() < 6000
+    assert actual.min() >= 0
+    assert recall(actual, nearest(old, Query(torch.from_numpy(queries), 10, Metric.DOT))) >= 0.9
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_a_filter_that_goes_with_the_keys(kind: str, side: str, rng: np.random.Generator) -> None:
-    """Where the matches lie on the other side of the world, the nearest lists hold none of them."""
+def test_filters_that_correlate_with_the_keys_keep_their_recall(kind: str, side: str, rng: np.random.Generator) -> None:
+    """Matches far from the query: the nearest lists hold none of them."""
     keys, _ = clusters(rng)
     index = indexed(snapshot(keys), Metric.L2, kind)
     order = np.argsort(keys[:, 0])
     allowed = np.zeros(N, np.bool_)
     allowed[order[:5000]] = True
     queries = torch.from_numpy(keys[order[:40] if side == "near" else order[-40:]])
-    found = find(snapshot(keys), index, queries[:20], 10, Metric.L2, allowed)
-    assert allowed[found].all()
-    assert recall(found, nearest(snapshot(keys), Query(queries[:20], 10, Metric.L2, allowed))) >= 0.8
+    actual = find(snapshot(keys), index, queries[:20], 10, Metric.L2, allowed)
+    assert allowed[actual].all()
+    assert recall(actual, nearest(snapshot(keys), Query(queries[:20], 10, Metric.L2, allowed))) >= 0.8
 
 
 def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) -> None:
@@ -177,12 +171,12 @@ def test_when_every_match_is_younger_than_the_index(rng: np.random.Generator) ->
     index = indexed(snapshot(keys), Metric.COSINE)
     world = snapshot(np.concatenate([keys, keys * 2]), cuts=(N,))
     allowed = np.arange(2 * N) >= N
-    found = find(world, index, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
+    actual = find(world, index, torch.from_numpy(queries), 10, Metric.COSINE, allowed)
     exact = nearest(world, Query(torch.from_numpy(queries), 10, Metric.COSINE, allowed))
-    assert recall(found, exact) == 1
+    assert recall(actual, exact) == 1
 
 
-def test_what_may_be_found_is_worked_out_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_records_are_computed_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion or a filter must not cost n for every search."""
     keys, queries = clusters(rng)
     asked = torch.from_numpy(queries[:1])
@@ -214,8 +208,8 @@ def test_a_filter_that_was_freed_is_not_taken_for_a_new_one(rng: np.random.Gener
     index = indexed(world, Metric.DOT)
     for _ in range(30):  # new arrays come to lie where old ones lay
         allowed = rng.random(N) < 0.8
-        found = find(world, index, asked, 10, Metric.DOT, allowed)
-        assert allowed[found].all()
+        actual = find(world, index, asked, 10, Metric.DOT, allowed)
+        assert allowed[actual].all()
 
 
 @pytest.mark.slow
@@ -229,8 +223,8 @@ def test_threads_with_filters_of_their_own(rng: np.random.Generator) -> None:
         def ask(share: float, index: Index = index) -> None:
             mine = np.random.default_rng(int(100 * share)).random(N) < share
             for _ in range(15):
-                found = find(world, index, asked, 10, Metric.DOT, mine)
-                if found.min() < 0 or not (mine & world.live)[found].all():
+                actual = find(world, index, asked, 10, Metric.DOT, mine)
+                if actual.min() < 0 or not (mine & world.live)[actual].all():
                     wrong.append(f"{share}")
 
         threads = [threading.Thread(target=ask, args=(share,)) for share in (0.7, 0.8, 0.9, 0.95)]

@@ -1,4 +1,4 @@
-"""The table of docs/integrations says how much code each integration is."""
+"""The table of docs/integrations has the line count of each integration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def code_lines(path: Path) -> int:
             first = node.body[0] if node.body and ast.get_docstring(node) is not None else None
             told |= set() if first is None else set(range(first.lineno, (first.end_lineno or 0) + 1))
     tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in SPACE]
-    return len({line for one in tokens for line in range(one.start[0], one.end[0] + 1)} - told)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - told)
 
 
 def test_the_table_counts_the_lines() -> None:
@@ -42,6 +42,6 @@ def test_the_table_counts_the_lines() -> None:
     }
     folder = ROOT / "softdb" / "integrations"
     for name, pattern in MODULES.items():
-        found = [one for given in folder.glob(pattern) for one in (given.glob("*.py") if given.is_dir() else [given])]
-        assert told.pop(name) == pytest.approx(sum(map(code_lines, found)), rel=0.1, abs=8), name
+        results = [one for given in folder.glob(pattern) for one in (given.glob("*.py") if given.is_dir() else [given])]
+        assert told.pop(name) == pytest.approx(sum(map(code_lines, results)), rel=0.1, abs=8), name
     assert not told

@@ -1,4 +1,4 @@
-"""The estimators equal scikit-learn's own where they overlap, learn what they say, and refuse what makes no sense."""
+"""The estimators equal scikit-learn's own where they overlap, learn, and refuse senseless arguments."""
 
 from __future__ import annotations
 
@@ -42,43 +42,43 @@ def softmax(temperature: float) -> Any:
 @pytest.mark.parametrize("k", [1, 5, 30])
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_neighbours_are_those_of_scikit_learn(k: int, metric: str) -> None:
-    mine = SoftKNeighborsClassifier(k, temperature=0.3, metric=metric).fit(X, LABELS)
+    ours = SoftKNeighborsClassifier(k, temperature=0.3, metric=metric).fit(X, LABELS)
     weights = softmax(0.3) if metric == "euclidean" else (lambda d: np.exp((1 - d) / 0.3))
     peer = theirs.KNeighborsClassifier(k, metric=metric, weights=weights).fit(X, LABELS)
-    np.testing.assert_allclose(mine.kneighbors(QUERIES)[0], peer.kneighbors(QUERIES)[0], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(mine.predict_proba(QUERIES), peer.predict_proba(QUERIES), rtol=1e-9, atol=1e-12)
-    assert (mine.predict(QUERIES) == peer.predict(QUERIES)).all()
-    graph, expected = (one.kneighbors_graph(mode="distance", n_neighbors=3) for one in (mine, peer))
+    np.testing.assert_allclose(ours.kneighbors(QUERIES)[0], peer.kneighbors(QUERIES)[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ours.predict_proba(QUERIES), peer.predict_proba(QUERIES), rtol=1e-9, atol=1e-12)
+    assert (ours.predict(QUERIES) == peer.predict(QUERIES)).all()
+    graph, expected = (one.kneighbors_graph(mode="distance", n_neighbors=3) for one in (ours, peer))
     np.testing.assert_allclose(graph.sum(axis=1), expected.sum(axis=1), rtol=1e-9, atol=1e-12)  # iris has duplicates
     assert graph.diagonal().sum() == 0
 
 
 @pytest.mark.parametrize("weights", ["uniform", "softmax"])
 def test_means_of_neighbours_are_those_of_scikit_learn_to_float64(weights: str) -> None:
-    mine = SoftKNeighborsRegressor(7, temperature=0.5, weights=weights).fit(X, TARGETS)
+    ours = SoftKNeighborsRegressor(7, temperature=0.5, weights=weights).fit(X, TARGETS)
     peer = theirs.KNeighborsRegressor(7, weights="uniform" if weights == "uniform" else softmax(0.5)).fit(X, TARGETS)
     apart = np.random.default_rng(1).normal(X.mean(0), 1, (40, 4))  # of no two samples at one distance
-    np.testing.assert_allclose(mine.predict(apart), peer.predict(apart.astype(np.float32)), rtol=1e-12)
-    np.testing.assert_allclose(clone(mine).fit(X, TARGETS[:, 0]).predict(apart), mine.predict(apart)[:, 0], rtol=1e-14)
+    np.testing.assert_allclose(ours.predict(apart), peer.predict(apart.astype(np.float32)), rtol=1e-12)
+    np.testing.assert_allclose(clone(ours).fit(X, TARGETS[:, 0]).predict(apart), ours.predict(apart)[:, 0], rtol=1e-14)
 
 
 def test_all_samples_are_the_neighbours_where_no_number_is_given() -> None:
-    mine = SoftKNeighborsClassifier(temperature=2.0).fit(X, LABELS)
+    ours = SoftKNeighborsClassifier(temperature=2.0).fit(X, LABELS)
     peer = theirs.KNeighborsClassifier(len(X), weights=softmax(2.0)).fit(X, LABELS)
-    np.testing.assert_allclose(mine.predict_proba(QUERIES), peer.predict_proba(QUERIES), rtol=1e-9)
-    far = mine.predict_proba(QUERIES + 1e4)  # where the peer's weights underflow, and it raises
+    np.testing.assert_allclose(ours.predict_proba(QUERIES), peer.predict_proba(QUERIES), rtol=1e-9)
+    far = ours.predict_proba(QUERIES + 1e4)  # where the peer's weights underflow, and it raises
     np.testing.assert_allclose(far.sum(axis=1), 1)
 
 
 @pytest.mark.parametrize("mode", ["distance", "connectivity"])
 def test_the_graph_is_that_of_scikit_learns_transformer(mode: str) -> None:
     apart = np.random.default_rng(2).standard_normal((60, 3)).astype(np.float32).astype(np.float64)
-    mine = KNeighborsTransformer(mode=mode, n_neighbors=4).fit(apart[:50])
+    ours = KNeighborsTransformer(mode=mode, n_neighbors=4).fit(apart[:50])
     peer = theirs.KNeighborsTransformer(mode=mode, n_neighbors=4).fit(apart[:50])
     for given in (apart[:50], apart[50:]):
-        found, expected = mine.transform(given), peer.transform(given)
-        np.testing.assert_array_equal([*found.indices, *found.indptr], [*expected.indices, *expected.indptr])
-        np.testing.assert_allclose(found.data, expected.data, rtol=1e-9, atol=1e-12)
+        results, expected = ours.transform(given), peer.transform(given)
+        np.testing.assert_array_equal([*results.indices, *results.indptr], [*expected.indices, *expected.indptr])
+        np.testing.assert_allclose(results.data, expected.data, rtol=1e-9, atol=1e-12)
     if mode == "distance":
         steps = make_pipeline(KNeighborsTransformer(n_neighbors=9), theirs.KNeighborsClassifier(metric="precomputed"))
         assert (
@@ -90,14 +90,14 @@ def test_the_graph_is_that_of_scikit_learns_transformer(mode: str) -> None:
 @pytest.mark.parametrize("kernel", ["gaussian", "tophat", "epanechnikov", "exponential", "linear"])
 def test_densities_are_those_of_scikit_learn(kernel: str, weighted: bool) -> None:
     weights = np.random.default_rng(3).uniform(0.1, 3, len(X)) if weighted else None
-    mine = KernelDensity(kernel=kernel, bandwidth=0.8).fit(X, sample_weight=weights)
+    ours = KernelDensity(kernel=kernel, bandwidth=0.8).fit(X, sample_weight=weights)
     peer = theirs.KernelDensity(kernel=kernel, bandwidth=0.8).fit(X, sample_weight=weights)
-    np.testing.assert_allclose(mine.score_samples(QUERIES), peer.score_samples(QUERIES), rtol=1e-9, atol=1e-9)
-    assert mine.score(X) == pytest.approx(peer.score(X))
+    np.testing.assert_allclose(ours.score_samples(QUERIES), peer.score_samples(QUERIES), rtol=1e-9, atol=1e-9)
+    assert ours.score(X) == pytest.approx(peer.score(X))
     if kernel in ("gaussian", "tophat"):
-        np.testing.assert_allclose(mine.sample(30, 7), peer.sample(30, 7), rtol=1e-6)
+        np.testing.assert_allclose(ours.sample(30, 7), peer.sample(30, 7), rtol=1e-6)
     for rule in ("scott", "silverman"):
-        assert clone(mine).set_params(bandwidth=rule).fit(X).bandwidth_ == pytest.approx(
+        assert clone(ours).set_params(bandwidth=rule).fit(X).bandwidth_ == pytest.approx(
             clone(peer).set_params(bandwidth=rule).fit(X).bandwidth_
         )
 
@@ -124,24 +124,27 @@ def test_learnt_bandwidths_and_densities_estimated_to_a_tolerance() -> None:
 
 def test_the_temperature_has_the_least_loss_and_calibrates() -> None:
     digits, labels = load_digits(return_X_y=True)
-    train, test, told, true = train_test_split(digits, labels, test_size=0.5, random_state=0)
+    train, test, actual, true = train_test_split(digits, labels, test_size=0.5, random_state=0)
     for k in (None, 20):
-        model = SoftKNeighborsClassifier(k).fit(train, told)
+        model = SoftKNeighborsClassifier(k).fit(train, actual)
         loss = log_loss(true, model.predict_proba(test))
         for times in (0.5, 2.0):
-            other = clone(model).set_params(temperature=model.temperature_ * times).fit(train, told)
+            other = clone(model).set_params(temperature=model.temperature_ * times).fit(train, actual)
             assert loss < log_loss(true, other.predict_proba(test))
         peers = [theirs.KNeighborsClassifier(j, weights=w) for j in (1, 5, 20) for w in ("uniform", "distance")]
-        assert loss < min(log_loss(true, peer.fit(train, told).predict_proba(test)) for peer in peers) / 2
-    fast = SoftKNeighborsClassifier(temperature=model.temperature_).fit(train, told).predict_proba(test.astype("f4"))
+        assert loss < min(log_loss(true, peer.fit(train, actual).predict_proba(test)) for peer in peers) / 2
+    fast = SoftKNeighborsClassifier(temperature=model.temperature_).fit(train, actual).predict_proba(test.astype("f4"))
     np.testing.assert_allclose(
         fast,
-        clone(model).set_params(n_neighbors=None, temperature=model.temperature_).fit(train, told).predict_proba(test),
+        clone(model)
+        .set_params(n_neighbors=None, temperature=model.temperature_)
+        .fit(train, actual)
+        .predict_proba(test),
         atol=1e-5,
     )
 
 
-def test_a_bandwidth_for_each_coordinate_leaves_out_those_that_tell_nothing() -> None:
+def test_a_bandwidth_for_each_coordinate_ignores_constant_ones() -> None:
     random = np.random.default_rng(5)
     points = random.uniform(-2, 2, (200, 2))
     targets = np.sin(2 * points[:, 0]) + random.normal(0, 0.1, 200)
@@ -158,22 +161,22 @@ def test_the_bandwidth_of_a_sample_shrinks_to_that_of_all() -> None:
     chosen = np.unique(np.linspace(0, 8191, 2048, dtype=np.int64))
     targets = np.sin(3 * points[:, 0])
     alone = leave_one_out(torch.from_numpy(points[chosen]), torch.from_numpy(targets[chosen]), Boxcar)
-    found = NadarayaWatsonRegressor("tophat").fit(points, targets).bandwidth_
-    assert found == pytest.approx(alone * 4 ** (-1 / 5))
+    actual = NadarayaWatsonRegressor("tophat").fit(points, targets).bandwidth_
+    assert actual == pytest.approx(alone * 4 ** (-1 / 5))
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "tophat", "epanechnikov", "exponential", "linear"])
 def test_kernel_regression_is_the_mean_weighted_by_scikit_learns_densities(kernel: str) -> None:
-    found = NadarayaWatsonRegressor(kernel, bandwidth=1.5).fit(X, TARGETS).predict(QUERIES[:6])
+    actual = NadarayaWatsonRegressor(kernel, bandwidth=1.5).fit(X, TARGETS).predict(QUERIES[:6])
     each = [theirs.KernelDensity(kernel=kernel, bandwidth=1.5).fit(X[i : i + 1]) for i in range(len(X))]
     weights = np.exp([one.score_samples(QUERIES[:6]) for one in each])
-    np.testing.assert_allclose(found, (weights / weights.sum(axis=0)).T @ TARGETS, rtol=1e-9)
+    np.testing.assert_allclose(actual, (weights / weights.sum(axis=0)).T @ TARGETS, rtol=1e-9)
     told = NadarayaWatsonRegressor(kernel).fit(X, TARGETS[:, 1]).predict(QUERIES + 1e5)
     assert np.isnan(told).all() if kernel in ("tophat", "epanechnikov", "linear") else np.isfinite(told).all()
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_copies_tell_the_same(on_disk: bool, path: Path) -> None:
+def test_copies_predict_the_same(on_disk: bool, path: Path) -> None:
     where = path if on_disk else None
     models = [
         SoftKNeighborsClassifier(3, path=where and path / "a").fit(X, np.array(["s", "t", "u"])[LABELS]),
@@ -200,8 +203,8 @@ def test_copies_tell_the_same(on_disk: bool, path: Path) -> None:
 def test_models_are_chosen_and_chained() -> None:
     steps = make_pipeline(StandardScaler(), SoftKNeighborsClassifier())
     grid = {"softkneighborsclassifier__n_neighbors": [None, *np.arange(1, 4)]}
-    found = GridSearchCV(steps, grid, scoring="neg_log_loss", cv=3).fit(X, LABELS)
-    assert found.best_score_ > -0.2
+    actual = GridSearchCV(steps, grid, scoring="neg_log_loss", cv=3).fit(X, LABELS)
+    assert actual.best_score_ > -0.2
     data, targets = load_diabetes(return_X_y=True)
     for model in (SoftKNeighborsRegressor(), NadarayaWatsonRegressor()):
         assert cross_val_score(make_pipeline(StandardScaler(), model), data[:200], targets[:200], cv=3).mean() > 0.3
@@ -268,13 +271,13 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("model", "given", "match"), REFUSED.values(), ids=REFUSED)
-def test_what_makes_no_sense_is_refused_by_fit(model: Any, given: tuple[Any, ...], match: str) -> None:
+def test_senseless_arguments_are_refused_by_fit(model: Any, given: tuple[Any, ...], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         model.fit(*given)
     assert not hasattr(model, "db_") or not model.db_
 
 
-def test_what_makes_no_sense_is_refused_by_questions() -> None:
+def test_senseless_arguments_are_refused_by_predictions() -> None:
     model = SoftKNeighborsClassifier(temperature=1.0).fit(X, LABELS)
     for ask, match in (
         (lambda: model.predict(X[:, :3]), "X has 3 features, but SoftKNeighborsClassifier is expecting 4"),

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
+import worlds
+from worlds import clusters, holding
+from worlds.attentions import HEADS, RECORDS, WORDS, D, E, L, N, V, columns, filled, pair
 
 import softdb
 import softdb.nn.attention
@@ -29,17 +31,17 @@ def _seeded() -> None:
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("d", [D, E])
 def test_parameters_travel_both_ways(words: dict[str, Any], d: int) -> None:
-    db = filled(d, E)
+    db = filled(d=d, value_dim=E)
     torch.manual_seed(5)
-    mine = Attention(db, E, HEADS, **words)
+    ours = Attention(db, E, HEADS, **words)
     torch.manual_seed(5)
     other = torch.nn.MultiheadAttention(E, HEADS, kdim=d, vdim=E, **words)
-    assert list(mine.state_dict()) == list(other.state_dict())
+    assert list(ours.state_dict()) == list(other.state_dict())
     for name, tensor in other.state_dict().items():
-        assert torch.equal(mine.state_dict()[name], tensor), name  # the same start
-    changed = {name: tensor + 1 for name, tensor in mine.state_dict().items()}
-    mine.load_state_dict(changed)
-    other.load_state_dict(mine.state_dict())
+        assert torch.equal(ours.state_dict()[name], tensor), name  # the same start
+    changed = {name: tensor + 1 for name, tensor in ours.state_dict().items()}
+    ours.load_state_dict(changed)
+    other.load_state_dict(ours.state_dict())
     assert all(torch.equal(tensor, changed[name]) for name, tensor in other.state_dict().items())
 
 
@@ -66,7 +68,8 @@ def test_the_example_runs() -> None:
 def test_widths_come_from_the_database() -> None:
     mine = Attention(filled(), E, HEADS, kdim=D, vdim=V)
     assert (mine.kdim, mine.vdim) == (D, V)
-    assert (Attention(filled(D, None), E, HEADS).kdim, Attention(filled(D, None), E, HEADS).vdim) == (D, D)
+    keys_alone = Attention(filled(value_dim=None), E, HEADS)
+    assert (keys_alone.kdim, keys_alone.vdim) == (D, D)
     assert Attention(None, E, HEADS).kdim == E
 
 
@@ -79,9 +82,8 @@ def digest(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -> None:
-    with softdb.open(tmp_path / "db", dim=D, value_dim=V) as db:
-        db.insert(list(range(RECORDS)), torch.randn(RECORDS, D), torch.randn(RECORDS, V))
+def test_training_the_projections_leaves_the_database_unchanged(tmp_path: Path) -> None:
+    with holding(torch.randn(RECORDS, D), torch.randn(RECORDS, V), path=tmp_path / "db") as db:
         before, generation = digest(tmp_path), db.stats().generation
         mine = Attention(db, E, HEADS)
         query, wanted = torch.randn(L, E), torch.randn(L, E)
@@ -103,14 +105,9 @@ def test_training_the_projections_leaves_the_database_as_it_is(tmp_path: Path) -
 
 
 def indexed(path: Path | None = None) -> softdb.SoftDB:
-    """More records than are compared one by one, in clusters, with an index."""
-    random = np.random.default_rng(0)
-    db = softdb.open(path, dim=16, value_dim=V)
-    centres = random.standard_normal((50, 16))
-    keys = centres[random.integers(0, 50, 20_000)] + 0.4 * random.standard_normal((20_000, 16))
-    db.insert(range(20_000), keys, 1 + keys[:, :V])
-    db.build_index("ivf", recall=0.95)
-    return db
+    """Open a database that answers by an index, its values 1 + the first numbers of its keys."""
+    keys = clusters(np.random.default_rng(0), spread=0.4)
+    return worlds.indexed(keys, 1 + keys[:, :V], recall=0.95, path=path)
 
 
 @pytest.mark.slow
@@ -122,8 +119,8 @@ def test_an_index_stays_right_however_long_the_projections_are_trained(tmp_path:
 
         def recall() -> float:
             asked = mine.fold(unseen.unsqueeze(1)).queries.detach()
-            found, true = db.search(asked, k=10).rows, db.search(asked, k=10, exact=True).rows
-            return float((found.unsqueeze(2) == true.unsqueeze(1)).any(2).float().mean())
+            results, true = db.search(asked, k=10).rows, db.search(asked, k=10, exact=True).rows
+            return float((results.unsqueeze(2) == true.unsqueeze(1)).any(2).float().mean())
 
         before, optimizer = digest(tmp_path), torch.optim.Adam(mine.parameters(), lr=0.003)
         for _ in range(1000):
@@ -145,13 +142,15 @@ def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None
         draws = [mine(query, rtol=0.05, generator=torch.Generator().manual_seed(seed))[0] for seed in range(2)]
         assert not torch.equal(*draws)
         assert torch.equal(mine(query, rtol=0.05)[0], mine(query, rtol=0.05)[0])
-        for one in draws:
-            assert ((one - exact).norm() / exact.norm()) < 0.05
+        for draw in draws:
+            assert ((draw - exact).norm() / exact.norm()) < 0.05
         gradients = []
         for rtol in (None, 0.05):
             mine.zero_grad()
             mine(query, rtol=rtol)[0].square().sum().backward()  # type: ignore[no-untyped-call]
-            gradients.append(torch.cat([one.grad.flatten() for one in mine.parameters() if one.grad is not None]))
+            gradients.append(
+                torch.cat([parameter.grad.flatten() for parameter in mine.parameters() if parameter.grad is not None])
+            )
         assert torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.97
         with pytest.raises(BadInput, match="rtol, generator or temperature are given without a database"):
             Attention(None, E, HEADS)(query, query, query, rtol=0.1)
@@ -159,12 +158,12 @@ def test_heads_estimated_to_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_records_inserted_later_are_seen() -> None:
     db = filled(n=5)
-    mine, other = pair(db, torch.float64)
+    ours, other = pair(db, torch.float64)
     query = torch.randn(L, E, dtype=torch.float64)
-    before = mine(query)[0]
+    before = ours(query)[0]
     db.insert([5], torch.randn(1, D), torch.randn(1, V))
     keys, values = (column[:, 0] for column in columns(db, torch.float64))
-    after = mine(query)[0]
+    after = ours(query)[0]
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, other(query, keys, values)[0])
 
@@ -176,11 +175,11 @@ def test_half_precision_and_autocast(k: int | None) -> None:
     query = torch.randn(L, N, E)
     expected = mine(query, k=k)[0]
     half = copy.deepcopy(mine).bfloat16()
-    found = half(query.bfloat16(), k=k)[0]
-    assert found.dtype is torch.bfloat16
+    actual = half(query.bfloat16(), k=k)[0]
+    assert actual.dtype is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         cast = mine(query, k=k)[0]
-    for one in (found, cast):
+    for one in (actual, cast):
         assert float((one.float() - expected).abs().max().detach()) < 0.05 * float(expected.abs().max().detach())
     cast.sum().backward()  # type: ignore[no-untyped-call]
     assert mine.k_proj_weight.grad is not None

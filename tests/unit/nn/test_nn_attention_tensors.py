@@ -1,4 +1,4 @@
-"""softdb.nn.Attention without a database, and what it refuses."""
+"""softdb.nn.Attention without a database, and its error messages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, filled, pair, torch_mask
 from torch import Tensor
+from worlds.attentions import DTYPES, HEADS, RECORDS, WORDS, D, E, L, N, V, agree, filled, pair, torch_mask
 
 from softdb.errors import BadInput, Closed
 from softdb.nn import Attention
@@ -16,9 +16,6 @@ from softdb.nn import Attention
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(11)
-
-
-# -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
 def inputs(dtype: torch.dtype, batch_first: bool = False, d: int = D, v: int = V) -> list[Tensor]:
@@ -34,23 +31,23 @@ def inputs(dtype: torch.dtype, batch_first: bool = False, d: int = D, v: int = V
 def test_plain_tensors_agree_with_torch(
     dtype: torch.dtype, words: dict[str, Any], widths: tuple[int, int], need_weights: bool
 ) -> None:
-    mine, other = pair(None, dtype, kdim=widths[0], vdim=widths[1], **words)
-    query, key, value = inputs(dtype, mine.batch_first, *widths)
+    ours, other = pair(None, dtype, kdim=widths[0], vdim=widths[1], **words)
+    query, key, value = inputs(dtype, ours.batch_first, *widths)
     words = {"need_weights": need_weights}
-    agree(lambda x: mine(x, key, value, **words)[0], lambda x: other(x, key, value, **words)[0], (mine, other), query)
+    agree(lambda x: ours(x, key, value, **words)[0], lambda x: other(x, key, value, **words)[0], (ours, other), query)
     for average in (True, False):
-        found, expected = (ask(query, key, value, None, need_weights, None, average)[1] for ask in (mine, other))
+        actual, expected = (ask(query, key, value, None, need_weights, None, average)[1] for ask in (ours, other))
         if need_weights:
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
         else:
-            assert found is None
+            assert actual is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
 @pytest.mark.parametrize("kind", ["padding", "pairs", "pairs by head", "both", "numbers", "numbers and padding"])
 def test_masks_of_plain_tensors(dtype: torch.dtype, words: dict[str, Any], kind: str) -> None:
-    mine, other = pair(None, dtype, kdim=D, vdim=V, **words)
+    ours, other = pair(None, dtype, kdim=D, vdim=V, **words)
     query, key, value = inputs(dtype)
     masks: dict[str, Tensor] = {}
     if "padding" in kind or kind == "both":
@@ -62,24 +59,24 @@ def test_masks_of_plain_tensors(dtype: torch.dtype, words: dict[str, Any], kind:
         if "padding" in kind:
             padding = masks["key_padding_mask"]
             masks["key_padding_mask"] = torch.randn(padding.shape).to(dtype).masked_fill(padding, -torch.inf)
-    agree(lambda x: mine(x, key, value, **masks)[0], lambda x: other(x, key, value, **masks)[0], (mine, other), query)
+    agree(lambda x: ours(x, key, value, **masks)[0], lambda x: other(x, key, value, **masks)[0], (ours, other), query)
 
 
 def test_plain_self_attention_without_a_batch_and_causal() -> None:
-    mine, other = pair(None, torch.float64)
+    ours, other = pair(None, torch.float64)
     query = torch.randn(L, E, dtype=torch.float64)
     causal = torch.ones(L, L, dtype=torch.bool).triu(1)
     words: dict[str, Any] = {"attn_mask": causal, "is_causal": True, "need_weights": False}
-    agree(lambda x: mine(x, x, x, **words)[0], lambda x: other(x, x, x, **words)[0], (mine, other), query)
+    agree(lambda x: ours(x, x, x, **words)[0], lambda x: other(x, x, x, **words)[0], (ours, other), query)
     padding = torch.tensor([False, False, True, True])
-    torch.testing.assert_close(mine(query, query, query, padding)[0], other(query, query, query, padding)[0])
+    torch.testing.assert_close(ours(query, query, query, padding)[0], other(query, query, query, padding)[0])
 
 
 def test_a_float_mask_may_be_learnt() -> None:
-    mine, other = pair(None, torch.float64, kdim=D, vdim=V)
+    ours, other = pair(None, torch.float64, kdim=D, vdim=V)
     query, key, value = inputs(torch.float64)
     grads = []
-    for module in (mine, other):
+    for module in (ours, other):
         mask = torch.zeros(L, RECORDS, dtype=torch.float64, requires_grad=True)
         module(query, key, value, attn_mask=mask, need_weights=False)[0].square().sum().backward()
         grads.append(mask.grad)
@@ -104,7 +101,7 @@ def test_dropout_on_plain_tensors() -> None:
 
 
 @pytest.mark.parametrize("numbers", [False, True])
-def test_plain_rows_where_nothing_takes_part(numbers: bool) -> None:
+def test_rows_without_participants_are_the_bias(numbers: bool) -> None:
     mine, _ = pair(None, torch.float32, kdim=D, vdim=V)
     query, key, value = inputs(torch.float32)
     mask = torch.zeros(L, RECORDS)
@@ -117,9 +114,6 @@ def test_plain_rows_where_nothing_takes_part(numbers: bool) -> None:
     assert query.grad is not None
     assert bool(query.grad.isfinite().all())
     assert torch.equal(query.grad[1], torch.zeros(N, E))
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

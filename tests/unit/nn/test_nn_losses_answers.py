@@ -1,4 +1,4 @@
-"""Losses over answers, against loops in float64; and what losses refuse."""
+"""Losses over answers against loops in float64; errors of all losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval import CLASSES, POSITIVES, D, N, Q, asking, clustered, filled, log_sum, logits_of
+from worlds import D, N, holding
+from worlds.retrieval import CLASSES, POSITIVES, Q, asking, clustered, log_sum, logits_of, with_keys
 
 import softdb
 import softdb.nn.losses
@@ -23,7 +24,7 @@ from softdb.scores import Gaussian
 @pytest.mark.parametrize("k", [None, 15])
 @pytest.mark.parametrize("share", [None, 0.0, 0.25, 1.0])
 def test_labels_are_those_of_the_mixture(k: int | None, share: float | None) -> None:
-    db, keys = filled(num_classes=CLASSES)
+    db, keys = with_keys(num_classes=CLASSES)
     queries, labels = asking(), [0, 2, 1, 1]
     model = torch.randn(Q, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = []
@@ -36,15 +37,15 @@ def test_labels_are_those_of_the_mixture(k: int | None, share: float | None) -> 
             p = share * p + (1 - share) * others[labels[i]] / sum(others)
         expected.append(-math.log(p))
     words: dict[str, Any] = {} if share is None else {"logits": model, "interpolation": share}
-    found = label_loss(db, queries, labels, temperature=0.6, k=k, reduction="none", **words)
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
+    actual = label_loss(db, queries, labels, temperature=0.6, k=k, reduction="none", **words)
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
     mean = label_loss(db, queries, torch.tensor(labels), temperature=0.6, k=k, **words)
     assert mean.item() == pytest.approx(np.mean(expected))
 
 
 @pytest.mark.parametrize("k", [None, 15])
 def test_the_gradient_of_labels(k: int | None) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     model = torch.randn(Q, CLASSES, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda q, m: label_loss(db, q, [0, 2, 1, 1], logits=m, k=k, reduction="none"), (asking(), model)
@@ -53,8 +54,7 @@ def test_the_gradient_of_labels(k: int | None) -> None:
 
 
 def test_a_label_without_weight_costs_100_and_its_gradient_is_zero() -> None:
-    db = softdb.open(None, dim=2, num_classes=3)
-    db.insert(range(4), [[1, 0], [1, 0], [0, 1], [0, 1]], [0, 0, 1, 1])
+    db = holding([[1, 0], [1, 0], [0, 1], [0, 1]], [0, 0, 1, 1], num_classes=3)
     queries = torch.tensor([[5.0, 0.0], [5.0, 0.0], [500.0, 0.0]], requires_grad=True)
     loss = label_loss(db, queries, [2, 0, 1], reduction="none")  # none has it, all have it, it underflows
     assert loss.tolist() == [100, pytest.approx(0.0067, abs=1e-4), 100]
@@ -70,8 +70,7 @@ def test_a_label_without_weight_costs_100_and_its_gradient_is_zero() -> None:
 
 
 def test_impossible_logits_of_a_model() -> None:
-    db = softdb.open(None, dim=2, num_classes=2)
-    db.insert([1], [[1, 0]], [0])
+    db = holding([[1, 0]], [0], ids=[1], num_classes=2)
     model = torch.tensor([[0.0, -torch.inf]], requires_grad=True)
     queries = torch.ones(1, 2, requires_grad=True)
     loss = label_loss(db, queries, [1], logits=model)
@@ -81,19 +80,16 @@ def test_impossible_logits_of_a_model() -> None:
     assert bool(model.grad.isfinite().all())
 
 
-def test_labels_of_nothing() -> None:
+def test_labels_over_no_records_cost_100() -> None:
     db = softdb.open(None, dim=2, num_classes=2)
     queries = torch.ones(1, 2, requires_grad=True)
     assert label_loss(db, queries, [1]).item() == 100
     assert label_loss(db, queries, [1], logits=torch.zeros(1, 2)).item() == pytest.approx(-math.log(0.75 / 2))
 
 
-# -- pooled_loss -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("k", [None, 7])
 def test_pooled_values_meet_their_targets(k: int | None) -> None:
-    db, keys = filled(value_dim=3)
+    db, keys = with_keys(value_dim=3)
     queries = asking()
     stored = db.get(range(N)).values
     assert stored is not None
@@ -104,14 +100,14 @@ def test_pooled_values_meet_their_targets(k: int | None) -> None:
         whole = log_sum([mine[j] for j in nearest])
         output = np.sum([math.exp(mine[j] - whole) * stored[j].double().numpy() for j in nearest], axis=0)
         expected.append(sum((a - b) ** 2 for a, b in zip(output, targets[i].tolist(), strict=True)))
-    found = pooled_loss(db, queries, targets, temperature=0.6, k=k, reduction="none")
-    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-9)
-    torch.testing.assert_close(pooled_loss(db, queries, targets, temperature=0.6, k=k), found.mean())
+    actual = pooled_loss(db, queries, targets, temperature=0.6, k=k, reduction="none")
+    np.testing.assert_allclose(actual.detach().numpy(), expected, atol=1e-9)
+    torch.testing.assert_close(pooled_loss(db, queries, targets, temperature=0.6, k=k), actual.mean())
     assert torch.autograd.gradcheck(lambda q, t: pooled_loss(db, q, t, temperature=0.6, k=k), (queries, targets))
 
 
 def test_the_brier_score_of_a_distribution() -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     targets = torch.eye(CLASSES, dtype=torch.float64)[[0, 1, 2, 0]]
     output = db.attend(asking()).output
     torch.testing.assert_close(pooled_loss(db, asking(), targets), (output - targets).square().sum(1).mean())
@@ -120,7 +116,7 @@ def test_the_brier_score_of_a_distribution() -> None:
 def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries, positives = clustered()
-    targets = db.get([mine[1] for mine in positives]).keys
+    targets = db.get([positive[1] for positive in positives]).keys
     generator = torch.Generator().manual_seed(0)
     leaf = queries.clone().requires_grad_()
     before = pooled_loss(db, leaf, targets, temperature=0.1).item()
@@ -130,9 +126,6 @@ def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.Monkey
         pooled_loss(db, leaf, targets, temperature=0.1, rtol=0.2, generator=generator).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert pooled_loss(db, leaf, targets, temperature=0.1).item() < 0.6 * before
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,7 +149,7 @@ def test_an_estimated_pooled_loss_falls_under_descent(monkeypatch: pytest.Monkey
 def test_positives_that_cannot_be(
     loss: Any, positives: Any, words: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(error, match=message):
         loss(db, asking(), positives, **words)
 
@@ -175,7 +168,7 @@ def test_positives_that_cannot_be(
     ],
 )
 def test_words_that_cannot_be(loss: Any, words: dict[str, Any], message: str) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(BadInput, match=message):
         loss(db, asking(), [1, 2, 3, 4], **words)
 
@@ -194,13 +187,13 @@ def test_words_that_cannot_be(loss: Any, words: dict[str, Any], message: str) ->
     ],
 )
 def test_labels_that_cannot_be(labels: Any, words: dict[str, Any], message: str) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     with pytest.raises(BadInput, match=message):
         label_loss(db, asking(), labels, **words)
 
 
 def test_databases_and_targets_that_cannot_be() -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(BadInput, match="holds no labels"):
         label_loss(db, asking(), [0, 1, 2, 0])
     with pytest.raises(BadInput, match=r"targets have shape \(1, 5\); expected \(4, 5\)"):
@@ -224,7 +217,7 @@ def test_the_example_runs() -> None:
 
 
 def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:
-    db, _ = filled("cosine")
+    db, _ = with_keys("cosine")
     queries, kernel = asking(), Gaussian(2.0)
     for score, temperature in ((None, 0.07), (kernel, 1.0)):
         plain = info_nce(db, queries, POSITIVES, score=score)
@@ -234,13 +227,13 @@ def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:
 
 @pytest.mark.parametrize("labels", [["a"], [None], [[0], [1, 2]], torch.ones(1, dtype=torch.complex64)])
 def test_labels_that_are_no_numbers(labels: Any) -> None:
-    db, _ = filled(num_classes=CLASSES)
+    db, _ = with_keys(num_classes=CLASSES)
     with pytest.raises(BadInput, match=r"labels (are|have dtype) .*; expected \(q,\) whole numbers, 0 to 2"):
         label_loss(db, asking(q=1), labels)
 
 
 @pytest.mark.parametrize("value", [0.1, None])
 def test_an_argument_that_attend_does_not_take_is_an_error(value: Any) -> None:
-    db, _ = filled()
+    db, _ = with_keys()
     with pytest.raises(TypeError, match="a loss got unexpected arguments: temprature"):
         pooled_loss(db, asking(), torch.zeros(Q, D), temprature=value)  # type: ignore[call-arg]

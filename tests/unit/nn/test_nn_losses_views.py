@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb import nn
@@ -18,16 +19,15 @@ def small() -> tuple[softdb.SoftDB, Tensor, Tensor, list[list[int]]]:
     """A database with deleted records, its keys by id, queries and positives."""
     draws = torch.Generator().manual_seed(5)
     keys = torch.randn(40, 4, generator=draws)
-    db = softdb.open(None, dim=4, num_classes=3)
-    db.insert(range(40), keys, [i % 3 for i in range(40)])
+    db = holding(keys, [i % 3 for i in range(40)], num_classes=3)
     db.delete([3, 17])
     return db, keys, torch.randn(5, 4, generator=draws), [[0], [1, 2], [39, 5, 7], [8], [2]]
 
 
 def expected(scores: Tensor, positives: list[list[int]], taking_part: Tensor) -> Tensor:  # (q, 40), (q, 40) -> ()
     wins = torch.zeros_like(taking_part)
-    for i, mine in enumerate(positives):
-        wins[i, mine] = True
+    for i, positive in enumerate(positives):
+        wins[i, positive] = True
     sides = (scores.masked_fill(~side, -torch.inf).logsumexp(1) for side in (taking_part, wins))
     whole, found = sides
     return (whole - found).mean()
@@ -50,16 +50,16 @@ def test_the_loss_of_a_view_is_that_of_its_encoded_keys(k: int | None) -> None:
     if k == 3:
         near = torch.zeros_like(live)
         near.scatter_(1, scores.detach().masked_fill(~live, -torch.inf).topk(3).indices, True)
-        for i, mine in enumerate(positives):
-            near[i, mine] = True
+        for i, positive in enumerate(positives):
+            near[i, positive] = True
         live = near
     truth = expected(scores, positives, live)
     torch.testing.assert_close(loss, truth)
     parameters = [encoder.weight, encoder.bias]
-    for found, right in zip(
+    for actual, right in zip(
         torch.autograd.grad(loss, [asked, *parameters]), torch.autograd.grad(truth, [leaf, *parameters]), strict=True
     ):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_of_a_memory_is_over_its_nearest_and_the_positives() -> None:
@@ -73,8 +73,8 @@ def test_the_loss_of_a_memory_is_over_its_nearest_and_the_positives() -> None:
     leaf = queries.clone().requires_grad_()
     scores, live = leaf @ table.T / 0.5, alive(queries)
     near = torch.zeros_like(live).scatter_(1, scores.detach().masked_fill(~live, -torch.inf).topk(6).indices, True)
-    for i, mine in enumerate(positives):
-        near[i, mine] = True
+    for i, positive in enumerate(positives):
+        near[i, positive] = True
     truth = expected(scores, positives, near)
     loss = retrieval_loss(memory, asked, positives)
     torch.testing.assert_close(loss, truth)
@@ -98,10 +98,12 @@ def test_info_nce_of_views_and_memories_is_that_of_the_database(in_batch: bool, 
     identity = torch.nn.Linear(4, 4, bias=False)
     torch.nn.init.eye_(identity.weight)
     for records in (nn.View(db, identity, metric="dot"), nn.Memory(db)):
-        found = info_nce(records, queries, positives, **words)
-        torch.testing.assert_close(found, right)
-        found.backward()  # type: ignore[no-untyped-call]
-        assert any(one.grad is not None and bool(one.grad.to_dense().any()) for one in records.parameters())
+        actual = info_nce(records, queries, positives, **words)
+        torch.testing.assert_close(actual, right)
+        actual.backward()  # type: ignore[no-untyped-call]
+        assert any(
+            parameter.grad is not None and bool(parameter.grad.to_dense().any()) for parameter in records.parameters()
+        )
 
 
 def test_losses_of_answers_take_views_and_memories() -> None:
@@ -117,7 +119,7 @@ def test_losses_of_answers_take_views_and_memories() -> None:
     torch.testing.assert_close(cold, pooled_loss(db, queries, targets, temperature=0.1, k=5))
 
 
-def test_what_views_and_memories_do_not_take_is_said() -> None:
+def test_arguments_that_views_and_memories_lack_are_refused() -> None:
     db, _, queries, positives = small()
     view, memory = nn.View(db, torch.nn.Linear(4, 4), metric="dot"), nn.Memory(db)
     with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or ask the database"):

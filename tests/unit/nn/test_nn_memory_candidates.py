@@ -1,4 +1,4 @@
-"""softdb.nn.Memory: where candidates come from, and when that is stale."""
+"""softdb.nn.Memory: the source of candidates and its staleness."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import filled, large, moved
-from reports import index_report
+from worlds import filled, index_report
+from worlds.memories import large, moved
 
 import softdb
 from softdb.errors import BadInput, Cancelled
@@ -27,10 +27,7 @@ def _seeded() -> None:
     torch.manual_seed(3)
 
 
-# -- candidates --------------------------------------------------------------------------------------------------------
-
-
-def test_below_ten_thousand_records_nothing_is_stale() -> None:
+def test_below_ten_thousand_records_all_keys_are_compared() -> None:
     db = large(9_000)
     db.build_index("ivf")
     memory = Memory(db, k=1, reindex=1)
@@ -44,7 +41,7 @@ def test_below_ten_thousand_records_nothing_is_stale() -> None:
     assert memory.report().reindexes == memory.age == 0
 
 
-def test_a_stale_index_misses_what_moved_far_until_a_refresh() -> None:
+def test_a_stale_index_misses_moved_keys_until_a_refresh() -> None:
     db = large()
     db.build_index("ivf")
     memory = Memory(db, k=1)
@@ -133,11 +130,8 @@ def test_a_refresh_in_the_background_takes_the_keys_as_they_were() -> None:
     assert 5 not in memory._stale.now.find(far, 20)[0].tolist()
 
 
-# -- the index after commits -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_after_many_commits_the_index_is_built_anew() -> None:
+def test_after_many_commits_the_index_is_rebuilt() -> None:
     db = large()
     db.build_index("ivf", recall=0.9)
     memory = Memory(db, k=4)
@@ -177,7 +171,7 @@ def test_a_commit_gives_the_copy_back_where_the_database_has_an_index() -> None:
     assert memory(torch.randn(1, 16)).finder == "ivf"
 
 
-def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_complete_beside_a_failed_or_running_build(monkeypatch: pytest.MonkeyPatch) -> None:
     db = large()
     db.build_index("ivf")
     memory = Memory(db, k=2)
@@ -192,7 +186,7 @@ def test_a_build_that_fails_or_goes_on_leaves_a_commit_whole(monkeypatch: pytest
         with pytest.raises(BadInput, match="no index reaches that recall"):
             memory.commit(reindex=True)
     assert memory.report().uncommitted == memory.commit() == memory.age == 0
-    assert memory(torch.randn(1, 16)).finder == "ivf"  # which knows what was written; no copy of before is asked
+    assert memory(torch.randn(1, 16)).finder == "ivf"  # the index includes the commit; no older copy is used
     waits, goes = threading.Event(), threading.Event()
 
     def long(_: Any) -> IndexReport:

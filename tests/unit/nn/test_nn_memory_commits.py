@@ -1,4 +1,4 @@
-"""softdb.nn.Memory: commits that last, beside what others do to the database."""
+"""softdb.nn.Memory: durable commits beside changes by others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import D, N, V, filled, large, moved, stored, trained
+from worlds import D, N, V, filled, holding
+from worlds.memories import large, moved, stored, trained
 
 import softdb
 from softdb.errors import BadInput, ReadOnly, StaleRead
@@ -31,7 +32,7 @@ def _seeded() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_commit_writes_what_was_trained_and_nothing_else(tmp_path: Path, dtype: Any) -> None:
+def test_a_commit_writes_only_the_trained_rows(tmp_path: Path, dtype: Any) -> None:
     db = filled(path=tmp_path / "db", dtype=dtype)
     memory = Memory(db, k=4)
     before, rows = stored(db), db.search(torch.randn(1, D), N).rows.max()
@@ -67,17 +68,17 @@ def test_training_goes_on_after_a_commit_with_the_same_parameters() -> None:
         if one is memory:
             one.commit()
         trained(one, queries)
-    mine, theirs = memory(queries), twin(queries)
-    assert torch.equal(mine.output, theirs.output)
-    assert mine.hits is not None
+    ours, theirs = memory(queries), twin(queries)
+    assert torch.equal(ours.output, theirs.output)
+    assert ours.hits is not None
     assert memory.commit() > 0
-    assert mine.hits.rows.shape == (4, 5)
+    assert ours.hits.rows.shape == (4, 5)
     again = memory(queries).hits
     assert again is not None
     assert [set(one) for one in again.ids] == [set(one) for one in memory(queries).hits.ids]  # type: ignore[union-attr]
     torch.testing.assert_close(db.attend(queries, k=5).output, memory(queries).output, atol=1e-5, rtol=1e-5)
     with pytest.raises(StaleRead, match="gone or replaced since the search"):
-        _ = mine.hits.ids  # of before the commit
+        _ = ours.hits.ids  # of before the commit
 
 
 def test_a_step_that_stands_out_at_a_commit_is_written_with_the_next() -> None:
@@ -109,7 +110,7 @@ def test_changes_by_hand_are_written_when_everything_is_compared() -> None:
     assert memory.commit() == N
 
 
-def test_what_training_broke_is_not_written() -> None:
+def test_broken_parameters_are_not_committed() -> None:
     db = filled(dtype="float16")
     memory = Memory(db, k=4)
     moved(memory, torch.tensor([4]), torch.full((1, D), 1e6))
@@ -160,9 +161,8 @@ while True:  # every value grows by 1 a step
 
 
 @pytest.mark.slow
-def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) -> None:
-    db = softdb.open(tmp_path / "db", dim=4, value_dim=3)
-    db.insert(range(100), torch.randn(100, 4), torch.zeros(100, 3))
+def test_a_killed_training_loses_only_uncommitted_steps(tmp_path: Path) -> None:
+    db = holding(torch.randn(100, 4), torch.zeros(100, 3), path=tmp_path / "db")
     db.close()
     told = 0
     for round_ in range(2):
@@ -183,7 +183,7 @@ def test_a_killed_training_loses_at_most_what_was_not_committed(tmp_path: Path) 
         worker.stdout.close()
 
 
-# -- what others do ----------------------------------------------------------------------------------------------------
+# -- changes by others -------------------------------------------------------------------------------------------------
 
 
 def test_search_leaves_out_deleted_replaced_and_uncommitted_records() -> None:
@@ -202,7 +202,7 @@ def test_search_leaves_out_deleted_replaced_and_uncommitted_records() -> None:
     assert {one for ids in pooled.hits.ids for one in ids} == set(range(N)) - {4} | {"new"}
 
 
-def test_a_trained_record_that_is_gone_stops_a_commit_until_a_reload() -> None:
+def test_a_deleted_trained_record_stops_a_commit_until_a_reload() -> None:
     db = filled()
     memory = Memory(db, k=4)
     trained(memory, torch.randn(3, D))
@@ -241,8 +241,8 @@ def test_a_write_between_the_two_halves_of_a_commit_survives() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(db._store, "read", meanwhile)
         memory.commit()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
     assert len(threads) == 1
     assert db.get([4]).keys.tolist() == [[9.0] * D]  # it came after the commit, not under it
 
@@ -290,7 +290,7 @@ def test_a_reload_where_nothing_changed_leaves_the_parameters_alone() -> None:
     assert memory.keys is keys
 
 
-def test_a_compaction_moves_nothing_that_matters() -> None:
+def test_a_compaction_changes_no_parameter() -> None:
     db = filled()
     memory = Memory(db, k=4)
     queries = torch.randn(3, D)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from memories import D, N, V, filled, large, stored, trained
 from torch import Tensor
+from worlds import D, N, V, filled, holding
+from worlds.memories import large, stored, trained
 
 import softdb
 import softdb.nn.memory
@@ -71,8 +72,7 @@ def test_a_state_finds_its_records_whatever_their_order(assign: bool) -> None:
 def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
     memory = Memory(filled(), k=4)
     keys = memory.keys.detach().clone()  # type: ignore[union-attr]
-    others = softdb.open(None, dim=D, value_dim=V)
-    others.insert([*range(N - 1), "3"], torch.randn(N, D), torch.randn(N, V))
+    others = holding(torch.randn(N, D), torch.randn(N, V), ids=[*range(N - 1), "3"])
     with pytest.raises(BadInput, match=f"the state lacks 1 of this memory's {N} records and holds 1 others"):
         memory.load_state_dict(Memory(others).state_dict())
     with pytest.raises(BadInput, match=f"the state lacks 0 of this memory's {N} records and holds 2 others"):
@@ -134,7 +134,7 @@ def test_however_often_a_state_is_loaded_a_gradient_is_noted_once() -> None:
     assert len(noted) == 2
 
 
-def test_copies_share_the_handle_and_nothing_else() -> None:
+def test_copies_share_only_the_handle() -> None:
     db = filled()
     memory = Memory(db, k=4)
     twin = copy.deepcopy(memory)
@@ -171,7 +171,7 @@ def test_a_pickle_reopens_the_database(tmp_path: Path) -> None:
         pickle.dumps(Memory(filled()))
 
 
-def test_a_frozen_parameter_stays_as_it_is() -> None:
+def test_a_frozen_parameter_is_unchanged() -> None:
     memory = Memory(filled(), k=4)
     assert memory.keys is not None
     memory.keys.requires_grad_(False)

@@ -51,8 +51,8 @@ def turned(x: Tensor, offset: int = 0) -> Tensor:  # (n, d)
 @pytest.mark.parametrize("offset", [0, 3])
 def test_sinusoids_are_those_of_the_paper(dim: int, offset: int) -> None:
     x = torch.randn(B, N, dim, dtype=torch.float64)
-    found = SinusoidalPositions(dim)(x, offset=offset)
-    torch.testing.assert_close(found, x + sinusoids(N, dim, offset), rtol=1e-12, atol=1e-12)
+    actual = SinusoidalPositions(dim)(x, offset=offset)
+    torch.testing.assert_close(actual, x + sinusoids(N, dim, offset), rtol=1e-12, atol=1e-12)
 
 
 def test_sinusoids_are_precise_far_out() -> None:
@@ -85,10 +85,10 @@ def test_learnt_positions_are_added_and_trained() -> None:
     positions = LearnedPositions(10, 4)
     assert 0.01 < positions.weight.std() < 0.03
     x = torch.randn(B, N, 4, requires_grad=True)
-    found = positions(x, offset=2)
+    actual = positions(x, offset=2)
     for p in range(N):
-        assert torch.equal(found[:, p], x[:, p] + positions.weight[p + 2])
-    found.sum().backward()  # type: ignore[no-untyped-call]
+        assert torch.equal(actual[:, p], x[:, p] + positions.weight[p + 2])
+    actual.sum().backward()  # type: ignore[no-untyped-call]
     expected = torch.zeros(10, 4)
     expected[2 : 2 + N] = B
     assert positions.weight.grad is not None
@@ -109,10 +109,10 @@ def test_the_last_position_is_reached_and_the_next_refused() -> None:
 @pytest.mark.parametrize("offset", [0, 4])
 def test_rotary_positions_are_rotations(dim: int, offset: int) -> None:
     x = torch.randn(B, N, dim, dtype=torch.float64)
-    found = RotaryPositions(dim)(x, offset=offset)
-    for one, before in zip(found, x, strict=True):
+    actual = RotaryPositions(dim)(x, offset=offset)
+    for one, before in zip(actual, x, strict=True):
         torch.testing.assert_close(one, turned(before, offset), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(actual.norm(dim=-1), x.norm(dim=-1))
 
 
 def test_rotary_dot_products_depend_on_the_offset_only() -> None:
@@ -129,13 +129,13 @@ def test_rotary_dot_products_depend_on_the_offset_only() -> None:
 
 
 @pytest.mark.parametrize("make", [SinusoidalPositions, RotaryPositions, lambda dim: LearnedPositions(9, dim)])
-def test_nothing_in_gives_nothing_out_and_heads_are_a_batch(make: type) -> None:
+def test_empty_input_gives_empty_output_and_heads_are_a_batch(make: type) -> None:
     positions = make(4)
     assert positions(torch.zeros(2, 0, 4)).shape == (2, 0, 4)
     x = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
-    found = positions(x)
-    assert found.dtype is torch.bfloat16
-    assert torch.equal(found[1, 2], positions(x[1, 2]))
+    actual = positions(x)
+    assert actual.dtype is torch.bfloat16
+    assert torch.equal(actual[1, 2], positions(x[1, 2]))
 
 
 @pytest.mark.parametrize("make", [SinusoidalPositions, RotaryPositions, lambda dim: LearnedPositions(9, dim)])
@@ -145,7 +145,7 @@ def test_gradients_reach_x(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", [SinusoidalPositions, RotaryPositions, lambda dim: LearnedPositions(9, dim)])
-def test_what_does_not_fit_is_refused(make: type) -> None:
+def test_mismatched_shapes_are_refused(make: type) -> None:
     with pytest.raises(BadInput, match=r"dim is 0; expected a whole number at least 1"):
         make(0)
     positions = make(4)

@@ -21,7 +21,7 @@ def _seeded() -> None:
     torch.manual_seed(5)
 
 
-def made(**words: Any) -> ProductKeys:
+def small_memory(**words: Any) -> ProductKeys:
     return ProductKeys(**{"dim": 6, "num_keys": 7, "value_dim": 3, "num_heads": 2, "k": 5, **words}).double()
 
 
@@ -62,8 +62,8 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("words", SHAPES)
-def test_it_is_softmax_over_the_best_of_all_keys_values_and_gradients(words: dict[str, Any]) -> None:
-    memory = made(**words)
+def test_answers_and_gradients_are_the_softmax_over_the_best_of_all_keys(words: dict[str, Any]) -> None:
+    memory = small_memory(**words)
     inputs = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(9, 3, dtype=torch.float64)
     wanted = {"inputs": inputs, **dict(memory.named_parameters())}
@@ -86,7 +86,7 @@ def _dense(grad: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 16, 49])
 def test_the_best_of_halves_hold_the_best_of_all(k: int) -> None:
-    memory = made(k=k)
+    memory = small_memory(k=k)
     inputs = torch.randn(200, 6, dtype=torch.float64)
     slots, scores = memory.find(inputs)
     every = every_score(memory, inputs)
@@ -96,7 +96,7 @@ def test_the_best_of_halves_hold_the_best_of_all(k: int) -> None:
 
 
 def test_ties_and_zero_queries_find_k_distinct_slots() -> None:
-    memory = made(k=6)
+    memory = small_memory(k=6)
     with torch.no_grad():
         memory.query.bias.zero_()
         memory.keys[:, :, 1] = memory.keys[:, :, 0]  # duplicates
@@ -108,20 +108,20 @@ def test_ties_and_zero_queries_find_k_distinct_slots() -> None:
 
 
 def test_gradcheck() -> None:
-    memory = made(num_keys=4, k=3)
+    memory = small_memory(num_keys=4, k=3)
     inputs = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     keys, weight = memory.keys.detach().clone().requires_grad_(), memory.query.weight.detach().clone().requires_grad_()
 
     def asked(inputs: Tensor, keys: Tensor, weight: Tensor) -> Tensor:
         parameters = {"keys": keys, "query.weight": weight}
-        found: Tensor = torch.func.functional_call(memory, parameters, (inputs,))
-        return found
+        actual: Tensor = torch.func.functional_call(memory, parameters, (inputs,))
+        return actual
 
     assert torch.autograd.gradcheck(asked, (inputs, keys, weight))
 
 
-def test_values_get_the_gradient_of_the_slots_found_and_no_more() -> None:
-    memory = made()
+def test_only_the_values_of_retrieved_slots_get_a_gradient() -> None:
+    memory = small_memory()
     inputs = torch.randn(2, 6, dtype=torch.float64)
     memory(inputs).sum().backward()  # type: ignore[no-untyped-call]
     grad = memory.values.grad
@@ -138,7 +138,7 @@ def test_a_step_holds_no_gradient_as_large_as_the_memory() -> None:
     assert grad._values().numel() == 2 * 4 * 64  # of 65,536 slots
 
 
-def test_it_learns_to_recall() -> None:
+def test_product_keys_learn_to_recall() -> None:
     memory = ProductKeys(8, num_keys=12, value_dim=4, num_heads=2, k=8)
     inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
     others = [p for name, p in memory.named_parameters() if name != "values"]
@@ -157,7 +157,7 @@ def test_it_learns_to_recall() -> None:
 
 
 def test_query_norm_is_a_batch_norm_of_the_queries() -> None:
-    memory = made(query_norm=True)
+    memory = small_memory(query_norm=True)
     inputs = 100 * torch.randn(50, 6, dtype=torch.float64) + 30
     queries = memory._queries(inputs).flatten(1)
     torch.testing.assert_close(queries.mean(0), torch.zeros(12, dtype=torch.float64), atol=1e-6, rtol=0)
@@ -166,8 +166,8 @@ def test_query_norm_is_a_batch_norm_of_the_queries() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 3, 6), (2, 0, 6)])
-def test_leading_dimensions_are_kept(shape: tuple[int, ...]) -> None:
-    memory = made()
+def test_leading_dimensions_are_preserved(shape: tuple[int, ...]) -> None:
+    memory = small_memory()
     inputs = torch.randn(shape, dtype=torch.float64)
     output = memory(inputs)
     assert output.shape == (*shape[:-1], 3)
@@ -178,14 +178,14 @@ def test_leading_dimensions_are_kept(shape: tuple[int, ...]) -> None:
 
 def test_the_same_seed_makes_the_same_memory() -> None:
     torch.manual_seed(1)
-    one = made().state_dict()
+    one = small_memory().state_dict()
     torch.manual_seed(1)
-    for name, other in made().state_dict().items():
+    for name, other in small_memory().state_dict().items():
         assert torch.equal(one[name], other)
 
 
 def test_state_and_copies_answer_alike() -> None:
-    memory, other = made(), made()
+    memory, other = small_memory(), small_memory()
     inputs = torch.randn(4, 6, dtype=torch.float64)
     assert not torch.equal(memory(inputs), other(inputs))
     held = io.BytesIO()
@@ -208,13 +208,13 @@ def test_state_and_copies_answer_alike() -> None:
         ({"dim": 7}, "key_dim is 7; expected an even width"),
     ],
 )
-def test_what_cannot_be_made(words: dict[str, Any], match: str) -> None:
+def test_bad_settings_are_refused_by_name(words: dict[str, Any], match: str) -> None:
     with pytest.raises(BadInput, match=match):
-        made(**words)
+        small_memory(**words)
 
 
 def test_inputs_that_do_not_fit() -> None:
-    memory = made()
+    memory = small_memory()
     with pytest.raises(BadInput, match=r"inputs have shape \(2, 5\) but this memory takes \(…, 6\)"):
         memory(torch.zeros(2, 5).double())
     with pytest.raises(BadInput, match="expected a floating tensor"):
@@ -222,7 +222,7 @@ def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(BadInput, match="queries hold NaN or infinity"):
         memory(torch.full((2, 6), torch.nan).double())
     with pytest.raises(BadInput, match="a batch norm in training got 1 inputs"):
-        made(query_norm=True)(torch.zeros(1, 6).double())
+        small_memory(query_norm=True)(torch.zeros(1, 6).double())
 
 
 def test_inputs_of_another_dtype() -> None:
@@ -235,8 +235,8 @@ def test_inputs_of_another_dtype() -> None:
             memory(torch.zeros(2, 6, dtype=torch.float64))
 
 
-def test_what_inference_mode_kept_serves_training() -> None:
-    memory = made(k=13)
+def test_caches_of_inference_mode_serve_training() -> None:
+    memory = small_memory(k=13)
     inputs = torch.randn(4, 6, dtype=torch.float64)
     with torch.inference_mode():
         memory(inputs)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import doctest
 import math
-from typing import Any
 
 import pytest
 import reference
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 import softdb.nn.regression as regression_module
@@ -34,18 +34,6 @@ def keys_of(n: int = N, d: int = D) -> Tensor:
     return keys
 
 
-def regression(keys: Tensor, values: Tensor, **words: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], value_dim=values.shape[1], **words)
-    db.insert(list(range(len(keys))), keys, values)
-    return db
-
-
-def classes(keys: Tensor, labels: Tensor) -> softdb.SoftDB:
-    db = softdb.open(None, dim=keys.shape[1], num_classes=CLASSES)
-    db.insert(list(range(len(keys))), keys, labels)
-    return db
-
-
 def wave(n: int = 60) -> tuple[Tensor, Tensor]:
     """Noisy measurements of a curve, (n, 1) and (n, 1)."""
     x = torch.rand(n, 1) * 5
@@ -63,7 +51,7 @@ def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor,
     return mean / total if total else mean
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -71,23 +59,23 @@ def by_loops(name: str, h: list[float], x: Tensor, keys: Tensor, values: Tensor,
 def test_means_are_those_of_nadaraya_and_watson(name: str, h: list[float]) -> None:
     keys, values = keys_of(), torch.randn(N, V)
     bandwidth = h[0] if h[0] == h[1] else torch.tensor(h)
-    model = KernelRegressor(regression(keys, values), name, bandwidth, learnable=False)
+    model = KernelRegressor(holding(keys, values), name, bandwidth, learnable=False)
     queries = torch.cat([torch.randn(6, D), keys[:3], torch.full((1, D), 50.0)])
     told = model(queries)
-    for x, found in zip(queries, told, strict=True):
+    for x, actual in zip(queries, told, strict=True):
         if name in ("gaussian", "laplacian") and float(x[0]) == 50:
             continue  # the loops underflow, softdb does not
         expected = by_loops(name, h, x, keys, values)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
     u = (keys.double() - 50).div(torch.tensor(h)).norm(dim=1)
     logs = {"gaussian": -u.square() / 2, "laplacian": -u}.get(name)
     far = torch.zeros(V).double() if logs is None else logs.softmax(dim=0) @ values.double()
     torch.testing.assert_close(told[-1].double(), far, rtol=1e-3, atol=1e-3)
 
 
-def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
+def test_k_filter_and_mask_narrow_the_participants() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
+    db = holding(keys, values)
     db.update(list(range(N)), payloads=[{"odd": i % 2 == 1} for i in range(N)])
     model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     odd = torch.arange(N) % 2 == 1
@@ -99,9 +87,9 @@ def test_nearest_a_filter_and_a_mask_narrow_what_takes_part() -> None:
     torch.testing.assert_close(model(queries, k=N + 5), model(queries), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_inserted_or_deleted_counts_at_once() -> None:
+def test_inserts_and_deletes_count_at_once() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
+    db = holding(keys, values)
     model, queries = KernelRegressor(db, bandwidth=0.7, learnable=False), torch.randn(4, D)
     before = model(queries)
     db.insert([100], queries[:1], [[9.0] * V])
@@ -110,11 +98,11 @@ def test_what_is_inserted_or_deleted_counts_at_once() -> None:
     torch.testing.assert_close(model(queries), before)
 
 
-def test_an_empty_database_tells_zeros() -> None:
+def test_an_empty_database_predicts_zeros() -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     model = KernelRegressor(db, bandwidth=1.0)
-    told = model(torch.randn(2, D))
-    assert torch.equal(told, torch.zeros(2, V))
+    actual = model(torch.randn(2, D))
+    assert torch.equal(actual, torch.zeros(2, V))
     assert [tuple(one.shape) for one in model.leave_one_out()] == [(0, V), (0, V)]
     with pytest.raises(BadInput, match=r"fit: the database has 0 records; insert at least 2"):
         model.fit()
@@ -125,9 +113,9 @@ def test_an_empty_database_tells_zeros() -> None:
 # -- the bandwidth -----------------------------------------------------------------------------------------------------
 
 
-def test_the_bandwidth_starts_as_silverman_says() -> None:
+def test_the_bandwidth_starts_at_silvermans_rule() -> None:
     keys = keys_of() * torch.tensor([1.0, 10.0])
-    db = regression(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
+    db = holding(torch.cat([keys, torch.full((1, D), 1e6)]), torch.randn(N + 1, V))
     db.delete([N])  # does not count
     torch.testing.assert_close(KernelRegressor(db).kernel.bandwidth, silverman(keys).float())
     each = KernelRegressor(db, per_coordinate=True).kernel.bandwidth
@@ -142,60 +130,60 @@ def test_gradients_reach_queries_and_bandwidth(name: str) -> None:
     keys, labels = keys_of().double(), torch.randint(CLASSES, (N,))
     queries = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
     for model in (
-        KernelRegressor(regression(keys, torch.randn(N, V)), name, torch.tensor([1.3, 2.1], dtype=torch.float64)),
-        KernelClassifier(classes(keys, labels), name, torch.tensor(1.7, dtype=torch.float64)),
+        KernelRegressor(holding(keys, torch.randn(N, V)), name, torch.tensor([1.3, 2.1], dtype=torch.float64)),
+        KernelClassifier(holding(keys, labels, num_classes=CLASSES), name, torch.tensor(1.7, dtype=torch.float64)),
     ):
         parameters = list(model.parameters())
-        assert [one.dtype for one in parameters] == [torch.float64]
+        assert [parameter.dtype for parameter in parameters] == [torch.float64]
         assert torch.autograd.gradcheck(lambda x, _, model=model: model(x), (queries, *parameters))
         assert torch.autograd.gradcheck(lambda _, model=model: model.leave_one_out()[0], (*parameters,))
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_each_record_is_told_from_all_others(name: str) -> None:
+def test_leave_one_out_predicts_each_record_from_the_others(name: str) -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    db = regression(keys, values)
-    db.delete([4, 11])  # places are of what is left
+    db = holding(keys, values)
+    db.delete([4, 11])  # positions are among the remaining records
     left = torch.tensor([i for i in range(N) if i not in (4, 11)])
     keys, values = keys[left], values[left]
     model = KernelRegressor(db, name, 0.8, learnable=False)
-    told, true = model.leave_one_out()
+    actual, true = model.leave_one_out()
     assert torch.equal(true, values)
     for i in range(len(left)):
         expected = by_loops(name, [0.8] * D, keys[i], keys, values, out=i)
-        torch.testing.assert_close(told[i].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[i].double(), expected, rtol=1e-5, atol=1e-5)
     some = torch.tensor([7, 0, 7])
     part, its = model.leave_one_out(some)
-    torch.testing.assert_close(part, told[some])
+    torch.testing.assert_close(part, actual[some])
     assert torch.equal(its, values[some])
 
 
-def test_labels_are_told_from_all_others_too() -> None:
+def test_leave_one_out_predicts_labels_from_the_others() -> None:
     keys, labels = keys_of(), torch.randint(CLASSES, (N,))
-    told, true = KernelClassifier(classes(keys, labels), bandwidth=0.8).leave_one_out()
+    actual, true = KernelClassifier(holding(keys, labels, num_classes=CLASSES), bandwidth=0.8).leave_one_out()
     one_hot = torch.eye(CLASSES)[labels]
     assert torch.equal(true, one_hot)
     for i in range(N):
         expected = by_loops("gaussian", [0.8] * D, keys[i], keys, one_hot, out=i)
-        torch.testing.assert_close(told[i].detach().double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[i].detach().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "laplacian"])
 def test_fit_finds_the_bandwidth_that_a_search_finds(kernel: str) -> None:
     x, y = wave()
-    model = KernelRegressor(regression(x, y), kernel)
+    model = KernelRegressor(holding(x, y), kernel)
     errors = model.fit()
     searched = leave_one_out(x, y, type(model.kernel))
     assert model.kernel.bandwidth.item() == pytest.approx(searched, rel=0.03)
     assert errors[-1] < 0.8 * errors[0]
-    told, true = model.leave_one_out()
-    assert float((told - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
+    actual, true = model.leave_one_out()
+    assert float((actual - true).detach().square().mean()) == pytest.approx(errors[-1], rel=1e-3)
 
 
 def test_fit_finds_which_coordinate_counts() -> None:
     x, y = wave(100)
     keys = torch.cat([x, torch.rand(100, 1) * 5], dim=1)
-    model = KernelRegressor(regression(keys, y), per_coordinate=True)
+    model = KernelRegressor(holding(keys, y), per_coordinate=True)
     model.fit(batch_size=64)
     counts, idle = model.kernel.bandwidth.tolist()
     assert counts < 0.5
@@ -205,7 +193,7 @@ def test_fit_finds_which_coordinate_counts() -> None:
 def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
     keys = torch.stack([torch.linspace(0, 8, 80).round() + 0.02 * torch.randn(80), torch.rand(80) * 5], dim=1)
     labels = (keys[:, 0].round() % 2).long()  # stripes, and a coordinate that means nothing
-    model = KernelClassifier(classes(keys, labels), bandwidth=0.6, per_coordinate=True)
+    model = KernelClassifier(holding(keys, labels, num_classes=CLASSES), bandwidth=0.6, per_coordinate=True)
     before = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
     errors = model.fit()
     after = (model.leave_one_out()[0].argmax(1) == labels).float().mean()
@@ -215,40 +203,41 @@ def test_fit_lowers_the_brier_score_of_a_classifier() -> None:
 
 @pytest.mark.parametrize("per_coordinate", [False, True])
 @pytest.mark.parametrize(("h", "rtol"), [(0.3, 1e-5), (0.03, 1e-10)], ids=["float32", "float64"])
-def test_the_gaussians_steps_are_those_of_any_kernel(
+def test_the_fast_gaussian_takes_the_steps_of_any_kernel(
     h: float, rtol: float, per_coordinate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = torch.randn(80, D) + 5
     keys[3] = keys[7]  # a duplicate is another record
     values, labels = torch.randn(80, V) + 1e4, torch.randint(CLASSES, (80,))
     start = torch.tensor(h, dtype=torch.float64)
-    for kind, db in ((KernelRegressor, regression(keys, values)), (KernelClassifier, classes(keys, labels))):
+    classes = holding(keys, labels, num_classes=CLASSES)
+    for kind, db in ((KernelRegressor, holding(keys, values)), (KernelClassifier, classes)):
         db.delete(range(60, 80))
-        found = []
+        results = []
         for kept in (regression_module.MAX_FLOATS, 0):  # 0: through autograd, in float64
             monkeypatch.setattr(regression_module, "MAX_FLOATS", kept)
             monkeypatch.setattr(regression_module, "TILE", 7 * 60)
             model = kind(db, bandwidth=start, per_coordinate=per_coordinate)
             with torch.autocast("cpu", torch.bfloat16):  # which changes nothing
                 errors = model.fit(steps=3, batch_size=20) + model.fit(steps=1)
-            found.append([*errors, *model.kernel.bandwidth.reshape(-1).tolist()])
+            results.append([*errors, *model.kernel.bandwidth.reshape(-1).tolist()])
         monkeypatch.undo()
-        assert found[0] == pytest.approx(found[1], rel=rtol)
+        assert results[0] == pytest.approx(results[1], rel=rtol)
 
 
 def test_fit_is_the_same_each_time_by_its_seed() -> None:
     x, y = wave()
-    found = []
+    results = []
     for seed in (1, 1, 2):
-        model = KernelRegressor(regression(x, y))
-        found.append(model.fit(steps=5, batch_size=16, seed=seed))
-    assert found[0] == found[1] != found[2]
-    assert len(found[0]) == 5
+        model = KernelRegressor(holding(x, y))
+        results.append(model.fit(steps=5, batch_size=16, seed=seed))
+    assert results[0] == results[1] != results[2]
+    assert len(results[0]) == 5
 
 
 def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
     x, y = wave()
-    db = regression(x, y)
+    db = holding(x, y)
     model, generation = KernelRegressor(db), db.stats().generation
     before = model.kernel.bandwidth.item()
     with torch.no_grad():
@@ -257,20 +246,20 @@ def test_fit_trains_where_gradients_are_off_and_changes_no_record() -> None:
     assert db.stats().generation == generation
 
 
-def test_a_half_precision_database_is_told_in_float32() -> None:
+def test_a_half_precision_database_predicts_in_float32() -> None:
     keys, values = keys_of(), torch.randn(N, V)
-    model = KernelRegressor(regression(keys, values, dtype="float16"), bandwidth=0.8)
-    told, true = model.leave_one_out()
-    assert (told.dtype, true.dtype) == (torch.float32, torch.float32)
+    model = KernelRegressor(holding(keys, values, dtype="float16"), bandwidth=0.8)
+    actual, true = model.leave_one_out()
+    assert (actual.dtype, true.dtype) == (torch.float32, torch.float32)
     expected = by_loops("gaussian", [0.8] * D, keys[5].half(), keys.half(), values.half(), out=5)
-    torch.testing.assert_close(told[5].detach().double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[5].detach().double(), expected, rtol=1e-4, atol=1e-4)
 
 
 # -- the module --------------------------------------------------------------------------------------------------------
 
 
 def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
-    db = regression(keys_of(), torch.randn(N, V))
+    db = holding(keys_of(), torch.randn(N, V))
     model = KernelRegressor(db, bandwidth=0.5)
     twin = copy.deepcopy(model)
     assert twin.db is db
@@ -282,16 +271,16 @@ def test_copies_share_the_database_and_the_state_is_the_bandwidth() -> None:
     assert isinstance(KernelRegressor(db, Gaussian).kernel, Gaussian)
 
 
-def test_a_given_tensor_is_copied() -> None:
+def test_a_tensor_argument_is_copied() -> None:
     h = torch.tensor([0.5, 0.5])
-    model = KernelRegressor(regression(keys_of(), torch.randn(N, V)), bandwidth=h)
+    model = KernelRegressor(holding(keys_of(), torch.randn(N, V)), bandwidth=h)
     h[0] = 7
     torch.testing.assert_close(model.kernel.bandwidth, torch.tensor([0.5, 0.5]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     keys = keys_of()
-    numbers, labels = regression(keys, torch.randn(N, V)), classes(keys, torch.zeros(N).long())
+    numbers, labels = holding(keys, torch.randn(N, V)), holding(keys, torch.zeros(N).long(), num_classes=CLASSES)
     bare = softdb.open(None, dim=D)
     for db in (labels, bare):
         with pytest.raises(BadInput, match=r"the database has no vectors as values.*use KernelClassifier for labels"):
@@ -313,7 +302,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_places_and_settings_that_make_no_sense_are_refused() -> None:
-    db = regression(keys_of(), torch.randn(N, V))
+    db = holding(keys_of(), torch.randn(N, V))
     model = KernelRegressor(db)
     with pytest.raises(BadInput, match=r"places reach from 0 to 23 but there are 23 records; expected 0 to 22"):
         model.leave_one_out(torch.tensor([0, N]))

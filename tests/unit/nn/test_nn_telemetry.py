@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import awkward
+from worlds import D, N, V, clusters, filled, indexed, near
 
 import softdb
 import softdb.nn.telemetry
@@ -18,16 +18,9 @@ from softdb.errors import BadInput, Closed
 from softdb.nn import GradientReport, Telemetry, gradient_report
 from softdb.scores import Gaussian
 
-N, D, V, Q = 40, 5, 3, 4
+Q = 4
 NOTHING: Any = None
 TEXT: Any = "text"
-
-
-def filled() -> softdb.SoftDB:
-    db = softdb.open(None, dim=D, value_dim=V)
-    values = np.random.default_rng(2).standard_normal((N, V))
-    db.insert(range(N), awkward(np.random.default_rng(1), N, D), values, [{"odd": i % 2 == 1} for i in range(N)])
-    return db
 
 
 def asking(q: int = Q) -> Tensor:
@@ -55,46 +48,46 @@ def plain(
 def test_the_report_of_a_truncated_query(k: int, temperature: float) -> None:
     db, queries = filled(), asking()
     upstream = torch.randn(Q, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = gradient_report(db, queries, temperature=temperature, k=k, upstream=upstream)
+    actual = gradient_report(db, queries, temperature=temperature, k=k, upstream=upstream)
     output, grad, weights = plain(db, queries, upstream, None, temperature)
     cut, cut_grad, cut_weights = plain(db, queries, upstream, k, temperature)
     for i in range(Q):
-        assert found.mass[i].item() == pytest.approx(float(weights[i][cut_weights[i] > 0].sum()))
+        assert actual.mass[i].item() == pytest.approx(float(weights[i][cut_weights[i] > 0].sum()))
         entropy = -sum(w * math.log(w) for w in weights[i].tolist())
-        assert found.effective[i].item() == pytest.approx(math.exp(entropy))
-        assert found.output_error[i].item() == pytest.approx(float((cut[i] - output[i]).norm() / output[i].norm()))
-        assert found.gradient_error[i].item() == pytest.approx(
+        assert actual.effective[i].item() == pytest.approx(math.exp(entropy))
+        assert actual.output_error[i].item() == pytest.approx(float((cut[i] - output[i]).norm() / output[i].norm()))
+        assert actual.gradient_error[i].item() == pytest.approx(
             float((cut_grad[i] - grad[i]).norm() / grad[i].norm()), abs=1e-9
         )
-        if k == 1:  # one record answers alike whatever is asked
-            assert math.isnan(found.cosine[i].item())
+        if k == 1:  # one record gives the same answer for every query
+            assert math.isnan(actual.cosine[i].item())
         else:
             expected = float(torch.nn.functional.cosine_similarity(cut_grad[i], grad[i], 0))
-            assert found.cosine[i].item() == pytest.approx(expected)
+            assert actual.cosine[i].item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("words", [{}, {"k": N}, {"k": 3 * N}, {"rtol": 0.1}, {"score": Gaussian(1.0)}])
-def test_an_exact_query_misses_nothing(words: dict[str, Any]) -> None:
-    found = gradient_report(filled(), asking(), **words)
+def test_an_exact_query_misses_no_mass(words: dict[str, Any]) -> None:
+    actual = gradient_report(filled(), asking(), **words)
     one = torch.ones(Q, dtype=torch.float64)
-    torch.testing.assert_close(found.mass, one)
-    torch.testing.assert_close(found.cosine, one)
-    torch.testing.assert_close(found.gradient_error, 0 * one, atol=1e-9, rtol=0)
-    torch.testing.assert_close(found.output_error, 0 * one, atol=1e-9, rtol=0)
-    assert found.means()["mass"] == pytest.approx(1)
+    torch.testing.assert_close(actual.mass, one)
+    torch.testing.assert_close(actual.cosine, one)
+    torch.testing.assert_close(actual.gradient_error, 0 * one, atol=1e-9, rtol=0)
+    torch.testing.assert_close(actual.output_error, 0 * one, atol=1e-9, rtol=0)
+    assert actual.means()["mass"] == pytest.approx(1)
 
 
 def test_a_filter_a_kernel_and_more_candidates() -> None:
     db, queries = filled(), asking()
     reports = [gradient_report(db, queries, k=k, where={"odd": True}, score=Gaussian(0.8)) for k in (2, 8, 19)]
-    masses = torch.stack([one.mass for one in reports])
+    masses = torch.stack([report.mass for report in reports])
     assert bool((masses.diff(dim=0) > 0).all())
     assert bool((reports[2].output_error < reports[0].output_error).all())
     only = {"odd": True}
     exact = db.attend(queries, where=only, score=Gaussian(0.8))
     held = (db.attend(queries, where=only, score=Gaussian(0.8), k=2).lse - exact.lse).exp()
     torch.testing.assert_close(reports[0].mass, held)
-    effective = [one.effective for one in exact.explain(1)]
+    effective = [explanation.effective for explanation in exact.explain(1)]
     torch.testing.assert_close(reports[0].effective, torch.tensor(effective, dtype=torch.float64))
 
 
@@ -102,13 +95,9 @@ def test_a_filter_a_kernel_and_more_candidates() -> None:
 def clustered() -> tuple[softdb.SoftDB, Tensor]:
     """30 000 records of 60 clusters with an IVF index, and queries among them."""
     random = np.random.default_rng(0)
-    centres = random.standard_normal((60, 16))
-    keys = centres[random.integers(0, 60, 30_000)] + 0.7 * random.standard_normal((30_000, 16))
+    keys = clusters(random, 30_000)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    db = softdb.open(None, dim=16)
-    db.insert(range(30_000), keys)
-    db.build_index("ivf", recall=0.9)
-    return db, torch.tensor(keys[:8] + 0.1 * random.standard_normal((8, 16)), dtype=torch.float32)
+    return indexed(keys, recall=0.9), torch.tensor(near(random, keys, 8, 0.1), dtype=torch.float32)
 
 
 @pytest.mark.slow
@@ -138,12 +127,12 @@ def test_an_estimate_points_the_right_way_where_truncation_does_not(
     assert 0.5 < float(stderr.square().mean().sqrt() / error.square().mean().sqrt()) < 2
 
 
-def test_nothing_stored() -> None:
-    found = gradient_report(softdb.open(None, dim=D, value_dim=V), asking(), k=3)
-    assert found.mass.tolist() == [1] * Q
-    assert found.effective.tolist() == [0] * Q
-    assert found.output_error.tolist() == [0] * Q
-    assert bool(found.cosine.isnan().all())
+def test_an_empty_database_is_reported() -> None:
+    actual = gradient_report(softdb.open(None, dim=D, value_dim=V), asking(), k=3)
+    assert actual.mass.tolist() == [1] * Q
+    assert actual.effective.tolist() == [0] * Q
+    assert actual.output_error.tolist() == [0] * Q
+    assert bool(actual.cosine.isnan().all())
 
 
 def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
@@ -152,18 +141,15 @@ def test_a_report_leaves_gradients_and_random_numbers_alone() -> None:
     score = softdb.scores.General(D, D).double()
     state = torch.get_rng_state()
     with torch.no_grad():
-        found = gradient_report(db, queries, k=3, score=score)
-    assert float(found.cosine.min()) > -1
+        actual = gradient_report(db, queries, k=3, score=score)
+    assert float(actual.cosine.min()) > -1
     assert queries.grad is None
     assert all(parameter.grad is None for parameter in score.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(column.requires_grad for column in found)
+    assert not any(column.requires_grad for column in actual)
 
 
-# -- in a loop ---------------------------------------------------------------------------------------------------------
-
-
-def test_every_so_many_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     true = softdb.nn.telemetry.gradient_report
 
@@ -174,7 +160,7 @@ def test_every_so_many_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(softdb.nn.telemetry, "gradient_report", counting)
     db, telemetry = filled(), Telemetry(every=3, sample=2)
     reports = [telemetry(db, asking(), temperature=0.5, k=4) for _ in range(8)]
-    assert [i for i, one in enumerate(reports) if one is not None] == [0, 3, 6]
+    assert [i for i, report in enumerate(reports) if report is not None] == [0, 3, 6]
     assert calls == [2, 2, 2]
     assert [one["step"] for one in telemetry.history] == [0, 3, 6]
     for entry, report in zip(telemetry.history, reports[::3], strict=True):
@@ -199,7 +185,9 @@ def test_the_sample_keeps_queries_and_upstream_together() -> None:
         torch.testing.assert_close(whole.cosine[place], part.cosine[i])
 
 
-def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_does_not_change_training(
+    clustered: tuple[softdb.SoftDB, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
     db, queries = clustered
 
@@ -237,7 +225,7 @@ def test_training_goes_on_as_without(clustered: tuple[softdb.SoftDB, Tensor], mo
         (lambda db, q: Telemetry()(db, TEXT), "queries have 'text'; expected the batch"),
     ],
 )
-def test_what_cannot_be(call: Any, message: str) -> None:
+def test_bad_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         call(filled(), asking())
 

@@ -1,4 +1,4 @@
-"""softdb.nn.View as a module: state, copies, precision, threads, and what it refuses."""
+"""softdb.nn.View as a module: state, copies, precision, threads and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from views import KINDS, WIDE, D, Gated, N, V, dense, filled, loops, mlp, move, true_ids
+from worlds import D, N, V, filled, holding
+from worlds.views import KINDS, WIDE, Gated, dense, loops, mlp, move, true_ids
 
 import softdb
 import softdb.nn.view
@@ -35,7 +36,7 @@ def _seeded() -> None:
 
 
 def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> None:
-    view = View(filled(200), mlp(), metric="l2", overfetch=1)
+    view = View(filled(200, value_dim=None), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(5, WIDE, dtype=torch.float64)
     assert list(view.state_dict()) == [f"encoder.{name}" for name in view.encoder.state_dict()]
     assert [name for name, _ in view.named_modules()] == ["", "encoder", "encoder.0", "encoder.1", "encoder.2"]
@@ -49,8 +50,8 @@ def test_the_state_dict_holds_the_encoder_and_loading_rebuilds_the_index() -> No
     assert view.report().reindexes == 2
 
 
-def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
-    view = View(filled(), mlp(), metric="l2", reindex=4)
+def test_copies_share_the_handle_and_not_the_parameters() -> None:
+    view = View(filled(value_dim=None), mlp(), metric="l2", reindex=4)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     view.step()
@@ -67,7 +68,7 @@ def test_copies_share_the_handle_and_not_what_is_learnt() -> None:
 
 
 def test_a_pickle_travels_and_reads_only(tmp_path: Path) -> None:
-    with filled(path=tmp_path / "db") as db:
+    with filled(path=tmp_path / "db", value_dim=None) as db:
         view = View(db, mlp(), metric="l2")
         queries = torch.randn(2, WIDE, dtype=torch.float64)
         ids = view.search(queries, 3).ids
@@ -88,8 +89,8 @@ def _nan_for_the_zero_key(keys: Tensor) -> Tensor:
     return keys / lengths
 
 
-def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
-    view = View(filled(), _nan_for_the_zero_key, batch_size=2)
+def test_nan_of_an_encoder_names_the_record() -> None:
+    view = View(filled(value_dim=None), _nan_for_the_zero_key, batch_size=2)
     queries = torch.randn(1, D)
     asks: list[Callable[[], Any]] = [
         lambda: view.search(queries),
@@ -99,20 +100,20 @@ def test_an_encoder_that_gives_nan_is_told_of_which_record() -> None:
         view.reindex,
     ]
     for ask in asks:
-        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
+        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 3;"):
             ask()
     assert view.report().version == 0
-    view.db.delete([2])
+    view.db.delete([3])
     view.search(queries)
-    view.db.insert([2], torch.zeros(1, D))  # younger than the index
+    view.db.insert([3], torch.zeros(1, D))  # younger than the index
     for ask in asks:
-        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 2;"):
+        with pytest.raises(BadInput, match="the encoder gave NaN or infinity for the key of the record with id 3;"):
             ask()
     assert view.report().version == 1
 
 
 def test_bad_input_is_refused_by_name() -> None:
-    db = filled()
+    db = filled(value_dim=None)
 
     def changing(keys: Tensor) -> Tensor:
         return keys if len(keys) == 2 else keys[:, :3]
@@ -137,7 +138,7 @@ def test_bad_input_is_refused_by_name() -> None:
             View(db, encoder, **words)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="db is None; expected an open softdb database"):
         View(None, mlp())  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=r"returned shape \(31, 3\) for 31 keys; expected a floating tensor \(31, 5\)"):
+    with pytest.raises(BadInput, match=r"returned shape \(40, 3\) for 40 keys; expected a floating tensor \(40, 5\)"):
         View(db, changing).reindex()
     view, queries = View(db, mlp()), torch.randn(2, WIDE)
     for k in (0, 1.5, True):
@@ -156,7 +157,7 @@ def test_bad_input_is_refused_by_name() -> None:
     assert view.report().version == 0  # nothing of this has made one
 
 
-def test_policies_refuse_what_they_cannot_keep() -> None:
+def test_policies_refuse_bad_settings() -> None:
     for make, match in (
         (lambda: EverySteps(0), "n is 0; expected a whole number at least 1"),
         (lambda: InBackground(-1), "n is -1; expected a whole number at least 1"),
@@ -172,7 +173,7 @@ def test_policies_refuse_what_they_cannot_keep() -> None:
 
 
 def test_float16_keys_and_a_metric_of_its_own() -> None:
-    db = filled(dtype="float16", metric="cosine")
+    db = filled(dtype="float16", metric="cosine", value_dim=None)
     view = View(db, torch.nn.Linear(D, D))
     assert view.metric is Metric.COSINE
     queries = torch.randn(3, D)
@@ -186,7 +187,7 @@ def test_the_example_runs() -> None:
     assert (failed, tried > 3) == (0, True)
 
 
-# -- precision, threads and what is refused ----------------------------------------------------------------------------
+# -- precision, threads and errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [None, 6, N])
@@ -212,28 +213,28 @@ def test_autocast_reaches_the_encoder_alone(k: int | None, words: dict[str, Any]
         assert torch.allclose(pooled.output, expected, atol=1e-5)
         assert torch.allclose(pooled.lse, lse, atol=1e-5)
         others = torch.autograd.grad(expected.sin().sum(), given)
-        assert all(torch.allclose(one, two, atol=0.02) for one, two in zip(grads, others, strict=True))
+        assert all(torch.allclose(grad, two, atol=0.02) for grad, two in zip(grads, others, strict=True))
     true = loops("l2", queries, encoded.float()).sort(dim=1, descending=True, stable=True).values
     assert torch.allclose(hits.scores, true[:, :6], atol=1e-5)
     assert (pooled.output.dtype, hits.scores.dtype) == (torch.float32, torch.float32)
-    told = pooled.explain(N)  # by the same cast
-    assert [one.mass for one in told] == pytest.approx([1.0] * 3, abs=1e-4)
+    actual = pooled.explain(N)  # by the same cast
+    assert [one.mass for one in actual] == pytest.approx([1.0] * 3, abs=1e-4)
 
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_a_plain_callable_score_meets_keys_in_the_queries_dtype(k: int | None) -> None:
-    view = View(filled(value_dim=V), mlp(dtype=torch.float64), metric="dot")
+    view = View(filled(), mlp(dtype=torch.float64), metric="dot")
     queries = torch.randn(3, WIDE)
     pooled = view.attend(queries, k=k, score=lambda q, keys: q @ keys.mT)
     expected = view.attend(queries, k=k, score=Dot())
     assert torch.allclose(pooled.output, expected.output, atol=1e-5)
-    for mine, other in zip(pooled.explain(3), expected.explain(3), strict=True):
-        assert mine.weights == pytest.approx(other.weights, abs=1e-5)
+    for ours, other in zip(pooled.explain(3), expected.explain(3), strict=True):
+        assert ours.weights == pytest.approx(other.weights, abs=1e-5)
 
 
 def test_explaining_after_a_step_is_refused() -> None:
     encoder = mlp()
-    view = View(filled(value_dim=V), encoder, metric="l2")
+    view = View(filled(), encoder, metric="l2")
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     whole, some = view.attend(queries), view.attend(queries, k=4)
     known = some.explain(2)
@@ -243,10 +244,10 @@ def test_explaining_after_a_step_is_refused() -> None:
     optimizer.step()
     with pytest.raises(StaleRead, match="the encoder was changed since this answer"):
         whole.explain(2)
-    assert [one.weights for one in some.explain(2)] == [one.weights for one in known]  # these were kept
+    assert [explanation.weights for explanation in some.explain(2)] == [one.weights for one in known]  # these were kept
 
 
-def test_more_explained_than_there_are_does_not_encode_what_is_not_there() -> None:
+def test_explaining_more_than_all_records_encodes_only_the_live_ones() -> None:
     db = softdb.open(None, dim=D, value_dim=V)
     view = View(db, _Unit(), metric="dot")
     assert view.attend(torch.randn(2, D)).explain(3)[1].ids == []
@@ -262,7 +263,7 @@ class _Unit(torch.nn.Module):
         return _nan_for_the_zero_key(keys) if bool(keys.any()) else keys
 
 
-def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
+def test_threads_keep_their_own_train_and_eval_mode() -> None:
     """Scores with gradient are of training mode, also while another thread finds, in eval mode."""
     entered, leave = threading.Event(), threading.Event()
 
@@ -276,7 +277,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
                 leave.wait(0.5)
             return keys * 1.0
 
-    view = View(filled(value_dim=V), Slow(), metric="l2")
+    view = View(filled(), Slow(), metric="l2")
     modes.clear()
     other = threading.Thread(target=view.reindex)
     other.start()
@@ -289,7 +290,7 @@ def test_no_thread_meets_the_mode_that_another_asked_for() -> None:
 
 
 def test_a_score_that_no_index_serves_makes_none() -> None:
-    view = View(filled(value_dim=V), mlp(), metric="dot", max_age=0)
+    view = View(filled(), mlp(), metric="dot", max_age=0)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     assert view.attend(queries, k=3, score=NegativeL2()).finder == "scan"
     assert view.report().version == 0
@@ -300,9 +301,9 @@ def test_a_score_that_no_index_serves_makes_none() -> None:
         view.attend(queries, k=3)
 
 
-def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
+def test_a_step_that_reports_a_failure_counts() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2")
+    view = View(filled(value_dim=None), Gated(gate), metric="l2")
     view.reindex()
     view.encoder.held.broken = True
     build = view.reindex(background=True)
@@ -316,7 +317,7 @@ def test_a_step_counts_also_where_it_tells_of_a_failure() -> None:
 
 
 def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
-    db = filled()
+    db = filled(value_dim=None)
     with pytest.raises(BadInput, match=r"the encoder failed on two keys of zeros, 5 wide .* takes \(m, 5\)"):
         View(db, torch.nn.Linear(4, 4))
     with pytest.raises(BadInput, match="which cannot be copied while training goes on"):
@@ -331,8 +332,8 @@ def test_encoders_that_do_not_fit_are_refused_at_the_door() -> None:
         View(db, encoder).reindex(background=True)
 
 
-def test_what_is_alive_of_a_version_is_remembered_and_follows_the_database() -> None:
-    view = View(filled(40), mlp(), metric="l2")
+def test_live_rows_are_cached_by_version_and_follow_the_database() -> None:
+    view = View(filled(40, value_dim=None), mlp(), metric="l2")
     view.reindex()
     version, store = view._stale.now, view.db._store
     view.db.delete([3])
@@ -362,8 +363,7 @@ def test_an_encoder_learns_to_look_past_loud_noise(policy: Any) -> None:
         return torch.cat([told, 3 * torch.randn(count, d // 2)], 1), labels
 
     keys, labels = drawn(n)
-    db = softdb.open(None, dim=d, num_classes=classes, metric="l2")
-    db.insert(list(range(n)), keys, labels)
+    db = holding(keys, labels, num_classes=classes, metric="l2")
     encoder = torch.nn.Linear(d, 8)
     view = View(db, encoder, reindex=policy)
     held_out, true = drawn(300)

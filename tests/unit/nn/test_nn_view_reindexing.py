@@ -1,4 +1,4 @@
-"""softdb.nn.View: the index it finds by, and when that is made anew."""
+"""softdb.nn.View: its stale index and the policies that rebuild it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builds import goes_on_once_waited_for
+from doubles.held_builds import goes_on_once_waited_for
 from torch import Tensor
-from views import WIDE, D, Gated, V, filled, loops, mlp, move, true_ids
+from worlds import D, V, filled
+from worlds.views import WIDE, Gated, loops, mlp, move, true_ids
 
 from softdb.errors import BadInput, Closed, StaleRead
 from softdb.nn import EverySteps, InBackground, Never, OnRecall, View
@@ -33,7 +34,7 @@ def shared(found: list[list[Any]], true: list[list[Any]]) -> float:
 
 
 def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
-    db, encoder = filled(400), mlp()
+    db, encoder = filled(400, value_dim=None, seed=1), mlp()
     view = View(db, encoder, metric="l2", overfetch=2)
     queries = torch.randn(20, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 5).ids == true_ids(view, queries, 5)
@@ -57,7 +58,7 @@ def test_a_stale_index_costs_recall_but_scores_are_right() -> None:
 
 
 def test_inserted_records_become_candidates_and_deleted_ones_stay_away() -> None:
-    view = View(filled(300, value_dim=V), mlp(), metric="l2", overfetch=1)
+    view = View(filled(300), mlp(), metric="l2", overfetch=1)
     queries = torch.randn(6, WIDE, dtype=torch.float64) * 0.3
     assert view.search(queries, 6).ids == true_ids(view, queries, 6)
     gone = sorted({row[0] for row in view.search(queries, 6).ids if row})
@@ -79,7 +80,7 @@ def test_inserted_records_become_candidates_and_deleted_ones_stay_away() -> None
 
 
 def test_a_index_older_than_allowed_is_refused() -> None:
-    view = View(filled(value_dim=V), mlp(), max_age=2, metric="l2")
+    view = View(filled(), mlp(), max_age=2, metric="l2")
     queries = torch.randn(2, WIDE)
     view.attend(queries, k=3)
     for _ in range(2):
@@ -94,13 +95,13 @@ def test_a_index_older_than_allowed_is_refused() -> None:
     view.attend(queries, k=3)
 
 
-# -- when to refresh ---------------------------------------------------------------------------------------------------
+# -- refreshes ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_so_many_steps() -> None:
-    view = View(filled(), mlp(), reindex=3)
+def test_reindexing_happens_every_nth_step() -> None:
+    view = View(filled(value_dim=None), mlp(), reindex=3)
     assert view.policy == EverySteps(3)
-    assert [view.step() for _ in range(4)] == ["kept"] * 4  # nobody asked: there is nothing to refresh
+    assert [view.step() for _ in range(4)] == ["kept"] * 4  # no query was asked, so nothing is stale
     view.search(torch.randn(1, WIDE), 1)
     assert [view.step() for _ in range(6)] == ["kept", "kept", "reindexed"] * 2
     report = view.report()
@@ -109,12 +110,13 @@ def test_every_so_many_steps() -> None:
 
 
 def test_on_a_drop_of_recall() -> None:
-    view = View(filled(600), mlp(), metric="l2", reindex=OnRecall(0.8, every=2, sample=600, k=5), overfetch=2)
+    policy = OnRecall(0.8, every=2, sample=600, k=5)
+    view = View(filled(600, value_dim=None), mlp(), metric="l2", reindex=policy, overfetch=2)
     queries = torch.randn(16, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 5)
     assert [view.step() for _ in range(4)] == ["kept", "measured", "kept", "measured"]
     assert view.report().recall == 1.0
-    move(view.encoder, 0.03)
+    move(view.encoder, 0.1)
     assert view.step() == "kept"
     missed = shared(view.search(queries, 5).ids, true_ids(view, queries, 5))
     assert view.step() == "reindexed"
@@ -124,11 +126,11 @@ def test_on_a_drop_of_recall() -> None:
     assert view.report().recall == 1.0
 
 
-def test_a_sample_tells_the_recall_about() -> None:
-    view = View(filled(2000), mlp(), metric="l2", overfetch=2)
+def test_a_sample_estimates_the_recall() -> None:
+    view = View(filled(2000, value_dim=None), mlp(), metric="l2", overfetch=2)
     queries = torch.randn(64, WIDE, dtype=torch.float64) * 0.3
     view.search(queries, 10)
-    move(view.encoder, 0.25)
+    move(view.encoder, 0.05)
     whole = view.measure(100, 2000)
     assert 0.3 < whole < 0.97
     assert view.measure(20, 400) == pytest.approx(whole, abs=0.08)
@@ -136,14 +138,14 @@ def test_a_sample_tells_the_recall_about() -> None:
         view.measure(10, 30)
 
 
-def test_in_the_background_training_goes_on() -> None:
+def test_training_continues_while_reindexing_in_the_background() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
+    view = View(filled(value_dim=None), Gated(gate), metric="l2", reindex=InBackground(2), overfetch=1)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.search(queries, 3)
     assert [view.step() for _ in range(2)] == ["kept", "started"]
     taken = true_ids(view, queries, 3)
-    move(view.encoder, 1.0)  # while the thread encodes with a copy of what was
+    move(view.encoder, 1.0)  # while the thread encodes with a copy of the old encoder
     assert [view.step() for _ in range(3)] == ["kept"] * 3
     assert view.report().reindexing
     assert view.report().version == 1
@@ -155,8 +157,8 @@ def test_in_the_background_training_goes_on() -> None:
     assert build.result(60).step == view.steps - 3
     report = view.report()
     assert (report.version, report.age, report.reindexes) == (2, 3, 2)
-    found = view._stale.now.find(queries, 3)
-    assert found.tolist() == taken
+    actual = view._stale.now.find(queries, 3)
+    assert actual.tolist() == taken
     assert taken != true_ids(view, queries, 3)
     assert view.step() == "started"
     assert view._build is not None
@@ -166,7 +168,7 @@ def test_in_the_background_training_goes_on() -> None:
 
 def test_a_background_failure_is_raised_by_the_next_step() -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2")
+    view = View(filled(value_dim=None), Gated(gate), metric="l2")
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     before = view.search(queries, 3).ids
     view.encoder.held.broken = True
@@ -184,7 +186,7 @@ def test_a_background_failure_is_raised_by_the_next_step() -> None:
 
 def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    view = View(filled(), Gated(gate), metric="l2", batch_size=4)
+    view = View(filled(value_dim=None), Gated(gate), metric="l2", batch_size=4)
     queries = torch.randn(3, WIDE, dtype=torch.float64)
     view.reindex()
     build = view.reindex(background=True)
@@ -198,8 +200,8 @@ def test_a_refresh_by_hand_supersedes_one_in_the_background(monkeypatch: pytest.
     assert view.step() == "kept"  # that it was called off is no failure
 
 
-def test_never_is_left_to_the_user() -> None:
-    view = View(filled(), mlp(), reindex=Never())
+def test_the_policy_never_leaves_reindexing_to_the_user() -> None:
+    view = View(filled(value_dim=None), mlp(), reindex=Never())
     view.reindex()
     assert [view.step() for _ in range(50)] == ["kept"] * 50
     assert view.report().version == 1
@@ -222,8 +224,8 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
         try:
             while not ended.is_set():
                 now = index.now
-                found = now.find(far[1:], 5)
-                assert found.tolist() == [[499, 498, 497, 496, 495]]
+                actual = now.find(far[1:], 5)
+                assert actual.tolist() == [[499, 498, 497, 496, 495]]
                 columns = torch.unique(now.vectors_at(rows)[:, 0])
                 assert columns.tolist() == [float(now.number)]
                 seen.add(now.number)
@@ -247,7 +249,7 @@ def test_searches_during_refreshes_never_fail_and_never_mix_versions() -> None:
 
 
 def test_a_view_may_be_searched_while_others_write_and_refresh() -> None:
-    view = View(filled(200, value_dim=V), mlp().eval(), metric="l2", batch_size=32)
+    view = View(filled(200), mlp().eval(), metric="l2", batch_size=32)
     queries = torch.randn(2, WIDE, dtype=torch.float64)
     errors: list[BaseException] = []
     ended = threading.Event()
@@ -313,7 +315,7 @@ def test_a_failing_replacement_leaves_the_old_version() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
+def test_a_large_stale_index_is_approximate_and_measured() -> None:
     index, centres = StaleIndex("l2", kind="ivf"), torch.randn(50, 12) * 3
     vectors = centres[torch.randint(50, (12_000,))] + torch.randn(12_000, 12)
     rows = np.arange(12_000) * 2 + 1
@@ -326,6 +328,6 @@ def test_a_large_index_is_indexed_and_says_what_it_finds() -> None:
     assert 0.85 < shared(index.now.find(queries, 5).tolist(), true.tolist()) <= 1
     kept = np.zeros(12_000, bool)
     kept[::3] = True
-    found = index.now.find(queries, 5, keep=kept)
-    assert ((found - 1) // 2 % 3 == 0).all()
+    actual = index.now.find(queries, 5, keep=kept)
+    assert ((actual - 1) // 2 % 3 == 0).all()
     assert index.now.seconds > 0

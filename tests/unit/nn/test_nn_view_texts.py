@@ -1,4 +1,4 @@
-"""A view whose encoder is given the records' texts."""
+"""Views whose encoder takes the texts of the records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from worlds import holding
 
 import softdb
 from softdb.database.reembedding import texts_at
@@ -31,11 +32,8 @@ class OfTexts(torch.nn.Module):
         return found
 
 
-def filled(**words: Any) -> softdb.SoftDB:
-    db = softdb.open(None, dim=2)
-    payloads = [{"text": "payload", "name": text} for text in TEXTS]
-    db.insert(range(len(TEXTS)), torch.randn(len(TEXTS), 2), payloads=payloads, **words)
-    return db
+def with_texts(**words: Any) -> softdb.SoftDB:
+    return holding(torch.randn(len(TEXTS), 2), payloads=[{"text": "payload", "name": text} for text in TEXTS], **words)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_the_loss_is_that_of_the_encoded_texts(kept: Any, field: Any) -> None:
     wanted.backward()
     gradient = encoder.linear.weight.grad
     encoder.linear.weight.grad = None
-    with filled(texts=kept) as db:
+    with with_texts(texts=kept) as db:
         view = View(db, encoder, texts=True, field=field)
         loss = retrieval_loss(view, queries, [5, 0, 7])
         loss.backward()  # type: ignore[no-untyped-call]
@@ -64,7 +62,7 @@ def test_the_loss_is_that_of_the_encoded_texts(kept: Any, field: Any) -> None:
 def test_ranks_are_by_the_vectors_as_they_were_indexed() -> None:
     torch.manual_seed(0)
     encoder = OfTexts()
-    with filled(texts=TEXTS) as db:
+    with with_texts(texts=TEXTS) as db:
         view = View(db, encoder, texts=True, metric="cosine")
         view.reindex()
         queries = encoder(TEXTS).detach()
@@ -79,8 +77,8 @@ def test_ranks_are_by_the_vectors_as_they_were_indexed() -> None:
         assert ranking(view, queries[4:], list(range(4, len(TEXTS)))).recall_1 < 0.5
 
 
-def test_texts_that_are_missing_are_told() -> None:
-    with filled() as db:
+def test_missing_texts_are_reported() -> None:
+    with with_texts() as db:
         with pytest.raises(BadInput, match="record 0 has no text: its field 'gloss' is None"):
             View(db, OfTexts(), texts=True, field="gloss").attend(torch.ones(1, 6))
         with pytest.raises(BadInput, match="field is 3"):

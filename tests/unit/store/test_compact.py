@@ -1,4 +1,4 @@
-"""Compaction and copies: the records stay what they are, whatever happens, and the disk gets its room back."""
+"""Compaction and copies keep every record through all interruptions and return disk space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reports import index_report
+from worlds import holding, index_report
 
 import softdb
 from softdb.store import compact as compaction
@@ -22,7 +22,7 @@ from softdb.store.snapshot import Segment, Snapshot
 
 
 class Model:
-    """What a database must hold: a dictionary, and the same operations."""
+    """The expected records: a dict with the same operations."""
 
     def __init__(self, db: softdb.SoftDB, seed: int = 0) -> None:
         self.db = db
@@ -76,10 +76,10 @@ def columns_of(path: Path) -> set[str]:
     return {file.name for file in path.glob("*.npy")}
 
 
-# -- what it does ------------------------------------------------------------------------------------------------------
+# -- behaviour ---------------------------------------------------------------------------------------------------------
 
 
-def test_compaction_removes_the_dead_and_nothing_else(place: Path | None) -> None:
+def test_compaction_removes_only_dead_records(place: Path | None) -> None:
     with softdb.open(place, dim=4) as db:
         model = Model(db)
         for n in (300, 200, 400):
@@ -105,7 +105,7 @@ def test_compaction_removes_the_dead_and_nothing_else(place: Path | None) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("values", ["vectors", "labels"])
-def test_answers_and_rows_are_those_from_before(place: Path | None, dtype: Any, values: str) -> None:
+def test_answers_and_rows_survive_a_compaction(place: Path | None, dtype: Any, values: str) -> None:
     extra: dict[str, Any] = {"vectors": {"value_dim": 5}, "labels": {"num_classes": 7}}[values]
     random = np.random.default_rng(1)
     column: Any = random.standard_normal((700, 5)) if values == "vectors" else random.integers(0, 7, 700)
@@ -144,7 +144,7 @@ def test_updates_and_upserts_go_on_after_compaction(place: Path | None) -> None:
         assert len(db) == len(model.records) + 1 == db.verify()
 
 
-def test_everything_deleted_leaves_nothing_and_takes_records_again(place: Path | None) -> None:
+def test_an_emptied_database_compacts_and_takes_records_again(place: Path | None) -> None:
     with softdb.open(place, dim=4) as db:
         model = Model(db)
         model.insert(300)
@@ -177,7 +177,7 @@ def test_the_last_rows_may_be_the_ones_that_go(place: Path | None) -> None:
         same(db, model.records)
 
 
-def test_small_segments_become_one_and_a_second_time_nothing_happens(path: Path) -> None:
+def test_small_segments_are_merged_once(path: Path) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         for _ in range(40):
@@ -238,9 +238,9 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
         assert index is not None
         assert index.count <= len(db)
         queries = np.random.default_rng(3).standard_normal((100, 32)).astype(np.float32)
-        truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
-        hits = sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True))
-        assert bool(found.live.all())
+        truth, results = db.search(queries, k=10, exact=True), db.search(queries, k=10)
+        hits = sum(len(set(a) & set(b)) for a, b in zip(truth.ids, results.ids, strict=True))
+        assert bool(results.live.all())
         assert hits / 1000 >= 0.9
         same(db, model.records)
     with softdb.open(tmp_path / "fresh", dim=32) as fresh:
@@ -254,8 +254,7 @@ def test_ten_rounds_stay_near_a_fresh_build(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_catalogue_shrinks_with_the_records(path: Path) -> None:
-    with softdb.open(path, dim=2) as db:
-        db.insert(list(range(5000)), np.ones((5000, 2)), payloads=[{"text": "x" * 200}] * 5000)
+    with holding(np.ones((5000, 2)), payloads=[{"text": "x" * 200}] * 5000, path=path) as db:
         db.delete(list(range(4900)))
         db.compact()
         assert (path / "catalog.sqlite").stat().st_size < 300_000
@@ -276,13 +275,13 @@ def test_the_index_serves_on_and_after_reopening(path: Path) -> None:
     with softdb.open(path) as db:
         assert index_report(db).kind == "ivf"
         assert db.core.finder.index is not None
-        truth, found = db.search(queries, k=10, exact=True), db.search(queries, k=10)
-        assert sum(len(set(a) & set(b)) for a, b in zip(truth.ids, found.ids, strict=True)) >= 450
+        truth, results = db.search(queries, k=10, exact=True), db.search(queries, k=10)
+        assert sum(len(set(a) & set(b)) for a, b in zip(truth.ids, results.ids, strict=True)) >= 450
         few = db.search(queries, k=10, where={"group": 3})
         assert all(len(row) == 10 and i % 5 == 3 for row in few.ids for i in row)
 
 
-# -- others meanwhile --------------------------------------------------------------------------------------------------
+# -- concurrent changes ------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_keeps_its_generation_until_it_refreshes(path: Path) -> None:
@@ -309,7 +308,7 @@ def test_a_segment_number_is_never_used_again(path: Path) -> None:
         model = Model(writer)
         model.insert(100)
         with softdb.open(path, mode="r") as reader:
-            for _ in range(3):  # the reader has maps of what is gone
+            for _ in range(3):  # the reader has maps of removed segments
                 model.delete(1.1)
                 writer.compact()
                 model.insert(100)
@@ -349,7 +348,7 @@ def test_a_reader_overtaken_while_it_opens_the_files_tries_again(
 
 
 @pytest.mark.parametrize("change", ["insert", "delete", "compact"])
-def test_changes_while_it_copies_are_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_changes_during_a_compaction_are_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         model.insert(300)
@@ -389,8 +388,7 @@ def repeated(work: Callable[[int], None], times: int, errors: list[BaseException
 
 
 def test_threads_write_read_and_compact_at_once(place: Path | None) -> None:
-    with softdb.open(place, dim=3) as db:
-        db.insert([f"start{i}" for i in range(50)], np.ones((50, 3)))
+    with holding(np.ones((50, 3)), ids=[f"start{i}" for i in range(50)], path=place) as db:
         errors: list[BaseException] = []
         kept: set[str] = {f"start{i}" for i in range(50)}
 
@@ -423,7 +421,7 @@ def test_threads_write_read_and_compact_at_once(place: Path | None) -> None:
         assert db.stats().dead == 0
 
 
-# -- when something breaks ---------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 KILLER = """
 import os, shutil, signal, sys
@@ -531,7 +529,7 @@ def test_a_full_disk_leaves_the_handle_writing(path: Path, monkeypatch: pytest.M
                 raise OSError(28, "No space left on device")
 
             patch.setattr(os, "pwrite", full)
-            if stuck:  # what is half written cannot be removed, either
+            if stuck:  # the unfinished file cannot be removed, either
                 patch.setattr(ColumnFiles, "remove", full)
             with pytest.raises(softdb.WriteFailed, match=r"compact: .*No space left.*no record changed"):
                 db.compact()
@@ -566,8 +564,7 @@ def test_a_damaged_rows_column_is_named(path: Path, damage: str) -> None:
 
 
 def test_only_a_writer_compacts(path: Path) -> None:
-    with softdb.open(path, dim=4) as db:
-        db.insert(["a"], np.ones((1, 4)))
+    holding(np.ones((1, 4)), ids=["a"], path=path).close()
     with softdb.open(path, mode="r") as db, pytest.raises(softdb.ReadOnly, match="compact: this handle is read-only"):
         db.compact()
     with pytest.raises(softdb.Closed, match="compact: this handle is closed"):
@@ -612,7 +609,7 @@ def test_a_reader_makes_copies_too(path: Path, tmp_path: Path) -> None:
         same(db, model.records)
 
 
-def test_copies_while_others_write_show_whole_batches(path: Path, tmp_path: Path) -> None:
+def test_copies_beside_writers_hold_complete_batches(path: Path, tmp_path: Path) -> None:
     with softdb.open(path, dim=4) as db, softdb.open(path, mode="r") as reader:
         db.insert([f"0-{j}" for j in range(7)], np.zeros((7, 4)))
         stop = threading.Event()
@@ -644,7 +641,7 @@ def test_copies_while_others_write_show_whole_batches(path: Path, tmp_path: Path
             for batch in copy.scan():
                 for one, key in zip(batch.ids, batch.keys, strict=True):
                     groups.setdefault(str(one).split("-")[0], []).append(float(key[0]))
-            assert all(len(found) == 7 and len(set(found)) == 1 for found in groups.values())
+            assert all(len(actual) == 7 and len(set(actual)) == 1 for actual in groups.values())
 
 
 @pytest.mark.slow
@@ -663,7 +660,7 @@ def test_a_copy_keeps_the_index(path: Path, tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.records  # no index was left aside: the copy knows that it has none
 
 
-def test_a_copy_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_no_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with softdb.open(path, dim=4) as db:
         model = Model(db)
         model.insert(100)
@@ -705,8 +702,7 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with softdb.open(path, dim=4) as db:
-        db.insert(["a"], np.ones((1, 4)))
+    with holding(np.ones((1, 4)), ids=["a"], path=path) as db:
         for target, why in [
             (tmp_path / "file", "is a file"),
             (tmp_path / "full", "that is not empty"),
@@ -723,7 +719,7 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
         db.snapshot(tmp_path / "copy")
 
 
-# -- which segments, and their parts -----------------------------------------------------------------------------------
+# -- choice and copying of segments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -740,7 +736,9 @@ def test_where_a_copy_may_not_go(path: Path, tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: str, groups: list[set[int]]) -> None:
+def test_segments_to_merge_are_chosen_by_size(
+    monkeypatch: pytest.MonkeyPatch, segments: str, groups: list[set[int]]
+) -> None:
     monkeypatch.setattr(compaction, "MAX_ROWS", 128)
     sizes = [tuple(map(int, part.split("/"))) for part in segments.split()]
     columns = tuple(Segment(i, 1000 * i, None, np.zeros((size, 1)), None) for i, (size, _) in enumerate(sizes))
@@ -748,16 +746,15 @@ def test_which_segments_become_one(monkeypatch: pytest.MonkeyPatch, segments: st
     assert compaction._groups(Snapshot.of(1, columns, live)) == groups
 
 
-def test_a_segment_is_copied_part_by_part(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_is_copied_block_by_block(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "AT_ONCE", 16)
     keys = np.arange(400.0).reshape(100, 4)
-    with softdb.open(place, dim=4, value_dim=2) as db:
-        db.insert(list(range(100)), keys, keys[:, :2])
+    with holding(keys, keys[:, :2], path=place) as db:
         db.delete(list(range(0, 100, 3)))
         db.compact()
         rest = [i for i in range(100) if i % 3]
-        found = db.get(rest)
-        np.testing.assert_array_equal(found.keys.numpy(), keys[rest])
-        assert found.values is not None
-        np.testing.assert_array_equal(found.values.numpy(), keys[rest, :2])
+        actual = db.get(rest)
+        np.testing.assert_array_equal(actual.keys.numpy(), keys[rest])
+        assert actual.values is not None
+        np.testing.assert_array_equal(actual.values.numpy(), keys[rest, :2])
         assert db.verify() == len(rest)

@@ -1,4 +1,4 @@
-"""Training a projection: files of pairs and projections, and the command; a bad line is named."""
+"""Training a projection: files of pairs and projections, and the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import SMALL, D, M, N, keys_of, run, world
+from worlds import holding
+from worlds.trainings import SMALL, D, M, N, keys_of, run, world
 
 import softdb
 import softdb.train.projection
@@ -35,23 +36,18 @@ def test_pairs_of_json_lines(name: str, tmp_path: Path) -> None:
     path = write(
         tmp_path / name, {"query": [1, 2.5], "positives": [7, "7", 7]}, "", {"positives": "a", "query": [0, 1]}
     )
-    found = read_pairs(path)
-    assert (found.queries, found.positives, found.lines) == ([[1, 2.5], [0, 1]], [[7, "7"], ["a"]], [1, 3])
-    assert not found.is_text
+    actual = read_pairs(path)
+    assert (actual.queries, actual.positives, actual.lines) == ([[1, 2.5], [0, 1]], [[7, "7"], ["a"]], [1, 3])
+    assert not actual.is_text
 
 
 @pytest.mark.parametrize(("name", "mark"), [("p.csv", ","), ("p.tsv", "\t"), ("p.csv.gz", ",")])
 def test_pairs_of_tables(name: str, mark: str, tmp_path: Path) -> None:
-    rows = [
-        ("asked", "more", "found"),
-        ("1984", "x", "7"),
-        ("a horse", "", '"[7, ""b""]"'),
-        ("c", "1", "a"),
-    ]
-    found = read_pairs(write(tmp_path / name, *(mark.join(row) for row in rows)), query="asked", positives="found")
-    assert (found.queries, found.positives) == (["1984", "a horse", "c"], [["7"], [7, "b"], ["a"]])
-    assert found.is_text
-    assert found.lines == [2, 3, 4]
+    rows = [("asked", "more", "found"), ("1984", "x", "7"), ("a horse", "", '"[7, ""b""]"'), ("c", "1", "a")]
+    actual = read_pairs(write(tmp_path / name, *(mark.join(row) for row in rows)), query="asked", positives="found")
+    assert (actual.queries, actual.positives) == (["1984", "a horse", "c"], [["7"], [7, "b"], ["a"]])
+    assert actual.is_text
+    assert actual.lines == [2, 3, 4]
 
 
 def test_numbers_in_tables_and_queries_from_elsewhere(tmp_path: Path) -> None:
@@ -67,16 +63,15 @@ def test_numbers_in_tables_and_queries_from_elsewhere(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=r"queries have shape \(.*\); expected \(m, d\) numbers"):
             read_pairs(only, queries=bad)
     wide = write(tmp_path / "wide.csv", "query,positives", f'"{[1.25] * 40_000}"," [""r1""]"')
-    found = read_pairs(wide)
-    assert (len(found.queries[0]), found.positives) == (40_000, [["r1"]])
+    actual = read_pairs(wide)
+    assert (len(actual.queries[0]), actual.positives) == (40_000, [["r1"]])
     with pytest.raises(BadInput, match=r"5 queries but p\.jsonl has 2 lines"):
         read_pairs(only, queries=np.ones((5, 2)))
 
 
-def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
+def test_ids_of_a_table_become_ids_of_the_database(tmp_path: Path) -> None:
     path = write(tmp_path / "p.csv", "query,positives", "x,7", "x,8", 'x,"[8, ""8""]"')
-    with softdb.open(None, dim=1) as db:
-        db.insert(["7", 7, 8, "8"], [[1], [2], [3], [4]])
+    with holding([[1], [2], [3], [4]], ids=["7", 7, 8, "8"]) as db:
         pairs = read_pairs(path)
         pairs.resolve(db)
         assert pairs.positives == [["7"], ["8"], [8, "8"]]
@@ -131,12 +126,12 @@ def test_a_bad_line_is_named(name: str, lines: list[str] | None, message: str, t
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_projection_goes_through_its_file(bias: bool, tmp_path: Path) -> None:
+def test_a_projection_survives_its_file(bias: bool, tmp_path: Path) -> None:
     projection = QueryProjection(3, bias)
     assert torch.equal(projection(torch.eye(3)), torch.eye(3))
     torch.manual_seed(0)
-    for one in projection.parameters():
-        torch.nn.init.normal_(one)
+    for parameter in projection.parameters():
+        torch.nn.init.normal_(parameter)
     save(tmp_path / "p.pt", projection, {"seed": 7})
     back = load(tmp_path / "p.pt")
     assert torch.equal(back(torch.ones(2, 3)), projection(torch.ones(2, 3)))
@@ -198,21 +193,22 @@ def fails(*arguments: object) -> str:
 def stored(tmp_path: Path) -> tuple[Path, Path]:
     """A database on disk and its pairs."""
     _, queries, positives = world()
-    with softdb.open(tmp_path / "db", dim=D) as db:
-        db.insert([f"r{i}" if i % 3 == 0 else i for i in range(N)], keys_of())
-    rows = [{"query": one.tolist(), "positives": mine} for one, mine in zip(queries, positives, strict=True)]
+    holding(keys_of(), ids=[f"r{i}" if i % 3 == 0 else i for i in range(N)], path=tmp_path / "db").close()
+    rows = [
+        {"query": query.tolist(), "positives": positive} for query, positive in zip(queries, positives, strict=True)
+    ]
     return tmp_path / "db", write(tmp_path / "pairs.jsonl", *rows)
 
 
 def digests(folder: Path) -> dict[str, str]:
     return {
-        str(one): hashlib.sha256(one.read_bytes()).hexdigest()
-        for one in sorted(folder.rglob("*"))
-        if one.is_file() and not one.name.endswith(("-shm", "-wal"))  # SQLite's own, also for readers
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.endswith(("-shm", "-wal"))  # SQLite's own, also for readers
     }
 
 
-def test_the_command_trains_and_the_others_ask_with_it(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_trains_a_projection_that_others_use(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     before, out = digests(path), tmp_path / "p.pt"
     words = ("--lr", 0.02, "--batch-size", 64, "--epochs", 6, "--patience", 0)
@@ -270,7 +266,7 @@ def test_the_command_takes_texts_and_arrays(tmp_path: Path) -> None:
     assert hits[0]["id"] == 1
 
 
-def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_refuses_bad_files(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     out = ("--out", tmp_path / "p.pt")
     bad = write(
@@ -295,7 +291,7 @@ def test_what_the_command_refuses(stored: tuple[Path, Path], tmp_path: Path) -> 
     assert not (tmp_path / "p.pt").exists()
 
 
-def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_command_refuses_to_overwrite_its_own_files(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     array, file, out = tmp_path / "q.npy", tmp_path / "run.ckpt", tmp_path / "p.pt"
     np.save(array, np.ones((M, D), np.float32))
@@ -315,9 +311,9 @@ def test_the_command_overwrites_nothing_of_its_own(stored: tuple[Path, Path], tm
     assert digests(tmp_path) == before
 
 
-def test_a_training_without_gain_says_so(stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_training_without_gain_is_reported(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, _ = stored
     rows = [{"query": key.tolist(), "positives": f"r{i}" if i % 3 == 0 else i} for i, key in enumerate(keys_of())]
-    found = write(tmp_path / "found.jsonl", *rows[3:])
-    shown = run("train", path, found, "--out", tmp_path / "p.pt", "--lr", 5.0, "--epochs", 2).stdout
+    actual = write(tmp_path / "found.jsonl", *rows[3:])
+    shown = run("train", path, actual, "--out", tmp_path / "p.pt", "--lr", 5.0, "--epochs", 2).stdout
     assert "this projection changes nothing" in " ".join(shown.split())

@@ -1,4 +1,4 @@
-"""Every weighting against loops of its equation, its gradient, and the cases in which all of them must be defined."""
+"""Every weighting against loops of its equation, its gradient, and the degenerate cases."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.weights import (
-    Argmax,
-    Entmax15,
-    Normalised,
-    Softmax,
-    Sparse,
-    Sparsemax,
-    Uniform,
-    Weighed,
-    Weighting,
-)
+from softdb.weights import Argmax, Entmax15, Normalised, Softmax, Sparse, Sparsemax, Uniform, Weighed, Weighting
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +40,7 @@ def _entropy(p: list[float], alpha: float) -> float:
 
 
 def _weights(name: str, scores: list[float], temperature: float) -> list[float]:
-    z = [one / temperature for one in scores]
+    z = [score / temperature for score in scores]
     if name == "softmax":
         parts = [math.exp(one - max(z)) for one in z]
     elif name == "normalised":
@@ -130,19 +120,19 @@ def test_weights_are_the_equation(by: Weighting, temperature: float, dtype: torc
     live = torch.rand(2, 4, 9) < 0.7
     live[0, 0], live[0, 1] = False, True
     scores[0, 1, 3] = scores[0, 1, 5] = scores[0, 1].max()
-    found = _weigh(by, scores, temperature, live)
-    assert found.weights.dtype is found.lse.dtype is found.threshold.dtype is dtype
-    assert found.weights.shape == scores.shape
-    assert found.lse.shape == found.threshold.shape == (2, 4)
-    assert not found.threshold.requires_grad
+    actual = _weigh(by, scores, temperature, live)
+    assert actual.weights.dtype is actual.lse.dtype is actual.threshold.dtype is dtype
+    assert actual.weights.shape == scores.shape
+    assert actual.lse.shape == actual.threshold.shape == (2, 4)
+    assert not actual.threshold.requires_grad
     digits = 1e-5 if dtype is torch.float32 else 1e-12
     for place in np.ndindex(2, 4):
         weights, lse = reference(by.name, scores[place].tolist(), temperature, live[place].tolist())
-        np.testing.assert_allclose(found.weights[place], weights, rtol=digits, atol=digits / 10)
-        assert found.lse[place].item() == pytest.approx(lse, rel=digits, abs=digits / 10)
-    assert (found.weights[~live] == 0).all()
-    assert (found.weights >= 0).all()
-    np.testing.assert_allclose(found.weights.sum(-1), live.any(-1), rtol=digits)
+        np.testing.assert_allclose(actual.weights[place], weights, rtol=digits, atol=digits / 10)
+        assert actual.lse[place].item() == pytest.approx(lse, rel=digits, abs=digits / 10)
+    assert (actual.weights[~live] == 0).all()
+    assert (actual.weights >= 0).all()
+    np.testing.assert_allclose(actual.weights.sum(-1), live.any(-1), rtol=digits)
 
 
 @every
@@ -188,9 +178,9 @@ def test_gradients_are_the_derivatives(by: Weighting) -> None:
     live[0, 0], live[0, 1] = False, True
 
     def finite(s: Tensor) -> tuple[Tensor, ...]:
-        found = _weigh(by, s, 0.7, live)
-        lse = found.lse.masked_fill(~live.any(-1), 0)
-        return (found.weights, lse) if found.weights.requires_grad else (lse,)
+        actual = _weigh(by, s, 0.7, live)
+        lse = actual.lse.masked_fill(~live.any(-1), 0)
+        return (actual.weights, lse) if actual.weights.requires_grad else (lse,)
 
     assert torch.autograd.gradcheck(finite, scores)
 
@@ -198,15 +188,15 @@ def test_gradients_are_the_derivatives(by: Weighting) -> None:
 @every_smoothed
 def test_the_gradient_of_lse_is_the_weights(by: Weighting) -> None:
     scores = _scores(by, 4, 30).requires_grad_()
-    found = _weigh(by, scores, 0.7)
-    (grad,) = torch.autograd.grad(found.lse.sum(), scores)
-    torch.testing.assert_close(grad * 0.7, found.weights, rtol=1e-12, atol=1e-14)
+    actual = _weigh(by, scores, 0.7)
+    (grad,) = torch.autograd.grad(actual.lse.sum(), scores)
+    torch.testing.assert_close(grad * 0.7, actual.weights, rtol=1e-12, atol=1e-14)
 
 
 def test_the_gradient_of_lse_in_the_log_of_a_kernel_is_the_weights() -> None:
     logs = _scores(Softmax(), 4, 30).requires_grad_()
-    found = _weigh(Normalised(), logs.exp())
-    torch.testing.assert_close(torch.autograd.grad(found.lse.sum(), logs)[0], found.weights.detach())
+    actual = _weigh(Normalised(), logs.exp())
+    torch.testing.assert_close(torch.autograd.grad(actual.lse.sum(), logs)[0], actual.weights.detach())
 
 
 @every
@@ -242,16 +232,16 @@ def test_weights_and_gradients_are_those_of_the_package(by: Sparse) -> None:
 
 @every
 @pytest.mark.parametrize("dead_score", [0.0, -3.0, -math.inf, math.inf, math.nan])
-def test_dead_entries_are_ignored_whatever_stands_there(by: Weighting, dead_score: float) -> None:
+def test_dead_entries_are_ignored_whatever_their_score(by: Weighting, dead_score: float) -> None:
     scores = torch.tensor([[1.0, dead_score, 1.5], [dead_score] * 3], requires_grad=True)
-    found = _weigh(by, scores, 1.0, torch.tensor([[True, False, True], [False] * 3]))
+    actual = _weigh(by, scores, 1.0, torch.tensor([[True, False, True], [False] * 3]))
     alone = _weigh(by, scores[:1, ::2], 1.0)
-    torch.testing.assert_close(found.weights[0, ::2], alone.weights[0])
-    torch.testing.assert_close(found.threshold[0], alone.threshold[0])
-    assert found.weights[0, 1] == 0
-    assert found.weights[1].tolist() == [0, 0, 0]
-    assert found.lse[1] == -math.inf
-    grad = _grads(found, scores, torch.tensor([1.0, 2.0, 4.0]))
+    torch.testing.assert_close(actual.weights[0, ::2], alone.weights[0])
+    torch.testing.assert_close(actual.threshold[0], alone.threshold[0])
+    assert actual.weights[0, 1] == 0
+    assert actual.weights[1].tolist() == [0, 0, 0]
+    assert actual.lse[1] == -math.inf
+    grad = _grads(actual, scores, torch.tensor([1.0, 2.0, 4.0]))
     assert grad[0, 1] == 0
     assert grad[1].tolist() == [0, 0, 0]
     assert torch.isfinite(grad).all()
@@ -262,21 +252,21 @@ def test_dead_entries_are_ignored_whatever_stands_there(by: Weighting, dead_scor
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 3, 0)])
 def test_no_candidates_at_all(by: Weighting, shape: tuple[int, ...]) -> None:
     scores = torch.empty(shape, requires_grad=True)
-    found = _weigh(by, scores)
-    assert found.weights.shape == shape
-    assert found.lse.shape == found.threshold.shape == shape[:-1]
-    assert (found.lse == -math.inf).all()
-    assert _grads(found, scores, torch.ones(shape)).shape == shape
+    actual = _weigh(by, scores)
+    assert actual.weights.shape == shape
+    assert actual.lse.shape == actual.threshold.shape == shape[:-1]
+    assert (actual.lse == -math.inf).all()
+    assert _grads(actual, scores, torch.ones(shape)).shape == shape
 
 
 @every
 @pytest.mark.parametrize("temperature", [1e-300, 1.0, 1e300])
 def test_one_live_entry_weighs_one(by: Weighting, temperature: float) -> None:
     scores = torch.tensor([[5.0, 3.0, 7.0]], requires_grad=True)
-    found = _weigh(by, scores, temperature, torch.tensor([[False, True, False]]))
-    assert found.weights.tolist() == [[0, 1, 0]]
-    if found.weights.requires_grad:
-        assert torch.autograd.grad(found.weights[0, 1], scores)[0].tolist() == [[0, 0, 0]]
+    actual = _weigh(by, scores, temperature, torch.tensor([[False, True, False]]))
+    assert actual.weights.tolist() == [[0, 1, 0]]
+    if actual.weights.requires_grad:
+        assert torch.autograd.grad(actual.weights[0, 1], scores)[0].tolist() == [[0, 0, 0]]
 
 
 @every
@@ -294,13 +284,13 @@ def test_ties_share_alike_but_argmax_takes_the_first(by: Weighting) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tiny_temperature_gives_the_nearest(by: Weighting, temperature: float, dtype: torch.dtype) -> None:
     scores = torch.tensor([[3.0, 1.0, 3.0], [1.0, 2.0, 0.0]], dtype=dtype, requires_grad=True)
-    found = _weigh(by, scores, temperature)
+    actual = _weigh(by, scores, temperature)
     expected = [[1, 0, 0] if isinstance(by, Argmax) else [0.5, 0, 0.5], [0, 1, 0]]
-    np.testing.assert_allclose(found.weights.detach(), expected, rtol=1e-15)
-    assert not torch.isnan(found.lse).any()
-    assert (found.threshold <= torch.tensor([3.0, 2.0])).all()
-    if found.weights.requires_grad:
-        assert torch.isfinite(torch.autograd.grad(found.weights[1, 0], scores)[0]).all()
+    np.testing.assert_allclose(actual.weights.detach(), expected, rtol=1e-15)
+    assert not torch.isnan(actual.lse).any()
+    assert (actual.threshold <= torch.tensor([3.0, 2.0])).all()
+    if actual.weights.requires_grad:
+        assert torch.isfinite(torch.autograd.grad(actual.weights[1, 0], scores)[0]).all()
 
 
 @every
@@ -309,11 +299,11 @@ def test_a_huge_temperature_weighs_all_live_alike(by: Weighting, temperature: fl
     if isinstance(by, Normalised):
         return  # has no temperature
     live = torch.tensor([[True, True, True, False]])
-    found = _weigh(by, torch.tensor([[3.0, -100.0, 8.0, 9.0]]), temperature, live)
+    actual = _weigh(by, torch.tensor([[3.0, -100.0, 8.0, 9.0]]), temperature, live)
     expected = [0, 0, 1, 0] if isinstance(by, Argmax) else [1 / 3, 1 / 3, 1 / 3, 0]
-    np.testing.assert_allclose(found.weights[0], expected, rtol=1e-6)
-    assert isinstance(by, Uniform | Softmax) == (found.threshold == -math.inf).item() or temperature == 1e300
-    assert math.isfinite(found.lse.item())
+    np.testing.assert_allclose(actual.weights[0], expected, rtol=1e-6)
+    assert isinstance(by, Uniform | Softmax) == (actual.threshold == -math.inf).item() or temperature == 1e300
+    assert math.isfinite(actual.lse.item())
 
 
 @every_smoothed
@@ -330,17 +320,17 @@ def test_large_scores_neither_overflow_nor_lose_the_answer(by: Weighting, offset
 def test_live_scores_that_are_not_finite(by: Weighting) -> None:
     rows = [[1.0, -math.inf, 2.0], [-math.inf] * 3, [1.0, math.nan, 2.0]]
     scores = torch.tensor(rows, requires_grad=True)
-    found = _weigh(by, scores)
-    assert found.weights[0, 1] == 0
-    assert found.weights[1].tolist() == [0, 0, 0]
-    assert found.lse[1] == -math.inf
-    assert found.threshold[1:].tolist() == [-math.inf, -math.inf]
-    grad = _grads(Weighed(found.weights[:2], found.lse[:2], found.threshold), scores, torch.tensor([1.0, 2.0, 4.0]))
+    actual = _weigh(by, scores)
+    assert actual.weights[0, 1] == 0
+    assert actual.weights[1].tolist() == [0, 0, 0]
+    assert actual.lse[1] == -math.inf
+    assert actual.threshold[1:].tolist() == [-math.inf, -math.inf]
+    grad = _grads(Weighed(actual.weights[:2], actual.lse[:2], actual.threshold), scores, torch.tensor([1.0, 2.0, 4.0]))
     assert torch.isfinite(grad[:2]).all()
     assert grad[0, 1] == 0
     assert grad[1].tolist() == [0, 0, 0]
-    assert torch.isnan(found.weights[2]).all()  # not a number that looks like an answer
-    assert torch.isnan(found.lse[2])
+    assert torch.isnan(actual.weights[2]).all()  # not a number that looks like an answer
+    assert torch.isnan(actual.lse[2])
 
 
 # -- thresholds --------------------------------------------------------------------------------------------------------
@@ -350,7 +340,7 @@ def test_live_scores_that_are_not_finite(by: Weighting) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 20.0])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
-def test_what_scores_no_more_than_the_threshold_changes_nothing(
+def test_scores_up_to_the_threshold_change_no_weight(
     by: Weighting, dtype: torch.dtype, temperature: float, offset: float
 ) -> None:
     scores = _scores(by, 50, 12, dtype=dtype) * temperature
@@ -365,13 +355,13 @@ def test_what_scores_no_more_than_the_threshold_changes_nothing(
 
 
 @pytest.mark.parametrize("by", [*SPARSE, Argmax(), Normalised()], ids=lambda one: one.name)
-def test_what_scores_a_little_more_counts(by: Weighting) -> None:
+def test_scores_just_above_the_threshold_count(by: Weighting) -> None:
     scores = _scores(by, 50, 12)
     above = (_weigh(by, scores).threshold + 1e-4).unsqueeze(1)
     assert (_weigh(by, torch.cat([scores, above], dim=1)).weights[:, 12] > 0).all()
 
 
-def test_dense_weightings_prove_nothing() -> None:
+def test_dense_weightings_give_no_certificate() -> None:
     for by in ALL[::4]:  # softmax, uniform
         assert (_weigh(by, _scores(by, 3, 4)).threshold == -math.inf).all()
         assert not by.sparse

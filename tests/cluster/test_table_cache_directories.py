@@ -1,0 +1,106 @@
+"""Directories below a cluster's cache belong to the table or are rebuilt."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+import lance
+import pyarrow as pa
+from lance_tables import DIM, batch, contents, hydrated, made, told
+
+import softdb
+from softdb import cluster, errors
+from softdb.cluster.placement import parts_of
+from softdb.cluster.shard import directory_of
+from softdb.cluster.truth import Truth
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Truth:
+    truth = made(str(tmp_path / "t.lance"), shards=2)
+    truth.insert(batch(truth, [f"r{i}" for i in range(50)]))
+    return truth
+
+
+def test_foreign_files_in_a_cache_directory_are_removed(truth: Truth, tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "cache" / "0-of-2", dim=DIM) as stranger:
+        stranger.insert(["stranger"], np.ones((1, DIM)))
+    followed = hydrated(truth, tmp_path / "cache")
+    assert contents(followed) == told(truth)
+    followed.close()
+
+
+def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Truth, tmp_path: Path) -> None:
+    """The same checks when it continues with the table."""
+    numbers = []
+    for i in range(2):
+        truth.insert(batch(truth, [f"more {i} {j}" for j in range(8)]))
+        followed = hydrated(truth, tmp_path / "cache")
+        numbers.append([directory_of(followed.tagged(shard)) for shard in followed.own_shards])
+        followed.close()
+    assert numbers[0] == numbers[1]
+    assert len({*numbers[0]}) == 2, "each directory has its own"
+
+
+def test_swapped_directories_are_rebuilt(truth: Truth, tmp_path: Path) -> None:
+    hydrated(truth, tmp_path / "cache").close()
+    first, second, aside = (tmp_path / "cache" / name for name in ("0-of-2", "1-of-2", "aside"))
+    for one, other in ((first, aside), (second, first), (aside, second)):
+        one.rename(other)
+    followed = hydrated(truth, tmp_path / "cache")
+    assert contents(followed) == told(truth)
+    for shard, db in followed.databases.items():
+        assert {*parts_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
+    followed.close()
+
+
+def test_other_columns_of_one_table_have_directories_of_their_own(tmp_path: Path) -> None:
+    url, vectors = str(tmp_path / "t.lance"), pa.array([[1.0, 0.0], [0.0, 1.0]])
+    lance.write_dataset(
+        pa.table({"id": ["a", "b"], "left": vectors, "right": pa.array(vectors[::-1].to_pylist())}), url
+    )
+    for keys, nearest in (("left", "a"), ("right", "b"), ("left", "a")):
+        with cluster.serve(url, keys=keys, cache=tmp_path / "cache") as db:
+            assert db.search([[1.0, 0.0]], k=1).ids == [[nearest]]
+
+
+def test_old_shards_are_removed_only_after_the_growth_is_final(truth: Truth, tmp_path: Path) -> None:
+    hydrated(truth, tmp_path / "cache").close()
+    older, other = (tmp_path / "cache" / name for name in ("0-of-2", "notes-of-mine"))
+    other.mkdir()
+    hydrated(truth.with_shards(4), tmp_path / "cache").close()
+    assert older.exists(), "the table says two yet"
+    truth.put_shards(4)
+    hydrated(truth.with_shards(4), tmp_path / "cache").close()
+    assert not older.exists()
+    assert other.exists()
+
+
+def test_tables_of_others_are_answered_by_any_number_of_shards(tmp_path: Path) -> None:
+    url = str(tmp_path / "t.lance")
+    lance.write_dataset(pa.table({"id": ["a", "b"], "vector": pa.array([[1.0, 0.0], [0.0, 1.0]])}), url)
+    for shards in (2, 4):
+        cluster.serve(url, shards=shards, cache=tmp_path / "cache").close()
+    assert [*(tmp_path / "cache").rglob("0-of-2")], "nobody said that the other number is no more asked for"
+
+
+def test_a_directory_is_rebuilt_once_no_reader_uses_it(truth: Truth, tmp_path: Path) -> None:
+    followed = hydrated(truth, tmp_path / "cache")
+    old = followed.databases[0]
+    again = threading.Thread(target=followed.remake, args=(0,))
+    with followed.gates[0].passing():
+        again.start()
+        again.join(0.3)
+        assert again.is_alive()
+        assert len(old)
+    again.join(60)
+    with pytest.raises(errors.Closed):
+        len(old)
+    assert contents(followed) == told(truth)
+    followed.close()

@@ -1,0 +1,267 @@
+"""Promises of the table's verbs beside other writers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lance", reason="the table of a cluster is Lance's")
+
+from lance_tables import DIM, batch, made, told
+
+from softdb import errors
+from softdb.cluster import changes as held
+from softdb.cluster.ingest import append
+from softdb.cluster.truth import Truth, stored
+from softdb.formats import import_records, read_records
+from softdb.store import files
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Truth:
+    return made(str(tmp_path / "t.lance"))
+
+
+@pytest.mark.parametrize(("words", "column"), [({"value_dim": 2}, np.ones((3, 2))), ({"num_classes": 3}, [0, 1, 2])])
+def test_the_table_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str, Any], column: Any) -> None:
+    import softdb
+
+    truth = made(str(tmp_path / "t.lance"), ids="int", dtype="float16", metric="l2", **words)
+    truth.insert(batch(truth, [1, 2, 3], values=column))
+    truth.insert(batch(truth, [4], keyed=False))
+    db = softdb.open(None, dim=DIM, dtype="float16", metric="l2", **words)
+    assert import_records(db, read_records(tmp_path / "t.lance")) == 4
+    assert [db[2].payload, db[2].text, db[4].text] == [{"seed": 0, "id": 2}, "text 2", "text 4"]
+    assert stored(truth.url, None) == truth
+
+
+def test_a_batch_is_inserted_completely_or_not_at_all(truth: Truth) -> None:
+    truth.insert(batch(truth, ["a", "it's"]))
+    with pytest.raises(errors.DuplicateId, match=r'id "it\'s" is stored already; upsert replaces'):
+        truth.insert(batch(truth, ["b", "it's"], seed=1))
+    before = told(truth)
+    assert set(before) == {"a", "it's"}
+    assert truth.upsert(batch(truth, ["a", "b"], seed=1)) == truth.newest()
+    assert told(truth)["it's"] == before["it's"]
+    assert told(truth)["a"][2] == {"seed": 1, "id": "a"}
+    assert truth.delete(["a", "a", "none"])[0] == 1
+    assert set(told(truth)) == {"it's", "b"}
+
+
+def test_an_update_replaces_columns_and_refuses_unknown_ids(tmp_path: Path) -> None:
+    truth = made(str(tmp_path / "t.lance"), value_dim=1)
+    truth.insert(batch(truth, ["a", "b"], values=np.ones((2, 1))))
+    truth.insert(batch(truth, ["bare"], keyed=False))
+    truth.update(["b"], {"payload": ["7"], "text": [None]})
+    truth.update(["bare"], {"key": np.ones((1, DIM)), "value": np.full((1, 1), 2.0)})
+    actual = told(truth)
+    assert (actual["b"][1:], actual["bare"][:2]) == (([1.0], 7, None), ([1.0] * DIM, [2.0]))
+    truth.insert(batch(truth, ["bare2"], keyed=False))
+    wrong: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
+        (["a", "c"], {"payload": ["1", "2"]}, errors.UnknownId, "id 'c' is not stored; upsert adds it"),
+        (["a", "bare2"], {"key": np.ones((2, DIM))}, errors.BadInput, "'bare2' has neither key nor value"),
+    ]
+    for ids, columns, error, match in wrong:
+        version = truth.newest()
+        with pytest.raises(error, match=match):
+            truth.update(ids, columns)
+        assert truth.newest() == version
+
+
+def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Result or error of each of several threads."""
+    found: list[Any] = [None] * count
+
+    def run(i: int) -> None:
+        try:
+            found[i] = work(i)
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def test_of_two_that_insert_one_id_at_once_exactly_one_is_refused(truth: Truth) -> None:
+    for turn in range(4):
+        writers = [stored(truth.url, None) for _ in range(3)]
+        batches = [batch(truth, [f"{turn} own {i}", f"{turn}"], seed=i) for i in range(3)]
+        actual = at_once(3, lambda i: writers[i].insert(batches[i]))  # noqa: B023
+        assert [type(one) for one in actual if not isinstance(one, int)] == [errors.DuplicateId] * 2, actual
+    rows = truth.now().to_table(columns=["id"])["id"].to_pylist()
+    assert len(rows) == len(set(rows)) == 8
+
+
+def test_concurrent_updates_are_all_applied(truth: Truth) -> None:
+    truth.insert(batch(truth, ["a"]))
+    writers = [stored(truth.url, None) for _ in range(3)]
+    columns: list[dict[str, Any]] = [{"payload": ['"p"']}, {"text": ["t"]}, {"key": np.zeros((1, DIM))}]
+    assert all(isinstance(one, int) for one in at_once(3, lambda i: writers[i].update(["a"], columns[i])))
+    assert told(truth)["a"] == ([0.0] * DIM, None, "p", "t")
+
+
+def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of the version, the data first and the manifest's directory last."""
+    seen: list[str] = []
+    for name in ("sync", "sync_directory"):
+        real = getattr(files, name)
+
+        def told_of(path: Path, real: Callable[[Path], None] = real) -> None:
+            seen.append(str(path))
+            real(path)
+
+        monkeypatch.setattr(files, name, told_of)
+    truth.insert(batch(truth, ["first"]))
+    assert {truth.url, f"{truth.url}/data"} <= set(seen)  # the folder itself has a name, too
+    other = stored(truth.url, None)
+    for writer, write in ((truth, truth.insert), (truth, truth.upsert), (other, other.insert)):
+        before = set(os.listdir(f"{truth.url}/data")) | set(os.listdir(f"{truth.url}/_versions"))
+        seen.clear()
+        write(batch(writer, [f"{len(before)}"]))
+        for name in ("data", "_versions"):
+            fresh = {one for one in set(os.listdir(f"{truth.url}/{name}")) - before if "#" not in one}
+            assert fresh
+            assert {f"{truth.url}/{name}/{one}" for one in fresh} <= set(seen)
+            assert f"{truth.url}/{name}" in seen  # their names
+    fragments = truth.now().get_fragments()
+    assert {f"{truth.url}/data/{file.path}" for fragment in fragments for file in fragment.data_files()} <= set(seen)
+
+
+def test_versions_stay_until_they_are_cleaned_up(truth: Truth) -> None:
+    from datetime import timedelta
+
+    version = truth.insert(batch(truth, ["a"]))
+    truth.delete(["a"])
+    assert (truth.at(version).count_rows(), truth.now().count_rows()) == (1, 0)
+    truth.now().cleanup_old_versions(older_than=timedelta(0))
+    with pytest.raises(errors.StaleRead, match=rf"version {version} of .* was cleaned up.*refresh\(\) shows"):
+        truth.at(version)
+    assert truth.changes(version, truth.now()) is None
+
+
+def test_a_write_to_an_unwritable_table_is_refused(truth: Truth, tmp_path: Path) -> None:
+    with pytest.raises(errors.BadInput, match=r"id 7 is of type int, but this table's ids are str: .*ids='int'"):
+        truth.insert(batch(truth, [7]))
+    with pytest.raises(errors.BadInput, match="holds a table already"):
+        made(truth.url)
+    with pytest.raises(errors.NotADatabase, match="holds no table that can be read"):
+        stored(str(tmp_path / "none"), None)
+    (tmp_path / "t.lance" / "data").write_text("in the way")
+    with pytest.raises(errors.WriteFailed, match=r"could not be written .*check what is stored"):
+        truth.insert(batch(truth, ["a"]))
+
+
+def test_many_files_are_merged_into_few(truth: Truth) -> None:
+    for i in range(5):
+        truth.insert(batch(truth, [f"{i}"]))
+    since, before = truth.newest(), told(truth)
+    truth.compact()
+    assert (len(truth.now().get_fragments()), told(truth)) == (1, before)
+    changes = truth.changes(since, truth.now())
+    assert changes is not None
+    assert (changes.removed, len(changes.added)) == ([], 0)
+    with pytest.raises(errors.DuplicateId, match='id "3" is stored already'):
+        truth.insert(batch(truth, ["3"]))
+
+
+def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any], times: int = 1) -> None:
+    """Let another handle write between the read of a table and the commit, so many times."""
+    real, other, left = Truth._written, stored(truth.url, None), [times]
+
+    def written(self: Truth, dataset: Any, work: Callable[[], object]) -> int:
+        if self is truth and left[0]:
+            left[0] -= 1
+            by(other)
+        return real(self, dataset, work)
+
+    patch.setattr(Truth, "_written", written)
+
+
+def test_an_overtaken_insert_is_checked_against_the_newer_records(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken(monkeypatch, truth, lambda other: other.insert(batch(other, ["a"], seed=1)), times=2)
+    with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
+        truth.insert(batch(truth, ["own", "a"]))
+    assert {name: row[2]["seed"] for name, row in told(truth).items()} == {"a": 1}
+
+
+def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth.insert(batch(truth, ["a", "b"]))
+    with monkeypatch.context() as patch:
+        overtaken(patch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}))
+        truth.update(["a"], {"payload": ['"own"']})
+    assert told(truth)["a"][2:] == ("own", "theirs")
+    with monkeypatch.context() as patch:
+        overtaken(patch, truth, lambda other: other.delete(["b"]))
+        with pytest.raises(errors.UnknownId, match="id 'b' is not stored"):
+            truth.update(["a", "b"], {"payload": ["1", "2"]})
+    assert told(truth)["a"][2] == "own"
+    monkeypatch.setattr(import_module("softdb.cluster.truth"), "_TRIES", 2)
+    overtaken(monkeypatch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}), times=2)
+    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written, try again"):
+        truth.update(["a"], {"payload": ["3"]})
+    truth.update(["a"], {"payload": ["4"]})
+    assert told(truth)["a"][2] == 4
+
+
+def test_of_two_that_double_the_shards_one_is_refused(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    overtaken(monkeypatch, truth, lambda other: other.put_shards(8))
+    with pytest.raises(errors.DatabaseLocked, match="nothing was written"):
+        truth.put_shards(8)
+    assert truth.stored_shards() == 8
+
+
+def appended(truth: Truth, ids: list[str], workers: int = 1) -> int:
+    """Write as a job does: files of each worker without a version, then one commit."""
+    from lance.fragment import write_fragments
+
+    rows = truth.table(batch(truth, ids))
+    fragments = [one for _ in range(workers) for one in write_fragments(rows, truth.url, schema=rows.schema)]
+    return append(truth, fragments, rows["id"].chunks * workers)
+
+
+@pytest.mark.parametrize(("other", "twice"), [("other", False), ("a", True)])
+def test_files_of_an_overtaken_job_are_checked_against_newer_records(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch, other: str, twice: bool
+) -> None:
+    """The other's commit comes between the job's look at the table and its own commit."""
+    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [other], seed=1)))
+    if twice:
+        with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
+            appended(truth, ["a", "b"])
+    else:
+        assert appended(truth, ["a", "b"]) == truth.newest()
+    assert set(told(truth)) == ({"a"} if twice else {"a", "b", "other"})
+    assert told(truth)[other][2]["seed"] == 1
+
+
+def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("softdb.cluster.ingest"), "_TRIES", 2)
+    names = iter("xyz")
+    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
+    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written"):
+        appended(truth, ["a"])
+    assert set(told(truth)) == {"x", "y"}
+    with pytest.raises(errors.DuplicateId, match="id 'a' comes twice"):
+        appended(truth, ["a"], workers=2)
+
+
+def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    since = truth.newest()
+    truth.insert(batch(truth, ["a"]))
+    assert truth.changes(since, truth.now()) is not None
+    monkeypatch.setattr(held, "LARGEST", 1)
+    assert truth.changes(since, truth.now()) is None

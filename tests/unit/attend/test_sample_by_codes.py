@@ -1,0 +1,161 @@
+"""Samples drawn by codes have the probabilities of the weights, also with filters, deletions and young records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from worlds import clusters, indexed
+
+import softdb
+
+pytest.importorskip("faiss")
+pytest.importorskip("softdb.kernels._native")
+
+Array = NDArray[Any]
+N, D, DRAWS = 12_000, 16, 400
+
+
+@pytest.fixture(autouse=True)
+def few_records_are_worth_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over so few costs less."""
+    monkeypatch.setattr("softdb.attend.sample.pass_cost", lambda *given: 1e18)
+    monkeypatch.setattr("softdb.attend.sample.PROPOSED", 1)
+    for module in ("attend.rounds", "index.finder"):
+        monkeypatch.setattr(f"softdb.{module}.FEWEST", 0)
+
+
+def clustered(seed: int = 0) -> Array:
+    random = np.random.default_rng(seed)
+    return clusters(random, N, D, 30, 0.5).astype(np.float32)
+
+
+def halves(metric: Any, **schema: Any) -> softdb.SoftDB:
+    """Open a database with an index, of whose records every second is even."""
+    return indexed(clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)], metric=metric, **schema)
+
+
+def temperature_of(db: softdb.SoftDB) -> float:
+    """A third of the deviation of the scores, so that a few hundred records hold most of the weight."""
+    return float(db.search(clustered()[:3], k=N, exact=True).scores.std()) / 3
+
+
+def drawn(db: softdb.SoftDB, query: Array, temperature: float, **how: Any) -> tuple[Array, float]:
+    """Rows of many samples, and the share of the queries for which all records were looked at."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [db.sample(query, DRAWS // 4, temperature=temperature, generator=generator, **how) for _ in range(40)]
+    rows = np.concatenate([sample.hits.rows.numpy().ravel() for sample in samples])
+    return rows, float(torch.stack([sample.scanned for sample in samples]).float().mean())
+
+
+def p_value(rows: Array, probabilities: Array) -> float:
+    """Of the chi-square test over groups of records of about equal probability, each expected often enough."""
+    order = np.argsort(-probabilities)
+    groups = np.minimum((np.cumsum(probabilities[order]) * 25).astype(int), 24)
+    group_of = np.empty(len(order), int)
+    group_of[order] = groups
+    expected = np.bincount(groups, probabilities[order], 25) * len(rows)
+    counts = np.bincount(group_of[rows], minlength=25)
+    assert (counts[expected == 0] == 0).all()
+    some = expected > 0
+    return float(stats.chisquare(counts[some], expected[some]).pvalue)
+
+
+def weights(db: softdb.SoftDB, query: Array, temperature: float, **how: Any) -> Array:
+    """Probability of each row, from exact scores."""
+    hits = db.search(query, k=N, exact=True, **how)
+    rows, scores = hits.rows[0].numpy(), hits.scores[0].double().numpy()
+    probabilities = np.zeros(int(db._store.snapshot.rows(np.arange(db._store.snapshot.size)).max()) + 1)
+    live = rows >= 0
+    probabilities[rows[live]] = np.exp((scores[live] - scores[live].max()) / temperature)
+    found: Array = probabilities / probabilities.sum()
+    return found
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_samples_are_as_likely_as_their_weights(metric: str, dtype: str) -> None:
+    db = halves(metric, dtype=dtype)
+    temperature, query = temperature_of(db), clustered(1)[:1]
+    rows, scanned = drawn(db, query, temperature)
+    assert scanned == 0
+    assert p_value(rows, weights(db, query, temperature)) > 1e-4
+
+
+def test_samples_of_filtered_deleted_and_young_records() -> None:
+    db = halves("dot")
+    db.delete(range(0, 3000))
+    extra = clustered(5)[:300]
+    db.insert(range(N, N + 300), extra, payloads=[{"even": True}] * 300)
+    temperature, query, where = temperature_of(db), clustered(1)[:1], {"even": True}
+    rows, scanned = drawn(db, query, temperature, where=where)
+    assert scanned == 0
+    assert (rows >= N).any()  # young records
+    assert not (rows < 3000).any()
+    assert p_value(rows, weights(db, query, temperature, where=where)) > 1e-4
+
+
+def test_a_dominant_record_is_drawn_repeatedly() -> None:
+    db = halves("l2")
+    query = clustered()[7:8]
+    samples = db.sample(query, 50, temperature=1e-3 * temperature_of(db))
+    assert (samples.hits.rows == 7).all()
+
+
+def test_equal_queries_have_independent_samples() -> None:
+    db = halves("dot")
+    temperature, query = temperature_of(db), clustered(1)[:1]
+    rows = db.sample(np.repeat(query, 24, axis=0), 5, temperature=temperature).hits.rows.numpy()
+    assert len({tuple(line) for line in rows.tolist()}) == 24
+    assert (db.sample(np.zeros((2, D)), 20).hits.rows[0] != db.sample(np.zeros((2, D)), 20).hits.rows[1]).any()
+
+
+def test_threads_that_share_a_batch_draw_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = halves("dot")
+    temperature, queries = temperature_of(db), np.repeat(clustered(1)[:3], 4, axis=0)
+    rows = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr("softdb.kernels.threads.workers", lambda products, threads=threads: threads)
+        generator = torch.Generator().manual_seed(0)
+        rows.append(db.sample(queries, 8, temperature=temperature, generator=generator).hits.rows)
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_a_generator_decides_the_samples() -> None:
+    db = halves("dot")
+    temperature, query = temperature_of(db), clustered(1)[:2]
+    first, again, other = (
+        db.sample(query, 9, temperature=temperature, generator=torch.Generator().manual_seed(seed)).hits.rows
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_log_probabilities_are_exact_and_carry_the_gradient() -> None:
+    db = halves("dot")
+    temperature = temperature_of(db)
+    query = torch.from_numpy(clustered(1)[:2]).requires_grad_()
+    samples = db.sample(query, 6, temperature=temperature)
+    assert not samples.scanned.any()
+    exact = db.attend(query, temperature=temperature).lse.detach()
+    torch.testing.assert_close(
+        samples.log_prob.detach(), samples.hits.scores.detach() / temperature - exact[:, None], rtol=1e-4, atol=1e-4
+    )
+    (gradient,) = torch.autograd.grad(samples.log_prob.sum(), query)
+    keys = torch.from_numpy(np.stack([db[i].key for i in samples.hits.ids[0]]))
+    mean = db.attend(query.detach(), temperature=temperature).output[0]
+    torch.testing.assert_close(gradient[0], ((keys - mean) / temperature).sum(0), rtol=1e-3, atol=1e-3)
+
+
+def test_loose_codes_send_a_query_to_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.attend.sample.PROPOSED", 1000)
+    db = halves("dot")
+    samples = db.sample(clustered(1)[:2], 200, temperature=temperature_of(db))
+    assert samples.scanned.all()
+    assert (samples.hits.rows >= 0).all()
