@@ -75,11 +75,6 @@ class DeviceColumns(PlacedColumns):
         """Root mean square of ‖v‖, as `Snapshot.value_size`."""
         return value_size(self.generation, self.size, self.values_at)
 
-    def first(self, size: int) -> DeviceColumns:
-        """Return the first `size` records at most, all live, of the first device."""
-        shard = self.shards[0].first(size)
-        return DeviceColumns(shard.snapshot, (shard,))
-
     @property
     def device(self) -> torch.device:
         """Device of the answers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
@@ -189,14 +188,6 @@ class Shard:
         """Values (size, v), labels (size,), or the keys if there are no values; None: not resident."""
         own = any(segment.values is not None for segment in self.snapshot.segments)
         return self.card.values.of(self.snapshot) if own else self.keys
-
-    def first(self, size: int) -> Shard:
-        """Return the first `size` records at most, all live."""
-        few = copy.copy(self)
-        few.snapshot = self.snapshot.first(size)
-        count = few.snapshot.size
-        few.keys, few.values = (None if column is None else column[:count] for column in (self.keys, self.values))
-        return few
 
     @property
     def high(self) -> int:

@@ -108,9 +108,6 @@ class PlacedColumns(ColumnPass, Protocol):
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
         """As `Snapshot.blocks`: keys and values on the device, positions on the host."""
 
-    def resident(self, pools: bool) -> bool:
-        """Return True if the devices hold the keys, and the values if pooled; else they are streamed."""
-
     def place(self, pools: bool) -> str:
         """Suffix of an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""
 

@@ -96,11 +96,6 @@ class Snapshot:
                 segments.append(Segment(segment.number, first, rows, segment.keys[slots], values))
         return Snapshot.of(self.generation, tuple(segments), self.live[low:high])
 
-    def first(self, size: int) -> Snapshot:
-        """Return the first `size` positions as a snapshot in which all are live."""
-        prefix = self.part(0, size)
-        return Snapshot.of(prefix.generation, prefix.segments, np.ones(prefix.size, np.bool_))
-
     def without(self, dead: Rows) -> Snapshot:
         """Return this snapshot with rows (m,) marked as dead, too; rows that it does not hold are ignored."""
         positions, live = self.positions(dead), self.live.copy()
