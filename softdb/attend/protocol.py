@@ -53,7 +53,7 @@ class SourceRecords(Protocol):
     def scored(self, request: Request, positions: Positions) -> Scored:
         """Scores of candidates (q, k), with their gradients."""
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
         """The weighted sum of candidates' values (q, v), with its gradients."""
 
     # -- answers that a source of remote records computes where they lie ----------------------------------------------

@@ -129,9 +129,9 @@ class Sharded(AskedShards):
         scores = scores_of(request.score, request.queries, keys.to(request.queries))
         return Scored(positions, scores.masked_fill(torch.from_numpy(positions < 0).to(scores.device), -torch.inf))
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
         """Pool copies of the candidates' values."""
-        return pool(weights, self.gathered(found.positions, keys=False)[1].to(weights.device), self.num_classes)
+        return pool(weights, self.gathered(scored.positions, keys=False)[1].to(weights.device), self.num_classes)
 
     def gathered(self, positions: Positions, keys: bool = True, values: bool = True) -> tuple[Tensor, Tensor]:
         """Return keys (…, d) and values (…, v), or labels (…), of rows (…); zeros for row -1 and unwanted columns."""

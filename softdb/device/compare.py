@@ -143,10 +143,10 @@ class DeviceScan(flat.Scan):
         return flat.nearest(self.snapshot, Query(queries.cpu(), k, self.metric, self.live.mask), self.start)
 
     @staticmethod
-    def merge(best: Best | None, scores: Tensor, positions: Tensor, kept: int) -> Best:
+    def merge(best: Best | None, scores: Tensor, positions: Tensor, width: int) -> Best:
         """Merge as `products.merge`, but sort whole blocks, which is faster on a GPU."""
-        block_best = top(None, scores, positions.expand(scores.shape), kept)
-        return block_best if best is None else top(best, *block_best, kept)
+        block_best = top(None, scores, positions.expand(scores.shape), width)
+        return block_best if best is None else top(best, *block_best, width)
 
     def blocks(self, queries: int) -> Iterator[KeyBlock]:
         """Yield blocks of the records, sized to the memory for their scores."""

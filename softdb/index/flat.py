@@ -127,15 +127,15 @@ class Scan:
         k: int,  # at most count
     ) -> tuple[Tensor, Tensor, Tensor]:  # (q, k), (q,) float64, (q,) bool
         """Positions of the k nearest, ties by row; the k-th score; True if rounding or ties may have changed them."""
-        kept = min(k + 8 + k // 8, self.count)
+        width = min(k + 8 + k // 8, self.count)
         probes = [Probe(self.metric, part) for part in torch.split(queries, self.queries)]
         answers = []
-        for probe, best in zip(probes, self._candidates(probes, kept), strict=True):
+        for probe, best in zip(probes, self._candidates(probes, width), strict=True):
             positions = best.positions.sort(dim=1).values
             exact, order = self.scores(probe.given.double(), positions).sort(dim=1, descending=True, stable=True)
             positions, worst, floor = positions.gather(1, order[:, :k]), exact[:, k - 1], best.scores.amin(1)
             unsure = floor.isinf()  # a product that overflowed
-            if kept < self.count:
+            if width < self.count:
                 # negated, so that a NaN counts as unsure
                 unsure |= ~(worst > probe.full(floor) + probe.slack(worst, self._longest(positions)))
             answers.append((positions, worst, unsure))

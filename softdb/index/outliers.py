@@ -56,7 +56,7 @@ class Outliers:
         self,
         queries: Floats,  # (q, d)
         positions: Rows,  # (m,) from `positions`
-        found: Rows,  # (q, k), changed: best first, -1 = none
+        matches: Rows,  # (q, k), changed: best first, -1 = none
         scores: Floats,  # (q, k), changed
     ) -> bool:
         """Merge the outliers into the k best of each query; queries with fewer than k are not changed.
@@ -64,37 +64,37 @@ class Outliers:
         Return True if anything changed. Cost 2 q m d at most, less if the longest are far longer than the others.
         """
         (m, width), (q, d) = self.keys.shape, queries.shape
-        if not found.size or not self.count:
+        if not matches.size or not self.count:
             return False
         if not available():
-            before = found.copy()
-            _take_part(queries @ self.keys[:, :d].T, positions, found, scores)
-            return bool((before != found).any())
+            before = matches.copy()
+            _take_part(queries @ self.keys[:, :d].T, positions, matches, scores)
+            return bool((before != matches).any())
         padded = queries
         if d < width:
             padded = np.zeros((q, width), np.float32)
             padded[:, :d] = queries
 
         def given(run: slice) -> tuple[Any, ...]:
-            return padded[run], positions, self.keys, self.lengths, found[run], scores[run]
+            return padded[run], positions, self.keys, self.lengths, matches[run], scores[run]
 
         if q == 1:  # saves the microseconds of `by_lines`
-            return bool(native().take_in(padded, positions, self.keys, self.lengths, found, scores))
+            return bool(native().take_in(padded, positions, self.keys, self.lengths, matches, scores))
         return any(by_lines(native().take_in, given, q, q * m * width))
 
 
-def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -> None:
+def _take_part(products: Floats, positions: Rows, matches: Rows, scores: Floats) -> None:
     """`Outliers.take_part` without kernels, from the products (q, m)."""
     products[:, positions < 0] = -np.inf
-    better = (products >= scores[:, -1:]) & (found[:, -1:] >= 0)
-    k = found.shape[1]
+    better = (products >= scores[:, -1:]) & (matches[:, -1:] >= 0)
+    k = matches.shape[1]
     for i in np.flatnonzero(better.any(1)):
         new = np.flatnonzero(better[i])
-        new = new[~np.isin(positions[new], found[i])]
-        both = np.concatenate([found[i], positions[new]])
+        new = new[~np.isin(positions[new], matches[i])]
+        both = np.concatenate([matches[i], positions[new]])
         values = np.concatenate([scores[i], products[i, new]])
         best = np.lexsort((both, -values))[:k]
-        found[i], scores[i] = both[best], values[best]
+        matches[i], scores[i] = both[best], values[best]
 
 
 def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: Outliers | None) -> Outliers:

@@ -47,12 +47,12 @@ def best_of(
     metric: Metric,
 ) -> tuple[Rows, Floats, bool]:  # (q, k), (q, k)
     """The order by the kernels; True if every query has k candidates and all scores are finite."""
-    found, scores = np.empty((len(plain), k), np.int64), np.empty((len(plain), k), np.float32)
+    best, scores = np.empty((len(plain), k), np.int64), np.empty((len(plain), k), np.float32)
     rerank, keys, code = native().rerank, snapshot.key_column, CODES[metric]
     if workers(positions.size * plain.shape[1]) == 1:  # which feels microseconds
-        return found, scores, rerank(plain, positions, keys, code, found, scores)
-    given, products = _given(snapshot, plain, positions, metric, found, scores)
-    return found, scores, all(by_lines(rerank, given, len(plain), products))
+        return best, scores, rerank(plain, positions, keys, code, best, scores)
+    given, products = _given(snapshot, plain, positions, metric, best, scores)
+    return best, scores, all(by_lines(rerank, given, len(plain), products))
 
 
 def scores_at(
@@ -101,7 +101,7 @@ def _gathered(
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
     """The order by torch, from copies of the keys."""
     score, width = score_of(metric), min(k, positions.shape[1])
-    found, scores = np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), -np.inf, np.float32)
+    best, scores = np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), -np.inf, np.float32)
     chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
     for low in range(0, len(queries), chunk):
         run = slice(low, low + chunk)
@@ -109,6 +109,6 @@ def _gathered(
         own = score(torch.from_numpy(queries[run]), snapshot.keys_at(candidates).float())
         own = own.masked_fill(torch.from_numpy(candidates < 0), -torch.inf)
         top, order = own.sort(dim=1, descending=True, stable=True)
-        found[run, :width] = np.take_along_axis(candidates, order[:, :width].numpy(), 1)
+        best[run, :width] = np.take_along_axis(candidates, order[:, :width].numpy(), 1)
         scores[run, :width] = top[:, :width].numpy()
-    return found, scores
+    return best, scores

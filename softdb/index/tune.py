@@ -112,15 +112,15 @@ def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
         highest, effort = max(highest, reached), min(2 * effort, most)
 
 
-def recalls_of(found: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float64]:  # (q,)
+def recalls_of(matches: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float64]:  # (q,)
     """Recall of each query, 0 if it has no true nearest; arguments as `hits_of`."""
-    hit, counts = hits_of(found, truth, own)
+    hit, counts = hits_of(matches, truth, own)
     recalls: NDArray[np.float64] = hit.sum(1) / np.maximum(1, counts.sum(1))
     return recalls
 
 
 def hits_of(
-    found: Rows,  # (q, c)
+    matches: Rows,  # (q, c)
     truth: Rows,  # (q, k), -1 = none
     own: Rows | None,  # (q,) positions that do not count
 ) -> tuple[Live, Live]:  # (q, k), (q, k)
@@ -128,9 +128,9 @@ def hits_of(
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
-    if not len(truth) or truth.shape[1] * found.shape[1] <= PAIRED:
-        return (truth[:, :, None] == found[:, None, :]).any(2) & counts, counts
-    return np.stack([np.isin(*pair) for pair in zip(truth, found, strict=True)]) & counts, counts
+    if not len(truth) or truth.shape[1] * matches.shape[1] <= PAIRED:
+        return (truth[:, :, None] == matches[:, None, :]).any(2) & counts, counts
+    return np.stack([np.isin(*pair) for pair in zip(truth, matches, strict=True)]) & counts, counts
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:

@@ -340,13 +340,13 @@ class Encoded(OfGeneration):
         none = torch.from_numpy(positions < 0).to(request.queries.device)
         return keys, scores_of(request.score, request.queries, keys).masked_fill(none, -torch.inf)
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
         """Pool the stored values or labels, else the encoded keys."""
-        if not self.schema.has_values and found.keys is not None:
-            return pool(weights, found.keys)
+        if not self.schema.has_values and scored.keys is not None:
+            return pool(weights, scored.keys)
         if not self.snapshot.size:
-            return pool(weights, weights.new_zeros(*found.positions.shape, self.width))
-        return pool(weights, self.snapshot.values_at(found.positions), self.num_classes)
+            return pool(weights, weights.new_zeros(*scored.positions.shape, self.width))
+        return pool(weights, self.snapshot.values_at(scored.positions), self.num_classes)
 
     def _table(self, positions: Positions, like: Tensor) -> tuple[Tensor, Positions]:  # (u, d'), as positions
         """Encoded keys of the distinct records, zeros for -1; and the place of each position's key among them."""

@@ -165,17 +165,17 @@ class Parameters(Source):
             )
         return Scored(positions, scores.masked_fill(torch.from_numpy(missing).to(scores.device), -torch.inf), keys)
 
-    def pooled(self, weights: Tensor, found: Scored) -> Tensor:
+    def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
         """Return the weighted sums of the candidates' values, with sparse gradients to them."""
-        schema, keys = self.origin.db.core.schema, found.keys
+        schema, keys = self.origin.db.core.schema, scored.keys
         if not schema.has_values and keys is not None:
             return pool(weights, keys)
-        if self.values is None or not found.positions.size:
-            stored = self.origin.values(found.positions).to(weights.device)
+        if self.values is None or not scored.positions.size:
+            stored = self.origin.values(scored.positions).to(weights.device)
             return pool(weights, stored, schema.num_classes)
         # a gather would hold a (q, k, v) copy of the values
         factors = weights.to(self.values.dtype)
-        indices = torch.from_numpy(found.positions).to(weights.device)
+        indices = torch.from_numpy(scored.positions).to(weights.device)
         output = F.embedding_bag(indices, self.values, mode="sum", per_sample_weights=factors, sparse=True)
         return output.to(weights.dtype)
 
