@@ -30,7 +30,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "dim": (128, "d, the width of a key; the model's own choice"),
     "value-dim": (128, "v, the width of a value; the model's own choice"),
     "number-bytes": (2, "float16 columns"),
-    "code-bytes": (73, "of a record in an IVF index of 8-bit codes: 692.7 MiB of 1e7 in results/estimate-growth.json"),
+    "code-bytes": (73, "of a record in an IVF index of codes for searches alone: 692.7 MiB of 1e7 at commit 7d8a99b"),
     "other-bytes": (100, "a record's id and row in SQLite; an assumption"),
     "host-memory-gb": (128, "r5.4xlarge, 16 vCPUs, as the price's"),
     "usable": (0.8, "of the memory; the rest is for answers, SQLite, Ray and the system; an assumption"),
