@@ -90,5 +90,5 @@ def missed_mass(
     Z_tail as in `tail_lse`; the ratio is computed from logs, so nothing overflows. 0 if all records are hits, 1 if
     there are no hits, NaN where `tail_lse` is NaN. No gradient. Cost q m.
     """
-    tail = tail_lse(sample_scores, taken, others, temperature)
-    return (tail - head_lse).sigmoid().masked_fill(tail == -torch.inf, 0)
+    rest_lse = tail_lse(sample_scores, taken, others, temperature)
+    return (rest_lse - head_lse).sigmoid().masked_fill(rest_lse == -torch.inf, 0)

@@ -12,7 +12,7 @@ __all__ = [
     "Stats", "ViewReport",
 ]  # fmt: skip
 
-ALWAYS = {"always": True}  # metadata of a field that `told` includes even if it has its default
+ALWAYS = {"always": True}  # metadata of a field that `summary` includes even if it has its default
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,13 +23,13 @@ class Report:
         """Return all fields, as a dict for JSON."""
         return dataclasses.asdict(self)
 
-    def told(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, and those that are always told."""
+    def summary(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, and those that are always included."""
         fields = [(field_, getattr(self, field_.name)) for field_ in dataclasses.fields(self)]
         return {field_.name: value for field_, value in fields if field_.metadata or value not in (field_.default, {})}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.told().items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.summary().items())})"
 
 
 @dataclass(frozen=True, repr=False)

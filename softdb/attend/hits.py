@@ -48,8 +48,8 @@ def hits(source: IndexedRecords, query: Query) -> Hits:  # (q, k)
             parts.append((rows, score_rows(score_of(metric), chunk, columns, positions)))
         else:
             parts.append(scored(chunk, columns, metric, positions[:, :k], scores))
-    rows, found_scores = joined(parts)
-    return Hits(rows[:, query.offset :], found_scores[:, query.offset :], source.resolve)
+    rows, hit_scores = joined(parts)
+    return Hits(rows[:, query.offset :], hit_scores[:, query.offset :], source.resolve)
 
 
 def _diverse(

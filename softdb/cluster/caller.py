@@ -63,7 +63,7 @@ class Caller:
         Raises BadInput for shards with other numbers or schemas than expected, and StaleRead for a shard at an older
         version than this handle has seen.
         """
-        answers = self._asked({shard: make(shard) for shard in range(self.shards)}, self.partial)
+        answers = self._replies({shard: make(shard) for shard in range(self.shards)}, self.partial)
         descriptions: dict[int, Description] = answers.replies
         schema = next(iter(descriptions.values())).schema
         for shard, description in descriptions.items():
@@ -116,9 +116,11 @@ class Caller:
         partial = self.partial and not complete
         absent = {shard: "it did not answer when the cluster was opened" for shard in targets if shard not in known}
         asks = {shard: make(shard, known[shard].version) for shard in targets if shard in known}
-        return self._asked(asks, partial, absent)
+        return self._replies(asks, partial, absent)
 
-    def _asked(self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None) -> ShardReplies:
+    def _replies(
+        self, asks: dict[int, Message], partial: bool, absent: Mapping[int, str] | None = None
+    ) -> ShardReplies:
         started = time.monotonic()
         answers = self.transport.ask(asks, self.timeout) if asks else ShardReplies({}, {})
         missing, waited = {**(absent or {}), **answers.missing}, time.monotonic() - started

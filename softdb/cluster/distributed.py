@@ -53,13 +53,13 @@ class Ranks:
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
         self._connections: Connections | None = None
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
-        held = [pickle.loads(data) for data in self._gathered(pickle.dumps(sorted(self._own)))]
-        owners = [(shard, rank) for rank, shards in enumerate(held) for shard in shards]
+        by_rank = [pickle.loads(data) for data in self._gathered(pickle.dumps(sorted(self._own)))]
+        owners = [(shard, rank) for rank, shards in enumerate(by_rank) for shard in shards]
         self._owner = dict(owners)
         self.shards = len(owners)
         if sorted(shard for shard, _ in owners) != list(range(self.shards)) or not owners:
             raise BadInput(
-                f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank; start as many "
+                f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; start as many "
                 "ranks as the shards were divided for"
             )
         self._connections = Connections.between(self.rank, self.ranks, self._gathered)

@@ -23,7 +23,7 @@ from softdb.attend.result import Doubt, Estimated, answered
 from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of
 from softdb.cluster import shard as messages
 from softdb.cluster.posed import Posed
-from softdb.cluster.shard_source import AskedShards
+from softdb.cluster.shard_source import QueriedShards
 from softdb.index.sampler import FIRST
 from softdb.pool import State, merge
 
@@ -67,7 +67,7 @@ class _Book:
         return sorted(self.parts)
 
 
-def estimated(source: AskedShards, request: Request) -> Pooled:
+def estimated(source: QueriedShards, request: Request) -> Pooled:
     """Estimate a soft query in rounds of draws, until the merged error meets the tolerance."""
     rounds = _Rounds(source, request, source.posed(request))
     more = True
@@ -81,7 +81,7 @@ def estimated(source: AskedShards, request: Request) -> Pooled:
 class _Rounds:
     """The state of an estimate between two rounds."""
 
-    def __init__(self, source: AskedShards, request: Request, posed: Posed) -> None:
+    def __init__(self, source: QueriedShards, request: Request, posed: Posed) -> None:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
         self.source, self.request, self.posed, self.tolerance = source, request, posed, tolerance

@@ -18,10 +18,10 @@ from softdb.errors import BadInput
 from softdb.pool import State
 from softdb.store.snapshot import Block
 
-A = TypeVar("A", bound="AskedShards")
+A = TypeVar("A", bound="QueriedShards")
 
 
-class AskedShards(Source):
+class QueriedShards(Source):
     """The shards, and the filter that selects the records that take part."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:

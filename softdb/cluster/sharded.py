@@ -24,7 +24,7 @@ from softdb.cluster.caller import Caller
 from softdb.cluster.estimates import estimated
 from softdb.cluster.merge import passed_over, ranked
 from softdb.cluster.posed import Posed, array, pickled
-from softdb.cluster.shard_source import AskedShards
+from softdb.cluster.shard_source import QueriedShards
 from softdb.errors import BadInput, StaleRead
 from softdb.index.query import Query
 from softdb.pool import State, merge, pool
@@ -34,7 +34,7 @@ from softdb.store.entry import RecordEntry
 Rows = NDArray[np.int64]
 
 
-class Sharded(AskedShards):
+class Sharded(QueriedShards):
     """The records of all shards that take part in one request."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ from softdb.device.faiss_lists import OnGPU, engines, gpu_faiss, uploaded
 from softdb.device.placed import DeviceColumns
 from softdb.device.resident import Card, DeviceColumn, Shard
 from softdb.errors import DeviceFailed
-from softdb.index.contract import Found, Index, Recent, Rows
+from softdb.index.contract import FinderResult, Index, Recent, Rows
 from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.reports import DeviceReport
@@ -100,7 +100,7 @@ class Board:
         """Return positions of the k nearest as `softdb.index.flat.nearest`, computed on the devices."""
         return compare.nearest(self.shards(snapshot) if snapshot.count and len(query.queries) else (), query, start)
 
-    def find(self, snapshot: Snapshot, index: Index, query: Query) -> Found | None:  # (q, k)
+    def find(self, snapshot: Snapshot, index: Index, query: Query) -> FinderResult | None:  # (q, k)
         """Return the k nearest by an index on the device; None if comparing all records costs less."""
         assert isinstance(index, OnGPU)
         return probe.find(Shard(snapshot, self.cards[0]), index, query)

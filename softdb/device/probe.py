@@ -11,7 +11,7 @@ from torch import Tensor
 from softdb.device.compare import nearest, ordered
 from softdb.device.faiss_lists import MOST, QUERIES, OnGPU
 from softdb.device.resident import Shard
-from softdb.index.contract import Found, Rows
+from softdb.index.contract import FinderResult, Rows
 from softdb.index.query import Query
 from softdb.index.search import indexed_until
 
@@ -24,7 +24,7 @@ def find(
     shard: Shard,  # all records
     index: OnGPU,
     query: Query,
-) -> Found | None:  # (q, k)
+) -> FinderResult | None:  # (q, k)
     """Find the k nearest as `softdb.index.search.Searcher.find`; None if comparing all records is faster or needed.
 
     Only the matches' positions are copied to the host if the keys fit on the GPU; else also the candidates'.
@@ -39,7 +39,7 @@ def find(
     for low in range(0, len(queries), QUERIES):
         batch = slice(low, low + QUERIES)
         positions[batch] = plan.find(queries[batch].detach())
-    return Found(positions, None, index.kind)
+    return FinderResult(positions, None, index.kind)
 
 
 class _DeviceSearch:

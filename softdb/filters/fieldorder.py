@@ -75,14 +75,14 @@ class Orders:
         tests = [test for span in spans for test in span.tests]
         kinds = [kind for kind in spans[0].types if all(kind in span.types for span in spans)]
         ends = [_ends(field, kind, tests) for kind in kinds]
-        within, outside = list[Rows](), list[Rows]()
+        inside, outside = list[Rows](), list[Rows]()
         for run in runs:
             cuts = sorted(_cut(catalog, run, low, high) for low, high in ends)
             slices = np.split(run, [end for cut in cuts for end in cut])
             outside += slices[::2]
-            within += slices[1::2]
-        fewer = sum(map(len, outside)) < sum(map(len, within))
-        return np.concatenate(outside if fewer else [outside[0][:0], *within]), fewer
+            inside += slices[1::2]
+        fewer = sum(map(len, outside)) < sum(map(len, inside))
+        return np.concatenate(outside if fewer else [outside[0][:0], *inside]), fewer
 
     def _order(self, field: str, catalog: Catalog, snapshot: Snapshot) -> _Order:
         """Return the order in this generation, updated by the commits since, or rebuilt."""

@@ -138,8 +138,8 @@ def _suggest(name: str, catalog: Catalog) -> str:
     for i, key_name in enumerate(parts):
         of_type, value = field_sql(parts[:i]) if i else ("json_type(payload)", "payload")
         sample = f"FROM (SELECT {of_type} AS kind, {value} AS held FROM (SELECT payload FROM records LIMIT {SAMPLED}))"
-        within = f"SELECT DISTINCT j.key {sample}, json_each(CASE WHEN kind IN ('object', 'array') THEN held END) j"
-        keys = [key for (key,) in catalog.all(within)]
+        nested = f"SELECT DISTINCT j.key {sample}, json_each(CASE WHEN kind IN ('object', 'array') THEN held END) j"
+        keys = [key for (key,) in catalog.all(nested)]
         if key_name in map(str, keys):
             continue
         names = [key for key in keys if isinstance(key, str)]  # the keys of a list are numbers

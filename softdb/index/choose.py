@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]  # step, amount done, total
 
 KINDS: dict[str, type[Index]] = {engine.kind: engine for engine in (Lists, HNSW)}
 TRIED = 30_000  # records of a trial
-ASKED = 200  # queries of a trial
+QUERIES = 200  # queries of a trial
 LARGER = 1.1  # least factor of speed that the next larger codes must gain
 RESCORED = 2e-10  # seconds a product of an exact score
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -116,8 +116,8 @@ class SampledTrial:
     ) -> None:
         self.metric, self.keys = metric, keys
         random = np.random.default_rng(2)
-        own = None if queries is not None else random.choice(len(keys), min(ASKED, len(keys)), replace=False)
-        self.queries = np.ascontiguousarray(keys[own] if queries is None else queries[:ASKED])
+        own = None if queries is not None else random.choice(len(keys), min(QUERIES, len(keys)), replace=False)
+        self.queries = np.ascontiguousarray(keys[own] if queries is None else queries[:QUERIES])
         self.own, self.k, self.nearest = own, k, max(1, round(k * share))
         trained = min(len(keys), max(POINTS_A_LIST * lists_for(len(keys)), 1 << 14))
         self.training = keys[np.sort(random.choice(len(keys), trained, replace=False))]

@@ -30,7 +30,7 @@ FLOOR = 64  # least number of candidates that are scored exactly
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
+class FinderResult(NamedTuple):
     """Answer of a finder."""
 
     positions: Rows  # (q, k), best first, -1 = none
@@ -309,7 +309,7 @@ class Devices(Protocol):
     def nearest(self, snapshot: Snapshot, query: Query) -> Rows:  # (q, k)
         """As `softdb.index.flat.nearest`."""
 
-    def find(self, snapshot: Snapshot, index: Index, query: Query) -> Found | None:  # (q, k)
+    def find(self, snapshot: Snapshot, index: Index, query: Query) -> FinderResult | None:  # (q, k)
         """As `softdb.index.search.Searcher.find`, by an index on the devices.
 
         None if comparing every record costs less or is the only way.

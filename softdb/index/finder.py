@@ -19,7 +19,7 @@ from softdb.index import cache, flat
 from softdb.index.background import Build
 from softdb.index.build import Target, build, checked, possible, tuned
 from softdb.index.choose import Progress
-from softdb.index.contract import Devices, Floats, Found, Index, Live, Rows
+from softdb.index.contract import Devices, FinderResult, Floats, Index, Live, Rows
 from softdb.index.placement import DEVICE_ERRORS, PlacedColumns
 from softdb.index.query import Query
 from softdb.index.reach import reach_of
@@ -76,7 +76,7 @@ class Finder:
         if self._build is not None:
             self._build.after_fork()
 
-    def find(self, snapshot: Snapshot, query: Query) -> Found:  # (q, k)
+    def find(self, snapshot: Snapshot, query: Query) -> FinderResult:  # (q, k)
         """The k nearest.
 
         The finder is "flat", which is exact, for another metric than the database's and for few records. The watch
@@ -95,7 +95,7 @@ class Finder:
             else:
                 result = index.devices.find(snapshot, index, query)
         if index is None or result is None:
-            return Found((devices or flat).nearest(snapshot, query), None, "flat")
+            return FinderResult((devices or flat).nearest(snapshot, query), None, "flat")
         if query.certain is None and result.finder == index.kind:  # else its recall is not what the index was tuned to
             numbers, seconds = snapshot.count * query.queries.shape[1], time.perf_counter() - start
             self.watch.saw(
@@ -116,7 +116,7 @@ class Finder:
 
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
-    ) -> Found | None:  # (q, d) -> (q, k)
+    ) -> FinderResult | None:  # (q, d) -> (q, k)
         """As `find` on the CPU, in the few steps of a single query; None: call `find`."""
         index, since = self._in_use
         searcher = self._searcher

@@ -186,7 +186,7 @@ class Scan:
         candidates = np.ascontiguousarray(per_piece.transpose(1, 0, 2)).reshape(len(seen), -1)
         ordered, exact = np.empty_like(candidates), np.empty(candidates.shape)
         unsure = np.empty(len(seen), np.bool_)
-        kernels.settle(plain, candidates, floor, keys, metric, ordered, exact, k, unsure)
+        kernels.rescore(plain, candidates, floor, keys, metric, ordered, exact, k, unsure)
         return ordered[:, :k], exact[:, k - 1], unsure
 
     def _candidates(self, probes: list[Probe], width: int) -> list[Best]:

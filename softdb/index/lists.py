@@ -74,13 +74,13 @@ class Lists(Sketches):
         padded[2, :lists] = 1 / self.spreads
         turns = np.ones(-(-len(inner.rotation.scales) // BLOCK) * BLOCK, np.float32)
         turns[: len(inner.rotation.scales)] = inner.rotation.scales
-        held = (
+        arrays = (
             inner.rotation.interleaved(), turns, inner.centroids.interleaved(), *padded, layout.starts,
             layout.blocks.reshape(len(layout.blocks), -1), layout.factors.view(np.uint16),
             layout.offsets.view(np.uint16), inner.unit, inner.words.reshape(-1, BLOCK), self.parts,
             inner.origin if l2 else inner.origin[:0],
         )  # fmt: skip
-        self.native, self._held = native().Lists(len(inner.origin), *held), held  # which keeps the arrays alive
+        self.native, self._held = native().Lists(len(inner.origin), *arrays), arrays  # which keeps the arrays alive
 
     def _coded(self, rows: Rows, seen: Floats, lists: Rows) -> Coded:
         fine, coarse = self.inner.coded(seen, lists), super()._coded(rows, seen, lists)

@@ -156,18 +156,18 @@ def merge(
         return top(best, scores, positions.expand(scores.shape), width)
     # the best scores lie in the groups with the best maxima; a strided group vectorises
     maxima = scores[:, : groups * _GROUP].view(-1, _GROUP, groups).amax(1)  # (q, groups)
-    tail = torch.arange(groups * _GROUP, scores.shape[1])
+    remainder = torch.arange(groups * _GROUP, scores.shape[1])
     if best is None or best.scores.shape[1] < width:
         hot = torch.arange(len(scores))
         best = best or Best(scores.new_empty(len(scores), 0), positions.new_empty(len(scores), 0))
     else:
         floor = best.scores.amin(1)
-        hot = (~(torch.maximum(maxima.amax(1), _amax(scores[:, tail])) <= floor)).nonzero()[:, 0]
+        hot = (~(torch.maximum(maxima.amax(1), _amax(scores[:, remainder])) <= floor)).nonzero()[:, 0]
         if not len(hot):
             return best
     chosen = maxima[hot].topk(width, sorted=False).indices.unsqueeze(1)  # (hot, 1, kept)
     places = (chosen + groups * torch.arange(_GROUP).view(1, -1, 1)).flatten(1)
-    places = torch.cat([places, tail.expand(len(hot), -1)], 1)
+    places = torch.cat([places, remainder.expand(len(hot), -1)], 1)
     own = top(Best(best.scores[hot], best.positions[hot]), scores[hot.unsqueeze(1), places], positions[places], width)
     if len(hot) == len(scores):
         return own

@@ -289,13 +289,13 @@ def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> 
     values, axes = np.linalg.eigh((residuals.T @ residuals).astype(np.float64) / len(residuals))
     logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
     logs -= logs.min() - 1e-3
-    sums, held = np.zeros(parts), np.zeros(parts, np.int64)
+    sums, counts = np.zeros(parts), np.zeros(parts, np.int64)
     axes_of = np.zeros((parts * word, len(values)), np.float32)
     for axis, log in zip(axes.T[::-1], logs, strict=True):
-        place = int(np.argmin(np.where(held < word, sums, np.inf)))
-        axes_of[place * word + held[place]] = axis
+        place = int(np.argmin(np.where(counts < word, sums, np.inf)))
+        axes_of[place * word + counts[place]] = axis
         sums[place] += log
-        held[place] += 1
+        counts[place] += 1
     return axes_of
 
 

@@ -182,7 +182,7 @@ class Sampler:
         budget = min(drawing.budget, max(1, eligible.inside))
         width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
         positions, (scores, chances) = np.empty((q, width), np.int64), np.empty((2, q, width))
-        held, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
+        controls_of, figures = np.empty((q, 0 if answering else width)), np.zeros((native().FIGURES, q))
         sums = np.empty((q, signs * v), np.float32), np.empty((q, signs)), np.empty((q, width if answering else 0))
         output, moved, first = np.empty((3, q, v))
         products = q * (self.slots * self.parts // 2 + 4 * width * (queries.shape[1] + 2 * v))
@@ -192,7 +192,7 @@ class Sampler:
             drawn = queries[run], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
             parameters = drawing.factor, drawing.least, budget, drawing.visible, controls, seeds
-            written = positions[run], scores[run], chances[run], held[run], figures[:, run]
+            written = positions[run], scores[run], chances[run], controls_of[run], figures[:, run]
             which = drawing.points, run.start or 0, threads
             draw = native().Draw(self._native, self._largest, *drawn, *apart, *parameters, *written, *which)
             if answering:
@@ -210,7 +210,7 @@ class Sampler:
         answer = None
         if answering:
             answer = DrawnAnswer(output, moved, first, sums[0].reshape(q, signs, v), *sums[1:])
-        return DrawnSample(positions, scores, chances, held, Figures(*figures), answer)
+        return DrawnSample(positions, scores, chances, controls_of, Figures(*figures), answer)
 
 
 def _room(budget: int) -> int:

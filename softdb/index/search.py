@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from softdb.check import Metric, all_finite
-from softdb.index.contract import Floats, Found, Index, Live, Recent, Rows, Selected, prepared
+from softdb.index.contract import FinderResult, Floats, Index, Live, Recent, Rows, Selected, prepared
 from softdb.index.flat import nearest
 from softdb.index.lists import Among, Lists
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
@@ -46,7 +46,7 @@ class Searcher:
 
     def find(
         self, snapshot: Snapshot, query: Query
-    ) -> Found | None:  # (q, k), -1 only beyond the number of records that count
+    ) -> FinderResult | None:  # (q, k), -1 only beyond the number of records that count
         """The k nearest that are allowed and live; None if comparing every record costs less.
 
         Unindexed rows and outliers of norm are compared exactly and merged. Cost: the index's search, and exact scores
@@ -71,15 +71,15 @@ class Searcher:
         short = positions[:, -1] < 0  # the index returned fewer than there are
         if short.any():
             positions[short], scores = nearest(snapshot, replace(query, queries=queries[np.flatnonzero(short)])), None
-        return Found(positions, scores, self.index.kind)
+        return FinderResult(positions, scores, self.index.kind)
 
-    def nearest(self, snapshot: Snapshot, query: Query) -> Found:  # (q, k)
+    def nearest(self, snapshot: Snapshot, query: Query) -> FinderResult:  # (q, k)
         """As `find`, or by comparing every record if that costs less."""
-        return self.find(snapshot, query) or Found(nearest(snapshot, query), None, "flat")
+        return self.find(snapshot, query) or FinderResult(nearest(snapshot, query), None, "flat")
 
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
-    ) -> Found | None:  # (q, d) -> (q, k)
+    ) -> FinderResult | None:  # (q, d) -> (q, k)
         """As `find`, in fewer steps, for an index that holds every record.
 
         None if `find` has to answer, or a query is not finite.
@@ -97,7 +97,7 @@ class Searcher:
         if way != "index":
             return None
         positions, scores, complete = self._searched(snapshot, eligible, allowed, vectors, k, k)
-        return Found(positions, scores, index.kind) if complete else None
+        return FinderResult(positions, scores, index.kind) if complete else None
 
     def _searched(
         self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None, vectors: Floats, k: int, certain: int
@@ -149,9 +149,9 @@ class Searcher:
         return known
 
 
-def _compared(snapshot: Snapshot, vectors: Floats, positions: Rows, k: int, metric: Metric) -> Found:
+def _compared(snapshot: Snapshot, vectors: Floats, positions: Rows, k: int, metric: Metric) -> FinderResult:
     """The k best of the same few records, for every query."""
-    return Found(*ordered(snapshot, vectors, np.tile(positions, (len(vectors), 1)), k, metric), "flat")
+    return FinderResult(*ordered(snapshot, vectors, np.tile(positions, (len(vectors), 1)), k, metric), "flat")
 
 
 def indexed_until(snapshot: Snapshot, index: Index) -> int:

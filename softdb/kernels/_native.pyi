@@ -106,7 +106,7 @@ def scan(
     found: NDArray[int64],  # (q, c), written to
     scores: NDArray[float32],  # (q, c), written to
 ) -> bool: ...
-def settle(
+def rescore(
     queries: NDArray[float32],  # (q, d)
     positions: NDArray[int64],  # (q, c)
     floor: NDArray[float64],  # (q,)

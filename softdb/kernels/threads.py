@@ -20,7 +20,7 @@ import torch
 WORTH_A_THREAD = 1 << 22  # least products of a thread
 
 Part = TypeVar("Part")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def workers(products: int) -> int:
@@ -29,8 +29,8 @@ def workers(products: int) -> int:
 
 
 def by_lines(
-    loop: Callable[..., Found], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int
-) -> list[Found]:
+    loop: Callable[..., Result], given: Callable[[slice], tuple[Any, ...]], lines: int, products: int
+) -> list[Result]:
     """Run a kernel over `lines` lines, which cost `products` products, with a run of lines for each thread.
 
     `given` makes the kernel's arguments for a run. Return the results of all runs.
@@ -42,7 +42,7 @@ def by_lines(
     return share_out(lambda run: loop(*given(run)), runs)
 
 
-def share_out(work: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
+def share_out(work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Return the results of `work` for each part, with a thread for each."""
     if len(parts) == 1:
         return [work(parts[0])]

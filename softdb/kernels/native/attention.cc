@@ -53,9 +53,9 @@ struct Plan {
     // Records of a block. For many queries it fills half of the second cache; so many that what is done once a block is
     // little. Few queries wait for memory: their blocks are short, so that the next one is fetched in time.
     int64_t block_rows() const {
-        bool one_panel = args.q <= kPanel;
-        int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (one_panel ? 5 : 2);
-        int64_t fit = bytes / (4 * (d + v + kPanel)), least = few ? 12 : one_panel ? 48 : 96;
+        bool single_panel = args.q <= kPanel;
+        int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (single_panel ? 5 : 2);
+        int64_t fit = bytes / (4 * (d + v + kPanel)), least = few ? 12 : single_panel ? 48 : 96;
         return min<int64_t>(max(fit, least), 480) / 12 * 12;
     }
 

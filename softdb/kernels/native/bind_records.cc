@@ -142,10 +142,10 @@ void bind_scores(nb::module_& module) {
                           int64_t high, Table<int64_t> matches, Table<float> scores) {
         return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, matches, scores});
     }, free, "The best of the records by scores in float32; whether some score is NaN or infinite.");
-    module.def("settle", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
+    module.def("rescore", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
                             const StoredColumn& keys, int metric, Table<int64_t> matches, Table<double> exact, int64_t k,
                             Line<bool> unsure) {
-        kernels().settle({queries, positions, floor.first, keys.stored, Metric(metric), matches, exact, k, unsure.first});
+        kernels().rescore({queries, positions, floor.first, keys.stored, Metric(metric), matches, exact, k, unsure.first});
     }, free, "Their order by scores in float64, and whether it is sure.");
 }
 

@@ -615,26 +615,26 @@ struct Drawing {
             const Vec size = a + base, beyond = a - b - rounded - 1e-3f - 1e-6f * (size < 0.0f ? -size : size);
             const Vec over = beyond > wide * z ? beyond * float(kMargin) / wide : Vec{};
             sums.worst = greater(only(over), sums.worst);
-            Vec w, mean_square, tail, missed, shown;
+            Vec w, mean_square, hidden, missed, shown;
             if (counts()) {
                 const Vec inside = normal(b / deviation), unit = everywhere(1.0f);
                 w = a >= 0.0f ? unit : Vec{};
                 mean_square = inside * (1.0f - inside) + (inside - h) * (inside - h), shown = mean_square;
-                tail = missed = smaller(rare, normal((b < 0.0f ? b : -b) / wide));
+                hidden = missed = smaller(rare, normal((b < 0.0f ? b : -b) / wide));
                 w -= h;
             } else {
                 w = exp_at_most(a + up);
                 mean_square = exp_at_most((Design::shares(b, v) + up) * 2.0f);
-                tail = smaller(normal(wide * 2.0f - x) * exp_at_most((b + wide * wide + up) * 2.0f), rare);
+                hidden = smaller(normal(wide * 2.0f - x) * exp_at_most((b + wide * wide + up) * 2.0f), rare);
                 missed = smaller(normal(wide - x) * exp_at_most(b + wide * wide * 0.5f + up), rare);
                 shown = mean_square * normal(x - deviation * 2.0f);  // of errors that show
             }
             const Vec left = counts() ? w : w - h, square = inverse * inverse;
             sums.terms += only(w * w * square), sums.expected += only(mean_square * square);
-            sums.hidden += only(tail * square), sums.alone += only(tail * inverse), sums.missed += only(missed * inverse);
+            sums.hidden += only(hidden * square), sums.alone += only(hidden * inverse), sums.missed += only(missed * inverse);
             sums.squared += only(far * h * h * square), sums.seen += only(far * left * left * square);
             sums.model += only(far * shown * square);
-            store(sample.doubts + j, only(tail * square));
+            store(sample.doubts + j, only(hidden * square));
         }
         return sums;
     }

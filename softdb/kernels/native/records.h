@@ -73,7 +73,7 @@ struct Scan {
     Table<float> scores;         // (q, c), written to; then -inf
 };
 
-struct Settle {
+struct Rescore {
     Table<const float> queries;      // (q, d)
     Table<const int64_t> positions;  // (q, c), -1 = none, at least k others
     const double* floor = nullptr;   // (q,) no record beyond the candidates scored more in float32; -inf: there is none

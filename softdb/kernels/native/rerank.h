@@ -10,7 +10,7 @@ bool rerank(const Rerank& args);    // whether k were found for every query, and
 bool prepare(const Prepare& args);  // whether all numbers are finite
 void score(const Score& args);
 bool scan(const Scan& args);  // whether some score is NaN or infinite
-void settle(const Settle& args);
+void rescore(const Rescore& args);
 
 }  // namespace SOFTDB_LEVEL
 }  // namespace softdb

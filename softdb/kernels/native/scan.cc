@@ -1,5 +1,5 @@
 // Exact search for few queries, in two steps. `scan`: scores s(q, k) = q·k, q·k / |k| or -|q - k|² of queries (q, d) and
-// all records (n, d) in float32, the best c of each query kept; cost 2 q n d operations, n d numbers read once. `settle`:
+// all records (n, d) in float32, the best c of each query kept; cost 2 q n d operations, n d numbers read once. `rescore`:
 // these c again in float64, in order, and for each query whether a record left out may be among the k best: whether
 // s_k <= floor + slack, slack a bound on the rounding of float32; cost 2 q c d.
 #include "heap.h"
@@ -156,7 +156,7 @@ void sort_pairs(double* scores, int64_t* positions, int64_t size) {
 // Largest error of a score in float32: |error| <= d u sum |a_i b_i| for a product of d terms at unit
 // rounding u (Higham 2002, section 3.1); for a sum of squared differences, relative to the sum itself.
 template <class Number>
-double slack_of(const Settle& args, const Reader& reader, int64_t i) {
+double slack_of(const Rescore& args, const Reader& reader, int64_t i) {
     const int64_t d = args.keys.width;
     const double terms = 0x1p-24 * double(2 * d + 16), worst = args.exact[i][args.k - 1];
     if (args.metric != Metric::dot) return terms * (args.metric == Metric::l2 ? -worst : 1.0);
@@ -170,7 +170,7 @@ double slack_of(const Settle& args, const Reader& reader, int64_t i) {
 }
 
 template <class Number>
-void settled(const Settle& args) {
+void rescored(const Rescore& args) {
     const int64_t c = args.positions.width;
     const Reader reader(args.keys);
     for (int64_t i = 0; i < args.queries.rows; i++) {
@@ -200,9 +200,9 @@ bool scan(const Scan& args) {
 }
 
 // The order of candidates by scores in float64; `unsure` where a record left out may belong among them.
-void settle(const Settle& args) {
-    if (args.keys.kind == Kind::half) settled<Half>(args);
-    else settled<float>(args);
+void rescore(const Rescore& args) {
+    if (args.keys.kind == Kind::half) rescored<Half>(args);
+    else rescored<float>(args);
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -18,7 +18,7 @@ namespace SOFTDB_LEVEL {
 extern const Kernels kTable;
 const Kernels kTable = {
     SOFTDB_NAME(SOFTDB_LEVEL), kLanes, exponentials, attend_scratch, attend_forward, attend_backward,
-    rerank, take_in, prepare, score, scan, settle,
+    rerank, take_in, prepare, score, scan, rescore,
     weighted_sums<float>, weighted_sums<double>, spread, f_quantile, bars,
     list_scratch, search_lists, encode, draw_scratch, draw, help_draw,
 };

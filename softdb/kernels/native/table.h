@@ -20,7 +20,7 @@ struct Kernels {
     bool (*prepare)(const Prepare& args);
     void (*score)(const Score& args);
     bool (*scan)(const Scan& args);
-    void (*settle)(const Settle& args);
+    void (*rescore)(const Rescore& args);
     void (*sums)(const Sums<float>& args);
     void (*sums_wide)(const Sums<double>& args);
     void (*spread)(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line);

@@ -127,7 +127,7 @@ class _Database(Engine):
             progress(f"{self.label}: {stage}", done, total)
 
         k, queries = self.setup.k, self.data.half(second=False).queries
-        self.facts = self.db.build_index(self.kind, recall=recall, k=k, queries=queries, progress=step).told()
+        self.facts = self.db.build_index(self.kind, recall=recall, k=k, queries=queries, progress=step).summary()
         step("", 1, 1)
         return seconds
 

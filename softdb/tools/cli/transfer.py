@@ -97,8 +97,8 @@ def import_(
     skip = skipped if on_error.value == "skip" else None
     size = batch_size or (256 if fields.key is None and keys is None else 10_000)
     files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
-    reading: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
-    batches = chain.from_iterable([read_records(file, collection=collection, **reading) for file in files])
+    options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
+    batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     first = next(batches, None)  # raises before a database is created if a file cannot be read
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")

@@ -49,7 +49,7 @@ def info(path: Database, as_json: AsJson = False) -> None:
         print_json(facts)
         return
     del facts["index"]
-    about_index = {"kind": "none"} if report.index is None else report.index.told()
+    about_index = {"kind": "none"} if report.index is None else report.index.summary()
     facts |= {f"index {name}": value for name, value in about_index.items()}
     known = {name.replace("_", " "): safe(number(value)) for name, value in facts.items() if value is not None}
     print_table(("", ""), [(f"[dim]{name}[/]", value) for name, value in known.items()])
@@ -192,12 +192,12 @@ def index(
     if table_at(path) is not None:  # one report per shard
         with answering(path, quiet=as_json) as shards:
             reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget)
-        lines = "\n".join(listed(report.told()) for report in reports)
+        lines = "\n".join(listed(report.summary()) for report in reports)
         print_result([report.asdict() for report in reports], as_json, lines)
         return
     with softdb.open(path) as db, progress("index") as show:
         report = db.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget, progress=show)
-    print_result(report.asdict(), as_json, listed(report.told()))
+    print_result(report.asdict(), as_json, listed(report.summary()))
 
 
 def tune(
@@ -213,4 +213,4 @@ def tune(
     samples = array_of(queries)
     with softdb.open(path) as db:
         report = db.tune(recall, k=k, queries=samples)
-    print_result(report.asdict(), as_json, listed(report.told()))
+    print_result(report.asdict(), as_json, listed(report.summary()))

@@ -31,7 +31,7 @@ CLASSES = 19
 SMALL = Plan(BQ=16, BN=16, BD=16, BV=16, BL=16, warps=4, stages=1)
 WIDE = SMALL._replace(BD=256, BV=256, BL=64)  # the interpreter takes as long for each tile, small or large
 EXACT = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}  # of the columns as they are stored
-Found = list[Tensor]
+FinderResult = list[Tensor]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class World:
         self.labels = torch.from_numpy(random.integers(0, CLASSES, (*lead, n)))
         self.keep, self.mask = (torch.from_numpy(random.random(s) < 0.7) for s in ((n,), (*lead, q, n)))
 
-    def asked(self, precise: bool, values: Tensor | None, trained: bool, **how: Any) -> Found:
+    def asked(self, precise: bool, values: Tensor | None, trained: bool, **how: Any) -> FinderResult:
         """Output, lse, and gradients of a random sum; precisely: in float64, which is torch's."""
         given = [self.queries, self.keys, values]
         given = [one.double() if precise and one is not None and one.is_floating_point() else one for one in given]
@@ -96,7 +96,7 @@ class World:
         return [output.detach(), lse.detach(), *grads]
 
 
-def agree(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
+def agree(found: FinderResult, expected: FinderResult, tolerance: float = 1e-6) -> None:
     """Each number, by the largest of its tensor, half as much again for a gradient, which is a difference of two."""
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.shape == other.shape

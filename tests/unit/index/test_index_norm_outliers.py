@@ -434,4 +434,4 @@ def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyP
     assert classes["next 9%"]["recall"] < 1
     assert report.measured_on == "stored keys, each without itself"
     assert index_report(db).recall_by_norm == classes
-    assert "recall by norm (longest 1% (recall " in listed(report.told())
+    assert "recall by norm (longest 1% (recall " in listed(report.summary())
