@@ -59,8 +59,8 @@ class Ranks:
         self.shards = len(owners)
         if sorted(shard for shard, _ in owners) != list(range(self.shards)) or not owners:
             raise BadInput(
-                f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; start as many "
-                "ranks as the shards were divided for"
+                f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; start "
+                "as many ranks as the shards were divided for"
             )
         self._connections = Connections.between(self.rank, self.ranks, self._gathered)
 

@@ -13,6 +13,7 @@ import softdb
 ROOT = Path(softdb.__file__).parent
 GLOSSARY = ROOT.parent / "docs" / "glossary.md"
 SOURCES = sorted(ROOT.rglob("*.py"))
+KERNELS = sorted(path for path in ROOT.rglob("kernels/native/*") if path.suffix in (".cc", ".h"))
 
 Words = tuple[str, ...]
 
@@ -33,24 +34,21 @@ def refused(page: str) -> dict[Words, set[str]]:
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of every class, function, parameter, field and module-level variable."""
+    """Line and name of every class, function, parameter, field and variable, local ones included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
-        if isinstance(node, ast.ClassDef | ast.Module):
-            yield from ((item.lineno, item.id) for item in assigned(node))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
 
 
-def assigned(body: ast.ClassDef | ast.Module) -> list[ast.Name]:
-    targets: list[ast.expr] = []
-    for node in body.body:
-        if isinstance(node, ast.Assign):
-            targets += node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets.append(node.target)
-    return [item for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)]
+def cpp_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every identifier outside of comments and strings."""
+    for number, line in enumerate(source.splitlines(), 1):
+        code = re.sub(r'"(?:[^"\\]|\\.)*"', "", line).partition("//")[0]
+        yield from ((number, name) for name in re.findall(r"[A-Za-z_]\w*", code))
 
 
 def has(name: str, words: Words, allowed: set[str]) -> bool:
@@ -75,6 +73,8 @@ def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
     for path in SOURCES:
         where = path.relative_to(ROOT).as_posix()
         results += offences(where, iter([(1, path.stem), *names(ast.parse(path.read_text()))]), words)
+    for path in KERNELS:
+        results += offences(path.relative_to(ROOT).as_posix(), cpp_names(path.read_text()), words)
     assert results == []
 
 
@@ -93,7 +93,10 @@ def test_the_glossary_is_read() -> None:
         "| held-out | not seen in training | `held` but `held_out` |\n| close | end | `let_go` |\n| a | b | |\n"
     )
     assert words == {("held",): {"held_out"}, ("let", "go"): set()}
-    sample = "class Held: ...\ndef _let_go(held_out, x: int): ...\nLETTING, y_held = 1, 2\nclass A:\n    held: int\n"
+    sample = "class Held: ...\ndef _let_go(held_out, x: int):\n    held = 1\nLETTING, y_held = 1, 2\n"
+    sample += "class A:\n    held: int\n"
     seen = [actual.split()[1] for actual in offences("a.py", names(ast.parse(sample)), words)]
-    assert sorted(seen) == ["Held", "_let_go", "held", "y_held"]
+    assert sorted(seen) == ["Held", "_let_go", "held", "held", "y_held"]
+    kernel = 'int held = held_out;  // held\nlog("held");'
+    assert offences("a.cc", cpp_names(kernel), words) == ["a.cc:1 held"]
     assert len(refused(GLOSSARY.read_text())) >= 12
