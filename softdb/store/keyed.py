@@ -1,8 +1,8 @@
 """Origin of a database's keys: their schema, the name of their encoder, and the generation of the last re-embedding.
 
 The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent if none is known. The
-setting `reembedded` is the generation that last re-embedded all keys, absent before; such a commit MUST give every
-segment a new number, as must every commit that changes the content of a segment's used slots.
+setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
+every segment a new number, as must every commit that changes the content of a segment's used slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from softdb.errors import BadInput
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 
-LONGEST = 1000  # characters of an encoder's name
+LONGEST = 1000  # maximum characters of an encoder's name
 _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 

@@ -16,7 +16,7 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
-_LONG = 4000  # characters of JSON from which on it may hold an integer too long for Python (4300 digits)
+_LONG = 4000  # characters; longer JSON may hold an integer that is too long for Python (over 4300 digits)
 
 
 def verify(store: Store) -> int:
@@ -52,7 +52,7 @@ def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     """Check the catalogue by SQLite, records against tombstones, and the text index."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
-        return damage  # queries of damaged pages tell nothing
+        return damage  # the results of queries on damaged pages mean nothing
     live = np.zeros(snapshot.size, np.bool_)
     keyed = "SELECT row FROM records WHERE key_crc NOTNULL"
     rows = np.fromiter((row for (row,) in store.catalog.connection.execute(keyed)), np.int64)
@@ -69,12 +69,12 @@ def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
     if unplaced:
         damage.append(f"catalog.sqlite: {unplaced} rows are marked dead that no segment holds")
     if textindex.unlike(store.catalog.connection):
-        damage.append("catalog.sqlite: the text index is not that of the texts (drop_text_index(), then index_text())")
+        damage.append("catalog.sqlite: the text index does not match the texts (drop_text_index(), then index_text())")
     return damage + _check_texts(store.catalog)
 
 
 def _check_texts(catalog: Catalog) -> list[str]:
-    """Check settings, and ids, payloads and texts for content that softdb never writes, whatever their checksums."""
+    """Check settings, ids, payloads and texts for content that softdb never writes, even if checksums match."""
     catalog.settings()  # raises
     catalog.payloads_replaced()  # raises
     wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"

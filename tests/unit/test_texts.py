@@ -252,7 +252,7 @@ def test_one_with_values_gets_key_and_value_together() -> None:
         db.insert([1, 2], [None, [1, 2]], [None, 2], texts=["a", "b"])
         assert (db[1].value, db[2].value) == (None, 2)
         for words, what in (({"keys": [[1, 2]]}, "a value"), ({"values": [1]}, "a key")):
-            with pytest.raises(softdb.BadInput, match=f"id 1 has neither key nor value as yet, and {what}"):
+            with pytest.raises(softdb.BadInput, match=f"id 1 has neither key nor value, and {what}"):
                 db.update([1], **words)
         report = db.reembed(HashedNGrams(16))
         assert (report.records, db[1].key, db[2].value, len(db)) == (1, None, 2, 2)
