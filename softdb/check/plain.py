@@ -31,7 +31,7 @@ def shown(value: object) -> str:
     """Return a rejected value's repr for a message, cut to SHOWN characters."""
     try:
         text = repr(value)
-    except Exception:  # nested too deep, too many digits, or a broken `__repr__`: the message must come all the same
+    except Exception:  # nested too deep, too many digits, or a broken `__repr__`: the message must still be built
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
@@ -72,7 +72,7 @@ def one_of(value: object, name: str, choices: Iterable[str]) -> str:
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor that is dense, not on 'meta', and of a dtype that softdb reads. Raises BadInput."""
+    """Return a tensor unchanged. Raises BadInput if it is sparse, nested, on 'meta', or of an unknown dtype."""
     import torch
 
     if tensor.is_nested:
@@ -102,7 +102,7 @@ def number(
     fits: Callable[[float], bool],
     gradient: str = "it only selects records; pass a plain number",  # why it has no gradient, for the message
 ) -> float:
-    """Return a finite number that `fits`. Raises BadInput."""
+    """Return a finite number for which `fits` returns True. Raises BadInput."""
     if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
@@ -129,9 +129,9 @@ def share(value: object, name: str) -> float:
 
 
 def filled(batch: Batched, name: str, count: int) -> Batched:
-    """Return a batch that has one entry for each of `count` ids. Raises BadInput."""
+    """Return a batch unchanged. Raises BadInput unless it has one entry for each of `count` ids."""
     if getattr(batch, "shape", None) == ():
-        raise BadInput(f"{name} are {shown(batch)}; expected a list with one for each of {count} ids")
+        raise BadInput(f"{name} are {shown(batch)}; expected a list with one item for each of {count} ids")
     if len(batch) != count:
         raise BadInput(f"{len(batch)} {name} for {count} ids; give one for each id")
     return batch

@@ -38,5 +38,5 @@ def _text(value: object, i: int) -> str:
     if not value.isascii():
         encodable(value, f"text {i}")
     if 4 * len(value) > MAX_TEXT and (size := len(value.encode())) > MAX_TEXT:
-        raise BadInput(f"text {i} has {size:,} bytes, a record takes {MAX_TEXT:,}; cut it into several records")
+        raise BadInput(f"text {i} has {size:,} bytes; expected at most {MAX_TEXT:,}; cut it into several records")
     return str(value)
