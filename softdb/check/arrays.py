@@ -86,7 +86,7 @@ def _device(value: object) -> torch.device:
 
 
 def precise() -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast in a context, so that answers are as precise as their queries within any model."""
+    """Disable autocast in a block, so that answers are as precise as their queries inside a model with autocast."""
     import torch
 
     stack = contextlib.ExitStack()
@@ -173,7 +173,7 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
 
 
 def all_finite(array: Array) -> bool:
-    """Return True if the sum of squares is finite, which is a fast proof that all numbers are; False proves nothing."""
+    """Return True if the sum of squares is finite: then every number is finite. False proves nothing."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return math.isfinite(np.dot(flat, flat))
@@ -224,7 +224,7 @@ def _labels(value: object, num_classes: int, count: int) -> Array:
 def vectors(value: object, width: int) -> NDArray[np.float32] | None:
     """Return queries (q, width) as numpy, without a copy, if they are float32 on the CPU and want no gradient.
 
-    None: the caller must use `queries`. NaN and infinity are not checked for.
+    Return None otherwise: the caller then uses `queries`. NaN and infinity are not checked for.
     """
     if is_tensor(value) and not value.requires_grad and value.is_cpu:
         try:
@@ -244,7 +244,7 @@ def queries(
     """Return queries as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
 
     Lists become float32, as in torch; arrays and tensors of float64 stay float64. A single query becomes (1, width).
-    `taker` begins the part of the error message that states `width`. Raises BadInput.
+    `taker` says whose width this is, for the error message. Raises BadInput.
     """
     import torch
 

@@ -32,9 +32,9 @@ class Extent(TypedDict):
 
 
 def extent(metric: Metric, k: object, radius: object, offset: object = 0, **others: object) -> Extent:
-    """Return the checked number of hits of a search, or its radius; raise BadInput for arguments that contradict.
+    """Check the arguments k, radius and offset of a search, and `others`. Raises BadInput if arguments contradict.
 
-    `others`: the arguments diversity, fetch_k, group_by and group_size, as far as given.
+    `others`: diversity, fetch_k, group_by and group_size. Returns them as keywords of a `Query`.
     """
     skipped = integer(offset, "offset", 0)
     if radius is None:
@@ -83,7 +83,7 @@ def tolerance(rtol: object, atol: object, confidence: object, max_draws: object,
 
 
 def excluded(value: object, queries: int) -> list[list[Id]]:
-    """Return lists of ids to exclude: one list for all queries, or one for each query; empty for None."""
+    """Return lists of ids to exclude: one for all queries, or one for each query; no list for None."""
     if value is None:
         return []
     if isinstance(value, np.ndarray):
@@ -105,7 +105,7 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
 
 
 def draws(max_draws: object, k: object) -> Tolerance | None:
-    """Return a tolerance that only `max_draws` draws satisfy, whatever their error; None if max_draws is None."""
+    """Return a tolerance that is never met, so that `max_draws` draws are made; None if max_draws is None."""
     if max_draws is not None and k is not None:
         raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws do not; give one of them")
     return None if max_draws is None else Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))

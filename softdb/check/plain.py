@@ -37,7 +37,7 @@ def shown(value: object) -> str:
 
 
 def attribute(owner: object, name: str, default: Any = None) -> Any:
-    """Return an attribute of a caller's object, or the default if it has none; an error of its property is raised."""
+    """Return an attribute of a caller's object, or the default if it is absent; an error in a property is raised."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -47,7 +47,7 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Return True for a torch tensor, without importing torch, which reading metadata must not do."""
+    """Return True for a torch tensor, without importing torch, so that reading metadata stays fast."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 

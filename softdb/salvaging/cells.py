@@ -67,7 +67,7 @@ def freed(data: bytes, first: int) -> list[tuple[int, int]]:
 
 
 def record(data: bytes) -> tuple[Value, ...]:
-    """Parse the columns of a record. Raises Damaged."""
+    """Parse the bytes of a record into its columns. Raises Damaged."""
     stop, at = _varint(data, 0)
     if stop > len(data):
         raise Damaged

@@ -99,7 +99,7 @@ def _checksum(data: bytes, order: str, before: Sums) -> Sums:
 
 @cache
 def _powers(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return Mⁿ⁻¹, …, M⁰ (n, 2, 2), and Mⁿ."""
+    """Return the powers Mⁿ⁻¹, …, M⁰ (n, 2, 2) and Mⁿ of the matrix M of `_checksum`, modulo 2³²; n = `count`."""
     step = np.array([[1, 1], [1, 2]], np.uint32)
     powers = [np.eye(2, dtype=np.uint32)]
     for _ in range(count):

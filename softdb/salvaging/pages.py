@@ -25,7 +25,7 @@ _TABLE, _INDEX = (5, 13), (2, 10)  # types of an inner page and a leaf
 
 
 class Cell(NamedTuple):
-    """An entry of a tree."""
+    """An entry of a b-tree: a record of a table or of an index."""
 
     row: int  # -1 in an index
     columns: tuple[Value, ...] | None  # None: the entry is damaged
@@ -59,7 +59,7 @@ class Pages:
         return data if len(data) == self.size else None
 
     def written(self) -> Iterator[int]:
-        """Yield the numbers of pages in the log, and in the file outside of its holes, ascending; some twice."""
+        """Yield the numbers of pages in the log or in the file (but for holes), ascending; some numbers come twice."""
         runs = (range(low // self.size + 1, -(-high // self.size) + 1) for low, high in self._extents)
         yield from merge([] if self.log is None else self.log.numbers, chain.from_iterable(runs))
 
@@ -88,7 +88,7 @@ class Pages:
         self.seen |= seen
 
     def leaf(self, number: int, table: bool = True) -> Iterator[Cell]:
-        """Yield the entries of one leaf."""
+        """Yield the entries of one leaf page."""
         self.seen.add(number)
         data = self.page(number) or b""
         for at in self._parse(number, data, table)[1]:

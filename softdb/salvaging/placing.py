@@ -37,7 +37,7 @@ Numbers = NDArray[np.int64]
 
 
 class ColumnSpec(NamedTuple):
-    """The column of keys, or of values, in all segments."""
+    """Name and data type of the column of keys or of values, the same in all segments."""
 
     name: str  # "keys" or "values"
     dtype: np.dtype[Any]
@@ -91,7 +91,7 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
 
 
 def crcs_in(path: Path, size: int) -> Numbers:
-    """Return the CRC-32 of each slot of a file, (slots,): -1 for unreadable slots; empty if there is no file."""
+    """Return the CRC-32 of each slot of a file, (slots,); -1 if a slot is unreadable; empty if there is no file."""
     try:
         with files.open_regular(path) as file:
             slots = min(-(-max(file.seek(0, io.SEEK_END) - HEAD, 0) // size), MAX_ROWS)

@@ -35,7 +35,7 @@ _MAGIC = b"SQLite format 3\0"
 
 
 class Remains:
-    """The remains of a catalogue. Its files are open, read-only, until `close`."""
+    """The remains of a damaged catalogue, whose files are open, read-only, until `close`."""
 
     def __init__(self, path: Path) -> None:
         """Raises NotADatabase if the catalogue cannot be opened."""
@@ -81,7 +81,7 @@ class Remains:
                 return
 
     def _find(self) -> None:
-        """Find the root of each tree by the schema."""
+        """Find the root page of each b-tree: read SQLite's schema table, or assume the usual page."""
         self.tokenizer: str | None = None  # of the text index
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1, limit=_SMALL):
@@ -119,7 +119,7 @@ class Remains:
 
     @property
     def has_records(self) -> bool:
-        """True if the schema names the table of records, or a record is found without it."""
+        """True if the schema names the table of records, or if some record is found."""
         if self._named:
             return True
         seen = self.pages.seen.copy()
@@ -222,7 +222,7 @@ def is_dead(dead: dict[int, bytes], row: int) -> bool:
 
 
 def _open_catalogue(path: Path) -> apsw.VFSFile:
-    """Open a catalogue's file by SQLite: if Python closed it, connections in this process would lose their locks."""
+    """Open a catalogue's file by SQLite: if Python opened and closed it, SQLite's locks in this process would end."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a regular file")
     return apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])

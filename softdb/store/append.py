@@ -16,7 +16,7 @@ from softdb.store.soundness import checksums
 
 
 class Batch(NamedTuple):
-    """Checked records to be stored."""
+    """Checked records that are to be stored."""
 
     ids: list[Id]  # n
     keys: Array  # (n, d) in the column's dtype
@@ -50,7 +50,7 @@ def append(
 
 
 def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> Iterable[int | None]:
-    """Return `count` checksums of a column; None for a record without a key, and for all records without a column."""
+    """Return `count` checksums of a column; None for records without a key, and for all if `column` is None."""
     crcs = [None] * count if column is None else checksums(column)
     return crcs if keyed is None else (crc if has else None for crc, has in zip(crcs, keyed.tolist(), strict=True))
 
@@ -58,7 +58,7 @@ def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> 
 def _place(
     catalog: Catalog, columns: ColumnFiles, batch: Batch, entries: list[SegmentEntry], next_row: int
 ) -> list[Piece]:
-    """Cut a batch into one piece per segment: fill the last segment, then create new ones."""
+    """Cut a batch into one piece for each segment: first fill the last segment, then create new segments."""
     entry = SegmentEntry(-1, 0, 0, 0)
     if entries and entries[-1].first_row + entries[-1].used == next_row:
         entry = entries[-1]

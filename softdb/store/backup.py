@@ -51,7 +51,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
 
 
 def require_free(path: Path, database: Path | None = None) -> None:
-    """Raise BadInput for a file, a directory that is not empty, or a path in the database that is copied."""
+    """Raise BadInput if `path` is a file, a directory that is not empty, or inside the directory `database`."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
     if path.is_dir() and any(path.iterdir()):
@@ -119,7 +119,7 @@ def _segment_parts(segment: Segment) -> Iterator[SegmentPart]:
 
 
 def _open_index(store: Store, opened: contextlib.ExitStack) -> tuple[str, BinaryIO] | None:
-    """Open the index file that the catalogue names: once open, it stays readable. Return its name and file, or None."""
+    """Open the index file that the catalogue names, and return (name, file); None if it is absent or unreadable."""
     entry = store.index_entry() or {}
     file, folder = entry.get("file"), None if store.path is None else store.path / "index"
     if folder is None or folder.is_symlink() or not isinstance(file, str) or Path(file).name != file:

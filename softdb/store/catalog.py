@@ -47,7 +47,7 @@ class Catalog:
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
-        """Connect to a catalogue; path None is a new one in memory. Raises SoftDBError, apsw.Error."""
+        """Connect to a catalogue; path None: create one in memory. Raises SoftDBError, apsw.Error."""
         connection = None
         immutable = path is not None and not write and has_no_log(path)
         try:
@@ -96,7 +96,7 @@ class Catalog:
         self.connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def commit(self) -> None:
-        """Commit the transaction: only now do its changes take effect."""
+        """Commit the transaction, so that its changes take effect."""
         self.connection.execute("COMMIT")
 
     def rollback(self, savepoint: str | None = None) -> None:
@@ -244,7 +244,7 @@ class Catalog:
     # -- the whole file --------------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Free unused pages if there are many, and checkpoint; skip it on a full disk or if others use the file."""
+        """Free unused pages if there are many, then checkpoint; skip what a full disk or other connections prevent."""
         with self._without_waiting(apsw.FullError):
             if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
                 self.connection.execute("VACUUM")
@@ -305,7 +305,7 @@ class Catalog:
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
     def _look_up(self, sql: str, keys: str) -> list[Any]:
-        """Look up keys (JSON), without counting steps: SQLite must not call Python here, see `Worker.run_between`."""
+        """Fetch records by a JSON list of ids or rows. No steps are counted: `Worker.run_between` forbids Python calls."""
         self.connection.set_progress_handler(None)
         try:
             return self.connection.execute(sql, (keys,)).fetchall()
@@ -318,7 +318,7 @@ class Catalog:
         return self.all(f"SELECT row, key_crc, value_crc FROM records WHERE {where}", (first, last))
 
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """Return the rows, ascending, whose `column` (payload or text) fails its checksum; `among`: only of these."""
+        """Return the rows, of all or `among` some, whose `column` (payload or text) fails its checksum, ascending."""
         where, bound = ("", ()) if among is None else ("row IN (SELECT value FROM json_each(?)) AND", (_json(among),))
         differs = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
         return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {differs} ORDER BY row", bound)]
@@ -355,7 +355,7 @@ class Catalog:
             return np.fromiter((row for (row,) in cursor), np.int64)
 
     def _rows(self, sql: str, bindings: Sequence[Any] = ()) -> NDArray[np.int64]:
-        """Return row numbers that SQL joins to one text, which is three times as fast as one Python object per row."""
+        """Return the rows that a query joins into one text: three times as fast as one Python object for each row."""
         return np.fromstring(self.one(sql, bindings)[0] or "", np.int64, sep=",")
 
     # -- declared fields -------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
 
 
 def _require_sound(store: Store, group: _Group) -> None:
-    """Raise CorruptionError if a record to be copied is damaged: the old file could be restored, the new one not."""
+    """Raise CorruptionError if a record to be copied is damaged: its file must stay, to be restored from a copy."""
     segments = (group.snapshot.segments[i] for i in group.places)
     damage = [d for segment in segments for d in damaged(store.checksums, segment) if d.file.endswith(".npy")]
     if damage:

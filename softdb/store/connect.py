@@ -29,7 +29,7 @@ _SUPER = bytes.fromhex("d9d505f920a163d7")  # last bytes of a rollback journal t
 
 
 class UnreadableLog(NotADatabase):
-    """The log has no index, and this process may not create one. Also raised briefly while a writer closes."""
+    """The log has no index file (-shm), and this process may not create one. Also raised while a writer closes."""
 
 
 def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Connection:
@@ -98,7 +98,7 @@ def _require_plain(path: Path) -> None:
 
 
 def _harden(connection: apsw.Connection) -> None:
-    """Disable everything in the file that could run, and check pages as they are read."""
+    """Forbid SQLite to run triggers, views or functions from the file, and let it check pages as it reads them."""
     connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
     connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
@@ -158,7 +158,7 @@ def damaged_text(error: UnicodeDecodeError) -> CorruptionError:
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Replace SQLite's errors in a block that reads by softdb's errors, see `typed`."""
+    """Run a block that reads; raise softdb's errors instead of SQLite's, see `typed`."""
     try:
         yield
     except apsw.Error as error:

@@ -134,7 +134,7 @@ class Directory:
                 raise NotADatabase(f"{self.path}/{name} was removed or replaced since it was opened; open it again")
 
     def overtaken(self) -> bool:
-        """Return True if a writer has opened the database since an immutable catalogue was opened."""
+        """Return True if a writer has opened the database since this handle opened the catalogue as immutable."""
         log = mark(LOG, self.descriptor)
         logged = log is not None and (log.size > 0 or mark(_SHARED, self.descriptor) is not None)
         return logged or self.rewritten()
@@ -164,7 +164,7 @@ def _is_same(now: Mark | None, opened: Mark | None) -> bool:
 
 
 def enter(path: Path, writing: bool, may_create: bool) -> Directory:
-    """Check that the path is a database's or free, create the directory if allowed, and open it.
+    """Open a path that holds a database or may hold a new one; create the directory if `may_create`.
 
     Raises NotADatabase, CorruptionError if the catalogue is gone, and DatabaseLocked if another process writes.
     """

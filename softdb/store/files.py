@@ -143,7 +143,7 @@ def _temporary_file(path: Path, data: Iterable[bytes | memoryview], mode: int = 
 
 @contextlib.contextmanager
 def aside(directory: Path) -> Iterator[Path]:
-    """Yield a new folder of a random name in a directory, and remove it with its content at the end."""
+    """Yield a new folder with a random name in a directory; at the end remove the folder and its content."""
     folder = temporary(directory)
     disk.make(folder, 0o700)
     try:
@@ -159,7 +159,7 @@ def building(directory: Path, last: str) -> Iterator[Path]:
     """Yield a temporary folder; at the end move its synced files into `directory`, the file `last` as the last one.
 
     The directory is created if missing. On an error, everything that this call created is removed, and nothing else.
-    Raises FileExistsError if the directory has got a file of the same name meanwhile.
+    Raises FileExistsError if the directory meanwhile has a file of the same name.
     """
     existed = directory.is_dir()
     try:
@@ -271,7 +271,7 @@ def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
 
 
 def occupied(path: Path) -> int:
-    """Return the bytes that the files of a directory occupy on disk, ignoring files that vanish meanwhile."""
+    """Return the bytes that the files of a directory occupy on disk, ignoring files that are removed meanwhile."""
     total = 0
     for file in path.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -104,7 +104,7 @@ def _is_ours(kind: str, name: str, definition: tuple[str, str | None], expected:
 
 @cache
 def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
-    """Return the schema as SQLite stores softdb's statements: (table, SQL) by kind and name."""
+    """Return the schema as SQLite stores softdb's statements: {(kind, name): (table, SQL)}."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))
@@ -134,13 +134,13 @@ def field_index_sql(name: str) -> str:
 
 
 def text_index_sql(tokenizer: str) -> str:
-    """Return the statement that creates the text index. Its options allow to delete a row without its text."""
+    """Return the statement that creates the text index. Its options let rows be deleted without their texts."""
     options = f"content='', contentless_delete=1, tokenize='{TOKENIZERS[tokenizer]}'"
     return f"CREATE VIRTUAL TABLE texts USING fts5(text, {options})"
 
 
 def state_crc(generation: int, next_row: int) -> int:
-    """Return the checksum of a state."""
+    """Return the checksum of the table `state`."""
     return crc32(f"{generation} {next_row}".encode())
 
 

@@ -25,7 +25,7 @@ MAX_SEGMENT = 10**8 - 2  # largest number: file names have eight digits
 
 
 class Gaps(NamedTuple):
-    """Number of rows that compaction removed, and checksums of the files that name the rows of segments with gaps."""
+    """Number of rows that compaction removed, and checksums of the row columns of segments with gaps."""
 
     gone: int  # rows that no segment holds
     checksums: dict[int, int]  # segment number → CRC-32 of its row column
@@ -43,7 +43,7 @@ def read(catalog: Catalog) -> Gaps:
 
 
 def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
-    """Return True if a segment may come next after rows that end before `row`; `gone`: number of removed rows."""
+    """Return True if a segment may be next, when `row` follows the last one's rows; `gone`: number of removed rows."""
     return entry.first_row >= row if gone else entry.first_row == row
 
 
@@ -69,7 +69,7 @@ def reserve(catalog: Catalog) -> int:
 
 
 def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
-    """Drop segments, count `removed` more rows as gone, and add a `new` segment with gaps: (number, rows_crc)."""
+    """Drop segments, add `removed` to the setting `gone`, and add a `new` segment with gaps: (number, rows_crc)."""
     for table in ("segments", "gaps"):
         catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
     if new is not None:

@@ -37,7 +37,7 @@ class Gathered:
     """The new keys, looked up by row."""
 
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
-        """Resume an interrupted run of the same encoder, or begin a new one; without an encoder's name, begin anew.
+        """Resume an interrupted run of the same encoder, or begin a new one; without an encoder's name, always begin.
 
         Raises DatabaseLocked if another run is in progress, BadInput if the folder has foreign files, WriteFailed.
         """
@@ -61,7 +61,7 @@ class Gathered:
         return store
 
     def _resume(self, origin: Keyed) -> Store | None:
-        """Return the store of an interrupted run, if undamaged and of this `origin`; else remove its folder."""
+        """Return an interrupted run's store if it is undamaged and has this `origin`; else remove its folder."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None
         require_ours(self._folder)

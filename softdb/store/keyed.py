@@ -20,7 +20,7 @@ _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
 class Keyed(NamedTuple):
-    """Origin of the keys of a generation."""
+    """Origin of a generation's keys: schema, encoder, and the last re-embedding."""
 
     schema: Schema
     encoder: str | None  # its name
@@ -28,7 +28,7 @@ class Keyed(NamedTuple):
 
 
 def require_name(name: str) -> str:
-    """Return the name of an encoder, if it can be stored. Raises BadInput."""
+    """Return the name of an encoder. Raises BadInput if the name cannot be stored."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -66,7 +66,7 @@ class Reader:
             old.close()
 
     def abandon(self, directory: Directory | None) -> None:
-        """In a forked child: close the inherited connection, and be a reader of `directory` from now on."""
+        """In a forked child: close the inherited connection; from now on read from `directory`."""
         inherited, self.connected, self.in_operation = self.connected, None, False
         self._directory = directory
         if inherited is not None:
@@ -80,7 +80,7 @@ class Reader:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Snapshot]:
-        """Open a transaction on the newest generation, and yield its snapshot. Raises CorruptionError, StaleRead."""
+        """Run a block in a read transaction; yield the newest snapshot. Raises CorruptionError, StaleRead."""
         with contextlib.ExitStack() as transaction:
             before = -1
             while True:

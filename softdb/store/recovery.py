@@ -48,10 +48,10 @@ def clean(catalog: Catalog, columns: ColumnFiles) -> None:
 
 
 def clean_folders(path: Path, since: int) -> None:
-    """Remove the folders of `reembed` runs that began before the last re-embedding, which generation `since` has.
+    """Remove the folders of `reembed` runs that began before generation `since`, which last re-embedded all keys.
 
-    The folder of a later, interrupted run stays, to be resumed. Folders that cannot be removed, or that hold foreign
-    files, stay, too, and do no harm.
+    The folder of a later, interrupted run stays, to be resumed. Folders that cannot be removed, or that hold other
+    programs' files, stay, too, and do no harm.
     """
     for folder in path.iterdir():
         match = _GATHERED.fullmatch(folder.name)

@@ -41,7 +41,7 @@ _NAME = re.compile(r"(keys|values|rows)-\d{8,}\.npy")
 
 
 def capacity_for(stored: int, coming: int) -> int:
-    """Return the slots of the next segment: the power of two ≥ max(stored, coming), within FIRST_ROWS … MAX_ROWS."""
+    """Return the slots of the next segment: the least power of two ≥ max(stored, coming), within the limits."""
     wanted = max(FIRST_ROWS, stored, coming)
     return min(MAX_ROWS, 1 << (wanted - 1).bit_length())
 
@@ -56,7 +56,7 @@ def header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class SegmentEntry(NamedTuple):
-    """A segment's entry in the catalogue; capacity and used in slots."""
+    """Entry of a segment in the catalogue. `capacity` and `used` count slots."""
 
     number: int
     first_row: int
@@ -94,7 +94,7 @@ class ColumnFiles:
     def __init__(
         self, directory: Path | None, schema: Schema, relaxed: bool = False, folder: int | None = None
     ) -> None:
-        """`relaxed`: appended slots are on disk only after `sync`; `folder`: descriptor of the directory, or None."""
+        """`relaxed`: appended slots are on disk only after `sync`; `folder`: see `softdb.store.files`."""
         self.directory, self.relaxed, self._folder = directory, relaxed, folder
         self._unsynced: set[Path] = set()  # files with bytes that are not on disk
         self._unnamed = False  # True if names of new files are not on disk
@@ -104,7 +104,7 @@ class ColumnFiles:
         self.reshape(schema)
 
     def reshape(self, schema: Schema) -> None:
-        """Open and create columns of this schema from now on."""
+        """Use this schema for the columns that are opened or created from now on."""
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
@@ -114,7 +114,7 @@ class ColumnFiles:
     def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
         """Create a segment's files at their final size, and sync their names, before any row refers to them.
 
-        `aside`: sync the names now, even if relaxed, because another thread may call `sync` at any time.
+        `aside`: sync the names now, even if relaxed, because another thread may write meanwhile.
         """
         named = aside or not self.relaxed
         for column, (dtype, width) in (self._all if gaps else self._shapes).items():
@@ -166,7 +166,7 @@ class ColumnFiles:
             self.marks[path.name] = now
 
     def require_unchanged(self, *paths: Path) -> None:
-        """Raise Displaced if another program changed a file after this one; no paths: check all that this one wrote."""
+        """Raise Displaced if another program has changed files; without `paths`, check all that this handle wrote."""
         for path in paths or self._written:
             before = self.marks.get(path.name)
             now = None if before is None else files.mark(path.name, self._folder)
@@ -206,7 +206,7 @@ class ColumnFiles:
                 done += len(chunk.keys)
 
     def overwrite(self, number: int, capacity: int, slot: int, keys: Array) -> None:
-        """Replace keys from a slot on, in a segment that is not committed yet; on disk when this returns."""
+        """Replace the keys in slots from `slot` on, in a segment not yet committed; on disk when this returns."""
         if self.directory is None:
             self._arrays["keys", number][slot : slot + len(keys)] = keys
             return

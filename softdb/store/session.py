@@ -249,7 +249,7 @@ class Session:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot that this handle reads: the newest of a writer, that of the last `refresh` of a reader."""
+        """The snapshot that this handle reads: for a writer the newest, for a reader that of the last `refresh`."""
         return self.loader.loaded.snapshot
 
     @property

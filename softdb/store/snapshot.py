@@ -166,7 +166,7 @@ class Snapshot:
         return rows
 
     def positions(self, rows: Rows) -> Rows:
-        """Return the positions of rows (…), -1 for rows without a slot (dead rows have one until a compaction)."""
+        """Return the positions of rows (…); -1 for rows without a slot. Dead rows have a slot until a compaction."""
         if self.contiguous:
             return np.where((rows >= 0) & (rows < self.size), rows, -1)
         positions = np.full(rows.shape, -1, np.int64)
@@ -195,7 +195,7 @@ class Snapshot:
         allowed: Live | None = None,  # (size,) over positions; None: every live record
         start: int = 0,  # first position
     ) -> Iterator[Block]:
-        """Yield the allowed live records from a position on, in order; copy only blocks that skip a record."""
+        """Yield the allowed live records from a position on, in order. Only blocks that skip records are copied."""
         import torch  # imported late: commands that read only metadata, like `softdb info`, must not wait for it
 
         keep = self.live if allowed is None else self.live & allowed
@@ -248,6 +248,6 @@ class Snapshot:
 
 
 def value_size(generation: int, size: int, values_at: Callable[[Rows], Tensor]) -> float:
-    """Root mean square of ‖v‖, estimated from at most SAMPLED positions, drawn with replacement."""
+    """Root mean square of ‖v‖, estimated from at most SAMPLED values, drawn with replacement."""
     positions = np.random.default_rng(generation).integers(0, size, min(size, SAMPLED))
     return float(values_at(np.sort(positions)).double().square().sum(1).mean().sqrt())

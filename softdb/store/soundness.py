@@ -24,7 +24,7 @@ class Damage(NamedTuple):
 
     file: str
     rows: list[int]
-    what: str = ""  # the damaged column, for the message: "payload of ", "text of "
+    what: str = ""  # begins the message: "payload of " or "text of ", if the file holds both
 
     def __str__(self) -> str:
         runs = np.split(np.array(self.rows), np.flatnonzero(np.diff(self.rows) > 1) + 1)

@@ -41,7 +41,7 @@ class Store(Session):
 
     @lookup
     def locate(self, ids: list[Id], whole: bool = False) -> Located:
-        """Return the rows of ids in the snapshot, -1 for an id that it lacks; `whole`: with payloads and texts."""
+        """Find the rows of ids in the snapshot, of records with or without a key; `whole`: with payloads and texts."""
         with typed_errors():
             stored, snapshot = self.catalog.lookup(ids, whole), self.snapshot
         entries = [stored.get(name) or RecordEntry(-1, name) for name in ids]
@@ -50,7 +50,7 @@ class Store(Session):
         return Located(snapshot, rows, [entry.payload for entry in entries], [entry.text for entry in entries])
 
     def require(self, ids: list[Id], whole: bool = False) -> Located:
-        """Return the rows of ids, as `locate` does. Raises UnknownId, naming the first id that is not stored."""
+        """Find the rows of ids, as `locate` does. Raises UnknownId, naming the first id that is not stored."""
         located = self.locate(ids, whole)
         rows = located.rows
         if (rows < 0).any():
@@ -78,13 +78,13 @@ class Store(Session):
 
     @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
-        """Return `Catalog.checksums` of rows first … last."""
+        """Call `Catalog.checksums` for rows first … last."""
         with typed_errors():
             return self.catalog.checksums(first, last)
 
     @on_thread
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """Return `Catalog.damaged_texts`."""
+        """Call `Catalog.damaged_texts`, which returns the rows of damaged payloads or texts."""
         with typed_errors():
             return self.catalog.damaged_texts(column, among)
 
@@ -115,7 +115,7 @@ class Store(Session):
 
     @on_thread
     def upsert(self, batch: Batch, origin: Keyed | None = None) -> bool:
-        """Add records as `insert` does, but replace those whose ids are stored already."""
+        """Add records as `insert` does, but replace stored records that have the same ids."""
         if origin is not None and self.keyed is not origin:
             return False
         with self.write_transaction():
@@ -214,13 +214,13 @@ class Store(Session):
 
     @on_thread
     def delete(self, ids: list[Id]) -> int:
-        """Delete the records of those ids that are stored, and return their number."""
+        """Delete the records of ids, ignoring ids that are not stored, and return the number of deleted records."""
         with self.write_transaction():
             rows = np.unique(self.locate(ids).rows)
             return self.delete_rows(rows[rows >= 0])
 
     def delete_rows(self, rows: NDArray[np.int64]) -> int:
-        """Delete the records of rows in the open transaction, and return their number."""
+        """Delete the records of rows in the open transaction, and return the number of deleted records."""
         if len(rows):
             self._delete(rows)
             self.catalog.advance(0)
@@ -235,7 +235,7 @@ class Store(Session):
 
     @on_thread
     def id_types(self) -> set[str]:
-        """Return the types of stored ids, "integer" and "text". Cost: two lookups in their index."""
+        """Return the types of stored ids, "integer" and "text". Cost: two lookups in the index of ids."""
         ends = (f"(SELECT typeof(id) FROM records ORDER BY id {order} LIMIT 1)" for order in ("ASC", "DESC"))
         with typed_errors():
             return {kind for kind in self.catalog.one(f"SELECT {', '.join(ends)}") if kind is not None}
@@ -250,14 +250,14 @@ class Store(Session):
 
     @on_thread
     def index_fields(self, names: Iterable[str]) -> None:
-        """Index payload fields, all or none; skip fields that are indexed already. No record changes."""
+        """Index payload fields, all or none of them; skip fields that are indexed already. No record changes."""
         with self.write_transaction(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     @on_thread
     def drop_field(self, name: str) -> None:
-        """Drop a field's index. Raises BadInput if it has none."""
+        """Drop a field's index. Raises BadInput if the field has no index."""
         with self.write_transaction(durable=True):
             fields = self.catalog.fields()
             if name not in fields:

@@ -41,7 +41,7 @@ class Progress:
     keyed: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # (m,) mask of rows with a new key
 
     def add(self, rows: Rows, crcs: Rows, keyed: NDArray[np.bool_]) -> None:
-        """Add processed rows (m,), replacing those that were processed before."""
+        """Add processed rows (m,); a row that was processed before is replaced."""
         others = ~np.isin(self.rows, rows)
         merged = np.concatenate([self.rows[others], rows])
         order = np.argsort(merged, kind="stable")
@@ -50,7 +50,7 @@ class Progress:
         self.keyed = np.concatenate([self.keyed[others], keyed])[order]
 
     def unlike(self, rows: Rows, crcs: Rows) -> Rows:
-        """Return the rows that are not processed, or whose checksums were not `crcs` (m, 2) when they were."""
+        """Return those of rows (m,) that are not processed, or were when they had other checksums than `crcs` (m, 2)."""
         if not len(self.rows):
             return rows
         places = np.minimum(self.rows.searchsorted(rows), len(self.rows) - 1)
@@ -150,7 +150,7 @@ class Switch:
         return np.concatenate([_NONE, *(segment.rows for segment in self.segments)])
 
     def write_aside(self) -> None:
-        """Write most of the rows while other threads read and write. An error here changes nothing."""
+        """Write new segments while other threads read and write. An error here changes no record."""
         snapshot, _ = pending(self.store, self.progress)
         rows = self.progress.of(snapshot)
         try:
@@ -203,7 +203,7 @@ class Switch:
         return True
 
     def _complete(self, snapshot: Snapshot) -> None:
-        """Write keys that were made since the segments were written to them, or to new segments."""
+        """Add the keys that were made after the segments were written, to these or to new segments."""
         for segment in self.segments:
             for slot in np.flatnonzero(np.isin(segment.rows, self.again)).tolist():
                 key = self.gathered.keys(segment.rows[slot : slot + 1])

@@ -70,7 +70,7 @@ def replace(connection: apsw.Connection, rows: list[int]) -> None:
 
 
 def unlike(connection: apsw.Connection) -> bool:
-    """Return True if the index differs from a new one of the same texts, built in a temporary file."""
+    """Return True if the index is wrong: compare it with a new index of the texts, built in a temporary file."""
     name = tokenizer(connection)
     if name is None:
         return False
@@ -86,7 +86,7 @@ def unlike(connection: apsw.Connection) -> bool:
 
 
 def _entries(connection: apsw.Connection) -> Iterator[tuple[object, ...]]:
-    """Yield the length of each text, then each word with the rows and offsets at which it occurs, in a fixed order."""
+    """Yield the length of each text, then each word with the rows and offsets of its occurrences, in a fixed order."""
     yield from connection.execute("SELECT id, sz FROM texts_docsize ORDER BY id")
     connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS temp.words USING fts5vocab(main, texts, instance)")
     yield from connection.execute("SELECT term, doc, offset FROM temp.words")

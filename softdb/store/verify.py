@@ -42,14 +42,14 @@ def _verify(store: Store) -> int:
 
 
 def _check_records(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """Yield records that differ from their checksums."""
+    """Yield messages about records that differ from their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
     yield from map(str, damaged_texts(store.catalog.damaged_texts))
 
 
 def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
-    """Check the catalogue by SQLite, records against tombstones, and the text index."""
+    """Check the catalogue by SQLite, compare records with tombstones, check the text index; return messages."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
         return damage  # the results of queries on damaged pages mean nothing
@@ -94,7 +94,7 @@ def _check_texts(catalog: Catalog) -> list[str]:
 
 
 def _check_row_columns(store: Store, snapshot: Snapshot) -> list[str]:
-    """List row columns that differ from their checksum, or that do not ascend."""
+    """Return messages about row columns that differ from their checksum or do not ascend."""
     damage, missing = [], gaps.read(store.catalog)
     for number, column in ((segment.number, segment.rows) for segment in snapshot.segments):
         if column is not None and checksum(column) != missing.checksums.get(number):

@@ -72,7 +72,7 @@ class Worker:
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run a call on the thread, and return its result or raise its error; after the thread's end, run it here."""
+        """Run a call on the thread (here if the thread has ended), and return its result or raise its error."""
         if self.inside or sys.is_finalizing():  # no other thread uses the connection
             return work()
         job = _Job(work)
@@ -99,7 +99,7 @@ class Worker:
             del error  # its traceback refers to this frame: a reference cycle
 
     def run_between(self, work: Callable[[], Any]) -> Any:
-        """Run one query in the calling thread, between operations; SQLite must not call Python in it (signals)."""
+        """Run one query in the calling thread, between operations. SQLite must not call Python for it."""
         if self.inside:
             return work()
         with self._busy:

@@ -64,7 +64,7 @@ class Writer:
         later: Callable[[float], None] | None,
         checkpointed: bool,
     ) -> None:
-        """`later`: schedules a flush of relaxed changes in some seconds; None: full durability.
+        """`later`: function that schedules a flush of relaxed changes in some seconds; None: full durability.
 
         `checkpointed`: True if the last writer's log was checkpointed at opening.
         """
@@ -155,7 +155,7 @@ class Writer:
         self._acknowledge(generation)
 
     def rollback(self) -> None:
-        """Roll back an operation that has not ended. Raises apsw.Error if earlier ones are rolled back, too."""
+        """Roll back an operation that has not ended. Raises apsw.Error if SQLite undid earlier ones, too."""
         if not self._reader.in_operation:
             return
         self._reader.in_operation = False
@@ -265,7 +265,7 @@ class Writer:
         return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")
 
     def _put_log_aside(self, error: Displaced) -> Displaced:
-        """Keep SQLite from mixing pages of this database with those that another program wrote over them.
+        """Keep SQLite from mixing pages of this database with pages that another program wrote over the catalogue.
 
         Forbid checkpoints and reads. The log's pages belong to the catalogue that was overwritten, so rename the log:
         then opening finds by the file `committed` that commits are missing, see `committed.require`.
