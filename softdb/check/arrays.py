@@ -76,7 +76,7 @@ def _device(value: object) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"device is {shown(value)}, which softdb does not support; expected 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"device is {device} but torch sees no CUDA device; omit it to answer on the CPU")
+        raise BadInput(f"device is {device} but torch sees no CUDA device; omit device to answer on the CPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise BadInput(f"device is {device} but the last that torch sees is 'cuda:{last}'; choose one up to that")
@@ -160,7 +160,7 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
         raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width})")
     if array.shape[1] != width:
         raise BadInput(
-            f"{name} are {array.shape[1]} wide but this database is {width} wide; re-embed them or open another"
+            f"{name} are {array.shape[1]} wide but this database is {width} wide; embed again or open another database"
         )
     finite(array, name)
     if array.dtype == dtype:

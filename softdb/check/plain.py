@@ -24,7 +24,7 @@ __all__ = [
 
 Batched = TypeVar("Batched", bound=Sized)
 
-SHOWN = 80  # characters of a rejected value that a message quotes
+SHOWN = 80  # maximum characters of a rejected value that a message quotes
 
 
 def shown(value: object) -> str:
@@ -98,7 +98,7 @@ def _dtypes() -> frozenset[torch.dtype]:
 def number(
     value: object,
     name: str,
-    expected: str,  # for the message
+    expected: str,  # expected numbers, for the message
     fits: Callable[[float], bool],
     gradient: str = "it only selects records; pass a plain number",  # why it has no gradient, for the message
 ) -> float:

@@ -12,7 +12,7 @@ from softdb.errors import BadInput
 
 __all__ = ["MAX_TEXT", "texts"]
 
-MAX_TEXT = 1 << 24  # bytes of UTF-8
+MAX_TEXT = 1 << 24  # maximum bytes of a text, in UTF-8
 
 
 def texts(value: object, count: int) -> list[str | None] | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 Value: TypeAlias = int | float | str | bytes | None
 
-_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes of an integer by serial type
+_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # serial type → bytes of the integer
 _SHORTEST = 4  # minimum bytes of a cell or a free block
 
 

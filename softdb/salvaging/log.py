@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAGIC = 0x377F0682  # begins a log; its last bit is set if checksums are computed from big-endian words
-_HEADER, _FRAME = 32, 24  # bytes
+_HEADER, _FRAME = 32, 24  # bytes of the log's header, and of each frame's header
 
 Sums = tuple[int, int]
 

@@ -20,7 +20,7 @@ from softdb.salvaging.log import Log
 
 PAGE = 4096  # bytes, unless SQLite was built otherwise
 
-_HEADER = 100  # bytes of the file's header, on page 1 before everything else
+_HEADER = 100  # bytes of the file's header, at the beginning of page 1
 _TABLE, _INDEX = (5, 13), (2, 10)  # types of an inner page and a leaf
 
 
@@ -129,7 +129,7 @@ class Pages:
         for offset in dict.fromkeys(offsets):
             try:
                 if offset < max(top or 65536, pointers + 2 * count):
-                    raise Damaged  # freed space
+                    raise Damaged  # the cell lies in freed space
                 spots.append(spot(data, offset, is_inner, table))
             except Damaged:
                 continue

@@ -26,10 +26,10 @@ from softdb.store.catalog import CatalogState
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
 _IDS = "sqlite_autoindex_records_1"  # SQLite's index of the records' ids
-_SORTED = {"settings", "indexes", _IDS}  # stored as index trees
+_SORTED = {"settings", "indexes", _IDS}  # tables and an index that SQLite stores as index b-trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
-_WIDTH = 8  # columns of a record
+_WIDTH = 8  # columns of the table of records
 _SMALL = 1 << 24  # maximum bytes of an entry of the tables other than records
 _MAGIC = b"SQLite format 3\0"
 
@@ -82,7 +82,7 @@ class Remains:
 
     def _find(self) -> None:
         """Find the root page of each b-tree: read SQLite's schema table, or assume the usual page."""
-        self.tokenizer: str | None = None  # of the text index
+        self.tokenizer: str | None = None  # tokenizer of the text index, None if there is none
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1, limit=_SMALL):
             if cell.columns is None or len(cell.columns) != 5:

@@ -24,8 +24,8 @@ from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.store import Store
 
-LISTED = 1000  # maximum number of lost records that a report names
-BYTES = 1 << 26  # bytes of payloads and texts that are copied at once
+LISTED = 1000  # maximum number of lost records, and of unconfirmed ones, that a report names
+BYTES = 1 << 26  # maximum bytes of payloads and texts that are copied at once
 
 
 def salvage(
@@ -270,7 +270,7 @@ class _Salvage:
         if more > 0:
             self.notes.append(f"{more} more records are lost, of which catalog.sqlite holds no trace")
         elif more < 0:
-            self.notes.append(f"by its counts there are {-more} fewer records; some saved ones may have been deleted")
+            self.notes.append(f"catalog.sqlite counts {-more} fewer records; some saved ones may have been deleted")
         if pages:
             shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
             self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")

@@ -18,7 +18,7 @@ import apsw
 from softdb.salvaging.cells import Value
 from softdb.salvaging.remains import Remains, is_dead
 
-_AT_ONCE = 8192  # rows
+_AT_ONCE = 8192  # rows written or read at once
 _TWICE = "catalog.sqlite has two versions of it"
 
 TABLES = """

@@ -13,7 +13,7 @@ class Budget:
     """Progress handler of SQLite, called every thousand steps, which stops a query that takes too many steps."""
 
     def __init__(self) -> None:
-        self._steps = math.inf  # remaining, in thousands
+        self._steps = math.inf  # remaining steps, in thousands
 
     def allow(self, size: int) -> None:
         """Limit the steps of the next query, on a catalogue of `size` bytes."""

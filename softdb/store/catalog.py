@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file in WAL mode. Changes take effect when it commits. `format.py` has the format."""
+"""The catalogue: one SQLite file in WAL mode. Changes take effect when SQLite commits. `format.py` has its format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Catalog:
         self.connection = connection
         self.immutable = immutable  # read without locks until a writer opens the database
         self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
-        self._state: CatalogState | None = None  # as last read or written in the open transaction
+        self._state: CatalogState | None = None  # the state as last read or written in the open transaction
         self._budget = Budget()
         connection.set_progress_handler(self._budget, 1000)
 
@@ -305,7 +305,7 @@ class Catalog:
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
     def _look_up(self, sql: str, keys: str) -> list[Any]:
-        """Fetch records by a JSON list of ids or rows. No steps are counted: `Worker.run_between` forbids Python calls."""
+        """Fetch records by a JSON list of ids or rows, with no step counter: see `Worker.run_between`."""
         self.connection.set_progress_handler(None)
         try:
             return self.connection.execute(sql, (keys,)).fetchall()

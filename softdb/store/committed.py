@@ -20,7 +20,7 @@ from softdb.store import disk, files
 
 NAME = "committed"
 
-_LINE = len("00000000000000000000 01234567\n")  # bytes
+_LINE = len("00000000000000000000 01234567\n")  # bytes of the file
 
 
 class Committed:

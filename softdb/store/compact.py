@@ -125,7 +125,7 @@ def _reserve(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
 
 
 def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
-    with store.write_transaction(durable=True):  # before anything is unlinked
+    with store.write_transaction(durable=True):  # durable, because files are unlinked afterwards
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])

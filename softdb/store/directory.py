@@ -156,7 +156,7 @@ class Directory:
 
     def __del__(self) -> None:
         if getattr(self, "descriptor", -1) >= 0:
-            os.close(self.descriptor)  # the lock closes itself
+            os.close(self.descriptor)  # the lock closes its own descriptor
 
 
 def _is_same(now: Mark | None, opened: Mark | None) -> bool:

@@ -137,7 +137,7 @@ def _temporary_file(path: Path, data: Iterable[bytes | memoryview], mode: int = 
             yield fresh
         except BaseException:
             with contextlib.suppress(OSError):
-                remove(fresh)  # a full disk has no room for leftovers
+                remove(fresh)  # an unfinished file must not take room on a full disk
             raise
 
 
@@ -169,7 +169,7 @@ def building(directory: Path, last: str) -> Iterator[Path]:
             _place(folder, directory, last)
     except BaseException:
         if not existed:
-            with contextlib.suppress(OSError):  # another program may have put a file into it
+            with contextlib.suppress(OSError):  # another program may have put a file into the directory
                 disk.remove_directory(directory)
         raise
 

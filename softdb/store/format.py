@@ -15,7 +15,7 @@ The format, as MUSTs:
   `state.next_row` without a tombstone is live, if a segment holds it. Compaction adds the rules of `softdb.store.gaps`.
 * A record without a key has `key_crc` and `value_crc` NULL. Its row MUST have a tombstone, or no segment may hold it:
   its slot is never read. Every other record MUST lie in a segment, without a tombstone.
-* `segments` tells how many slots are `used` (the watermark). Every commit that changes records raises
+* `segments` states how many slots are `used`. Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * Other settings name the origin of the keys, see `softdb.store.keyed`.
 * The setting `source` is JSON that names the table and version from which the records were imported; absent otherwise.

@@ -1,8 +1,8 @@
 """Progress of a re-embedding: the new keys, in a database of their own, so that an interrupted run can be resumed.
 
 This second database is the folder `reembed-G` in the first one's directory, where G is the generation that last
-re-embedded all keys: once a later one has, a writer knows by the name that the folder is obsolete. Its ids are rows of
-the first database, its payloads digests of the texts. A key is used only if the record's text still has that digest.
+re-embedded all keys. After another re-embedding, writers know by G that the folder is obsolete. Its ids are rows of the
+first database, its payloads digests of the texts. A key is used only if the record's text still has that digest.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class SnapshotLoader:
         old = self.snapshot
         if state.generation != old.generation + 1:
             return False
-        same = len(self._entries)  # number of unchanged segments: the last may have been filled up
+        same = len(self._entries)  # number of unchanged segments: the last segment may have got more rows
         same -= same > 0 and entries[same - 1] != self._entries[same - 1]
         segments = (*old.segments[:same], *(self._segment(entry, None) for entry in entries[same:]))
         starts = np.empty(len(segments) + 1, np.int64)
@@ -81,7 +81,7 @@ class SnapshotLoader:
         if old.live.base is not self._room or len(self._room) < size:
             self._room = np.empty(2 * size, np.bool_)
             self._room[: old.size] = old.live
-        self._room[old.size : size] = True  # no older snapshot shows these bytes
+        self._room[old.size : size] = True  # no older snapshot includes these bytes
         count = old.count + size - old.size
         snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count, old.keyless)
         self._take(self.loaded._replace(snapshot=snapshot), entries, self._missing)

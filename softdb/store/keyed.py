@@ -23,7 +23,7 @@ class Keyed(NamedTuple):
     """Origin of a generation's keys: schema, encoder, and the last re-embedding."""
 
     schema: Schema
-    encoder: str | None  # its name
+    encoder: str | None  # name of the encoder; None: not known
     since: int  # the generation that last re-embedded all keys; 0: never
 
 
@@ -32,7 +32,7 @@ def require_name(name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"the encoder's name is {shown(name)}, which is not Unicode text; give it another") from None
+        raise BadInput(f"the encoder's name is {shown(name)}, which is not Unicode text; choose another") from None
     if not 0 < len(name) <= LONGEST or "\0" in name:
         raise BadInput(f"the encoder's name is {shown(name)}; expected 1 to {LONGEST} characters, none of them NUL")
     return name
@@ -47,7 +47,7 @@ def read(catalog: Catalog) -> Keyed:
     return _parse(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
 
 
-@lru_cache(64, typed=True)  # every refresh calls it
+@lru_cache(64, typed=True)  # cached: every refresh calls this
 def _parse(*values: Any) -> Keyed:
     dim, value_dim, num_classes, dtype, metric, encoder, since = values
     try:

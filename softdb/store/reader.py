@@ -90,13 +90,13 @@ class Reader:
                         self.loader.load(self.catalog)
                     except (FileNotFoundError, CorruptionError) as error:
                         if self._is_overtaken():
-                            continue  # a writer came: connect again, with its log
+                            continue  # a writer has opened the database: connect again, to read its log
                         if isinstance(error, CorruptionError):
                             raise
                         present = self.catalog.state().generation
                         if self._directory is not None and present > before:
                             before = present
-                            continue  # a compaction may have replaced it since this transaction began
+                            continue  # a compaction may have replaced the file since this transaction began
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
                     transaction.push(attempt.pop_all())
                     break

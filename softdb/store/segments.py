@@ -35,7 +35,7 @@ from softdb.store.directory import Displaced
 FIRST_ROWS = 64  # slots of the smallest segment: small databases must not allocate megabytes
 MAX_ROWS = 1 << 20  # slots of the largest segment: larger files gain nothing
 
-BACKGROUND_BYTES = 1 << 20  # smaller writes take less time without a second thread
+BACKGROUND_BYTES = 1 << 20  # bytes; smaller writes take less time without a second thread
 
 _NAME = re.compile(r"(keys|values|rows)-\d{8,}\.npy")
 

@@ -37,7 +37,7 @@ S = TypeVar("S", bound="Session")
 T = TypeVar("T")
 
 _IN_MEMORY = "this database is in the memory of the process that opened it; give one with a path to a forked process"
-_RETRY_SECONDS, _TRIES = 0.02, 50  # a reader repeats to connect while a writer opens or closes
+_RETRY_SECONDS, _TRIES = 0.02, 50  # seconds between a reader's attempts to connect, and their number
 _relaxed: weakref.WeakSet[Session] = weakref.WeakSet()  # to be flushed at the end of the interpreter
 
 
@@ -73,7 +73,7 @@ def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 class Session:
     """A connection to the catalogue, the column files, and the snapshot that this handle reads."""
 
-    columns: ColumnFiles  # compaction writes to them, too
+    columns: ColumnFiles  # compaction also writes to these files
     _why_closed = "this handle is closed; open the database again"
     loader: SnapshotLoader  # its `loaded` is the snapshot that this handle reads
 

@@ -109,7 +109,7 @@ class Store(Session):
                 if first is None:
                     raise damaged_catalog("has records in rows beyond the last assigned one") from None
                 raise DuplicateId(
-                    f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); replace by upsert()"
+                    f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert() replaces it"
                 ) from None
         return True
 

@@ -27,7 +27,7 @@ from softdb.store.store import Store
 Rows = NDArray[np.int64]
 Gather = Callable[[Snapshot, Rows], None]
 
-TRIES = 5  # rounds that embed rows changed meanwhile without the write lock; then one with it
+TRIES = 5  # maximum rounds that embed changed rows without the write lock; the next round takes it
 _NONE = np.empty(0, np.int64)
 
 
@@ -50,7 +50,7 @@ class Progress:
         self.keyed = np.concatenate([self.keyed[others], keyed])[order]
 
     def unlike(self, rows: Rows, crcs: Rows) -> Rows:
-        """Return those of rows (m,) that are not processed, or were when they had other checksums than `crcs` (m, 2)."""
+        """Return those of rows (m,) that are not processed, or were processed with other checksums than crcs (m, 2)."""
         if not len(self.rows):
             return rows
         places = np.minimum(self.rows.searchsorted(rows), len(self.rows) - 1)

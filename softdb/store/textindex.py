@@ -42,7 +42,7 @@ def make(connection: apsw.Connection, name: str) -> None:
 def drop(connection: apsw.Connection) -> None:
     """Drop the index, if there is one, even if it is damaged."""
     if connection.table_exists("main", "texts"):
-        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # to repair its settings, without which FTS5 cannot drop
+        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # to repair settings that FTS5 needs to drop it
         try:
             connection.execute("DELETE FROM texts_config; INSERT INTO texts_config VALUES('version', 4)")
         finally:

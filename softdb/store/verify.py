@@ -67,7 +67,7 @@ def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
         damage.append(f"catalog.sqlite: {valued} records have a value and no key")
     unplaced = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
     if unplaced:
-        damage.append(f"catalog.sqlite: {unplaced} rows are marked dead that no segment holds")
+        damage.append(f"catalog.sqlite: {unplaced} rows that no segment holds are marked dead")
     if textindex.unlike(store.catalog.connection):
         damage.append("catalog.sqlite: the text index does not match the texts (drop_text_index(), then index_text())")
     return damage + _check_texts(store.catalog)
@@ -75,8 +75,8 @@ def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
 
 def _check_texts(catalog: Catalog) -> list[str]:
     """Check settings, ids, payloads and texts for content that softdb never writes, even if checksums match."""
-    catalog.settings()  # raises
-    catalog.payloads_replaced()  # raises
+    catalog.settings()  # raises CorruptionError
+    catalog.payloads_replaced()  # raises CorruptionError
     wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"
     bad = [str(row) for (row,) in catalog.all(f"SELECT row FROM records WHERE {wrong} LIMIT 9")]
     for row, id_bytes, payload, text in catalog.connection.execute(

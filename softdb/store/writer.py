@@ -50,7 +50,7 @@ ending = False  # True when the interpreter ends: no thread will flush any more
 class Change:
     """Changes made by an operation, so that the new snapshot need not be read from the catalogue."""
 
-    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # state and all segments, if it only appended rows
+    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # state and all segments, after a mere append
 
 
 class Writer:
@@ -73,7 +73,7 @@ class Writer:
         self._mark = None if directory is None else Committed(directory.path, directory.descriptor)
         self._checkpointed = checkpointed
         self._broken: apsw.Error | None = None  # error of a checkpoint, whose sync must not be tried again
-        self._displaced: Displaced | None = None  # why a checkpoint was not tried
+        self._displaced: Displaced | None = None  # why a checkpoint was not tried: a file was replaced
         self._spills = 0  # `_spilled_pages` when the open transaction began
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
@@ -251,7 +251,7 @@ class Writer:
         if not isinstance(error, Displaced):
             try:
                 self._require_ours()
-            except Displaced as displaced:  # the cause of the error
+            except Displaced as displaced:  # this caused the error
                 error = displaced
         self._failure = f"{type(error).__name__}: {error}"
         with contextlib.suppress(apsw.Error):
@@ -259,7 +259,7 @@ class Writer:
         if isinstance(error, Displaced) and error.overwritten in (CATALOG, LOG):
             error = self._put_log_aside(error)
         with contextlib.suppress(SoftDBError):
-            self._reader.refresh()  # a commit that raised may have come to disk
+            self._reader.refresh()  # a commit that raised may be on disk all the same
         cause = str(error) if isinstance(error, Displaced) else refused(error)
         also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
         return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")

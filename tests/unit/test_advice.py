@@ -133,7 +133,7 @@ def test_deleting_says_what(folder: Path) -> Steps:
         assert db.delete(where={}) == 2
 
 
-@advice("replace by upsert()", softdb.DuplicateId)
+@advice("upsert() replaces it", softdb.DuplicateId)
 def test_an_id_that_is_stored_is_upserted(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db.insert(["a"], [[5, 5]])
