@@ -86,7 +86,7 @@ def schema(
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
         if wanted["dim"] is None:
-            raise BadInput("dim is not given; a new database needs dim=, the width of its keys")
+            raise BadInput("dim is not given; a new database needs the width of its keys")
         return Schema(
             **{**wanted, "dtype": wanted["dtype"] or np.dtype(np.float32), "metric": wanted["metric"] or Metric.DOT}
         )

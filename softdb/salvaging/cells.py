@@ -1,4 +1,4 @@
-"""Parse cells and records on a page of an SQLite file, strictly, as the bytes may be damaged.
+"""Parse cells and records on a page of an SQLite file, strictly, because the bytes may be damaged.
 
 The format: https://sqlite.org/fileformat2.html, sections 1.6 and 2.1.
 """

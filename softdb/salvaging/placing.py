@@ -1,4 +1,4 @@
-"""Find the slots of the records' vectors in column files, though catalogue, file names or headers may be damaged.
+"""Find the slots of the records' vectors in column files, even if catalogue, file names or headers are damaged.
 
 A record's key lies in a slot whose bytes have the checksum of the key, and its value likewise. First each file is
 compared with the rows that the catalogue claims for its segment. A file with few of its claimed records, or one that

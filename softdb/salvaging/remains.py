@@ -1,8 +1,8 @@
 """Read the remains of a damaged catalogue without opening it as a database.
 
-Trees are found by their names in the schema, or else where SQLite puts them in a new catalogue. Orphaned leaves, which
-no tree reaches because a page above them is damaged, are searched for, unless the list of free pages is damaged, too:
-free pages hold deleted records.
+The root pages of b-trees are found by name in SQLite's schema table, or assumed to be those of a new catalogue. Leaves
+that no tree reaches, because a page above them is damaged, are searched for (orphans); not so if the list of free pages
+is damaged, too, because free pages hold deleted records.
 """
 
 from __future__ import annotations

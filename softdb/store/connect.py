@@ -73,7 +73,7 @@ def has_no_log(path: Path) -> bool:
         return False
     if filled and log.exists():
         raise UnreadableLog(
-            f"{log} holds commits that cannot be read from a read-only directory; open it once with mode='rw'"
+            f"{log} holds commits that cannot be read from a read-only directory; open the database once for writing"
         )
     return True
 

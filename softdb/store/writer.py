@@ -6,7 +6,7 @@ The protocol of an operation, in this order, on the store's thread, which no int
 2. Columns are written to free slots and synced (`softdb.store.append`), while SQLite takes the records, the new numbers
    of used slots, and the next generation into the open transaction.
 3. The path must lead to this directory, and the names in it to the files that this writer opened
-   (`softdb.store.directory`), and the lock must be this writer's.
+   (`softdb.store.directory`), and this writer must hold the lock.
 4. COMMIT, which syncs SQLite's log: from here on the operation has happened. It is acknowledged only if the names still
    lead to those files.
 5. The generation is written to the file `committed`; then the new snapshot is loaded.

@@ -102,7 +102,7 @@ def test_it_opens_on_read_only_media(path: Path, expected: dict[str, Any], monke
     monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)  # as for others than root
     try:
         if log.exists() and log.stat().st_size:  # its commits cannot be read there, and must not be passed over
-            with pytest.raises(softdb.NotADatabase, match="open it once with mode="):
+            with pytest.raises(softdb.NotADatabase, match="open the database once for writing"):
                 softdb.open(path, mode="r")
         else:
             with softdb.open(path, mode="r") as db:
