@@ -239,10 +239,10 @@ class _File:
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
     def _is_no_chance(self, hits: int) -> bool:
-        """Return True if a sequence with this number of matches hardly arises by chance.
+        """Return True if a sequence with `hits` matches hardly arises by chance.
 
         A checksum matches one of c slots by chance with probability c / 2³², so of u sequences, one for each unplaced
-        record, about u (c / 2³²)^hits have that many chance matches.
+        record, about u (c / 2³²)^hits have `hits` matches by chance.
         """
         missing: list[Any] = self.scratch.execute(f"SELECT count(*) FROM records WHERE {self.open}").fetchall()
         return bool(missing[0][0] * (len(self.crcs) / 2**32) ** hits < _CHANCE)

@@ -38,7 +38,7 @@ class Remains:
     """The remains of a damaged catalogue, whose files are open, read-only, until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NotADatabase if the catalogue cannot be opened."""
+        """Open a catalogue and its log. Raises NotADatabase if the catalogue cannot be opened."""
         with contextlib.ExitStack() as opened:
             try:
                 file = _open_catalogue(path)

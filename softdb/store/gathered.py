@@ -94,7 +94,7 @@ class Gathered:
         self._store.upsert(Batch(rows.tolist(), keys, None, list(map(json.dumps, digests))))
 
     def keys(self, rows: Rows) -> Array:
-        """Return the new keys (m, d) of rows, all of which must be stored."""
+        """Return the new keys (m, d) of rows (m,). A new key must be stored for each row."""
         located = self._store.require(rows.tolist())
         keys: Array = located.snapshot.keys_at(located.snapshot.positions(located.rows)).numpy()
         return keys

@@ -58,7 +58,7 @@ class Progress:
         return changed
 
     def of(self, snapshot: Snapshot) -> Rows:
-        """Return the snapshot's rows that have a new key, ascending."""
+        """Return those rows of a snapshot that have a new key, ascending."""
         rows = self.rows[self.keyed]
         return rows[np.isin(rows, snapshot.all_rows)]
 

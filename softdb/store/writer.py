@@ -287,7 +287,7 @@ class Writer:
     # -- what follows a commit -------------------------------------------------------------------------------------
 
     def _acknowledge(self, generation: int) -> None:
-        """Write the generation to the file `committed`; if that fails, only a later loss of the WAL goes unnoticed."""
+        """Write the generation to the file `committed`; without it, only a later loss of the WAL goes unnoticed."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.put(generation)
