@@ -1,6 +1,6 @@
 """Validation: convert arguments to a canonical form, or raise a BadInput with what came, what was expected, what to do.
 
-It touches NumPy and torch, but no files and no database. Begin in `plain.py`, then the file of the argument.
+It uses NumPy and torch, but no files and no database. Begin in `plain.py`, then read the file of one argument.
 """
 
 from softdb.check.arrays import *  # noqa: F403 - keys, values, queries, masks; encoders, devices

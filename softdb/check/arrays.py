@@ -54,7 +54,7 @@ def devices(value: object) -> tuple[torch.device, ...] | None:
 
 
 def resident_dtype(value: object) -> torch.dtype | None:
-    """Return the dtype of columns on a device, given a torch dtype or its name; None: as they are stored."""
+    """Return the dtype of columns on a device, given as a torch dtype or a name; None: the stored dtype."""
     if value is None:
         return None
     import torch
@@ -62,7 +62,7 @@ def resident_dtype(value: object) -> torch.dtype | None:
     known = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
     dtype = known.get((value if isinstance(value, str) else shown(value)).removeprefix("torch."))
     if dtype is None:
-        raise BadInput(f"dtype is {shown(value)}; expected 'float32', 'float16' or 'bfloat16', or None: as stored")
+        raise BadInput(f"dtype is {shown(value)}; expected 'float32', 'float16' or 'bfloat16', or None to keep it")
     return dtype
 
 
@@ -76,7 +76,7 @@ def _device(value: object) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"device is {shown(value)}, which softdb does not support; expected 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"device is {device} but torch sees no CUDA device; omit it to answer on the CPU")
+        raise BadInput(f"device is {device} but torch sees no CUDA device; omit device to answer on the CPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise BadInput(f"device is {device} but the last that torch sees is 'cuda:{last}'; choose one up to that")
@@ -86,7 +86,7 @@ def _device(value: object) -> torch.device:
 
 
 def precise() -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast in a context, so that answers are as precise as their queries within any model."""
+    """Disable autocast in a block, so that answers are as precise as their queries inside a model with autocast."""
     import torch
 
     stack = contextlib.ExitStack()
@@ -104,7 +104,7 @@ def are_texts(value: object) -> bool:
 
 
 def query_encoder(encoder: Encoder | None) -> Encoder | None:
-    """Return the encoder of queries: the method `encode_queries` of an encoder, if it has one, else the encoder."""
+    """Return the encoder of queries: its method `encode_queries` if there is one, else the encoder itself."""
     method = attribute(encoder, "encode_queries")
     return method if callable(method) else encoder
 
@@ -115,7 +115,7 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
         return value
     texts: Any = [value] if isinstance(value, str) else value.tolist() if isinstance(value, np.ndarray) else value
     if not all(isinstance(text, str) for text in texts):
-        raise BadInput(f"{name} mix text and numbers; give all of one kind")
+        raise BadInput(f"{name} mix text and numbers; give only texts or only numbers")
     encoder = encoder_of()
     if encoder is None:
         raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
@@ -132,7 +132,7 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
 
 
 def numbers(value: object, name: str) -> Array:
-    """Return a numeric array of a numpy array, a tensor on any device, or (nested) lists. Raises BadInput."""
+    """Convert a numpy array, a tensor on any device, or (nested) lists to a numeric array. Raises BadInput."""
     if is_tensor(value):
         import torch
 
@@ -150,7 +150,7 @@ def numbers(value: object, name: str) -> Array:
 
 
 def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
-    """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector is a batch of one."""
+    """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector becomes (1, width)."""
     array = numbers(value, name)
     if array.ndim == 1 and len(array):
         array = array[None]
@@ -160,7 +160,7 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
         raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width})")
     if array.shape[1] != width:
         raise BadInput(
-            f"{name} are {array.shape[1]} wide but this database is {width} wide; re-embed them or open another"
+            f"{name} are {array.shape[1]} wide but this database is {width} wide; embed again or open another database"
         )
     finite(array, name)
     if array.dtype == dtype:
@@ -173,7 +173,7 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
 
 
 def all_finite(array: Array) -> bool:
-    """Return True if the sum of squares is finite, which is a fast proof that all numbers are; False proves nothing."""
+    """Return True if the sum of squares is finite: then every number is finite. False proves nothing."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return math.isfinite(np.dot(flat, flat))
@@ -224,7 +224,7 @@ def _labels(value: object, num_classes: int, count: int) -> Array:
 def vectors(value: object, width: int) -> NDArray[np.float32] | None:
     """Return queries (q, width) as numpy, without a copy, if they are float32 on the CPU and want no gradient.
 
-    None: the caller must use `queries`. NaN and infinity are not checked for.
+    Return None otherwise: the caller then uses `queries`. NaN and infinity are not checked for.
     """
     if is_tensor(value) and not value.requires_grad and value.is_cpu:
         try:
@@ -244,7 +244,7 @@ def queries(
     """Return queries as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
 
     Lists become float32, as in torch; arrays and tensors of float64 stay float64. A single query becomes (1, width).
-    `taker` names the owner of `width` in the error message. Raises BadInput.
+    `taker` says whose width this is, for the error message. Raises BadInput.
     """
     import torch
 
@@ -274,7 +274,7 @@ def queries(
 
 
 def mask(value: object, shape: tuple[int, int]) -> Tensor:
-    """Return a bool mask (q, n) of the n records with a key, in row order, True = takes part; (n,) holds for all q."""
+    """Return a bool mask (q, n) of the n records with a key, in row order, True = takes part; repeat (n,) q times."""
     import torch
 
     expected = "expected bool, True where the record takes part"

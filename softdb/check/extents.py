@@ -32,9 +32,9 @@ class Extent(TypedDict):
 
 
 def extent(metric: Metric, k: object, radius: object, offset: object = 0, **others: object) -> Extent:
-    """Return k, a radius, k diverse hits of fetch_k, or k groups; raise BadInput for arguments that contradict.
+    """Check the arguments k, radius and offset of a search, and `others`. Raises BadInput if arguments contradict.
 
-    `others`: diversity, fetch_k, group_by and group_size.
+    `others`: diversity, fetch_k, group_by and group_size. Returns them as keywords of a `Query`.
     """
     skipped = integer(offset, "offset", 0)
     if radius is None:
@@ -61,7 +61,7 @@ class Tolerance(NamedTuple):
 
 
 def tolerance(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
-    """Return a tolerance, None without rtol and atol; raise BadInput for impossible values, or if k is given, too."""
+    """Return a tolerance, or None if neither rtol nor atol is given; raise BadInput for bad values or a given k."""
     absolute = number(atol, "atol", "a number of at least 0", lambda x: x >= 0)
     if rtol is None and not absolute:
         if max_draws is not None:
@@ -83,7 +83,7 @@ def tolerance(rtol: object, atol: object, confidence: object, max_draws: object,
 
 
 def excluded(value: object, queries: int) -> list[list[Id]]:
-    """Return lists of ids to exclude: one list for all queries, or one for each query; empty for None."""
+    """Return lists of ids to exclude: one for all queries, or one for each query; no list for None."""
     if value is None:
         return []
     if isinstance(value, np.ndarray):
@@ -105,9 +105,9 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
 
 
 def draws(max_draws: object, k: object) -> Tolerance | None:
-    """Return the tolerance of an answer from `max_draws` draws, without a bound of its error; None for None."""
+    """Return a tolerance that is never met, so that `max_draws` draws are made; None if max_draws is None."""
     if max_draws is not None and k is not None:
-        raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws stand for all: give one")
+        raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws do not; give one of them")
     return None if max_draws is None else Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))
 
 
@@ -136,7 +136,7 @@ def least_score(radius: object, metric: Metric) -> float:
 
 
 def _diversity(value: object, fetch_k: object, k: int, offset: int) -> tuple[float, int]:
-    """Return the diversity, 0 for None, and the number of records among which the k are chosen."""
+    """Return the diversity (None: 0), and the number of records from which the hits are chosen."""
     if value is None:
         if fetch_k is not None:
             raise BadInput(f"fetch_k is {shown(fetch_k)} without diversity; give both, or leave fetch_k out")
@@ -144,12 +144,12 @@ def _diversity(value: object, fetch_k: object, k: int, offset: int) -> tuple[flo
     count = 4 * (offset + k) if fetch_k is None else integer(fetch_k, "fetch_k")
     if count < offset + k:
         after = f" and offset {offset}" if offset else ""
-        raise BadInput(f"fetch_k is {count} but k is {shown(k)}{after}; choose the k among at least as many")
+        raise BadInput(f"fetch_k is {count} but k is {shown(k)}{after}; expected a fetch_k of at least k + offset")
     return share(value, "diversity"), count
 
 
 def _group_size(field: object, size: object, diversity: object) -> int:
-    """Return the number of hits for a group, 1 without group_by."""
+    """Return the number of hits for each group; 1 if group_by is not given."""
     if field is None:
         if size is not None:
             raise BadInput(f"group_size is {shown(size)} without group_by; give both, or leave group_size out")

@@ -37,16 +37,16 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
     if unique and len(set(ids)) < len(ids):
         seen: set[Id] = set()
         twice = next(name for name in ids if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise DuplicateId(f"id {shown(twice)} comes twice in this batch; an id names one record, keep one of them")
+        raise DuplicateId(f"id {shown(twice)} comes twice in this batch; an id names one record: keep one of the two")
     return ids
 
 
 def padded(
-    rows: NDArray[np.int64],  # (Σ counts,) concatenated lists
+    rows: NDArray[np.int64],  # (Σ counts,) lists of rows, concatenated
     counts: Sequence[int],  # q, the length of each list
     missing: int = -1,
 ) -> NDArray[np.int64]:  # (q, max counts)
-    """Return lists of unequal length as one array, padded with `missing`."""
+    """Return lists of rows as one array, each list padded with `missing` at its end."""
     lengths = np.asarray(counts, np.int64)
     lists = np.full((len(lengths), lengths.max(initial=0)), missing, np.int64)
     lists[np.arange(lists.shape[1]) < lengths[:, None]] = rows
@@ -64,7 +64,7 @@ def _identifier(value: object) -> Id:
 
 
 def encodable(text: str, what: str) -> None:
-    """Raise BadInput if a text holds a lone surrogate; `what` names it in the message."""
+    """Raise BadInput if a text holds a lone surrogate; `what` names the text in the message."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -31,7 +31,7 @@ if (_make_encoder := getattr(json.encoder, "c_make_encoder", None)) is not None:
 
 
 def payloads(value: object, count: int) -> list[str | None]:
-    """Return payloads as JSON texts, one for each id; None stays None.
+    """Return payloads as JSON texts, one for each of `count` ids; None stays None.
 
     Raises BadInput for values that JSON lacks (another type, NaN, a key that is no str) or nesting beyond 64.
     """
@@ -46,7 +46,7 @@ def payloads(value: object, count: int) -> list[str | None]:
 
 
 def _items(value: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items of a sequence; an OSError of one that reads files must not look like the database's."""
+    """Yield the items of a sequence. Raises BadInput for an OSError, which would look like an error of the database."""
     try:
         yield from value
     except (OSError, MemoryError, UnicodeDecodeError) as error:
@@ -54,7 +54,7 @@ def _items(value: Iterable[Any]) -> Iterator[Any]:
 
 
 def json_text(value: object, name: str) -> str:
-    """Return the JSON text of a value that JSON returns unchanged (but a tuple as a list). Raises BadInput."""
+    """Return a value as JSON text. Raises BadInput unless JSON would give the value back (a tuple as a list)."""
     if type(value) not in _LEAVES:
         _json_value(value, name, 1)
     try:

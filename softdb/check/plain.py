@@ -24,20 +24,20 @@ __all__ = [
 
 Batched = TypeVar("Batched", bound=Sized)
 
-SHOWN = 80  # characters of a rejected value that a message quotes
+SHOWN = 80  # maximum characters of a rejected value that a message quotes
 
 
 def shown(value: object) -> str:
     """Return a rejected value's repr for a message, cut to SHOWN characters."""
     try:
         text = repr(value)
-    except Exception:  # nested too deep, too many digits, or a broken `__repr__`: the message must come all the same
+    except Exception:  # nested too deep, too many digits, or a broken `__repr__`: the message must still be built
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def attribute(owner: object, name: str, default: Any = None) -> Any:
-    """Return an attribute of a caller's object, or the default if it has none; an error of its property is raised."""
+    """Return an attribute of a caller's object, or the default if it is absent; an error in a property is raised."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -47,7 +47,7 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Return True for a torch tensor, without importing torch, which reading metadata must not do."""
+    """Return True for a torch tensor, without importing torch, so that reading metadata stays fast."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
@@ -72,7 +72,7 @@ def one_of(value: object, name: str, choices: Iterable[str]) -> str:
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor that is dense, not on 'meta', and of a dtype that softdb reads. Raises BadInput."""
+    """Return a tensor unchanged. Raises BadInput if it is sparse, nested, on 'meta', or of an unknown dtype."""
     import torch
 
     if tensor.is_nested:
@@ -98,11 +98,11 @@ def _dtypes() -> frozenset[torch.dtype]:
 def number(
     value: object,
     name: str,
-    expected: str,  # for the message
+    expected: str,  # expected numbers, for the message
     fits: Callable[[float], bool],
     gradient: str = "it only selects records; pass a plain number",  # why it has no gradient, for the message
 ) -> float:
-    """Return a finite number that `fits`. Raises BadInput."""
+    """Return a finite number for which `fits` returns True. Raises BadInput."""
     if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
@@ -129,9 +129,9 @@ def share(value: object, name: str) -> float:
 
 
 def filled(batch: Batched, name: str, count: int) -> Batched:
-    """Return a batch that has one entry for each of `count` ids. Raises BadInput."""
+    """Return a batch unchanged. Raises BadInput unless it has one entry for each of `count` ids."""
     if getattr(batch, "shape", None) == ():
-        raise BadInput(f"{name} are {shown(batch)}; expected a list with one for each of {count} ids")
+        raise BadInput(f"{name} are {shown(batch)}; expected a list with one item for each of {count} ids")
     if len(batch) != count:
         raise BadInput(f"{len(batch)} {name} for {count} ids; give one for each id")
     return batch

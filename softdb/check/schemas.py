@@ -16,7 +16,7 @@ from softdb.errors import BadInput
 
 __all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema"]
 
-MAX_DIM = 1 << 20  # a larger width is surely a mistake
+MAX_DIM = 1 << 20  # maximum width of a key: a larger one is surely a mistake
 
 
 class Metric(Enum):
@@ -28,7 +28,7 @@ class Metric(Enum):
 
     @classmethod
     def parse(cls, name: object) -> Metric:
-        """Return the metric of a name. Raises BadInput that lists them."""
+        """Return the metric of this name. Raises BadInput that lists the valid names."""
         if isinstance(name, Metric):
             return name
         return cls(one_of(name, "metric", [metric.value for metric in cls]))
@@ -46,7 +46,7 @@ class Schema:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for a database of this schema."""
+        """The arguments of `softdb.open` that make a database of this schema."""
         return {
             "dim": self.dim,
             "value_dim": self.value_dim,
@@ -57,7 +57,7 @@ class Schema:
 
     @property
     def has_values(self) -> bool:
-        """True if a record carries a value of its own."""
+        """True if records have values or labels; False: their keys serve as values."""
         return self.value_dim is not None or self.num_classes is not None
 
     @property
@@ -67,14 +67,14 @@ class Schema:
 
     @property
     def pooled_dim(self) -> int:
-        """v, the width of a soft query's answer."""
+        """Width v of a soft query's answer."""
         return self.num_classes or self.value_dim or self.dim
 
 
 def schema(
     dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, stored: Schema | None
 ) -> Schema:
-    """Return the schema of a new database, or the `stored` one, if no argument contradicts it. Raises BadInput."""
+    """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput."""
     wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
         "value_dim": None if value_dim is None else integer(value_dim, "value_dim", 1, MAX_DIM),
@@ -83,7 +83,7 @@ def schema(
         "metric": None if metric is None else Metric.parse(metric),
     }
     if value_dim is not None and num_classes is not None:
-        raise BadInput("value_dim and num_classes are both given; values are vectors or labels, give one")
+        raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
         if wanted["dim"] is None:
             raise BadInput("dim is not given; a new database needs the width of its keys")

@@ -12,7 +12,7 @@ from softdb.errors import BadInput
 
 __all__ = ["MAX_TEXT", "texts"]
 
-MAX_TEXT = 1 << 24  # bytes of UTF-8
+MAX_TEXT = 1 << 24  # maximum bytes of a text, in UTF-8
 
 
 def texts(value: object, count: int) -> list[str | None] | None:
@@ -38,5 +38,5 @@ def _text(value: object, i: int) -> str:
     if not value.isascii():
         encodable(value, f"text {i}")
     if 4 * len(value) > MAX_TEXT and (size := len(value.encode())) > MAX_TEXT:
-        raise BadInput(f"text {i} has {size:,} bytes, a record takes {MAX_TEXT:,}; cut it into several records")
+        raise BadInput(f"text {i} has {size:,} bytes; expected at most {MAX_TEXT:,}; cut it into several records")
     return str(value)

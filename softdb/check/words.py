@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fusion", "Mode", "Words", "words"]
 
-LONGEST = 100_000  # maximum characters of a text that is searched for
+LONGEST = 100_000  # maximum characters of a text to search for
 
 
 class Mode(Enum):
@@ -29,10 +29,10 @@ class Mode(Enum):
 
 
 class Fusion(NamedTuple):
-    """Fusion of the scores of text and vector."""
+    """Rule that makes one score of the text score and the vector score."""
 
     ranks: bool  # True: by reciprocal ranks; False: by a weighted sum
-    weight: float | Tensor | None  # of the text's score in the sum; None: scale both scores to 0 … 1, then add
+    weight: float | Tensor | None  # weight of the text score in the sum; None: scale both to 0 … 1, then add
 
 
 class Words(NamedTuple):
@@ -69,9 +69,9 @@ def words(queries: object, texts: object, mode: object, fusion: object, encodes:
                 "mode is 'hybrid' but there are texts alone, and no encoder; give queries=, too, or an encoder"
             )
         if texts is not None and queries is not None and chosen is not Mode.HYBRID:
-            raise BadInput(f"queries and texts are both given, but mode is {chosen.value!r}; give the one it compares")
+            raise BadInput(f"queries and texts are both given, but mode is {chosen.value!r}; only 'hybrid' takes both")
     if fusion is not None and chosen is not Mode.HYBRID:
-        raise BadInput(f"fusion is {shown(fusion)}, but mode is {chosen.value!r}, which has one score; leave it out")
+        raise BadInput(f"fusion is {shown(fusion)}, but mode is {chosen.value!r}, which has one score; omit fusion")
     return Words(given_texts if queries is None else queries, given_texts, chosen, _fusion(fusion))
 
 

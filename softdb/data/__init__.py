@@ -1,6 +1,6 @@
 """Demonstration data: about 20,000 WordNet glosses with their embeddings, for `softdb demo`.
 
-It reads files of the package only. Begin with `load_wordnet` below.
+This folder reads only files of the package. Begin with `load_wordnet` below.
 """
 
 import gzip
@@ -32,7 +32,7 @@ class DemoData:
     query_keys: Floats  # (m, d) the embedded words
     answers: list[list[int]]  # m lists of positions in `ids`: every record that has the word among its lemmas
     held_out: NDArray[np.bool_]  # (m,) True = not for training; such queries share no answer with training queries
-    projection: Floats  # (384, d) from all-MiniLM-L6-v2 to the keys' space
+    projection: Floats  # (384, d) maps embeddings by all-MiniLM-L6-v2 to the space of the keys
 
     def reduce(
         self,
@@ -54,7 +54,7 @@ def load_wordnet() -> DemoData:
     """
     records = _read_lines("records.jsonl.gz")
     queries = _read_lines("queries.jsonl.gz")
-    scale = _read_array("scale.npy")  # (d,) one step of the stored integers, by dimension
+    scale = _read_array("scale.npy")  # (d,) value of one step of the stored integers, for each dimension
     ids = [record.pop("id") for record in records]
     position = {name: i for i, name in enumerate(ids)}
     return DemoData(

@@ -15,7 +15,7 @@ from softdb.errors import BadInput
 from softdb.text import SentenceEncoder, Vectors
 
 DEMO = "demo"  # name of the encoder
-PROJECTION = "projection.pt"  # in a demo database's directory: the projection of queries that `train.fit` learned
+PROJECTION = "projection.pt"  # file in a demo database's directory: the projection of queries that `train.fit` learned
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Trained:
 
 
 def demo_encoder(path: Path | None = None) -> Encoder:
-    """Return the encoder of the demo's keys; with the path of a demo database, the trained encoder of its queries."""
+    """Return the encoder of the demo's keys; given the path of a demo database, the encoder of its queries."""
     from softdb.train import load
 
     encoder = SentenceEncoder(projection=load_wordnet().projection, name=DEMO)

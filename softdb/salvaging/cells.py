@@ -1,4 +1,4 @@
-"""Parse cells and records on a page of an SQLite file, strictly, as the bytes may be damaged.
+"""Parse cells and records on a page of an SQLite file, strictly, because the bytes may be damaged.
 
 The format: https://sqlite.org/fileformat2.html, sections 1.6 and 2.1.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 Value: TypeAlias = int | float | str | bytes | None
 
-_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes of an integer by serial type
-_SHORTEST = 4  # minimum bytes of a cell, and of a free block
+_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # serial type → bytes of the integer
+_SHORTEST = 4  # minimum bytes of a cell or a free block
 
 
 class Damaged(Exception):
@@ -24,7 +24,7 @@ class Spot(NamedTuple):
     start: int
     stop: int
     child: int  # page number, on an inner page; else 0
-    row: int  # in a table; else -1
+    row: int  # the row, in a table; else -1
     size: int  # bytes of the record; -1: the cell has none
     body: int  # offset of the record
 
@@ -47,7 +47,7 @@ def spot(data: bytes, at: int, inner: bool, table: bool) -> Spot:
 
 
 def local_size(size: int, page: int, table: bool) -> int:
-    """Return the bytes of a record that lie on its cell's page; the others lie on overflow pages."""
+    """Return the bytes of a record that lie on its cell's page; overflow pages hold the remaining bytes."""
     largest = page - 35 if table else (page - 12) * 64 // 255 - 23
     if size <= largest:
         return size
@@ -57,7 +57,7 @@ def local_size(size: int, page: int, table: bool) -> int:
 
 
 def freed(data: bytes, first: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of a page's free blocks, as far as their chain can be followed from the first."""
+    """Return (start, stop) of a page's free blocks: follow their chain from the offset `first` until it is damaged."""
     blocks, last = list[tuple[int, int]](), 0
     while last < first <= len(data) - _SHORTEST:
         following, size = struct.unpack_from(">HH", data, first)
@@ -67,7 +67,7 @@ def freed(data: bytes, first: int) -> list[tuple[int, int]]:
 
 
 def record(data: bytes) -> tuple[Value, ...]:
-    """Parse the columns of a record. Raises Damaged."""
+    """Parse the bytes of a record into its columns. Raises Damaged."""
     stop, at = _varint(data, 0)
     if stop > len(data):
         raise Damaged

@@ -1,4 +1,4 @@
-"""Read an SQLite write-ahead log without SQLite: its pages as of the last commit with undamaged frames.
+"""Read an SQLite write-ahead log without SQLite: its pages as of the last commit whose frames are undamaged.
 
 Each frame carries a checksum of all frames before it, so a log is valid only up to its first damaged byte.
 The format: https://sqlite.org/fileformat2.html, section 4.
@@ -14,21 +14,21 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-_MAGIC = 0x377F0682  # the last bit is set if checksums are of big-endian words
-_HEADER, _FRAME = 32, 24  # bytes
+_MAGIC = 0x377F0682  # begins a log; its last bit is set if checksums are computed from big-endian words
+_HEADER, _FRAME = 32, 24  # bytes of the log's header, and of each frame's header
 
 Sums = tuple[int, int]
 
 
 class Log:
-    """The valid frames of a log."""
+    """The valid frames of a log. SQLite writes a log in rounds: a new round overwrites it from the beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._offsets: dict[int, int] = {}  # of the newest committed bytes, by page number
+        self._offsets: dict[int, int] = {}  # page number → offset of its newest committed bytes
         self.size = 0  # bytes of a page; 0: no commit is valid
         self.pages = 0  # number of pages of the database, as of the last valid commit
-        self.cut = False  # True if frames of the current round follow that are damaged or not committed
+        self.cut = False  # True if damaged or uncommitted frames of the current round follow
         head = _read(self._file.fileno(), 0, _HEADER)
         if len(head) == _HEADER:
             self._replay(head)
@@ -64,7 +64,7 @@ class Log:
             number, commit = struct.unpack_from(">II", frame)
             sums = _checksum(frame[:8] + frame[_FRAME:], order, sums)
             valid = number and sums == struct.unpack_from(">II", frame, 16)
-            if frame[8:16] != salts:  # an older round; or, if the checksum continues, this round with damaged salts
+            if frame[8:16] != salts:  # an older round; or, if the checksum is valid, this round with damaged salts
                 self.cut = bool(waiting or valid)
                 return
             if not valid:
@@ -99,7 +99,7 @@ def _checksum(data: bytes, order: str, before: Sums) -> Sums:
 
 @cache
 def _powers(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return Mⁿ⁻¹, …, M⁰ (n, 2, 2), and Mⁿ."""
+    """Return the powers Mⁿ⁻¹, …, M⁰ (n, 2, 2) and Mⁿ of the matrix M of `_checksum`, modulo 2³²; n = `count`."""
     step = np.array([[1, 1], [1, 2]], np.uint32)
     powers = [np.eye(2, dtype=np.uint32)]
     for _ in range(count):

@@ -1,7 +1,7 @@
 """Read the b-trees of an SQLite file and its write-ahead log without SQLite: skip damage, run nothing.
 
 It reads UTF-8 databases without reserved bytes, as softdb makes them; https://sqlite.org/fileformat2.html is the
-format. Pages and cells that violate it are skipped and recorded as damaged. So are cells in freed space: those bytes
+format. Pages and cells that violate it are skipped and recorded as damaged. So are cells in freed space: their bytes
 belong to deleted records, which must not come back.
 """
 
@@ -20,15 +20,15 @@ from softdb.salvaging.log import Log
 
 PAGE = 4096  # bytes, unless SQLite was built otherwise
 
-_HEADER = 100  # bytes of the file's header, on page 1 before everything else
+_HEADER = 100  # bytes of the file's header, at the beginning of page 1
 _TABLE, _INDEX = (5, 13), (2, 10)  # types of an inner page and a leaf
 
 
 class Cell(NamedTuple):
-    """An entry of a tree."""
+    """An entry of a b-tree: a record of a table or of an index."""
 
     row: int  # -1 in an index
-    columns: tuple[Value, ...] | None  # None: its bytes are no record
+    columns: tuple[Value, ...] | None  # None: the entry is damaged
 
 
 class Pages:
@@ -40,7 +40,7 @@ class Pages:
         """`size`: bytes of a page; `extents`: the ranges of a sparse file that are no holes, ascending."""
         self._file, self.log, self.size = file, log if log is not None and log.size == size else None, size
         self.count = -(-file.xFileSize() // size)
-        if self.log is not None:  # pages beyond both files cannot be read, whatever count the log claims
+        if self.log is not None:  # the log may claim more pages than log and file hold
             self.count = min(self.log.pages, max(self.count, *self.log.numbers[-1:]))
         self._extents = [(0, self.count * size)] if extents is None else extents
         self.damaged: set[int] = set()  # numbers of pages that could not be read completely
@@ -59,24 +59,24 @@ class Pages:
         return data if len(data) == self.size else None
 
     def written(self) -> Iterator[int]:
-        """Yield the numbers of pages in the log, and in the file outside of its holes, ascending; some twice."""
+        """Yield the numbers of pages in the log or in the file (but for holes), ascending; some numbers come twice."""
         runs = (range(low // self.size + 1, -(-high // self.size) + 1) for low, high in self._extents)
         yield from merge([] if self.log is None else self.log.numbers, chain.from_iterable(runs))
 
     def kind(self, number: int) -> int:
-        """Return the type of a page, 0 if it cannot be read."""
+        """Return the type byte of a b-tree page; 0 if the page cannot be read."""
         data = self.page(number)
         return 0 if data is None else data[_start(number)]
 
     def walk(self, root: int, table: bool = True, limit: int | None = None) -> Iterator[Cell]:
-        """Yield the entries of a tree in order; treat those of more than `limit` bytes as damaged."""
+        """Yield the entries of a tree in order; treat entries of more than `limit` bytes as damaged."""
         seen = set[int]()
         waiting: list[int | Spot] = [root]
         data = b""
         while waiting:
             item = waiting.pop()
             if isinstance(item, Spot):
-                yield self._cell(data, item, table, limit)  # of a leaf, whose cells follow one another: `data` is its
+                yield self._cell(data, item, table, limit)  # a cell of the leaf whose bytes are still in `data`
             elif item in seen:
                 self.damaged.add(item)
             else:
@@ -88,7 +88,7 @@ class Pages:
         self.seen |= seen
 
     def leaf(self, number: int, table: bool = True) -> Iterator[Cell]:
-        """Yield the entries of one leaf."""
+        """Yield the entries of one leaf page."""
         self.seen.add(number)
         data = self.page(number) or b""
         for at in self._parse(number, data, table)[1]:
@@ -113,7 +113,7 @@ class Pages:
         return numbers if len(numbers) == count else None
 
     def _parse(self, number: int, data: bytes, table: bool) -> tuple[list[int], list[Spot]]:
-        """Return the child pages of a page, and its cells with a record, each in order."""
+        """Return the numbers of a page's child pages, and its cells that have a record, both in order."""
         start, (inner, leaf) = _start(number), _TABLE if table else _INDEX
         if not data or data[start] not in (inner, leaf):
             self.damaged.add(number)
@@ -129,7 +129,7 @@ class Pages:
         for offset in dict.fromkeys(offsets):
             try:
                 if offset < max(top or 65536, pointers + 2 * count):
-                    raise Damaged  # freed space
+                    raise Damaged  # the cell lies in freed space
                 spots.append(spot(data, offset, is_inner, table))
             except Damaged:
                 continue
@@ -149,7 +149,7 @@ class Pages:
             return Cell(at.row, None)
 
     def _record_bytes(self, data: bytes, at: Spot, table: bool) -> bytes:
-        """Return the bytes of a record, with those on overflow pages. Raises Damaged."""
+        """Return the bytes of a record, including its overflow pages. Raises Damaged."""
         local = local_size(at.size, self.size, table)
         chunks, missing = [data[at.body : at.body + local]], at.size - local
         if missing > self.count * self.size:

@@ -1,9 +1,9 @@
-"""Find the slots of the records' vectors in column files, though catalogue, file names or headers may be damaged.
+"""Find the slots of the records' vectors in column files, even if catalogue, file names or headers are damaged.
 
 A record's key lies in a slot whose bytes have the checksum of the key, and its value likewise. First each file is
 compared with the rows that the catalogue claims for its segment. A file with few of its claimed records, or one that
-the catalogue does not name, is searched for any record: records lie in it in the order of their rows, by which chance
-matches of the 32-bit checksums are told from true ones.
+the catalogue does not name, is searched for any record. True matches of the 32-bit checksums ascend by row and slot
+together, as records are stored in the order of their rows; matches by chance do not.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from softdb.store.segments import MAX_ROWS, header
 _AT_ONCE = 8192  # maximum rows or slots read at once
 _BYTES = 1 << 26  # maximum bytes read at once
 HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # bytes of the header of every column file
-_CHANCE = 1e-5  # expected number of chance matches that a search accepts
+_CHANCE = 1e-5  # largest expected number of matches by chance with which a search is trusted
 _NAME = re.compile(r"(keys|values)-(\d{8,18})\.npy")
 
 Numbers = NDArray[np.int64]
 
 
 class ColumnSpec(NamedTuple):
-    """The column of keys, or of values, in all segments."""
+    """Name and data type of the column of keys or of values, the same in all segments."""
 
     name: str  # "keys" or "values"
     dtype: np.dtype[Any]
@@ -91,7 +91,7 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
 
 
 def crcs_in(path: Path, size: int) -> Numbers:
-    """Return the CRC-32 (slots,) of each slot of a file, -1 for unreadable slots; empty if there is no file."""
+    """Return the CRC-32 of each slot of a file, (slots,); -1 if a slot is unreadable; empty if there is no file."""
     try:
         with files.open_regular(path) as file:
             slots = min(-(-max(file.seek(0, io.SEEK_END) - HEAD, 0) // size), MAX_ROWS)
@@ -119,7 +119,7 @@ def rows_in(directory: Path, number: int) -> Numbers | None:
 
 
 def place(remains: Remains, directory: Path, which: list[ColumnSpec], scratch: apsw.Connection) -> None:
-    """Set file and slot of the columns `which` in the table `records`, by the checksums of the records."""
+    """Find each record's slots in the columns `which` by its checksums; write file and slot to the table `records`."""
     claimed = _Claimed(remains, directory)
     for column in which:
         numbers = sorted({*claimed.entries, *_numbers(directory, column.name)})
@@ -142,21 +142,21 @@ def _numbers(directory: Path, column: str) -> list[int]:
 
 
 def _is_mostly_wrong(scratch: apsw.Connection, column: str, number: int) -> bool:
-    """Return True if most records that were claimed to lie in a file do not."""
+    """Return True if most records that were claimed to lie in a file were not found in it."""
     sql = f"SELECT count({column}_slot), count(*) FROM records WHERE {column}_file = ?"
     counts: list[Any] = scratch.execute(sql, (number,)).fetchall()
     return bool(2 * counts[0][0] < counts[0][1])
 
 
 class Claim(NamedTuple):
-    """Rows and their slots by one source; a wrong claim does no harm, as checksums are compared."""
+    """Rows, and the slots that one source states for them. A wrong claim does no harm: checksums are compared."""
 
     rows: Numbers  # (m,) ascending
     slots: Numbers  # (m,)
 
 
 class _Claimed:
-    """Slots of rows as claimed by the catalogue and by row columns."""
+    """The claims of a damaged database: slots that its catalogue and its row columns state for rows."""
 
     def __init__(self, remains: Remains, directory: Path) -> None:
         self.entries = {entry.number: entry for entry in remains.segments()}
@@ -193,7 +193,7 @@ class _File:
         self.open = f"why IS NULL AND {self.column}_slot IS NULL AND {self.crc} IS NOT NULL"  # SQL: not placed yet
 
     def check(self, claim: Claim) -> None:
-        """Place the records whose checksum is found in the claimed slot; note the file for the others."""
+        """Place records whose checksum is that of the claimed slot; for other claimed records, store only the file."""
         rows, slots = claim
         if not len(rows):
             return
@@ -209,11 +209,11 @@ class _File:
             self.scratch.executemany(claimed, [(self.number, row) for row in unplaced[~good].tolist()])
 
     def beside(self) -> Claim:
-        """Claim the slots of the keys in the same segment, for columns of values."""
+        """Return the claim that each value lies in the same segment and slot as its key."""
         return self._claim(f"SELECT row, keys_slot FROM records WHERE {self.open} AND keys_file = ? AND keys_slot >= 0")
 
     def search(self) -> None:
-        """Place records without a claim, by slots that ascend with rows."""
+        """Place records that no claim placed: match their checksums to slots, so that slots ascend with rows."""
         rows, slots = self._pairs()
         if not len(rows):
             return
@@ -230,7 +230,7 @@ class _File:
             self._put(rows[new], slots[new])
 
     def _placed(self) -> Claim:
-        """Return the records that are placed in this file."""
+        """Return rows and slots of the records that are placed in this file."""
         column = self.column
         return self._claim(f"SELECT row, {column}_slot FROM records WHERE {column}_file = ? AND {column}_slot >= 0")
 
@@ -239,10 +239,10 @@ class _File:
         return Claim(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
     def _is_no_chance(self, hits: int) -> bool:
-        """Return True if this number of matches in one sequence is no chance.
+        """Return True if a sequence with `hits` matches hardly arises by chance.
 
         A checksum matches one of c slots by chance with probability c / 2³², so of u sequences, one for each unplaced
-        record, about u (c / 2³²)^hits have that many chance matches.
+        record, about u (c / 2³²)^hits have `hits` matches by chance.
         """
         missing: list[Any] = self.scratch.execute(f"SELECT count(*) FROM records WHERE {self.open}").fetchall()
         return bool(missing[0][0] * (len(self.crcs) / 2**32) ** hits < _CHANCE)
@@ -250,7 +250,7 @@ class _File:
     def _pairs(self) -> tuple[Numbers, Numbers]:
         """Return pairs of unplaced rows and free slots of the same checksum, in the order of slots.
 
-        Several rows and slots of one checksum are paired in order.
+        If several rows and slots have one checksum, the first row is paired with the first slot, and so on.
         """
         free = np.ones(len(self.crcs), np.bool_)
         free[self._placed().slots] = False

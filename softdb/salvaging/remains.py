@@ -1,8 +1,8 @@
 """Read the remains of a damaged catalogue without opening it as a database.
 
-Trees are found by their names in the schema, or else where SQLite puts them in a new catalogue. Orphaned leaves, which
-no tree reaches because a page above them is damaged, are searched for, unless the list of free pages is damaged, too:
-free pages hold deleted records.
+The root pages of b-trees are found by name in SQLite's schema table, or assumed to be those of a new catalogue. Leaves
+that no tree reaches, because a page above them is damaged, are searched for (orphans); not so if the list of free pages
+is damaged, too, because free pages hold deleted records.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from softdb.store.catalog import CatalogState
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
 _IDS = "sqlite_autoindex_records_1"  # SQLite's index of the records' ids
-_SORTED = {"settings", "indexes", _IDS}  # stored as index trees
+_SORTED = {"settings", "indexes", _IDS}  # tables and an index that SQLite stores as index b-trees
 _TREES = {"segments", "tombstones", "gaps", "state", "records", *_SORTED}
 _TABLE = (5, 13)  # types of a table's pages
-_WIDTH = 8  # columns of a record
+_WIDTH = 8  # columns of the table of records
 _SMALL = 1 << 24  # maximum bytes of an entry of the tables other than records
 _MAGIC = b"SQLite format 3\0"
 
 
 class Remains:
-    """The remains of a catalogue. Its files are open, read-only, until `close`."""
+    """The remains of a damaged catalogue, whose files are open, read-only, until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NotADatabase if the catalogue cannot be opened."""
+        """Open a catalogue and its log. Raises NotADatabase if the catalogue cannot be opened."""
         with contextlib.ExitStack() as opened:
             try:
                 file = _open_catalogue(path)
             except (OSError, apsw.Error) as error:
                 raise NotADatabase(
-                    f"{path} cannot be read ({error}), which alone held ids and payloads; restore it from a copy. "
+                    f"{path} cannot be read ({error}), and only it held ids and payloads; restore it from a copy. "
                     "The vectors alone are in keys-*.npy: numpy.load reads them"
                 ) from None
             opened.callback(file.xClose)
@@ -56,7 +56,7 @@ class Remains:
             self._pages(file, log)
             self.log_cut = log is not None and log.cut
             self.checkpointed = False  # True if a damaged WAL seems to have been checkpointed completely
-            if self.log_cut:  # its valid part may be older than the file
+            if self.log_cut:  # the valid part of the log may be older than the file
                 before = self._generation()
                 self._pages(file, None)
                 self.checkpointed = self._generation() > before and self._adds_up()
@@ -69,7 +69,7 @@ class Remains:
         self._opened.close()
 
     def _pages(self, file: apsw.VFSFile, log: Log | None) -> None:
-        """Find the trees, with the default page size or another by which the records are found."""
+        """Find the trees; if records are not found with the default page size, try other sizes."""
         stored = b""
         with contextlib.suppress(apsw.Error):
             stored = file.xRead(2, 16)
@@ -81,8 +81,8 @@ class Remains:
                 return
 
     def _find(self) -> None:
-        """Find the root of each tree by the schema."""
-        self.tokenizer: str | None = None  # of the text index
+        """Find the root page of each b-tree: read SQLite's schema table, or assume the usual page."""
+        self.tokenizer: str | None = None  # tokenizer of the text index, None if there is none
         self.fields, self._roots, self._strange = list[str](), dict[str, int](), list[int]()
         for cell in self.pages.walk(1, limit=_SMALL):
             if cell.columns is None or len(cell.columns) != 5:
@@ -104,7 +104,7 @@ class Remains:
         return -1 if state is None else state.generation
 
     def _adds_up(self) -> bool:
-        """Return True if the number of records is as expected, which it is not after half a checkpoint."""
+        """Return True if the number of records is as expected: if a checkpoint was interrupted, it is not."""
         seen = self.pages.seen.copy()
         try:
             keyless = [cell.columns is not None and cell.columns[3] is None for cell in self.records()]
@@ -119,7 +119,7 @@ class Remains:
 
     @property
     def has_records(self) -> bool:
-        """True if the schema names a table of records, or an entry of one is found."""
+        """True if the schema names the table of records, or if some record is found."""
         if self._named:
             return True
         seen = self.pages.seen.copy()
@@ -129,7 +129,7 @@ class Remains:
             self.pages.seen = seen
 
     def expected(self) -> int:
-        """Return the expected number of records with a key, by rows and tombstones; 0 if the counts are lost."""
+        """Return the expected number of records with a key, from rows and tombstones; 0 if the counts are lost."""
         state, gone = self.state(), self.settings().get("gone", 0)
         if state is None or not isinstance(gone, int):
             return 0
@@ -163,7 +163,7 @@ class Remains:
         return None
 
     def segments(self) -> list[SegmentEntry]:
-        """Return the segments by row, unchecked, as their entries have no checksums."""
+        """Return the segments in row order, unchecked, because their entries have no checksums."""
         entries = []
         for cell in self._cells("segments"):
             numbers = _numbers((cell.row, *(cell.columns or ())[1:]))
@@ -172,11 +172,11 @@ class Remains:
         return sorted(entries, key=lambda entry: (entry.first_row, entry.number))
 
     def gaps(self) -> dict[int, Value]:
-        """Return the checksums of row columns, by segment."""
+        """Return {segment: checksum of its row column}."""
         return {c.row: c.columns[1] for c in self._cells("gaps") if c.columns is not None and len(c.columns) == 2}
 
     def dead(self) -> dict[int, bytes]:
-        """Return the tombstones, by chunk."""
+        """Return {chunk: its tombstones}."""
         tombstones = {}
         for cell in self._cells("tombstones"):
             packed = cell.columns[-1] if cell.columns else None
@@ -187,7 +187,7 @@ class Remains:
     # -- the records -----------------------------------------------------------------------------------------------
 
     def ids(self) -> Iterator[tuple[int, str | int]]:
-        """Yield rows and ids by the index of ids."""
+        """Yield (row, id) for each entry of SQLite's index of ids."""
         for cell in self._with_orphans(_IDS, 10):
             if cell.columns is not None and len(cell.columns) == 2:
                 name, row = cell.columns
@@ -195,7 +195,7 @@ class Remains:
                     yield row, name
 
     def records(self) -> Iterator[Cell]:
-        """Yield the entries of the table of records, with damaged ones. Call it last: orphans are unseen pages."""
+        """Yield the entries of the table of records, also damaged ones. Call it last: unseen pages count as orphans."""
         for cell in self._with_orphans("records", 13):
             if cell.columns is None or (len(cell.columns) == _WIDTH and cell.columns[0] is None):
                 yield cell
@@ -206,7 +206,7 @@ class Remains:
         first, free = self.pages.page(1), self.pages.free()
         if first is None or not first.startswith(_MAGIC) or free is None:
             return
-        for root in self._strange:  # to mark the leaves of other tables as seen
+        for root in self._strange:  # mark the leaves of other tables as seen
             for _ in self.pages.walk(root, self.pages.kind(root) in _TABLE):
                 pass
         for number in self.pages.written():
@@ -222,14 +222,14 @@ def is_dead(dead: dict[int, bytes], row: int) -> bool:
 
 
 def _open_catalogue(path: Path) -> apsw.VFSFile:
-    """Open a catalogue's file by SQLite: if Python closed it, connections in this process would lose their locks."""
+    """Open a catalogue's file by SQLite: if Python opened and closed it, SQLite's locks in this process would end."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError("it is not a regular file")
     return apsw.VFSFile("", str(path), [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0])
 
 
 def _extents(path: Path) -> list[tuple[int, int]] | None:
-    """Return the ranges of a sparse file that are no holes; None if it is not sparse, or the system cannot tell."""
+    """Return the ranges of a sparse file that are no holes; None if it has no holes, or the system cannot tell."""
     status = path.stat()
     if status.st_blocks * 512 >= status.st_size or not hasattr(os, "SEEK_DATA"):
         return None

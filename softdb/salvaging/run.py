@@ -24,8 +24,8 @@ from softdb.store import committed, files
 from softdb.store.append import Batch
 from softdb.store.store import Store
 
-LISTED = 1000  # maximum number of lost records that a report names
-BYTES = 1 << 26  # bytes of payloads and texts that are copied at once
+LISTED = 1000  # maximum number of lost records, and of unconfirmed ones, that a report names
+BYTES = 1 << 26  # maximum bytes of payloads and texts that are copied at once
 
 
 def salvage(
@@ -105,7 +105,7 @@ def _require_free(path: Path, destination: Path) -> None:
 
 @contextlib.contextmanager
 def _hold_off_writers(path: Path) -> Iterator[None]:
-    """Hold off writers by the lock, without writing to its file. Raises DatabaseLocked."""
+    """Lock out writers during a block, without writing to the lock file. Raises DatabaseLocked."""
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
             lock = opened.enter_context(files.open_regular(path / "lock"))
@@ -117,7 +117,7 @@ def _hold_off_writers(path: Path) -> Iterator[None]:
 
 
 def _missing_commits(remains: Remains, path: Path) -> list[str]:
-    """Return a note about commits that are lost with the write-ahead log, if any."""
+    """Return a list with a note on commits that are lost with the write-ahead log; empty if none is."""
     acknowledged, state = -1, remains.state()
     with contextlib.suppress(OSError):
         acknowledged = committed.last(path)
@@ -127,7 +127,7 @@ def _missing_commits(remains: Remains, path: Path) -> list[str]:
             "catalog.sqlite-wal, which is damaged, gone or renamed; records that they deleted are back"
         ]
     if remains.log_cut and not (remains.checkpointed and state is not None and state.generation == acknowledged):
-        return ["catalog.sqlite-wal does not end in a commit; later changes are lost, records that they deleted back"]
+        return ["catalog.sqlite-wal does not end in a commit; later changes are lost, and their deletions undone"]
     return []
 
 
@@ -142,8 +142,8 @@ class _Placed(NamedTuple):
     payload: str | None
     text: str | None
     keyless: bool
-    keys: tuple[int, int, int]  # checksum, file, slot; None each if it has no key
-    values: tuple[int, int, int]  # the same for the value
+    keys: tuple[int, int, int]  # checksum, file, slot; all None if the record has no key
+    values: tuple[int, int, int]  # checksum, file, slot of the value; all None without a value
 
 
 class _Salvage:
@@ -155,7 +155,7 @@ class _Salvage:
         self.notes = notes
 
     def run(self, file: Path) -> dict[str, Any]:
-        """Copy the records, and return the report; `file`: where to put a temporary SQLite file of their lists."""
+        """Copy the records, and return the report; `file`: path for a temporary SQLite file that lists the records."""
         scratch = apsw.Connection(str(file))
         try:
             scratch.execute("PRAGMA journal_mode = OFF")
@@ -182,10 +182,10 @@ class _Salvage:
             scratch.close()
 
     def _explain(self, scratch: apsw.Connection) -> None:
-        """Set the reason why records that are not placed are lost."""
+        """Write the reason of the loss (`why`) for each record whose vectors were not found."""
         if not self.schema.has_values:
             scratch.execute(
-                "UPDATE records SET why = 'it has a value, but by the settings there are none' "
+                "UPDATE records SET why = 'it has a value, but the settings state no values' "
                 "WHERE why IS NULL AND value_crc IS NOT NULL"
             )
         for column, noun in ((column.name, column.name[:-1]) for column in self.columns):
@@ -206,7 +206,7 @@ class _Salvage:
             yield chunk
 
     def _chunk(self, rows: Iterable[Any]) -> list[_Placed]:
-        """Return the first records, up to the one at which payloads and texts exceed BYTES in total."""
+        """Return the first records of `rows`, until their payloads and texts exceed BYTES in total."""
         chunk, size = list[_Placed](), 0
         for row, name, payload, text, keyless, *places in rows:
             chunk.append(_Placed(row, name, payload, text, bool(keyless), tuple(places[:3]), tuple(places[3:])))
@@ -216,7 +216,7 @@ class _Salvage:
         return chunk
 
     def _copy(self, scratch: apsw.Connection, store: Store, chunk: list[_Placed]) -> None:
-        """Read the vectors of records, and write the records whose checksums match again."""
+        """Read the vectors of records, and write the records whose checksums still match to the new database."""
         good, keyed = np.ones(len(chunk), np.bool_), np.array([not record.keyless for record in chunk], np.bool_)
         arrays = []
         for column in self.columns:
@@ -242,7 +242,7 @@ class _Salvage:
             store.insert(Batch([record.id for record in intact], keys, values, payloads, texts, own))
 
     def _read(self, column: ColumnSpec, places: list[tuple[int, int, int]], before: Array) -> tuple[Array, Array]:
-        """Return vectors (m, …) of a column, and the mask (m,) of those that match their checksums, and `before`."""
+        """Return vectors (m, …) of a column, and a mask (m,): True if `before` is True and the checksum matches."""
         data = [b""] * len(places)
         order = sorted(range(len(places)), key=lambda i: places[i][1:])
         slots = np.array([places[i][1:] for i in order])
@@ -270,7 +270,7 @@ class _Salvage:
         if more > 0:
             self.notes.append(f"{more} more records are lost, of which catalog.sqlite holds no trace")
         elif more < 0:
-            self.notes.append(f"by its counts there are {-more} fewer records; some saved ones may have been deleted")
+            self.notes.append(f"catalog.sqlite counts {-more} fewer records; some saved ones may have been deleted")
         if pages:
             shown = ", ".join(map(str, pages[:20])) + (", …" if len(pages) > 20 else "")
             self.notes.append(f"catalog.sqlite: damaged pages, of {self.remains.pages.size} bytes: {shown}")

@@ -1,4 +1,4 @@
-"""Schema of a damaged database, by its settings, the caller's arguments, or the headers of column files."""
+"""Schema of a damaged database, from its settings, the caller's arguments, or the headers of column files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
 def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: list[str]) -> Schema:
-    """Return the schema by the settings, or, if some are lost, by arguments, settings and headers; add to notes."""
+    """Return the schema from the settings; if some are lost, also from arguments and file headers. Add to `notes`."""
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
     stored = None
     with contextlib.suppress(KeyError, BadInput):
@@ -31,7 +31,7 @@ def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: li
 
 
 def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:
-    """Return the schema of settings from several sources. Raises BadInput if one is known by none."""
+    """Return the schema of the settings `known`, with a note on those `lost`. Raises BadInput if one is not known."""
     labels = known.pop("labels", False)
     needed = ["dim", "metric", *(["num_classes"] if labels else [])]
     missing = [name for name in needed if name not in known]
@@ -45,7 +45,7 @@ def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema
 
 
 def _headers(path: Path) -> dict[str, Any]:
-    """Return the settings by the most common header of key files and of value files; "labels": True for labels."""
+    """Return settings from the most common header of key files and of value files; "labels": True for labels."""
     kinds: dict[str, Counter[tuple[bytes, bytes | None]]] = {"keys": Counter(), "values": Counter()}
     for file in path.glob("*-*.npy"):
         with contextlib.suppress(OSError), files.open_regular(file) as opened:

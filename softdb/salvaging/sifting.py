@@ -18,7 +18,7 @@ import apsw
 from softdb.salvaging.cells import Value
 from softdb.salvaging.remains import Remains, is_dead
 
-_AT_ONCE = 8192  # rows
+_AT_ONCE = 8192  # rows written or read at once
 _TWICE = "catalog.sqlite has two versions of it"
 
 TABLES = """
@@ -33,7 +33,7 @@ CREATE TABLE indexed(row INTEGER, id, PRIMARY KEY(row, id)) WITHOUT ROWID;
 def sift(remains: Remains, scratch: apsw.Connection) -> None:
     """Fill the table `records` of an empty database with every record of which there is a trace.
 
-    `why` tells why a record is lost, NULL for intact ones; `confirmed` is 1 if the index has the same id.
+    The column `why` says why a record is lost (NULL: it is intact); `confirmed` is 1 if the index of ids agrees.
     """
     scratch.execute(TABLES)
     with scratch:
@@ -43,14 +43,14 @@ def sift(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _add_indexed(remains: Remains, scratch: apsw.Connection) -> None:
-    """Add rows and ids of the index of ids."""
+    """Fill the table `indexed` with the rows and ids of the index of ids."""
     sql = "INSERT OR IGNORE INTO indexed VALUES(?, ?)"
     for batch in _batches((row, name) for row, name in remains.ids() if row >= 0):
         scratch.executemany(sql, batch)
 
 
 def _add_records(remains: Remains, scratch: apsw.Connection) -> None:
-    """Add the entries of the table of records."""
+    """Fill the table `records` with the entries of the damaged table of records."""
     sql = (
         "INSERT INTO records(row, id, payload, key_crc, value_crc, why, text, keyless) VALUES(?, ?, ?, ?, ?, ?, ?, ?) "
         f"ON CONFLICT(row) DO UPDATE SET why = '{_TWICE}' WHERE records.id IS NOT excluded.id "
@@ -64,7 +64,7 @@ def _add_records(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _record(row: int, columns: tuple[Value, ...] | None) -> tuple[Value, ...]:
-    """Return the columns of `records` from row to keyless."""
+    """Return one row of `records`, from column row to keyless, for an entry of the damaged table."""
     if columns is None:
         return _lost(row, None, "its bytes are no record")
     name, payload, key_crc, value_crc, payload_crc, text_crc, text = columns[1:]
@@ -101,7 +101,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
-    """Compare the records with the index and the tombstones."""
+    """Compare the records with the index of ids and the tombstones, and set `why` and `confirmed`."""
     scratch.execute(
         "UPDATE records SET confirmed = 1 FROM indexed "
         "WHERE indexed.row = records.row AND indexed.id IS records.id AND why IS NULL"
@@ -133,9 +133,9 @@ def _confirm(remains: Remains, scratch: apsw.Connection) -> None:
 
 
 def _apply_tombstones(remains: Remains, scratch: apsw.Connection) -> None:
-    """Mark records with a tombstone as lost; or, if the index has them, as not confirmed, as one of the two is wrong.
+    """Mark records with a tombstone as lost; or as not confirmed if the index has them: then one of the two is wrong.
 
-    Records without a key have a tombstone although they live, so for them only the index counts.
+    Records without a key have a tombstone although they live, so only the index counts for them.
     """
     dead, low = remains.dead(), -1
     sql = "SELECT row FROM records WHERE why IS NULL AND NOT keyless AND row > ? ORDER BY row LIMIT ?"

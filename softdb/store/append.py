@@ -1,4 +1,4 @@
-"""Append records. Guarantee: columns are on disk beyond the watermark before the catalogue commits the rows."""
+"""Append records. Guarantee: the vectors of new rows are on disk before the catalogue commits these rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from softdb.store.soundness import checksums
 
 
 class Batch(NamedTuple):
-    """Checked records to be stored."""
+    """Checked records that are to be stored."""
 
     ids: list[Id]  # n
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
     payloads: list[str | None]  # n JSON texts
     texts: list[str | None] | None = None  # n; None: no record has a text
-    keyed: NDArray[np.bool_] | None = None  # (n,) mask of records with a key; the keys and values of others are zeros
+    keyed: NDArray[np.bool_] | None = None  # (n,) mask, False: no key, the key and value are zeros
 
 
 def append(
@@ -32,11 +32,11 @@ def append(
     batch: Batch,
     entries: list[SegmentEntry],  # all segments, in the order of rows
 ) -> tuple[CatalogState, list[SegmentEntry]]:  # state and all segments after the append
-    """Write and fsync columns beyond the watermark, and add their records to the open transaction."""
+    """Write a batch's keys and values to free slots, and add its records to the open transaction."""
     state = catalog.state()
     pieces = _place(catalog, columns, batch, entries, state.next_row)
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
-    with columns.appending(pieces):  # writes the columns while this thread computes checksums and runs SQLite
+    with columns.appending(pieces):  # writes files while this thread computes checksums and runs SQLite
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
         if batch.texts is not None:
@@ -50,7 +50,7 @@ def append(
 
 
 def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> Iterable[int | None]:
-    """Checksums (count,) of a column: None for records without a key, and for all if the column is absent."""
+    """Return `count` checksums of a column; None for records without a key, and for all if `column` is None."""
     crcs = [None] * count if column is None else checksums(column)
     return crcs if keyed is None else (crc if has else None for crc, has in zip(crcs, keyed.tolist(), strict=True))
 
@@ -58,7 +58,7 @@ def _crcs(column: Array | None, keyed: NDArray[np.bool_] | None, count: int) -> 
 def _place(
     catalog: Catalog, columns: ColumnFiles, batch: Batch, entries: list[SegmentEntry], next_row: int
 ) -> list[Piece]:
-    """Cut a batch into one piece per segment: fill the last segment, then create new ones."""
+    """Cut a batch into one piece for each segment: first fill the last segment, then create new segments."""
     entry = SegmentEntry(-1, 0, 0, 0)
     if entries and entries[-1].first_row + entries[-1].used == next_row:
         entry = entries[-1]

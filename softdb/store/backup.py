@@ -1,9 +1,9 @@
 """Copy a database to another directory, consistently, while this process or others write to it.
 
-SQLite's backup copies the catalogue within one read transaction. The columns are copied up to the watermark from the
-memory maps of the same generation, which no writer and no compaction touches. Hard links would not do: the last
-segment is still written to, and one damaged block would damage both. `catalog.sqlite` gets its name last, so that an
-interrupted copy does not look like a database.
+SQLite's backup copies the catalogue within one read transaction. The used slots of the columns are copied from memory
+maps of the same generation, whose slots no writer and no compaction changes. Hard links would not do: writers append to
+the last segment, and one damaged block would damage both databases. The copied catalogue gets its final name last, so
+that an interrupted copy does not look like a database.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
     threads of this handle wait while the catalogue is copied, but not while the columns are.
 
     Raises:
-        BadInput: the path is not free, or lies in the database itself.
+        BadInput: the path is a file, a directory that is not empty, or inside the database.
         CorruptionError: the catalogue's header claims far more bytes than the file occupies.
         WriteFailed: the disk refused a write; the copy was removed, and this handle can still write.
     """
@@ -51,7 +51,7 @@ def backup(store: Store, path: Path) -> SnapshotReport:
 
 
 def require_free(path: Path, database: Path | None = None) -> None:
-    """Raise BadInput for a file, a directory that is not empty, or a path in the database that is copied."""
+    """Raise BadInput if `path` is a file, a directory that is not empty, or inside the directory `database`."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
     if path.is_dir() and any(path.iterdir()):
@@ -81,7 +81,7 @@ def _copy(store: Store, path: Path) -> Snapshot:
 def _copy_generation(
     store: Store, path: Path, opened: contextlib.ExitStack
 ) -> tuple[Snapshot, list[SegmentEntry], gaps.Gaps, tuple[str, BinaryIO] | None]:
-    """Copy the catalogue; return its snapshot, segments, gaps, and its index file, opened."""
+    """Copy the catalogue, and return the snapshot, the segments, the gaps, and the name and open file of the index."""
     if store.waiting:  # SQLite cannot back up within a write transaction
         store.flush()
     store.require_unchanged()
@@ -92,7 +92,7 @@ def _copy_generation(
 
 
 def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
-    """Write the generation that a connection reads to a new file and sync it; the name is not synced."""
+    """Copy the generation that `catalog` reads to a new file; without `with_index`, omit the entry of the index."""
     source = catalog.connection
     claimed = int(source.pragma("page_count")) * int(source.pragma("page_size"))
     on_disk = occupied(source.filename) + occupied(source.filename_wal)
@@ -119,7 +119,7 @@ def _segment_parts(segment: Segment) -> Iterator[SegmentPart]:
 
 
 def _open_index(store: Store, opened: contextlib.ExitStack) -> tuple[str, BinaryIO] | None:
-    """Open the index file that the catalogue names, so that a writer may replace it; None if it is absent."""
+    """Open the index file that the catalogue names, and return (name, file); None if it is absent or unreadable."""
     entry = store.index_entry() or {}
     file, folder = entry.get("file"), None if store.path is None else store.path / "index"
     if folder is None or folder.is_symlink() or not isinstance(file, str) or Path(file).name != file:

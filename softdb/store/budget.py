@@ -1,26 +1,26 @@
-"""Limits of a query or a copy, computed from the bytes on disk: a damaged header may claim any size."""
+"""Limits on a query's steps and a copy's size, computed from the bytes on disk: a damaged header may claim any size."""
 
 from __future__ import annotations
 
 import math
 import os
 
-STEPS = 20_000  # thousands of SQLite's steps that any query may take, beside a hundred steps a byte of the file
+STEPS = 20_000  # thousands of SQLite's steps allowed to any query, plus 100 steps for each byte of the file
 DENSEST = 1024  # largest ratio of claimed size to bytes on disk: no file system compresses better
 
 
 class Budget:
-    """Progress handler of SQLite, called every thousand steps, which stops a query that takes too many."""
+    """Progress handler of SQLite, called every thousand steps, which stops a query that takes too many steps."""
 
     def __init__(self) -> None:
-        self._steps = math.inf  # remaining, in thousands
+        self._steps = math.inf  # remaining steps, in thousands
 
     def allow(self, size: int) -> None:
-        """Begin a query on a catalogue of `size` bytes."""
+        """Limit the steps of the next query, on a catalogue of `size` bytes."""
         self._steps = STEPS + size // 10
 
     def end(self) -> None:
-        """End the query: statements that write are never stopped."""
+        """Remove the limit at the end of a query: statements that write have none."""
         self._steps = math.inf
 
     def __call__(self) -> bool:

@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file in WAL mode, whose commit is the only commit point. `format.py` has its format."""
+"""The catalogue: one SQLite file in WAL mode. Changes take effect when SQLite commits. `format.py` has its format."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.segments import MAX_ROWS, SegmentEntry
 
-# the last two are for macOS, where fsync does not flush the drive's cache
+# the last two pragmas are for macOS, where fsync does not flush the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
-_LIMIT = 1 << 62  # of generations and rows: leaves room below int64's limit
+_LIMIT = 1 << 62  # upper bound of generations and row numbers, far below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
 
 
 class CatalogState(NamedTuple):
-    """Counters that commits advance."""
+    """Counters in the catalogue, which commits advance."""
 
     generation: int
     next_row: int
@@ -40,14 +40,14 @@ class Catalog:
     def __init__(self, connection: apsw.Connection, laid_out: bool, immutable: bool = False) -> None:
         self.connection = connection
         self.immutable = immutable  # read without locks until a writer opens the database
-        self.laid_out = laid_out  # False if its creation has not begun, or was interrupted
-        self._state: CatalogState | None = None  # as last read or written in the open transaction
+        self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
+        self._state: CatalogState | None = None  # the state as last read or written in the open transaction
         self._budget = Budget()
         connection.set_progress_handler(self._budget, 1000)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
-        """Connect to a catalogue; path None is a new one in memory. Raises SoftDBError, apsw.Error."""
+        """Connect to a catalogue; path None: create one in memory. Raises SoftDBError, apsw.Error."""
         connection = None
         immutable = path is not None and not write and has_no_log(path)
         try:
@@ -85,7 +85,7 @@ class Catalog:
         self.laid_out = True
 
     def close(self) -> None:
-        """Close the connection; the last one checkpoints the WAL."""
+        """Close the connection; if no other one is open, SQLite checkpoints the WAL."""
         self.connection.close()
 
     # -- transactions ----------------------------------------------------------------------------------------------
@@ -96,11 +96,11 @@ class Catalog:
         self.connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
 
     def commit(self) -> None:
-        """Commit: after this, and only after this, a change has happened."""
+        """Commit the transaction, so that its changes take effect."""
         self.connection.execute("COMMIT")
 
     def rollback(self, savepoint: str | None = None) -> None:
-        """Roll back the transaction, or to a savepoint, unless SQLite already has."""
+        """Roll back the transaction, or only to `savepoint`; do nothing if SQLite has rolled it back already."""
         self._state = None
         if self.connection.in_transaction:
             undo = "ROLLBACK" if savepoint is None else f"ROLLBACK TO {savepoint}; RELEASE {savepoint}"
@@ -126,7 +126,7 @@ class Catalog:
             self._budget.end()
 
     def _bytes(self) -> int:
-        """Return the bytes that the catalogue occupies, on disk or in memory: a header may claim more."""
+        """Return the bytes that the catalogue occupies, on disk or in memory: a damaged header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
         return sum(map(occupied, files)) if files[0] else self._claimed_bytes()
 
@@ -140,7 +140,7 @@ class Catalog:
         return {name: self._require_sound(name, value, crc) for name, value, crc in self.all(_SETTINGS)}
 
     def setting(self, name: str, default: int = 0) -> int:
-        """Return an integer setting, or the default if it is absent. Raises CorruptionError if below the default."""
+        """Return an integer setting, or the default if absent. Raises CorruptionError if below the default."""
         row = self.one(f"{_SETTINGS} WHERE name = ?", (name,))
         value = default if row is None else self._require_sound(*row)
         if type(value) is not int or value < default:
@@ -162,7 +162,7 @@ class Catalog:
         if self._state is not None and self.connection.in_transaction:
             return self._state
         rows: list[Any] = self.connection.execute("SELECT generation, next_row, crc FROM state LIMIT 2").fetchall()
-        if len(rows) != 1:  # `advance` would write to all of them; LIMIT, as damaged pages may form a cycle
+        if len(rows) != 1:  # LIMIT 2, because damaged pages may form an endless cycle of rows
             raise damaged_catalog("has lost its state row" if not rows else "has several state rows")
         generation, next_row, crc = rows[0]
         sound = type(generation) is type(next_row) is int and 0 <= generation < _LIMIT and 0 <= next_row < _LIMIT
@@ -172,7 +172,7 @@ class Catalog:
         return self._state
 
     def advance(self, rows: int) -> CatalogState:
-        """Advance to the next generation, with `rows` more rows assigned."""
+        """Raise the generation by 1 and the next row number by `rows`, and return the new state."""
         state = self.state()
         new = CatalogState(state.generation + 1, state.next_row + rows)
         self.connection.execute(
@@ -191,16 +191,16 @@ class Catalog:
         return entries
 
     def put_segment(self, entry: SegmentEntry) -> None:
-        """Write the entry of a new segment, or a new watermark."""
+        """Write the entry of a new segment, or replace that of a segment whose number of used slots changed."""
         self.connection.execute("INSERT OR REPLACE INTO segments VALUES(?, ?, ?, ?)", entry)
 
     def delete(self, rows: NDArray[np.int64], in_slots: NDArray[np.int64]) -> None:
-        """Delete the records of `rows`, and set the tombstones of `in_slots`, those that segments hold."""
+        """Delete the records of `rows`, and set the tombstones of `in_slots`: those of `rows` that segments hold."""
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
         self.set_tombstones(in_slots)
 
     def set_tombstones(self, rows: NDArray[np.int64], dead: bool = True) -> None:
-        """Set the tombstones of rows, or clear those of rows that no segment holds any more."""
+        """Set the tombstones of rows; with `dead` False clear them, for rows that no segment holds any more."""
         rows = np.sort(rows)
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
         for chunk, chunk_rows in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
@@ -219,7 +219,7 @@ class Catalog:
         return np.concatenate([np.empty(0, np.int64), *(i * CHUNK + np.flatnonzero(bits) for i, bits in bitmaps)])
 
     def live(self, rows: int) -> NDArray[np.bool_]:
-        """Mask (rows,) of the rows 0 … rows - 1 without a tombstone."""
+        """Return a mask (rows,), True for each of the rows 0 … rows - 1 without a tombstone."""
         live = np.ones(-(-rows // CHUNK) * CHUNK, np.bool_)
         for chunk, bits in self._tombstones(rows):
             live[chunk * CHUNK : (chunk + 1) * CHUNK] = ~bits
@@ -235,7 +235,7 @@ class Catalog:
             yield chunk, _bits(packed)
 
     def capacity(self) -> int:
-        """Upper bound of the rows in a catalogue of this size: each takes a bit; file systems may compress."""
+        """Return an upper bound of the number of rows: each takes at least one bit of the uncompressed file."""
         return min(8 * self._claimed_bytes(), DENSEST * self._bytes())
 
     def _pragma(self, name: str) -> int:
@@ -244,7 +244,7 @@ class Catalog:
     # -- the whole file --------------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Free unused pages if there are many, and checkpoint; skip both if others use the file or the disk is full."""
+        """Free unused pages if there are many, then checkpoint; skip what a full disk or other connections prevent."""
         with self._without_waiting(apsw.FullError):
             if 4 * self._pragma("freelist_count") > self._pragma("page_count"):
                 self.connection.execute("VACUUM")
@@ -254,14 +254,14 @@ class Catalog:
     def checkpoint(self) -> None:
         """Checkpoint, unless another connection uses the file. Raises apsw.Error, such as FullError.
 
-        Called before anything is appended to the WAL: after a failed sync its bytes may not be on disk.
+        Called before anything is appended to the WAL: if an earlier sync failed, bytes in the WAL may not be on disk.
         """
         with self._without_waiting():
             self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
 
     @contextlib.contextmanager
     def _without_waiting(self, *also: type[apsw.Error]) -> Iterator[None]:
-        """Do not wait for other connections; suppress busy errors and those of the types `also`."""
+        """Run a block without waiting for other connections; suppress busy errors, and errors of the types `also`."""
         try:
             self.connection.set_busy_timeout(0)
             with contextlib.suppress(apsw.BusyError, apsw.LockedError, *also):
@@ -287,7 +287,7 @@ class Catalog:
         self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
 
     def lookup(self, ids: Sequence[Id], whole: bool = False) -> dict[Id, RecordEntry]:
-        """Entries by id, of those ids that are stored; `whole`: with payload and text."""
+        """Return {id: entry} for the ids that are stored; `whole`: entries have payload and text."""
         with contextlib.suppress(TypeError):  # a mix of str and int cannot be sorted
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         columns = "r.payload, r.text" if whole else "NULL, NULL"
@@ -295,17 +295,17 @@ class Catalog:
         return {record.id: record for record in plain(self._look_up(sql, json.dumps(ids)))}
 
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
-        """Entries by row, of those rows that hold a record, with the requested columns. Raises CorruptionError."""
+        """Return {row: entry} for the rows that hold a record, with the requested columns. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN records r ON r.row = j.value"
         return {record.row: record for record in plain(self._look_up(sql, _json(rows)))}
 
     def keyless(self) -> NDArray[np.int64]:
-        """Return the rows of records without a key, ascending. Cost: only their index entries are read."""
+        """Return the rows of records without a key, ascending. Cost: a scan of the SQL index `keyless`."""
         return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
 
     def _look_up(self, sql: str, keys: str) -> list[Any]:
-        """Run a query that descends a B-tree for each key, which SQLite bounds; see `Worker.run_between`."""
+        """Fetch records by a JSON list of ids or rows, with no step counter: see `Worker.run_between`."""
         self.connection.set_progress_handler(None)
         try:
             return self.connection.execute(sql, (keys,)).fetchall()
@@ -313,12 +313,12 @@ class Catalog:
             self.connection.set_progress_handler(self._budget, 1000)
 
     def checksums(self, first: int, last: int) -> list[tuple[int, int, int | None]]:
-        """(row, key_crc, value_crc) of the records with a key in rows first … last, ascending."""
+        """Return (row, key_crc, value_crc) of each record with a key in rows first … last, in the order of rows."""
         where = "row BETWEEN ? AND ? AND key_crc NOTNULL ORDER BY row"
         return self.all(f"SELECT row, key_crc, value_crc FROM records WHERE {where}", (first, last))
 
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """Return the rows, ascending, all or `among` some, whose payload or text (`column`) fails its checksum."""
+        """Return the rows, of all or `among` some, whose `column` (payload or text) fails its checksum, ascending."""
         where, bound = ("", ()) if among is None else ("row IN (SELECT value FROM json_each(?)) AND", (_json(among),))
         differs = f"crc32(CAST({column} AS BLOB)) IS NOT {column}_crc"
         return [row for (row,) in self.all(f"SELECT row FROM records WHERE {where} {differs} ORDER BY row", bound)]
@@ -341,7 +341,7 @@ class Catalog:
         among: NDArray[np.int64] | None = None,  # only these rows
         first: int = 0,  # only rows from this one on
     ) -> NDArray[np.int64]:
-        """Return the rows whose record meets an SQL condition, in no order."""
+        """Return the rows whose record meets an SQL condition, in any order."""
         source, before = "records WHERE", list[Any]()
         if among is not None:  # NOT INDEXED: SQLite assumes that any index is selective, but these rows are few
             source, before = "records NOT INDEXED WHERE row IN (SELECT value FROM json_each(?)) AND", [_json(among)]
@@ -355,7 +355,7 @@ class Catalog:
             return np.fromiter((row for (row,) in cursor), np.int64)
 
     def _rows(self, sql: str, bindings: Sequence[Any] = ()) -> NDArray[np.int64]:
-        """Fetch rows as one text, which is three times as fast as one Python object per row."""
+        """Return the rows that a query joins into one text: three times as fast as one Python object for each row."""
         return np.fromstring(self.one(sql, bindings)[0] or "", np.int64, sep=",")
 
     # -- declared fields -------------------------------------------------------------------------------------------

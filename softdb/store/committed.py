@@ -1,11 +1,11 @@
-"""The last acknowledged generation, in a file beside the catalogue, by which a lost write-ahead log is noticed.
+"""The last acknowledged generation, in a file beside the catalogue, to notice that the write-ahead log was lost.
 
-If a `-wal` was deleted, damaged or forgotten by a copy, SQLite silently reads an older generation. So every
+If a `-wal` was deleted, damaged or not copied with the catalogue, SQLite silently reads an older generation. So every
 acknowledged commit writes its generation here, and a catalogue of an older generation is refused.
 
 The format, as MUSTs: the file `committed` is one line: the generation in twenty digits, a space, and the CRC-32 of
-those digits in eight hexadecimal ones. It MUST be written after the commit has come to disk, never before. It need not
-be synced: a file that is absent or malformed is ignored, and a writer creates it again.
+those digits in eight hexadecimal digits. It MUST be written after the commit is on disk, never before. It need not be
+synced: a file that is absent or malformed is ignored, and a writer creates it again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from softdb.store import disk, files
 
 NAME = "committed"
 
-_LINE = len("00000000000000000000 01234567\n")  # bytes
+_LINE = len("00000000000000000000 01234567\n")  # bytes of the file
 
 
 class Committed:
-    """The file, open in a writer."""
+    """The file `committed`, which a writer keeps open."""
 
     _descriptor = -1
 
     def __init__(self, directory: Path, folder: int) -> None:
-        """`folder`: see `softdb.store.files`."""
+        """`folder`: descriptor of the directory, see `softdb.store.files`."""
         self._descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, folder=folder)
         disk.truncate(self._descriptor, _LINE)
 
@@ -50,7 +50,7 @@ class Committed:
 
 
 def last(directory: Path) -> int:
-    """Return the generation in a directory's file; -1 if absent or malformed. Raises OSError if not a regular file."""
+    """Return the generation in the file `committed`; -1 if absent or malformed. Raises OSError for a link or folder."""
     try:
         with files.open_regular(directory / NAME) as file:
             line = file.read(_LINE + 1)

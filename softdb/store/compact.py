@@ -1,10 +1,10 @@
 """Compaction: replace segments by new ones that hold only live rows. Rows keep their numbers.
 
-Records without a key lose their slots, but stay, in rows that no segment holds.
+Records without a key lose their slots, but stay in the catalogue under their row numbers.
 
 For each group of neighbouring segments, the live rows are copied into one new segment and fsynced; one SQLite
-transaction swaps the segments, their checksums and tombstones; then the old files are unlinked. A crash leaves each
-group old or new, and orphans that the next writer removes. Readers of an older generation keep its maps.
+transaction swaps the segments, their checksums and tombstones; then the old files are unlinked. After a crash
+each group is old or new, and the next writer removes unused files. Readers of an old generation keep its files mapped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compact(store: Store) -> CompactReport:
     that they delete wait for the next compaction.
 
     Raises:
-        CorruptionError: a record to be copied differs from its checksum; its group is not compacted.
+        CorruptionError: a record to be copied differs from its checksum; its group of segments stays as it is.
         ReadOnly, WriteFailed: this handle is read-only, or an earlier write failed.
     """
     store.require_writable()
@@ -45,10 +45,10 @@ def compact(store: Store) -> CompactReport:
 
 
 def _groups(snapshot: Snapshot) -> list[set[int]]:
-    """Group the numbers of neighbouring segments that are to become one segment each.
+    """Return groups of neighbouring segments, by their numbers; each group is to become one segment.
 
-    A segment without dead rows stays if it is large, or as large as all later ones together. So a row is copied about
-    log n times in its life, and about log n segments remain.
+    A segment without dead rows stays if it is at least half full, or as long as all later segments together. So a row
+    is copied about log n times in its life, and about log n segments remain.
     """
     groups: list[set[int]] = []
     group: list[int] = []  # indices of segments
@@ -77,16 +77,16 @@ def _live_slots(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
 
 
 class _Group(NamedTuple):
-    """Segments of one snapshot that are to become one."""
+    """Segments of one snapshot that are to become one segment."""
 
     snapshot: Snapshot
     places: list[int]  # indices of the segments in the snapshot
     live: NDArray[np.int64]  # (m,) positions of live rows, ascending
-    dropped: NDArray[np.int64]  # rows of the dead ones
+    dropped: NDArray[np.int64]  # rows in the other slots: dead, or without a key
 
     @classmethod
     def of(cls, store: Store, numbers: set[int]) -> _Group | None:
-        """Return the segments of these numbers, in a transaction; None if another thread has compacted them."""
+        """Return the group of segments with these numbers; None if another thread has compacted them."""
         snapshot = store.snapshot
         places = [i for i, segment in enumerate(snapshot.segments) if segment.number in numbers]
         if len(places) < len(numbers):
@@ -98,7 +98,7 @@ class _Group(NamedTuple):
 
     @property
     def shape(self) -> list[tuple[int, int]]:
-        """Numbers and lengths of the segments; they differ once rows were appended."""
+        """Return (number, length) of each segment; a length changes when rows are appended."""
         return [(self.snapshot.segments[i].number, len(self.snapshot.segments[i])) for i in self.places]
 
 
@@ -125,7 +125,7 @@ def _reserve(store: Store, numbers: set[int]) -> tuple[_Group | None, int]:
 
 
 def _commit(store: Store, numbers: set[int], group: _Group, number: int, written: _Written | None) -> int:
-    with store.write_transaction(durable=True):  # before anything is unlinked
+    with store.write_transaction(durable=True):  # durable, because files are unlinked afterwards
         current = _Group.of(store, numbers)
         if current is None:
             store.columns.remove([number])
@@ -147,11 +147,11 @@ def _write_aside(store: Store, group: _Group, number: int) -> _Written | None:
             store.columns.remove([number])
         if isinstance(error, CorruptionError):
             raise
-        raise WriteFailed(f"the disk refused a write ({error}); no record changed, make room") from error
+        raise WriteFailed(f"the disk refused a write ({error}); no record changed; make room") from error
 
 
 def _write(store: Store, group: _Group, number: int) -> _Written | None:
-    """Write and sync a new segment with a group's live rows; None if it has none."""
+    """Write and sync a new segment with a group's live rows; return None if no row is live."""
     _require_sound(store, group)
     count = len(group.live)
     if not count:
@@ -174,7 +174,7 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
 
 
 def _require_sound(store: Store, group: _Group) -> None:
-    """Raise CorruptionError if a record to be copied is damaged: only the old file can be restored from a copy."""
+    """Raise CorruptionError if a record to be copied is damaged: its file must stay, to be restored from a copy."""
     segments = (group.snapshot.segments[i] for i in group.places)
     damage = [d for segment in segments for d in damaged(store.checksums, segment) if d.file.endswith(".npy")]
     if damage:

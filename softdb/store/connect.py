@@ -1,9 +1,9 @@
 """Connect to a catalogue: follow no links, run nothing from the file, and turn SQLite's errors into softdb's.
 
 A reader that may not write the catalogue creates no file beside it: a writer of another user could not use such a file.
-If a log and its index exist, this reader shares them and takes locks as any reader. Without a log nobody writes, and
-the catalogue is read without locks (`immutable`); since a writer may open it later, such a reader must compare the
-marks of `softdb.store.directory` before each transaction.
+If a log and its index exist, this reader shares them and takes locks like other readers. Without a log nobody writes,
+and the catalogue is read without locks (`immutable`). A writer may open the catalogue later, so such a reader must
+check by `Directory.overtaken` whether one has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUPER = bytes.fromhex("d9d505f920a163d7")  # last bytes of a rollback journal t
 
 
 class UnreadableLog(NotADatabase):
-    """The log has no index, and this process may not create one. Also raised briefly while a writer closes."""
+    """The log has no index file (-shm), and this process may not create one. Also raised while a writer closes."""
 
 
 def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Connection:
@@ -58,7 +58,7 @@ def _open(path: Path | None, write: bool, immutable: bool) -> apsw.Connection:
 
 
 def has_no_log(path: Path) -> bool:
-    """Return True if a catalogue has no log and this process may not create one: then it is read as immutable.
+    """Return True if a catalogue has no log and this process may not create one, so must read it as immutable.
 
     Raises UnreadableLog if the log holds commits that cannot be read without writing to the directory.
     """
@@ -73,7 +73,7 @@ def has_no_log(path: Path) -> bool:
         return False
     if filled and log.exists():
         raise UnreadableLog(
-            f"{log} holds commits that cannot be read from a read-only directory; open it writable once"
+            f"{log} holds commits that cannot be read from a read-only directory; open the database once for writing"
         )
     return True
 
@@ -83,7 +83,7 @@ def _may_write(path: Path) -> bool:
 
 
 def _require_plain(path: Path) -> None:
-    """Raise for links, pipes and super-journals: SQLite follows links, waits for pipes, deletes what journals name."""
+    """Raise for links and pipes, and for super-journals: SQLite would delete files that they name."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _require_plain(path: Path) -> None:
 
 
 def _harden(connection: apsw.Connection) -> None:
-    """Disable everything in the file that could run, and check pages as they are read."""
+    """Forbid SQLite to run triggers, views or functions from the file, and let it check pages as it reads them."""
     connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
     connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
@@ -111,7 +111,7 @@ def _crc32(*data: Any) -> Any:
 
 
 def typed(error: apsw.Error) -> SoftDBError:
-    """Return SQLite's error as one of softdb's."""
+    """Return the error of softdb that stands for an error of SQLite."""
     if isinstance(error, apsw.BusyError | apsw.LockedError | apsw.ReadOnlyError):  # the last: a log not set up yet
         return DatabaseLocked(f"another process keeps catalog.sqlite locked ({error}); try again")
     if isinstance(error, apsw.FullError):
@@ -134,18 +134,18 @@ def refused(error: Exception) -> str:
 
 
 def of_text_index(error: Exception) -> bool:
-    """Return True if FTS5 found its index damaged, rather than the disk having refused a read or a write."""
+    """Return True if the error means that the FTS5 index is damaged, not that the disk refused to read or write."""
     known = isinstance(error, apsw.CorruptError | apsw.SQLError)
     return known and (getattr(error, "extendedresult", 0) == apsw.SQLITE_CORRUPT_VTAB or "fts5" in str(error))
 
 
 def damaged_catalog(what: str) -> CorruptionError:
-    """Return the error for content of the catalogue that softdb does not write."""
+    """Return the error for a damaged catalogue; `what` says the damage, as in "has a damaged state"."""
     return CorruptionError(f"catalog.sqlite {what}; restore the directory from a copy")
 
 
 def damaged_text_index(what: str) -> CorruptionError:
-    """Return the error for a text index that FTS5 cannot read, or that does not match the texts."""
+    """Return the error for a damaged text index; `what` says the damage, as in "cannot be read"."""
     return CorruptionError(
         f"catalog.sqlite has a text index that {what}; rebuild it by drop_text_index(), then index_text()"
     )
@@ -158,7 +158,7 @@ def damaged_text(error: UnicodeDecodeError) -> CorruptionError:
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turn SQLite's errors of reading into softdb's, see `typed`."""
+    """Run a block that reads; raise softdb's errors instead of SQLite's, see `typed`."""
     try:
         yield
     except apsw.Error as error:

@@ -1,4 +1,4 @@
-"""A database's directory. Guarantee: it holds a database or may come to hold one, and has at most one writer.
+"""A database's directory. Guarantee: it holds a database or may become one, and has at most one writer.
 
 While a directory is open, it may be renamed and another created at its path; another program may rename, delete,
 replace or overwrite any file in it; the file `lock` may be deleted, so that a second writer begins. So column files
@@ -9,10 +9,10 @@ time of the directory says that some name in it has changed.
 
 A file overwritten in place keeps its inode. So the catalogue and its log must have, at the beginning of an operation,
 the size and the modification time that this writer left; the catalogue also before a commit. Two changes go unseen:
-one within the few milliseconds of the file system's clock, and one between beginning and commit.
+one within a tick of the file system's clock (a few milliseconds), and one after the last of these checks.
 
-A second writer cleans up within a transaction of its own, which waits for that of the first. Either the first writer
-sees that its lock is gone, or the second sees what the first committed.
+A second writer removes orphaned files in a transaction of its own, which waits for the first writer's transaction. So
+either the first writer sees that its lock is gone, or the second sees the commits of the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
 _SHARED = "catalog.sqlite-shm"  # index of the log
 _CATALOG_FILES = (CATALOG, LOG, _SHARED)
-_CLOCK_STEP = 2 * 10**9  # nanoseconds after which a second change has another time on every file system
+_CLOCK_STEP = 2 * 10**9  # nanoseconds: changes this far apart have different times on every file system
 
 _OURS = {  # files that an interrupted creation may leave, in any combination after a power cut
     "catalog.sqlite", "catalog.sqlite-journal", "catalog.sqlite-shm", "catalog.sqlite-wal", "index", "lock",
@@ -49,7 +49,7 @@ class Directory:
     """An open database directory, and its lock if opened for writing."""
 
     def __init__(self, path: Path, writing: bool) -> None:
-        """Raises DatabaseLocked if another process writes."""
+        """Open a directory, and with `writing` lock it. Raises DatabaseLocked if another process has locked it."""
         self.path, self._place, self.lock = path, str(path), None
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._mark = mark(self.descriptor)
@@ -76,7 +76,7 @@ class Directory:
     # -- the catalogue's files -------------------------------------------------------------------------------------
 
     def catalog_mark(self) -> Mark | None:
-        """Return the catalogue's mark, to be taken before SQLite opens it."""
+        """Return the catalogue's current mark."""
         return mark(CATALOG, self.descriptor)
 
     def watch_catalog(self, before: Mark | None, immutable: bool) -> None:
@@ -88,15 +88,15 @@ class Directory:
         self._compared = 0
 
     def note_state(self) -> None:
-        """Record the marks with which this writer leaves the catalogue and its log."""
+        """Record the current marks of the catalogue and its log, after a change by this writer."""
         self._left = {name: mark(name, self.descriptor) for name in (CATALOG, LOG)}
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def require_ours(self, columns: Mapping[str, Mark] | None = None, unchanged: tuple[str, ...] = ()) -> None:
-        """Raise Displaced unless `require_in_place` holds, the lock is ours, and no other program has written.
+        """Raise Displaced unless `require_in_place` holds, this writer has the lock, and no other program has written.
 
-        `unchanged`: files whose marks must be those of `note_state`. Cost: a stat for each, and one for the lock.
+        `unchanged`: names of files whose marks must be those that `note_state` recorded. Cost: one stat for each file.
         """
         self.require_in_place(columns)
         if self.lock is not None and not _is_same(mark("lock", self.descriptor), self._lock):
@@ -134,7 +134,7 @@ class Directory:
                 raise NotADatabase(f"{self.path}/{name} was removed or replaced since it was opened; open it again")
 
     def overtaken(self) -> bool:
-        """Return True if a writer has opened the database since an immutable catalogue was opened."""
+        """Return True if a writer has opened the database since this handle opened the catalogue as immutable."""
         log = mark(LOG, self.descriptor)
         logged = log is not None and (log.size > 0 or mark(_SHARED, self.descriptor) is not None)
         return logged or self.rewritten()
@@ -156,7 +156,7 @@ class Directory:
 
     def __del__(self) -> None:
         if getattr(self, "descriptor", -1) >= 0:
-            os.close(self.descriptor)  # the lock closes itself
+            os.close(self.descriptor)  # the lock closes its own descriptor
 
 
 def _is_same(now: Mark | None, opened: Mark | None) -> bool:
@@ -164,7 +164,7 @@ def _is_same(now: Mark | None, opened: Mark | None) -> bool:
 
 
 def enter(path: Path, writing: bool, may_create: bool) -> Directory:
-    """Check that the path is a database's or free, create the directory if allowed, and open it.
+    """Open a path that holds a database or may hold a new one; create the directory if `may_create`.
 
     Raises NotADatabase, CorruptionError if the catalogue is gone, and DatabaseLocked if another process writes.
     """
@@ -184,6 +184,6 @@ def enter(path: Path, writing: bool, may_create: bool) -> Directory:
 
 
 def require_new(path: Path | None, acknowledged: int) -> None:
-    """Raise CorruptionError if an empty catalogue lies beside data: a new catalogue would have the data removed."""
+    """Raise CorruptionError if an empty catalogue lies beside data: the data would be removed as unused."""
     if acknowledged >= 0 or (path is not None and any(path.glob("keys-*.npy"))):
-        raise CorruptionError(f"{path}/catalog.sqlite is empty, but the files beside it are not; restore it")
+        raise CorruptionError(f"{path}/catalog.sqlite is empty, but files beside it are not; restore it from a copy")

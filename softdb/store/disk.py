@@ -1,4 +1,4 @@
-"""Thin wrappers of system calls, through which every change to a file but the catalogue's goes.
+"""Thin wrappers of system calls: every change to a file is made here, except SQLite's changes to the catalogue.
 
 Tests replace these functions (and SQLite's VFS) to observe calls, to make them fail, to kill the process, or to
 simulate a power cut. Nothing else in softdb may change a file of a database.
@@ -14,11 +14,11 @@ from pathlib import Path
 
 __all__ = ["close", "link", "make", "open", "remove_directory", "rename", "sync", "truncate", "unlink", "write"]
 
-_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a database from elsewhere may hold links to anywhere
+_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW  # a database made by a stranger may hold links to any file
 
 
 def open(path: Path, flags: int, mode: int = 0o644, folder: int | None = None) -> int:
-    """Open a file and return its descriptor; `folder`: a descriptor of its directory, to open it by name in there."""
+    """Open a file, and return its descriptor; `folder`: descriptor of the directory in which to open `path.name`."""
     return os.open(path if folder is None else path.name, flags | _ALWAYS, mode, dir_fd=folder)
 
 
@@ -58,7 +58,7 @@ def link(old: Path, new: Path) -> None:
 
 
 def unlink(path: Path, folder: int | None = None) -> None:
-    """Remove a file's name; `folder` as for `open`."""
+    """Remove a file's name; `folder`: descriptor of its directory, see `open`."""
     os.unlink(path if folder is None else path.name, dir_fd=folder)
 
 

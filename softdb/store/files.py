@@ -1,7 +1,7 @@
-"""Operations on files other than the catalogue's. Guarantee: each is on disk when it returns, unless it says otherwise.
+"""Operations on files other than the catalogue's. A change is on disk when its call returns, but for stated exceptions.
 
 `folder`: the descriptor of a file's directory. With it, a path means the file of that name in the open directory, even
-if that was renamed and another directory has taken its path.
+if that directory was renamed and another one is now at its old path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)  # erro
 
 
 class Mark(NamedTuple):
-    """Identity and state of a file; a change by another program gives another mark."""
+    """Identity (device, inode) and state (size, time) of a file; if its content is changed, its mark differs."""
 
     device: int
     inode: int
@@ -38,7 +38,7 @@ class Mark(NamedTuple):
 
 
 def mark(place: str | int, folder: int | None = None) -> Mark | None:
-    """Return the mark of a path or a descriptor; None if there is no file. In a folder, links are not followed."""
+    """Return the mark of a path or a descriptor; None if there is no file. With `folder`, links are not followed."""
     try:
         status = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
     except OSError:
@@ -47,9 +47,9 @@ def mark(place: str | int, folder: int | None = None) -> Mark | None:
 
 
 def create(path: Path, head: bytes, size: int, named: bool = True, folder: int | None = None) -> None:
-    """Create a file of its final size, zeros after the head, and sync its name.
+    """Create a file of `size` bytes: `head`, then zeros. Sync its name, or leave that to the caller if not `named`.
 
-    Head and size come to disk when it is first filled; without `named`, the name does at the next `sync_directory`.
+    The content is not synced: the first synced `write_at` or `filling` brings head and size to disk.
     """
     with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder) as descriptor:
         _write(descriptor, memoryview(head), 0)
@@ -71,7 +71,7 @@ def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = T
 
 @contextlib.contextmanager
 def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Yield a function that overwrites an existing file, piece after piece from an offset on; sync at the end."""
+    """Yield a function that writes bytes to an existing file, from `offset` on, call after call; sync at the end."""
     with _open_descriptor(path, os.O_WRONLY, folder=folder) as descriptor:
 
         def put(data: bytes | memoryview) -> None:
@@ -84,7 +84,7 @@ def filling(path: Path, offset: int, folder: int | None = None) -> Iterator[Call
 
 
 def copy(source: BinaryIO, path: Path) -> None:
-    """Copy an open file to a new one and sync it; the name is not synced."""
+    """Copy an open file to a new file, and sync the new file's content, but not its name."""
     with _open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         offset = 0
         while data := source.read(_COPIED):
@@ -94,7 +94,7 @@ def copy(source: BinaryIO, path: Path) -> None:
 
 
 def publish(fresh: Path, path: Path) -> None:
-    """Bring a finished file to disk, and rename it to a path that is free."""
+    """Sync a finished file, rename it to `path`, which must be free, and sync the name."""
     with _open_descriptor(fresh, os.O_RDONLY) as descriptor:
         disk.sync(descriptor)
     disk.rename(fresh, path)
@@ -102,7 +102,7 @@ def publish(fresh: Path, path: Path) -> None:
 
 
 def temporary(folder: Path) -> Path:
-    """Return a random path in a folder, for a file or folder to be created exclusively, by O_EXCL or mkdir."""
+    """Return a random path in a folder. The caller creates a file or folder there, and fails if one exists."""
     return folder / f".softdb-{os.urandom(8).hex()}"
 
 
@@ -114,7 +114,7 @@ def write_whole(path: Path, *data: bytes | memoryview) -> None:
 
 
 def make_once(path: Path, data: bytes) -> None:
-    """Create a private file atomically, unless it exists."""
+    """Create a file with `data` that only its owner can read, atomically; leave an existing file as it is."""
     make_directory(path.parent, 0o700)
     with _temporary_file(path, (data,), 0o600) as fresh:
         with contextlib.suppress(FileExistsError):
@@ -137,13 +137,13 @@ def _temporary_file(path: Path, data: Iterable[bytes | memoryview], mode: int = 
             yield fresh
         except BaseException:
             with contextlib.suppress(OSError):
-                remove(fresh)  # a full disk has no room for leftovers
+                remove(fresh)  # an unfinished file must not take room on a full disk
             raise
 
 
 @contextlib.contextmanager
 def aside(directory: Path) -> Iterator[Path]:
-    """Yield a new folder of a random name in a directory, and remove it with its content at the end."""
+    """Yield a new folder with a random name in a directory; at the end remove the folder and its content."""
     folder = temporary(directory)
     disk.make(folder, 0o700)
     try:
@@ -156,10 +156,10 @@ def aside(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def building(directory: Path, last: str) -> Iterator[Path]:
-    """Yield a temporary folder, whose synced files are moved into a directory at the end, `last` after all others.
+    """Yield a temporary folder; at the end move its synced files into `directory`, the file `last` as the last one.
 
-    The directory is created if missing. An error removes everything that this created and changes nothing else.
-    Raises FileExistsError if a name was taken meanwhile.
+    The directory is created if missing. On an error, everything that this call created is removed, and nothing else.
+    Raises FileExistsError if the directory meanwhile has a file of the same name.
     """
     existed = directory.is_dir()
     try:
@@ -169,13 +169,13 @@ def building(directory: Path, last: str) -> Iterator[Path]:
             _place(folder, directory, last)
     except BaseException:
         if not existed:
-            with contextlib.suppress(OSError):  # another program may have put a file into it
+            with contextlib.suppress(OSError):  # another program may have put a file into the directory
                 disk.remove_directory(directory)
         raise
 
 
 def _place(folder: Path, directory: Path, last: str) -> None:
-    """Move the files of a folder to the same names in a directory, which must be free; undo all on an error."""
+    """Move a folder's files into a directory, under the same names, which must be free; on an error, move them back."""
     placed = list[Path]()
     try:
         for fresh in sorted(folder.rglob("*"), key=lambda file: (file.name == last, file)):
@@ -204,7 +204,7 @@ def _link_or_rename(fresh: Path, path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents, and sync the names of all."""
+    """Create a directory and its missing parents, and sync their names."""
     if path.is_dir():
         _sync_names_above(path)
         return
@@ -215,10 +215,10 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def _sync_names_above(path: Path) -> None:
-    """Sync the names of an existing directory and its parents: their creator may not have."""
+    """Sync the names of an existing directory and its parents: whoever created them may not have synced them."""
     path = path.resolve()
     device = path.stat().st_dev
-    with contextlib.suppress(PermissionError):  # an unreadable parent, such as /home, is old
+    with contextlib.suppress(PermissionError):  # a parent that cannot be opened, such as /home, was there long before
         for above in path.parents:
             if above.stat().st_dev != device:
                 return
@@ -226,7 +226,7 @@ def _sync_names_above(path: Path) -> None:
 
 
 def sync_directory(path: Path, folder: int | None = None) -> None:
-    """Bring a directory's entries to disk. The path may be a link: it is the user's."""
+    """Bring a directory's entries to disk. The path may be a link, because users choose it."""
     if folder is not None:
         disk.sync(folder)
         return
@@ -271,7 +271,7 @@ def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
 
 
 def occupied(path: Path) -> int:
-    """Return the bytes that the files of a directory occupy on disk, ignoring files that vanish meanwhile."""
+    """Return the bytes that the files of a directory occupy on disk, ignoring files that are removed meanwhile."""
     total = 0
     for file in path.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -306,7 +306,7 @@ class Lock:
     descriptor = -1  # -1: closed
 
     def release(self) -> None:
-        """Unlock and close, even if a forked child has the descriptor, too."""
+        """Unlock and close, even if a forked child also has the descriptor open."""
         if self.descriptor >= 0:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()

@@ -1,9 +1,9 @@
-"""Forks. Guarantee: a forked child reads through a connection of its own, and changes nothing of its parent's.
+"""Forks. Guarantee: a forked child reads through a connection of its own, and changes none of its parent's files.
 
 Within a process, SQLite's connections to one file share their locks. A child's new connection would rely on locks that
 the inherited one remembers but the child does not hold: the parent's last close, or a new writer, could remove the WAL
 while the child reads torn pages. So no thread is inside SQLite at the moment of a fork, and a child closes all
-inherited connections before it opens one, which each handle does at its next call.
+inherited connections before a handle, at its next call, opens a new one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _paused: list[Callable[[], None]] = []  # functions that let the threads of the 
 
 
 def watch(handle: Inherited) -> None:
-    """Call the handle's methods around every fork, until it is collected."""
+    """Call `before_fork` and `after_fork` of a handle around every fork, as long as the handle exists."""
     with _lock:
         _handles.add(handle)
 
@@ -63,7 +63,7 @@ def abandon(connection: apsw.Connection) -> None:
 
 
 def hold(worker: Worker, last: Callable[[], None]) -> Callable[[], None]:
-    """Pause a worker's thread, after a call of `last`, until the returned function is called."""
+    """Call `last` on a worker's thread, then pause the thread until the returned function is called."""
     paused, resume = threading.Event(), threading.Event()
 
     def pause() -> None:

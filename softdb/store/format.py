@@ -5,19 +5,19 @@ The format, as MUSTs:
 * application_id MUST be `APPLICATION`, user_version the format version; any other MUST be refused.
 * The schema MUST be exactly `TABLES`, to the letter, beside two optional kinds of objects, which may be dropped at any
   time. The index of a declared field is named `field_` + the hexadecimal UTF-8 of its path's names, joined by NUL, and
-  is over the two expressions of `paths.field_sql`. The text index is `text_index_sql` with one of `TOKENIZERS`, and the
+  indexes the two expressions of `paths.field_sql`. The text index is `text_index_sql` with one of `TOKENIZERS`, and the
   shadow tables of FTS5.
-  Anything else (a trigger, a view, another table) MUST be refused: it would run within the writes of whoever opens it.
+  Anything else (a trigger, a view, another table) MUST be refused: a trigger would run when softdb writes to the file.
 * `records` holds exactly the live records. `key_crc`, `value_crc`, `payload_crc` and `text_crc` are the CRC-32 of the
-  stored bytes of the key, of the value (NULL where the key serves), and of the UTF-8 of payload and text (NULL if the
-  record has none).
+  stored bytes of the key, of the value (NULL if the key serves as value), and of the UTF-8 of payload and text (NULL if
+  the record has none).
 * A bit set in `tombstones` (chunk c, bit i, low bits first: row c * CHUNK + i) marks a row as dead; a row below
   `state.next_row` without a tombstone is live, if a segment holds it. Compaction adds the rules of `softdb.store.gaps`.
 * A record without a key has `key_crc` and `value_crc` NULL. Its row MUST have a tombstone, or no segment may hold it:
   its slot is never read. Every other record MUST lie in a segment, without a tombstone.
-* `segments` tells how many slots are `used` (the watermark). Every commit that changes records raises
+* `segments` states how many slots are `used`. Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
-* Settings also name the origin of the keys: `softdb.store.keyed`.
+* Other settings name the origin of the keys, see `softdb.store.keyed`.
 * The setting `source` is JSON that names the table and version from which the records were imported; absent otherwise.
   A commit that imports more of that table MUST set it in the same transaction.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads or texts in place MUST
@@ -42,7 +42,7 @@ from softdb.store.paths import field_names, field_sql, parts_of, spelled
 
 APPLICATION = 0x736F6674  # "soft"
 FORMAT = 1
-CHUNK = 8192  # rows that a tombstone blob of 1 KiB covers
+CHUNK = 8192  # number of rows that one tombstone blob (1 KiB) covers
 TOKENIZERS = {"words": "unicode61 remove_diacritics 2", "trigram": "trigram remove_diacritics 1"}
 
 TABLES = """
@@ -104,7 +104,7 @@ def _is_ours(kind: str, name: str, definition: tuple[str, str | None], expected:
 
 @cache
 def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
-    """Return the schema as SQLite stores softdb's statements: (table, SQL) by kind and name."""
+    """Return the schema as SQLite stores softdb's statements: {(kind, name): (table, SQL)}."""
     connection = apsw.Connection(":memory:")
     try:
         connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))
@@ -116,11 +116,11 @@ def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, st
 
 def field_index(name: str) -> str:
     """Return the name of a field's index."""
-    return f"field_{chr(0).join(parts_of(name)).encode().hex()}"  # SQLite's names are case-blind, a field's are not
+    return f"field_{chr(0).join(parts_of(name)).encode().hex()}"  # hexadecimal: SQLite ignores the case of names
 
 
 def indexed_field(index: str) -> tuple[str, ...]:
-    """Return the field of an index name, as a tuple of one; empty for any other name."""
+    """Return the field whose index has this name, in a tuple; an empty tuple if it is no name of a field's index."""
     with contextlib.suppress(ValueError, BadInput):
         names = field_names([spelled(bytes.fromhex(index.removeprefix("field_")).decode().split("\0"))])
         return names if field_index(names[0]) == index else ()
@@ -128,19 +128,19 @@ def indexed_field(index: str) -> tuple[str, ...]:
 
 
 def field_index_sql(name: str) -> str:
-    """Return the statement that creates a field's index, to the letter as SQLite stores it."""
+    """Return the statement that creates a field's index, exactly as SQLite stores it."""
     of_type, value = field_sql(parts_of(name))
     return f"CREATE INDEX {field_index(name)} ON records({of_type}, {value})"
 
 
 def text_index_sql(tokenizer: str) -> str:
-    """Return the statement that creates the text index, as SQLite stores it; rows can be deleted without their text."""
+    """Return the statement that creates the text index. Its options let rows be deleted without their texts."""
     options = f"content='', contentless_delete=1, tokenize='{TOKENIZERS[tokenizer]}'"
     return f"CREATE VIRTUAL TABLE texts USING fts5(text, {options})"
 
 
 def state_crc(generation: int, next_row: int) -> int:
-    """Return the checksum of a state."""
+    """Return the checksum of the table `state`."""
     return crc32(f"{generation} {next_row}".encode())
 
 
@@ -151,5 +151,5 @@ def setting_crc(name: str, value: object) -> int:
 
 
 def text_crc(text: str | None) -> int | None:
-    """Return the checksum of a payload or a text; None for None."""
+    """Return the checksum of a payload or a text; None if the record has none."""
     return None if text is None else crc32(text.encode())

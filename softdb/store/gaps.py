@@ -8,7 +8,7 @@ The format, as MUSTs (a database that was never compacted has none of it):
   `rows-N.npy`, int64, shape (capacity,), whose used slots are strictly ascending from first_row on and have the CRC-32
   `rows_crc`; it MUST be full (`used` = capacity).
 * The setting `last_segment` is the greatest number that a compaction has taken. The number of a new segment MUST be
-  greater than it and than those of all segments: readers know their maps by the number, so no number is used twice.
+  greater than it and than all numbers in use: readers identify memory maps by number, so none may be used twice.
 * Rows that no segment holds MUST NOT have a bit in `tombstones`.
 """
 
@@ -25,16 +25,16 @@ MAX_SEGMENT = 10**8 - 2  # largest number: file names have eight digits
 
 
 class Gaps(NamedTuple):
-    """Number of missing rows, and checksums of row columns."""
+    """Number of rows that compaction removed, and checksums of the row columns of segments with gaps."""
 
     gone: int  # rows that no segment holds
-    checksums: dict[int, int]  # of the row columns, by segment
+    checksums: dict[int, int]  # segment number → CRC-32 of its row column
 
 
 def read(catalog: Catalog) -> Gaps:
-    """Read what compactions wrote to the catalogue. Raises CorruptionError."""
+    """Return the number of removed rows, and the checksums of row columns, as stored. Raises CorruptionError."""
     gone = catalog.setting("gone")
-    sql = "SELECT segment, rows_crc FROM gaps LIMIT (SELECT count(*) + 1 FROM segments)"  # pages may form a cycle
+    sql = "SELECT segment, rows_crc FROM gaps LIMIT (SELECT count(*) + 1 FROM segments)"  # or a cycle of pages
     stored = catalog.all(sql) if gone else []
     checksums = dict(stored)
     if len(checksums) < len(stored):
@@ -43,17 +43,17 @@ def read(catalog: Catalog) -> Gaps:
 
 
 def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
-    """Return True if a segment may follow one whose rows end before `row`."""
+    """Return True if a segment may be next, when `row` follows the last one's rows; `gone`: number of removed rows."""
     return entry.first_row >= row if gone else entry.first_row == row
 
 
 def adds_up(entries: Iterable[SegmentEntry], next_row: int, gone: int) -> bool:
-    """Return True if the rows in segments and the removed ones add up to all assigned rows."""
+    """Return True if the used slots of all segments and the `gone` removed rows add up to `next_row` assigned rows."""
     return sum(entry.used for entry in entries) + gone == next_row
 
 
 def next_segment(catalog: Catalog) -> int:
-    """Return the number of the next new segment. Raises CorruptionError."""
+    """Return the number for a new segment, never used before. Raises CorruptionError."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]
     last = max(int(greatest), catalog.setting("last_segment", -1))
     if last >= MAX_SEGMENT:
@@ -69,7 +69,7 @@ def reserve(catalog: Catalog) -> int:
 
 
 def put(catalog: Catalog, dropped: Iterable[int], removed: int, new: tuple[int, int] | None) -> None:
-    """Drop segments, count `removed` more rows as gone, and add a `new` segment with gaps: (number, rows_crc)."""
+    """Drop segments, add `removed` to the setting `gone`, and add a `new` segment with gaps: (number, rows_crc)."""
     for table in ("segments", "gaps"):
         catalog.connection.executemany(f"DELETE FROM {table} WHERE segment = ?", [(number,) for number in dropped])
     if new is not None:

@@ -1,8 +1,8 @@
 """Progress of a re-embedding: the new keys, in a database of their own, so that an interrupted run can be resumed.
 
-It lies in the folder `reembed-G` of the database's directory, where G is the generation that last re-embedded all keys:
-after the next such commit the name tells the next writer that the folder is obsolete. Its ids are rows, its payloads
-digests of the texts. A key counts for a record only while the record's text has that digest.
+This second database is the folder `reembed-G` in the first one's directory, where G is the generation that last
+re-embedded all keys. After another re-embedding, writers know by G that the folder is obsolete. Its ids are rows of the
+first database, its payloads digests of the texts. A key is used only if the record's text still has that digest.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def digest(text: str) -> str:
 
 
 class Gathered:
-    """New keys by row."""
+    """The new keys, looked up by row."""
 
     def __init__(self, store: Store, schema: Schema, encoder: str | None) -> None:
-        """Resume an interrupted run of the same encoder, or begin; a run of an encoder without a name never resumes.
+        """Resume an interrupted run of the same encoder, or begin a new one; without an encoder's name, always begin.
 
-        Raises DatabaseLocked if another run is in progress, BadInput if its folder holds foreign files, WriteFailed.
+        Raises DatabaseLocked if another run is in progress, BadInput if the folder has foreign files, WriteFailed.
         """
         only_keys = dataclasses.replace(schema, value_dim=None, num_classes=None)
         self._folder = None if store.path is None else store.path / f"reembed-{store.keyed.since}"
@@ -61,7 +61,7 @@ class Gathered:
         return store
 
     def _resume(self, origin: Keyed) -> Store | None:
-        """Return the keys of an interrupted run, if they are sound and of this `origin`; else remove its folder."""
+        """Return an interrupted run's store if it is undamaged and has this `origin`; else remove its folder."""
         if self._folder is None or not (self._folder.exists() or self._folder.is_symlink()):
             return None
         require_ours(self._folder)
@@ -83,7 +83,7 @@ class Gathered:
         return self._store.snapshot.count
 
     def missing(self, rows: Rows, digests: list[str]) -> NDArray[np.bool_]:
-        """Mask (m,) of the rows without a new key for the text of this digest."""
+        """Return a mask (m,), True for each row that has no new key for the text with its digest."""
         if not len(self):
             return np.ones(len(rows), np.bool_)
         stored = self._store.locate(rows.tolist(), whole=True).payloads
@@ -94,7 +94,7 @@ class Gathered:
         self._store.upsert(Batch(rows.tolist(), keys, None, list(map(json.dumps, digests))))
 
     def keys(self, rows: Rows) -> Array:
-        """Return the new keys (m, d) of rows, all of which must be stored."""
+        """Return the new keys (m, d) of rows (m,). A new key must be stored for each row."""
         located = self._store.require(rows.tolist())
         keys: Array = located.snapshot.keys_at(located.snapshot.positions(located.rows)).numpy()
         return keys

@@ -1,5 +1,5 @@
 """Load a snapshot from the catalogue. Guarantee, or CorruptionError: every row below `next_row` lies in exactly one
-segment, or was compacted away; every segment's files have the right size; every live label is that of a class.
+segment, or was compacted away; every segment's files have the right size; every live label is a valid class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SnapshotLoader:
     def __init__(self, columns: ColumnFiles, origin: keyed.Keyed) -> None:
         self._columns = columns
         self.loaded = Loaded(Snapshot.of(-1, (), np.zeros(0, np.bool_)), origin)
-        self._labels_checked: dict[int, int] = {}  # number of checked labels by segment
+        self._labels_checked: dict[int, int] = {}  # segment number → how many of its labels are checked
         self._entries: list[SegmentEntry] = []  # segments of the loaded snapshot
         self._missing = gaps.Gaps(0, {})
         self._room = np.empty(0, np.bool_)  # buffer that the `live` masks of successive appends share
@@ -63,14 +63,14 @@ class SnapshotLoader:
         return self._entries if catalog.state().generation == self.snapshot.generation else catalog.segments()
 
     def append(self, state: CatalogState, entries: list[SegmentEntry]) -> bool:
-        """Advance to a generation that only appended rows with keys to the previous one.
+        """Load a generation that differs from the one before it only by appended rows with keys.
 
-        Return False if the previous one is not loaded. Cost: the appended rows; a byte or two of memory for each row.
+        Return False if the one before it is not loaded. Cost: time for appended rows; 1 to 2 bytes of memory per row.
         """
         old = self.snapshot
         if state.generation != old.generation + 1:
             return False
-        same = len(self._entries)  # number of unchanged segments: the last may have been filled up
+        same = len(self._entries)  # number of unchanged segments: the last segment may have got more rows
         same -= same > 0 and entries[same - 1] != self._entries[same - 1]
         segments = (*old.segments[:same], *(self._segment(entry, None) for entry in entries[same:]))
         starts = np.empty(len(segments) + 1, np.int64)
@@ -81,7 +81,7 @@ class SnapshotLoader:
         if old.live.base is not self._room or len(self._room) < size:
             self._room = np.empty(2 * size, np.bool_)
             self._room[: old.size] = old.live
-        self._room[old.size : size] = True  # no older snapshot shows these bytes
+        self._room[old.size : size] = True  # no older snapshot includes these bytes
         count = old.count + size - old.size
         snapshot = Snapshot(state.generation, segments, starts, self._room[:size], count, old.keyless)
         self._take(self.loaded._replace(snapshot=snapshot), entries, self._missing)

@@ -1,8 +1,8 @@
 """Origin of a database's keys: their schema, the name of their encoder, and the generation of the last re-embedding.
 
 The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent if none is known. The
-setting `reembedded` is the generation that last re-embedded all keys, absent before; such a commit MUST give every
-segment a new number, as must every commit that changes the content of a segment's used slots.
+setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
+every segment a new number, as must every commit that changes the content of a segment's used slots.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from softdb.errors import BadInput
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 
-LONGEST = 1000  # characters of an encoder's name
+LONGEST = 1000  # maximum characters of an encoder's name
 _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
 class Keyed(NamedTuple):
-    """Origin of the keys of a generation."""
+    """Origin of a generation's keys: schema, encoder, and the last re-embedding."""
 
     schema: Schema
-    encoder: str | None  # its name
+    encoder: str | None  # name of the encoder; None: not known
     since: int  # the generation that last re-embedded all keys; 0: never
 
 
 def require_name(name: str) -> str:
-    """Return the name of an encoder, if it can be stored. Raises BadInput."""
+    """Return the name of an encoder. Raises BadInput if the name cannot be stored."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"the encoder's name is {shown(name)}, which is not Unicode text; give it another") from None
+        raise BadInput(f"the encoder's name is {shown(name)}, which is not Unicode text; choose another") from None
     if not 0 < len(name) <= LONGEST or "\0" in name:
         raise BadInput(f"the encoder's name is {shown(name)}; expected 1 to {LONGEST} characters, none of them NUL")
     return name
@@ -47,7 +47,7 @@ def read(catalog: Catalog) -> Keyed:
     return _parse(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
 
 
-@lru_cache(64, typed=True)  # every refresh calls it
+@lru_cache(64, typed=True)  # cached: every refresh calls this
 def _parse(*values: Any) -> Keyed:
     dim, value_dim, num_classes, dtype, metric, encoder, since = values
     try:

@@ -13,11 +13,11 @@ _FILE = re.compile(
     r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)(\.tmp)?|\.softdb-[0-9a-f]{16}"
 )
 _FOLDER = re.compile(r"index|reembed-\d{1,20}|\.softdb-[0-9a-f]{16}")
-_UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # of a killed backup
+_UNFINISHED = tuple("unfinished.sqlite" + end for end in ("", "-journal", "-wal", "-shm"))  # left by a killed backup
 
 
 def entries(path: Path, *more: str) -> tuple[list[Path], list[Path]]:
-    """Return two lists of a directory's entries: softdb's (or named in `more`), contents before folders; and others."""
+    """Return two lists of a directory's entries: those of softdb or named in `more`, and all others."""
     ours, others = list[Path](), list[Path]()
     if path.name.startswith(".softdb-"):
         more += _UNFINISHED

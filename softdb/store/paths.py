@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter, BadInput
 
-_MAX_NUMBERS = 4  # each is a list's index or an object's field, so that 4 give 16 paths
+_MAX_NUMBERS = 4  # numbers in a path, at most: each may mean a list's index or a field, so 4 give 16 paths
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # a longer one overflows in SQLite below 3.54, to another index
 
 
 def utf8(text: str, what: str = "where holds") -> str:
-    """Return a text, if it is Unicode. Raises BadFilter; `what` begins the message."""
+    """Return a text unchanged. Raises BadFilter, with a message that begins with `what`, if the text is not Unicode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -56,7 +56,7 @@ def spelled(parts: Iterable[str]) -> str:
 
 
 def field_sql(parts: Sequence[str], of: str = "payload") -> tuple[str, str]:
-    """Return SQL of a field's JSON type (NULL if absent) and of its value; `of`: SQL of the JSON object."""
+    """Return two SQL expressions: a field's JSON type (NULL if absent) and its value; `of`: SQL of the JSON object."""
     steps = [[_step(parts[0])]]
     steps += [[f"[{key}]", _step(key)] if _NUMBER.fullmatch(key) else [_step(key)] for key in parts[1:]]
     if "\0" in parts[-1]:  # a JSON path ends at NUL

@@ -1,9 +1,9 @@
-"""Read transactions. Guarantee: catalogue and columns that one reads are of one generation, which stays readable.
+"""Read transactions. Guarantee: all that a transaction reads, in catalogue and columns, belongs to one generation.
 
 This also holds in a directory that this process may not write, where SQLite cannot create a log: there the catalogue is
 read without locks until a writer opens the database, and a read that the writer may have interfered with is refused.
 
-A snapshot keeps its column files mapped: commits write beyond its watermarks, and unlinked files stay mapped.
+A snapshot keeps its column files mapped and stays readable: commits write only to slots that it does not use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reader:
         directory: Directory | None,
         connect: Callable[[], Catalog],
     ) -> None:
-        """`directory`: that of a read-only handle, which writers may change; None for a writer, and in memory."""
+        """`directory`: the directory of a read-only handle; None for a writer, or a database in memory."""
         self.connected: Catalog | None = catalog  # None: closed, or `inherited`
         self.inherited = False  # True in a forked child, which connects anew at its next call
         self.loader = SnapshotLoader(columns, origin)
@@ -56,7 +56,7 @@ class Reader:
         return self.connected
 
     def _follow(self, directory: Directory) -> None:
-        """Connect again if a writer has opened a catalogue that is read as immutable."""
+        """Connect again if this handle reads the catalogue as immutable and a writer has opened it."""
         assert self.connected is not None
         if not self.connected.immutable:
             directory.require_followed()
@@ -66,7 +66,7 @@ class Reader:
             old.close()
 
     def abandon(self, directory: Directory | None) -> None:
-        """In a forked child: close the inherited connection, and read `directory` as any other reader from now on."""
+        """In a forked child: close the inherited connection; from now on read from `directory`."""
         inherited, self.connected, self.in_operation = self.connected, None, False
         self._directory = directory
         if inherited is not None:
@@ -80,7 +80,7 @@ class Reader:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Snapshot]:
-        """Open a transaction on the newest generation, and yield its snapshot. Raises CorruptionError, StaleRead."""
+        """Run a block in a read transaction; yield the newest snapshot. Raises CorruptionError, StaleRead."""
         with contextlib.ExitStack() as transaction:
             before = -1
             while True:
@@ -90,13 +90,13 @@ class Reader:
                         self.loader.load(self.catalog)
                     except (FileNotFoundError, CorruptionError) as error:
                         if self._is_overtaken():
-                            continue  # a writer came: connect again, with its log
+                            continue  # a writer has opened the database: connect again, to read its log
                         if isinstance(error, CorruptionError):
                             raise
                         present = self.catalog.state().generation
                         if self._directory is not None and present > before:
                             before = present
-                            continue  # a compaction may have replaced it since this transaction began
+                            continue  # a compaction may have replaced the file since this transaction began
                         raise CorruptionError(f"{error.filename} is missing; restore it from a copy") from None
                     transaction.push(attempt.pop_all())
                     break
@@ -104,7 +104,7 @@ class Reader:
                 yield self.loader.snapshot
             finally:
                 if self._is_overtaken() and self._directory is not None and self._directory.rewritten():
-                    raise StaleRead("a writer opened the database during a read without locks; ask again")
+                    raise StaleRead("a writer opened the database during a read without locks; repeat the call")
 
     def _is_overtaken(self) -> bool:
         immutable = self.connected is not None and self.connected.immutable

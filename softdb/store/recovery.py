@@ -23,9 +23,9 @@ _GATHERED = re.compile(r"reembed-(\d{1,20})")
 
 
 def bring_to_disk(catalog: Catalog, path: Path) -> bool:
-    """Sync the log, as others may have read commits in it that never came to disk, and checkpoint it.
+    """Sync the log, because other processes may have read commits in it that are not on disk, and checkpoint it.
 
-    Return False if it cannot be checkpointed, as on a full disk; then the first write tries again.
+    Return False if the log cannot be checkpointed, as on a full disk; then the first write tries again.
     """
     files.sync(path / "catalog.sqlite-wal")
     with contextlib.suppress(apsw.FullError, apsw.IOError):
@@ -37,7 +37,7 @@ def bring_to_disk(catalog: Catalog, path: Path) -> bool:
 def clean(catalog: Catalog, columns: ColumnFiles) -> None:
     """Remove the column files of appends and compactions that did not commit.
 
-    It runs in a write transaction, to wait for a writer that has lost its lock and is about to commit.
+    This runs in a write transaction, to wait for a writer that has lost its lock and is about to commit.
     """
     with typed_errors():
         catalog.begin(write=True)
@@ -48,10 +48,10 @@ def clean(catalog: Catalog, columns: ColumnFiles) -> None:
 
 
 def clean_folders(path: Path, since: int) -> None:
-    """Remove the folders of `reembed` runs that began before the last re-embedding, of generation `since`.
+    """Remove the folders of `reembed` runs that began before generation `since`, which last re-embedded all keys.
 
-    The folder of a later, interrupted run stays, to be resumed. Folders that cannot be removed, or that hold foreign
-    files, stay, too, and do no harm.
+    The folder of a later, interrupted run stays, to be resumed. Folders that cannot be removed, or that hold other
+    programs' files, stay, too, and do no harm.
     """
     for folder in path.iterdir():
         match = _GATHERED.fullmatch(folder.name)

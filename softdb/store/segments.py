@@ -1,4 +1,4 @@
-"""The column files: plain `.npy` arrays of a fixed size, filled from the front, never changed below the watermark.
+"""The column files: plain `.npy` arrays of a fixed size, filled from the front, never changed in used slots.
 
 The format, as MUSTs:
 
@@ -35,13 +35,13 @@ from softdb.store.directory import Displaced
 FIRST_ROWS = 64  # slots of the smallest segment: small databases must not allocate megabytes
 MAX_ROWS = 1 << 20  # slots of the largest segment: larger files gain nothing
 
-BACKGROUND_BYTES = 1 << 20  # smaller writes are done faster without a thread
+BACKGROUND_BYTES = 1 << 20  # bytes; smaller writes take less time without a second thread
 
 _NAME = re.compile(r"(keys|values|rows)-\d{8,}\.npy")
 
 
 def capacity_for(stored: int, coming: int) -> int:
-    """Return the slots of the next segment: a power of two, at least the stored or coming rows, within the limits."""
+    """Return the slots of the next segment: the least power of two ≥ max(stored, coming), within the limits."""
     wanted = max(FIRST_ROWS, stored, coming)
     return min(MAX_ROWS, 1 << (wanted - 1).bit_length())
 
@@ -56,7 +56,7 @@ def header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class SegmentEntry(NamedTuple):
-    """A segment's entry in the catalogue; capacity and used in slots."""
+    """Entry of a segment in the catalogue. `capacity` and `used` count slots."""
 
     number: int
     first_row: int
@@ -65,7 +65,7 @@ class SegmentEntry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive records of a batch, and the entry, before the append, of the segment that takes them."""
+    """Consecutive records of a batch, and the entry of their segment as it was before they are appended."""
 
     entry: SegmentEntry
     keys: Array  # (n, d)
@@ -81,7 +81,7 @@ class SegmentPart(NamedTuple):
 
 
 class _Exposed:
-    """A read-only memory map that claims to be writable, as torch warns of arrays that are not."""
+    """A read-only memory map that claims to be writable, because torch warns of read-only arrays."""
 
     def __init__(self, mapped: np.memmap[Any, Any]) -> None:
         self.mapped = mapped  # keeps the map alive as long as the array
@@ -94,17 +94,17 @@ class ColumnFiles:
     def __init__(
         self, directory: Path | None, schema: Schema, relaxed: bool = False, folder: int | None = None
     ) -> None:
-        """`relaxed`: appended slots come to disk only at `sync`; `folder`: see `softdb.store.files`."""
+        """`relaxed`: appended slots are on disk only after `sync`; `folder`: see `softdb.store.files`."""
         self.directory, self.relaxed, self._folder = directory, relaxed, folder
         self._unsynced: set[Path] = set()  # files with bytes that are not on disk
         self._unnamed = False  # True if names of new files are not on disk
-        self._arrays: dict[tuple[str, int], Array] = {}  # by column and segment number, all slots; mapped or in memory
-        self.marks: dict[str, files.Mark] = {}  # by file name, from when the file was mapped or last written to
+        self._arrays: dict[tuple[str, int], Array] = {}  # (column, segment number) → its slots, mapped or in memory
+        self.marks: dict[str, files.Mark] = {}  # file name → mark, when the file was mapped or last written to
         self._written: set[Path] = set()  # files written to since `require_unchanged`
         self.reshape(schema)
 
     def reshape(self, schema: Schema) -> None:
-        """Open and create columns of this schema from now on."""
+        """Use this schema for the columns that are opened or created from now on."""
         self._shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"keys": (schema.dtype, (schema.dim,))}
         if schema.has_values:
             width = () if schema.value_dim is None else (schema.value_dim,)
@@ -114,7 +114,7 @@ class ColumnFiles:
     def create(self, number: int, capacity: int, gaps: bool = False, *, aside: bool = False) -> None:
         """Create a segment's files at their final size, and sync their names, before any row refers to them.
 
-        `aside`: other threads may write meanwhile, so nothing waits for `sync`, even if relaxed.
+        `aside`: sync the names now, even if relaxed, because another thread may write meanwhile.
         """
         named = aside or not self.relaxed
         for column, (dtype, width) in (self._all if gaps else self._shapes).items():
@@ -131,7 +131,7 @@ class ColumnFiles:
 
     @contextlib.contextmanager
     def appending(self, pieces: list[Piece]) -> Iterator[None]:
-        """Write slots beyond the watermark while the caller's block runs; on disk when this ends, or at `sync`."""
+        """Write pieces to free slots while the caller's block runs; on disk at the end or, if relaxed, at `sync`."""
         if sum(piece.keys.nbytes for piece in pieces) < BACKGROUND_BYTES or self.directory is None:
             for piece in pieces:
                 self._write(piece)
@@ -166,7 +166,7 @@ class ColumnFiles:
             self.marks[path.name] = now
 
     def require_unchanged(self, *paths: Path) -> None:
-        """Raise Displaced if another program has written to files since this one; no paths: to those it wrote."""
+        """Raise Displaced if another program has changed files; without `paths`, check all that this handle wrote."""
         for path in paths or self._written:
             before = self.marks.get(path.name)
             now = None if before is None else files.mark(path.name, self._folder)
@@ -206,7 +206,7 @@ class ColumnFiles:
                 done += len(chunk.keys)
 
     def overwrite(self, number: int, capacity: int, slot: int, keys: Array) -> None:
-        """Replace keys from a slot on, in a segment that is not committed yet; on disk when this returns."""
+        """Replace the keys in slots from `slot` on, in a segment not yet committed; on disk when this returns."""
         if self.directory is None:
             self._arrays["keys", number][slot : slot + len(keys)] = keys
             return
@@ -214,16 +214,16 @@ class ColumnFiles:
         files.write_at(self._path("keys", number), _raw(keys), start, folder=self._folder)
 
     def like(self, schema: Schema) -> ColumnFiles:
-        """Return the column files of the same directory for another schema, whose columns are written aside."""
+        """Return the column files of the same directory for another schema, to write segments beside the old ones."""
         return ColumnFiles(self.directory, schema, folder=self._folder)
 
     def take(self, other: ColumnFiles) -> None:
-        """Take over the arrays of another; in memory only."""
+        """Take over the arrays of `other`, in a database in memory."""
         if self.directory is None:
             self._arrays |= other._arrays
 
     def rows(self, number: int, capacity: int) -> NDArray[np.int64]:
-        """Map a segment's rows column, (capacity,); raises as `open`."""
+        """Map a segment's rows column, (capacity,). Raises FileNotFoundError, CorruptionError."""
         return self._column("rows", number, capacity)
 
     def remove(self, numbers: Iterable[int]) -> None:
@@ -240,14 +240,14 @@ class ColumnFiles:
         return keys, self._column("values", number, capacity) if "values" in self._shapes else None
 
     def keep_only(self, keep: set[int]) -> None:
-        """Drop the arrays of all other segments."""
+        """Drop the arrays and maps of all segments but those to `keep`."""
         for column, number in list(self._arrays):
             if number not in keep:
                 self._arrays.pop((column, number), None)
                 self.marks.pop(f"{column}-{number:08d}.npy", None)
 
     def clean(self, keep: set[int]) -> None:
-        """Remove files of segments not to `keep`, which appends or compactions left without a commit."""
+        """Remove the files of all segments but those to `keep`: appends or compactions without a commit left them."""
         if self.directory is None:
             return
         for name in os.listdir(self.directory if self._folder is None else self._folder):
@@ -301,7 +301,7 @@ def _map_file(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], folder: 
         raise
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise SoftDBError(f"{path.name} cannot be opened ({error}); raise the limit, or close files") from error
+            raise SoftDBError(f"{path.name} cannot be opened ({error}); raise the limit by `ulimit -n`") from error
         raise CorruptionError(
             f"{path.name} cannot be read ({error}); fix the cause, or restore it from a copy"
         ) from error

@@ -1,4 +1,4 @@
-"""Open, close and fork a database. It has one writer and any number of readers, in any processes.
+"""Open, close and fork a database. It has at most one writer and any number of readers, in any processes.
 
 Guarantee: an opening that fails leaves nothing locked or open; closing brings relaxed changes to disk. The parts:
 reading (`reader.py`), writing (`writer.py`, the commit protocol), recovery after a crash (`recovery.py`), the directory
@@ -37,7 +37,7 @@ S = TypeVar("S", bound="Session")
 T = TypeVar("T")
 
 _IN_MEMORY = "this database is in the memory of the process that opened it; give one with a path to a forked process"
-_RETRY_SECONDS, _TRIES = 0.02, 50  # of a reader that connects while a writer opens or closes
+_RETRY_SECONDS, _TRIES = 0.02, 50  # seconds between a reader's attempts to connect, and their number
 _relaxed: weakref.WeakSet[Session] = weakref.WeakSet()  # to be flushed at the end of the interpreter
 
 
@@ -49,7 +49,7 @@ def _flush_all() -> None:
 
 
 def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run a method on the store's thread, where nothing interrupts it."""
+    """Make a method run on the store's thread, where nothing interrupts it."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
@@ -60,7 +60,7 @@ def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
 
 def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run a method, which looks up records, in the caller's thread, between two operations."""
+    """Make a method that looks up records run in the caller's thread, between two operations."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
@@ -73,7 +73,7 @@ def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 class Session:
     """A connection to the catalogue, the column files, and the snapshot that this handle reads."""
 
-    columns: ColumnFiles  # compaction writes to them, too
+    columns: ColumnFiles  # compaction also writes to these files
     _why_closed = "this handle is closed; open the database again"
     loader: SnapshotLoader  # its `loaded` is the snapshot that this handle reads
 
@@ -249,7 +249,7 @@ class Session:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot that this handle reads: the newest of a writer, that of the last `refresh` of a reader."""
+        """The snapshot that this handle reads: for a writer the newest, for a reader that of the last `refresh`."""
         return self.loader.loaded.snapshot
 
     @property

@@ -1,7 +1,7 @@
 """Snapshots: one generation of the stored columns, immutable, which searches and soft queries read.
 
-A *row* is a record's permanent number, which is never reused. A *position* is its place in the concatenation of the
-segments of one snapshot, `0 … size - 1`, dead ones included. Rows ascend with positions.
+A *row* is a record's permanent number, which is never reused. A *position* is a record's index among the used
+slots of all segments of one snapshot, `0 … size - 1`, dead records included. Rows ascend with positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from softdb.kernels._native import Column
 
-SAMPLED = 1024  # values that `value_size` is estimated from
+SAMPLED = 1024  # maximum number of values from which `value_size` is estimated
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
     positions: Tensor  # (m,) int64, ascending
     keys: Tensor  # (m, d) in the column's dtype; a view of the segment if no record in between is skipped
-    values: Tensor  # (m, v) in the column's dtype, (m,) int64 labels, or `keys` itself where the key serves
+    values: Tensor  # (m, v) in the column's dtype, (m,) int64 labels, or `keys` if the key serves as value
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Segment:
     first_row: int
     rows: Rows | None  # (m,) ascending; None: first_row, first_row + 1, …
     keys: NDArray[np.floating]  # (m, d)
-    values: NDArray[np.generic] | None  # (m, v), labels (m,), or None: the key serves
+    values: NDArray[np.generic] | None  # (m, v), labels (m,), or None: the key serves as value
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -73,14 +73,14 @@ class Snapshot:
     segments: tuple[Segment, ...]
     starts: Rows  # (segments + 1,) position of each segment's first slot, then size
     live: Live  # (size,)
-    count: int  # live records with a key, those that searches and soft queries see
+    count: int  # number of live records with a key: searches and soft queries see these
     keyless: Rows = field(default_factory=NONE.copy)  # rows of records without a key, ascending
 
-    placed: ClassVar[None] = None  # these columns are not on a device: kernels read them in place
+    placed: ClassVar[None] = None  # None: no GPU holds these columns; kernels read them in main memory
 
     @classmethod
     def of(cls, generation: int, segments: tuple[Segment, ...], live: Live, keyless: Rows = NONE) -> Snapshot:
-        """Make a snapshot of segments in row order, the mask of their live slots, and the rows without a key."""
+        """Make a snapshot from segments in row order, a mask of live slots, and the rows of records without a key."""
         starts = np.cumsum([0, *(len(s) for s in segments)], dtype=np.int64)
         return cls(generation, segments, starts, live, int(np.count_nonzero(live)), keyless)
 
@@ -97,14 +97,14 @@ class Snapshot:
         return Snapshot.of(self.generation, tuple(segments), self.live[low:high])
 
     def without(self, dead: Rows) -> Snapshot:
-        """Return this snapshot with rows (m,) marked as dead, too; rows that it does not hold are ignored."""
+        """Return a copy of this snapshot with rows (m,) marked as dead; ignore rows that it does not hold."""
         positions, live = self.positions(dead), self.live.copy()
         live[positions[positions >= 0]] = False
         return Snapshot.of(self.generation, self.segments, live, self.keyless)
 
     @property
     def records(self) -> int:
-        """Live records, with a key or without."""
+        """Number of live records, with a key or without."""
         return self.count + len(self.keyless)
 
     @cached_property
@@ -114,18 +114,18 @@ class Snapshot:
         return np.sort(np.concatenate([rows, self.keyless])) if len(self.keyless) else rows
 
     def keyed(self, rows: Rows) -> Live:
-        """Mask of rows (m,) that lie in a slot of this generation and have a key."""
+        """Return a mask of rows (m,), True for a row with a key that lies in a slot of this generation."""
         in_slots: Live = self.positions(rows) >= 0
         return in_slots & ~np.isin(rows, self.keyless) if len(self.keyless) else in_slots
 
     def holds(self, rows: Rows) -> Live:
-        """Mask of rows (m,) of this generation, with a key or without."""
+        """Return a mask of rows (m,), True for a row that this generation holds, with a key or without."""
         in_slots: Live = self.positions(rows) >= 0
         return in_slots | np.isin(rows, self.keyless) if len(self.keyless) else in_slots
 
     @property
     def size(self) -> int:
-        """Slots in use, dead ones included."""
+        """Number of positions: the used slots of all segments, dead records included."""
         return len(self.live)
 
     @cached_property
@@ -137,12 +137,12 @@ class Snapshot:
 
     @cached_property
     def key_column(self) -> Column:
-        """The keys for kernels, which read them in place; valid as long as this snapshot is."""
+        """The keys, for kernels that read them without a copy; valid as long as this snapshot exists."""
         return self._column([s.keys for s in self.segments])
 
     @cached_property
     def value_column(self) -> Column:
-        """The values for kernels, which read them in place; valid as long as this snapshot is."""
+        """The values, for kernels that read them without a copy; valid as long as this snapshot exists."""
         return self._column([s.values_or_keys for s in self.segments])
 
     @cached_property
@@ -161,7 +161,7 @@ class Snapshot:
         return rows
 
     def positions(self, rows: Rows) -> Rows:
-        """Return the positions of rows (…), -1 for rows without a slot (dead rows have one until a compaction)."""
+        """Return the positions of rows (…); -1 for rows without a slot. Dead rows have a slot until a compaction."""
         if self.contiguous:
             return np.where((rows >= 0) & (rows < self.size), rows, -1)
         positions = np.full(rows.shape, -1, np.int64)
@@ -176,11 +176,11 @@ class Snapshot:
         return positions
 
     def keys_at(self, positions: Rows) -> Tensor:
-        """Copy the keys of positions (…): (…, d) in the column's dtype; zeros at -1."""
+        """Copy the keys of positions (…): (…, d) in the column's dtype; zeros for the position -1."""
         return self._gather([s.keys for s in self.segments], positions)
 
     def values_at(self, positions: Rows) -> Tensor:
-        """Copy the values of positions (…): (…, v) or int64 labels (…), or keys if there are no values; zeros at -1."""
+        """Copy the values of positions (…): (…, v), int64 labels (…), or keys if there are no values; zeros for -1."""
         values = self._gather([s.values_or_keys for s in self.segments], positions)
         return values if values.is_floating_point() else values.long()
 
@@ -190,8 +190,8 @@ class Snapshot:
         allowed: Live | None = None,  # (size,) over positions; None: every live record
         start: int = 0,  # first position
     ) -> Iterator[Block]:
-        """Yield the allowed live records from a position on, in order; runs without gaps are not copied."""
-        import torch  # imported late: `softdb info` and others that read only metadata must not wait for it
+        """Yield the allowed live records from a position on, in order. Only blocks that skip records are copied."""
+        import torch  # imported late: commands that read only metadata, like `softdb info`, must not wait for it
 
         keep = self.live if allowed is None else self.live & allowed
         for segment, offset in zip(self.segments, self.starts, strict=False):
@@ -213,7 +213,7 @@ class Snapshot:
                 yield Block(positions, keys, values if values.is_floating_point() else values.long())
 
     def _by_segment(self, positions: Rows) -> Iterator[tuple[Segment, int, NDArray[np.bool_]]]:
-        """Yield each segment that holds some of the positions, its start, and the mask of these positions."""
+        """Yield each segment that holds some of the positions, its first position, and the mask of positions in it."""
         for segment, low, high in zip(self.segments, self.starts[:-1], self.starts[1:], strict=True):
             inside = (positions >= low) & (positions < high)
             if inside.any():
@@ -234,7 +234,7 @@ class Snapshot:
         out = np.zeros((*positions.shape, *columns[0].shape[1:]), columns[0].dtype)
         if len(columns) == 1 and positions.size and positions.min() >= 0:
             return torch.from_numpy(columns[0].take(positions, 0, out))
-        home = self.starts.searchsorted(positions, "right") - 1  # index of each position's segment; -1 at -1
+        home = self.starts.searchsorted(positions, "right") - 1  # index of each position's segment; -1 for position -1
         for segment in set(home.flat):
             if segment >= 0:
                 inside = home == segment
@@ -243,6 +243,6 @@ class Snapshot:
 
 
 def value_size(generation: int, size: int, values_at: Callable[[Rows], Tensor]) -> float:
-    """Root mean square of ‖v‖, estimated from at most SAMPLED positions, drawn with replacement."""
+    """Root mean square of ‖v‖, estimated from at most SAMPLED values, drawn with replacement."""
     positions = np.random.default_rng(generation).integers(0, size, min(size, SAMPLED))
     return float(values_at(np.sort(positions)).double().square().sum(1).mean().sqrt())

@@ -1,4 +1,4 @@
-"""Checksums: each record has one for its key, value, payload and text, so that damage is reported, and lost, by row."""
+"""Checksums: each key, value, payload and text has one, so that damage is found and reported row by row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Damage(NamedTuple):
 
     file: str
     rows: list[int]
-    what: str = ""  # the damaged column, for the message: "payload of ", "text of "
+    what: str = ""  # begins the message: "payload of " or "text of ", if the file holds both
 
     def __str__(self) -> str:
         runs = np.split(np.array(self.rows), np.flatnonzero(np.diff(self.rows) > 1) + 1)
@@ -36,14 +36,14 @@ class Damage(NamedTuple):
 
 
 def checksums(column: Array) -> list[int]:
-    """Return the CRC-32 of each row of a column (n, …)."""
+    """Return n checksums (CRC-32), one for each key or value of a column (n, …)."""
     return list(map(crc32, np.ascontiguousarray(column)))
 
 
 def damaged(fetch: Fetch, segment: Segment, only: Rows | None = None) -> Iterator[Damage]:
     """Yield the damage to the keys and to the values of a segment's records.
 
-    `only`: check these rows (m,); others than the segment's are ignored. Cost: every checked byte is read once.
+    `only`: check only those of the rows (m,) that the segment holds. Cost: every checked byte is read once.
     """
     keys, values = list[int](), list[int]()
     for slots, rows, expected in _fetch_records(fetch, segment, only):

@@ -13,7 +13,7 @@ from softdb.store.store import Store
 
 
 def stats(store: Store, index: IndexReport | None, device: DeviceReport | None = None) -> Stats:
-    """Return the statistics of a store. Cost: a walk over its directory."""
+    """Return the statistics of a store. Cost: one stat for each file of its directory."""
     snapshot, schema = store.snapshot, store.schema
     return Stats(
         path=None if store.path is None else str(store.path),
@@ -41,7 +41,7 @@ def stats(store: Store, index: IndexReport | None, device: DeviceReport | None =
 
 
 def noted_index(store: Store) -> IndexReport | None:
-    """Return the catalogue's report of the index; None if its file is absent. The file's signature is not checked."""
+    """Return the index report from the catalogue, without checking the index file; None if the file is absent."""
     entry = store.index_entry() or {}
     facts, covered = entry.get("report"), entry.get("covered")
     if store.path is None or not isinstance(facts, dict) or "kind" not in facts or type(covered) is not int:
@@ -54,7 +54,7 @@ def noted_index(store: Store) -> IndexReport | None:
 
 
 def _unindexed(snapshot: Snapshot, covered: int) -> int:
-    """Count the rows from `covered` on."""
+    """Count the rows of a snapshot from row `covered` on: they are newer than the index."""
     count = 0
     for segment in snapshot.segments:
         if segment.rows is None:

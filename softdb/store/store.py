@@ -41,16 +41,16 @@ class Store(Session):
 
     @lookup
     def locate(self, ids: list[Id], whole: bool = False) -> Located:
-        """Locate ids in the snapshot, of records with a key or without; `whole`: with payloads and texts."""
+        """Find the rows of ids in the snapshot, of records with or without a key; `whole`: with payloads and texts."""
         with typed_errors():
             stored, snapshot = self.catalog.lookup(ids, whole), self.snapshot
         entries = [stored.get(name) or RecordEntry(-1, name) for name in ids]
         rows = np.fromiter((entry.row for entry in entries), np.int64, len(ids))
-        rows[~snapshot.holds(rows)] = -1  # written after a reader's generation
+        rows[~snapshot.holds(rows)] = -1  # the record was written after the generation that this reader sees
         return Located(snapshot, rows, [entry.payload for entry in entries], [entry.text for entry in entries])
 
     def require(self, ids: list[Id], whole: bool = False) -> Located:
-        """Locate ids, all of which must be stored. Raises UnknownId that names the first missing one."""
+        """Find the rows of ids, as `locate` does. Raises UnknownId, naming the first id that is not stored."""
         located = self.locate(ids, whole)
         rows = located.rows
         if (rows < 0).any():
@@ -72,19 +72,19 @@ class Store(Session):
 
     @lookup
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
-        """Return the entries of rows that are not deleted since, with ids, and payloads and texts if requested."""
+        """Return {row: entry} for the rows that are still stored; entries have payload and text if requested."""
         with typed_errors():
             return self.catalog.read(rows, payloads, texts)
 
     @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
-        """Return `Catalog.checksums` of rows first … last."""
+        """Call `Catalog.checksums` for rows first … last."""
         with typed_errors():
             return self.catalog.checksums(first, last)
 
     @on_thread
     def damaged_texts(self, column: str, among: NDArray[np.int64] | None = None) -> list[int]:
-        """Return `Catalog.damaged_texts`."""
+        """Call `Catalog.damaged_texts`, which returns the rows of damaged payloads or texts."""
         with typed_errors():
             return self.catalog.damaged_texts(column, among)
 
@@ -94,7 +94,7 @@ class Store(Session):
     def insert(self, batch: Batch, origin: Keyed | None = None) -> bool:
         """Add records, and return True. Raises DuplicateId if an id is stored already; then nothing is written.
 
-        `origin`: that of the schema the keys were checked for; if it changed since, write nothing and return False.
+        `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return False.
         """
         if origin is not None and self.keyed is not origin:
             return False
@@ -109,13 +109,13 @@ class Store(Session):
                 if first is None:
                     raise damaged_catalog("has records in rows beyond the last assigned one") from None
                 raise DuplicateId(
-                    f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert replaces"
+                    f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert() replaces it"
                 ) from None
         return True
 
     @on_thread
     def upsert(self, batch: Batch, origin: Keyed | None = None) -> bool:
-        """Add records as `insert` does, but replace those whose ids are stored already."""
+        """Add records as `insert` does, but replace stored records that have the same ids."""
         if origin is not None and self.keyed is not origin:
             return False
         with self.write_transaction():
@@ -134,7 +134,7 @@ class Store(Session):
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
     ) -> None:
-        """Replace the columns of stored records that are not None.
+        """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
         Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
         """
@@ -162,15 +162,15 @@ class Store(Session):
 
     @on_thread
     def apply(self, removed: list[Id], batches: Sequence[Batch], source: str) -> None:
-        """Delete `removed`, append batches, and store the table and version they came from, in one transaction.
+        """Delete the ids `removed`, append batches, and store their `source` (table and version), in one transaction.
 
-        Ids of `removed` may be missing. Raises DuplicateId if another id is stored already; then nothing is written.
+        Ids in `removed` need not be stored. Raises DuplicateId if a batch has a stored id; then nothing is written.
         """
         with self.write_transaction() as change:
             stored = self.catalog.lookup(removed)
             if stored:
                 self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
-            if stored or not batches:  # each `source` has its own generation
+            if stored or not batches:  # every new `source` gets a generation of its own
                 self.catalog.advance(0)
             appended = self.catalog.state(), self.reader.loader.entries(self.catalog)
             done = 0
@@ -194,11 +194,11 @@ class Store(Session):
         return source if isinstance(source, str) else None
 
     def _require_keys(self, ids: list[Id], keyed: NDArray[np.bool_], keys: Array | None, values: Array | None) -> None:
-        """Raise BadInput if a record would get a key without a value, or a value without a key."""
+        """Raise BadInput if a record without a key would get a key without a value, or a value without a key."""
         missing = "a key" if keys is None else "a value" if values is None and self.schema.has_values else ""
         if missing and not keyed.all():
             name = shown(ids[int(np.flatnonzero(~keyed)[0])])
-            raise BadInput(f"id {name} has neither key nor value as yet, and {missing} for it is not given; give both")
+            raise BadInput(f"id {name} has neither key nor value, and {missing} for it is not given; give both")
 
     def _delete(self, rows: NDArray[np.int64]) -> None:
         """Delete the records of rows in the open transaction, and their texts from the text index."""
@@ -206,7 +206,7 @@ class Store(Session):
         textindex.remove(self.catalog.connection, rows.tolist())
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
-        """Raise CorruptionError if records differ from their checksums: rewriting them would hide the damage."""
+        """Raise CorruptionError if records of `rows` fail their checksums: rewriting them would hide the damage."""
         damage = [str(item) for segment in snapshot.segments for item in damaged(self.checksums, segment, rows)]
         damage += map(str, damaged_texts(self.damaged_texts, rows))
         if damage:
@@ -214,13 +214,13 @@ class Store(Session):
 
     @on_thread
     def delete(self, ids: list[Id]) -> int:
-        """Delete the records of those ids that are stored, and return their number."""
+        """Delete the records of ids, ignoring ids that are not stored, and return the number of deleted records."""
         with self.write_transaction():
             rows = np.unique(self.locate(ids).rows)
             return self.delete_rows(rows[rows >= 0])
 
     def delete_rows(self, rows: NDArray[np.int64]) -> int:
-        """Delete the records of rows in the open transaction, and return their number."""
+        """Delete the records of rows in the open transaction, and return the number of deleted records."""
         if len(rows):
             self._delete(rows)
             self.catalog.advance(0)
@@ -235,7 +235,7 @@ class Store(Session):
 
     @on_thread
     def id_types(self) -> set[str]:
-        """Return the types of stored ids, "integer" and "text". Cost: two lookups in their index."""
+        """Return the types of stored ids, "integer" and "text". Cost: two lookups in the index of ids."""
         ends = (f"(SELECT typeof(id) FROM records ORDER BY id {order} LIMIT 1)" for order in ("ASC", "DESC"))
         with typed_errors():
             return {kind for kind in self.catalog.one(f"SELECT {', '.join(ends)}") if kind is not None}
@@ -250,14 +250,14 @@ class Store(Session):
 
     @on_thread
     def index_fields(self, names: Iterable[str]) -> None:
-        """Index payload fields, all or none; those that are indexed already stay so. No record changes."""
+        """Index payload fields, all or none of them; skip fields that are indexed already. No record changes."""
         with self.write_transaction(durable=True):
             for name in names:
                 self.catalog.index_field(name)
 
     @on_thread
     def drop_field(self, name: str) -> None:
-        """Drop a field's index. Raises BadInput if it has none."""
+        """Drop a field's index. Raises BadInput if the field has no index."""
         with self.write_transaction(durable=True):
             fields = self.catalog.fields()
             if name not in fields:
@@ -272,7 +272,7 @@ class Store(Session):
 
     @on_thread
     def index_text(self, tokenizer: str | None) -> None:
-        """Index the texts, or drop the index for None. No record changes; caches of text results are invalidated."""
+        """Index the texts, or drop the index for None. Records stay; cached text results are invalidated."""
         with self.write_transaction(durable=True):
             connection = self.catalog.connection
             if textindex.tokenizer(connection) != tokenizer:
@@ -310,7 +310,7 @@ class Store(Session):
 
     @on_thread
     def put_index_entry(self, entry: dict[str, Any] | None) -> None:
-        """Name an index file, which is on disk already, in the catalogue, or none. No record changes."""
+        """Store the entry of an index file, which is on disk already, in the catalogue; None: remove the entry."""
         with self.write_transaction(durable=True):
             self.catalog.connection.execute("DELETE FROM indexes WHERE name = 'keys'")
             if entry is not None:

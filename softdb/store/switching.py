@@ -2,7 +2,7 @@
 
 As in compaction, but for all segments in one commit, the live rows' new keys and their values are written aside and
 fsynced; one SQLite transaction swaps segments, checksums, tombstones and settings; then the old files are unlinked. A
-crash leaves the old keys or the new ones. Readers of an older generation keep its maps. Rows keep their numbers.
+crash leaves the old keys or the new ones. Readers of an old generation keep its files mapped. Rows keep their numbers.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from softdb.store.store import Store
 Rows = NDArray[np.int64]
 Gather = Callable[[Snapshot, Rows], None]
 
-TRIES = 5  # rounds in which rows changed meanwhile are embedded without a lock; after them, writers wait
+TRIES = 5  # maximum rounds that embed changed rows without the write lock; the next round takes it
 _NONE = np.empty(0, np.int64)
 
 
 @dataclass
 class Progress:
-    """The processed rows, and the checksums of payload and text at that time."""
+    """The rows processed so far, with the checksums that their payloads and texts had then."""
 
     generation: int = -1  # replacements of payloads and texts up to this generation are processed
     rows: Rows = field(default_factory=_NONE.copy)  # (m,) ascending
-    crcs: Rows = field(default_factory=lambda: np.empty((0, 2), np.int64))  # (m, 2), -1 for none
+    crcs: Rows = field(default_factory=lambda: np.empty((0, 2), np.int64))  # (m, 2); -1: no payload or no text
     keyed: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # (m,) mask of rows with a new key
 
     def add(self, rows: Rows, crcs: Rows, keyed: NDArray[np.bool_]) -> None:
-        """Add processed rows (m,), replacing those that were processed before."""
+        """Add processed rows (m,); a row that was processed before is replaced."""
         others = ~np.isin(self.rows, rows)
         merged = np.concatenate([self.rows[others], rows])
         order = np.argsort(merged, kind="stable")
@@ -50,7 +50,7 @@ class Progress:
         self.keyed = np.concatenate([self.keyed[others], keyed])[order]
 
     def unlike(self, rows: Rows, crcs: Rows) -> Rows:
-        """Return those of rows (m,) that were not processed, or with other checksums (m, 2)."""
+        """Return those of rows (m,) that are not processed, or were processed with other checksums than crcs (m, 2)."""
         if not len(self.rows):
             return rows
         places = np.minimum(self.rows.searchsorted(rows), len(self.rows) - 1)
@@ -58,13 +58,13 @@ class Progress:
         return changed
 
     def of(self, snapshot: Snapshot) -> Rows:
-        """Return the snapshot's rows that have a new key, ascending."""
+        """Return those rows of a snapshot that have a new key, ascending."""
         rows = self.rows[self.keyed]
         return rows[np.isin(rows, snapshot.all_rows)]
 
 
 def pending(store: Store, progress: Progress) -> tuple[Snapshot, Rows]:
-    """Return the newest snapshot, and its rows, ascending, that are not processed or have changed since."""
+    """Return the newest snapshot, and those of its rows, ascending, that are not processed or have changed since."""
     return store.run(_find_pending, store, progress)
 
 
@@ -88,7 +88,7 @@ def _crcs(catalog: Catalog) -> Iterator[tuple[Rows, Rows]]:
 
 
 def require_sound_values(store: Store) -> None:
-    """Raise CorruptionError if values, which are copied, differ from their checksums."""
+    """Raise CorruptionError if stored values, which re-embedding copies, differ from their checksums."""
     segments = store.snapshot.segments if store.schema.has_values else ()
     reports = [item for segment in segments for item in damaged(store.checksums, segment)]
     damage = [str(item) for item in reports if item.file.startswith("values")]
@@ -115,21 +115,21 @@ class _NewSegment:
 
 @dataclass
 class Switch:
-    """The replacement of all keys by gathered ones."""
+    """Replacement of all keys of a store by the new keys in `gathered`."""
 
     store: Store
     schema: Schema
     encoder: str | None
     gathered: Gathered
     progress: Progress
-    gather: Gather  # gathers the keys of rows that others have written meanwhile
+    gather: Gather  # makes and stores the new keys of rows of a snapshot
     announce: Callable[[int], None]  # called with the new generation before it is committed
 
     def __post_init__(self) -> None:
         self.columns: ColumnFiles = self.store.columns.like(self.schema)
-        self.numbers: list[int] = []  # of segments whose files may exist
+        self.numbers: list[int] = []  # numbers of new segments whose files may exist
         self.segments: list[_NewSegment] = []
-        self.again = _NONE  # rows that were gathered again since their segment was written
+        self.again = _NONE  # rows whose keys were made again since their segment was written
         self.tries = 0
 
     def run(self) -> None:
@@ -150,13 +150,13 @@ class Switch:
         return np.concatenate([_NONE, *(segment.rows for segment in self.segments)])
 
     def write_aside(self) -> None:
-        """Write most of the rows while other threads read and write. An error here changes nothing."""
+        """Write new segments while other threads read and write. An error here changes no record."""
         snapshot, _ = pending(self.store, self.progress)
         rows = self.progress.of(snapshot)
         try:
             self._write(snapshot, rows, self.store.run(self._reserve, len(rows)))
         except (OSError, MemoryError) as error:
-            raise WriteFailed(f"the disk refused a write ({error}); no record changed, make room") from error
+            raise WriteFailed(f"the disk refused a write ({error}); no record changed; make room") from error
 
     def _reserve(self, count: int) -> list[int]:
         with self.store.write_transaction(durable=True):
@@ -183,14 +183,14 @@ class Switch:
             yield SegmentPart(keys, values, rows if segment.has_gaps else None)
 
     def catch_up(self) -> None:
-        """Gather the keys of rows that others have written meanwhile."""
+        """Make the keys of rows that were written or changed meanwhile."""
         snapshot, rows = pending(self.store, self.progress)
         self.again = np.union1d(self.again, rows)
         self.gather(snapshot, rows)
         self.tries += 1
 
     def commit(self) -> bool:
-        """Commit and return True; or return False, at most TRIES times, if rows must be gathered first."""
+        """Commit and return True; or return False, at most TRIES times, if the caller must first call `catch_up`."""
         with self.store.write_transaction(durable=True):
             if len(_find_pending(self.store, self.progress)[1]):
                 if self.tries < TRIES:
@@ -203,7 +203,7 @@ class Switch:
         return True
 
     def _complete(self, snapshot: Snapshot) -> None:
-        """Bring the segments up to date with the keys gathered since they were written."""
+        """Add the keys that were made after the segments were written, to these or to new segments."""
         for segment in self.segments:
             for slot in np.flatnonzero(np.isin(segment.rows, self.again)).tolist():
                 key = self.gathered.keys(segment.rows[slot : slot + 1])

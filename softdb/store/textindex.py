@@ -1,7 +1,7 @@
 """The text index: SQLite's FTS5 over `records.text`, in the catalogue, written in the transaction of the records.
 
-It is a contentless table (`format.text_index_sql`), which holds words and their places, not the texts, and deletes a
-row by its number alone. The writer updates it, no trigger does. It may be dropped at any time.
+It is a contentless table (`format.text_index_sql`), which holds words and where they occur, not the texts. A row
+can be deleted by its number alone. softdb updates it without triggers. It may be dropped at any time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tokenizer(connection: apsw.Connection) -> str | None:
 
 
 def make(connection: apsw.Connection, name: str) -> None:
-    """Create the index and add all texts. Cost: 3 µs a record by words, 60 µs by trigrams."""
+    """Create the index and add all texts. Cost: 3 µs per record for words, 60 µs for trigrams."""
     connection.execute(format.text_index_sql(name))
     connection.execute(_ADD.format("TRUE"))
 
@@ -42,7 +42,7 @@ def make(connection: apsw.Connection, name: str) -> None:
 def drop(connection: apsw.Connection) -> None:
     """Drop the index, if there is one, even if it is damaged."""
     if connection.table_exists("main", "texts"):
-        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # to repair its settings, without which FTS5 cannot drop
+        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 0)  # to repair settings that FTS5 needs to drop it
         try:
             connection.execute("DELETE FROM texts_config; INSERT INTO texts_config VALUES('version', 4)")
         finally:
@@ -70,7 +70,7 @@ def replace(connection: apsw.Connection, rows: list[int]) -> None:
 
 
 def unlike(connection: apsw.Connection) -> bool:
-    """Return True if the index differs from a new one of the same texts, built in a temporary file."""
+    """Return True if the index is wrong: compare it with a new index of the texts, built in a temporary file."""
     name = tokenizer(connection)
     if name is None:
         return False
@@ -86,7 +86,7 @@ def unlike(connection: apsw.Connection) -> bool:
 
 
 def _entries(connection: apsw.Connection) -> Iterator[tuple[object, ...]]:
-    """Yield the length of each text, then each word with its places, in a fixed order."""
+    """Yield the length of each text, then each word with the rows and offsets of its occurrences, in a fixed order."""
     yield from connection.execute("SELECT id, sz FROM texts_docsize ORDER BY id")
     connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS temp.words USING fts5vocab(main, texts, instance)")
     yield from connection.execute("SELECT term, doc, offset FROM temp.words")

@@ -16,7 +16,7 @@ from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
 from softdb.store.store import Store
 
-_LONG = 4000  # characters of JSON from which on it may hold an integer too long for Python (4300 digits)
+_LONG = 4000  # characters; longer JSON may hold an integer that is too long for Python (over 4300 digits)
 
 
 def verify(store: Store) -> int:
@@ -42,17 +42,17 @@ def _verify(store: Store) -> int:
 
 
 def _check_records(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """Yield records that differ from their checksums."""
+    """Yield messages about records that differ from their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
     yield from map(str, damaged_texts(store.catalog.damaged_texts))
 
 
 def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
-    """Check the catalogue by SQLite, records against tombstones, and the text index."""
+    """Check the catalogue by SQLite, compare records with tombstones, check the text index; return messages."""
     damage = [f"catalog.sqlite: {row[0]}" for row in store.catalog.all("PRAGMA integrity_check") if row[0] != "ok"]
     if damage:
-        return damage  # queries of damaged pages tell nothing
+        return damage  # the results of queries on damaged pages mean nothing
     live = np.zeros(snapshot.size, np.bool_)
     keyed = "SELECT row FROM records WHERE key_crc NOTNULL"
     rows = np.fromiter((row for (row,) in store.catalog.connection.execute(keyed)), np.int64)
@@ -67,16 +67,16 @@ def _check_catalogue(store: Store, snapshot: Snapshot) -> list[str]:
         damage.append(f"catalog.sqlite: {valued} records have a value and no key")
     unplaced = int(np.count_nonzero(snapshot.positions(store.catalog.dead()) < 0))
     if unplaced:
-        damage.append(f"catalog.sqlite: {unplaced} rows are marked dead that no segment holds")
+        damage.append(f"catalog.sqlite: {unplaced} rows that no segment holds are marked dead")
     if textindex.unlike(store.catalog.connection):
-        damage.append("catalog.sqlite: the text index is not that of the texts (drop_text_index(), then index_text())")
+        damage.append("catalog.sqlite: the text index does not match the texts (drop_text_index(), then index_text())")
     return damage + _check_texts(store.catalog)
 
 
 def _check_texts(catalog: Catalog) -> list[str]:
-    """Check settings, and ids, payloads and texts for content that softdb never writes, whatever their checksums."""
-    catalog.settings()  # raises
-    catalog.payloads_replaced()  # raises
+    """Check settings, ids, payloads and texts for content that softdb never writes, even if checksums match."""
+    catalog.settings()  # raises CorruptionError
+    catalog.payloads_replaced()  # raises CorruptionError
     wrong = "typeof(id) NOT IN ('integer', 'text') OR NOT (payload IS NULL OR json_valid(payload))"
     bad = [str(row) for (row,) in catalog.all(f"SELECT row FROM records WHERE {wrong} LIMIT 9")]
     for row, id_bytes, payload, text in catalog.connection.execute(
@@ -94,7 +94,7 @@ def _check_texts(catalog: Catalog) -> list[str]:
 
 
 def _check_row_columns(store: Store, snapshot: Snapshot) -> list[str]:
-    """List row columns that differ from their checksum, or that do not ascend."""
+    """Return messages about row columns that differ from their checksum or do not ascend."""
     damage, missing = [], gaps.read(store.catalog)
     for number, column in ((segment.number, segment.rows) for segment in snapshot.segments):
         if column is not None and checksum(column) != missing.checksums.get(number):

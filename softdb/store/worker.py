@@ -26,17 +26,17 @@ class _Job:
         self.work, self.context = work, contextvars.copy_context()
         self.outcome: list[tuple[Any, BaseException | None]] = []
         self.taken = threading.Lock()  # acquired by the thread to run the call, or by the caller to cancel it
-        self.over: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when the call has ended
+        self.over: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item is put when the call has ended
 
 
 class Worker:
     """A thread that runs calls one after the other, until `stop`."""
 
     def __init__(self, late: Callable[[], None]) -> None:
-        """`late`: a method that the thread calls when `ring` says so. Raises SoftDBError if no thread can start."""
+        """`late`: method that the thread calls at the time set by `ring`. Raises SoftDBError if no thread can start."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._busy = threading.Lock()  # held by the thread that uses the connection
-        self._holder = -1  # identifier of a caller's thread that uses it
+        self._holder = -1  # identifier of the caller's thread that uses the connection; -1: none
         self._late = weakref.WeakMethod(late)
         self._at: float | None = None  # time.monotonic() at which to call `late`
         self._thread = threading.Thread(target=self._work, name="softdb-store", daemon=True)
@@ -72,7 +72,7 @@ class Worker:
         return threading.get_ident() in (self._thread.ident, self._holder)
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run a call on the thread, and return its result or raise its error; after the thread's end, run it here."""
+        """Run a call on the thread (here if the thread has ended), and return its result or raise its error."""
         if self.inside or sys.is_finalizing():  # no other thread uses the connection
             return work()
         job = _Job(work)
@@ -99,7 +99,7 @@ class Worker:
             del error  # its traceback refers to this frame: a reference cycle
 
     def run_between(self, work: Callable[[], Any]) -> Any:
-        """Run one query in the calling thread, between operations; its statement must not call Python (signals)."""
+        """Run one query in the calling thread, between operations. SQLite must not call Python for it."""
         if self.inside:
             return work()
         with self._busy:
@@ -114,7 +114,7 @@ class Worker:
         self._jobs.put(_Job(work))
 
     def ring(self, seconds: float) -> None:
-        """Have `late` called after `seconds`. Call it on the thread."""
+        """Schedule a call of `late` in `seconds`. Only the thread itself may call this."""
         self._at = time.monotonic() + seconds
 
     def after_fork(self) -> None:

@@ -3,10 +3,10 @@
 The protocol of an operation, in this order, on the store's thread, which no interrupt reaches:
 
 1. The checks of 3, then BEGIN IMMEDIATE: from here on nobody else writes.
-2. Columns are written beyond the watermarks and synced (`softdb.store.append`), while SQLite takes the records, the new
-   watermarks and the next generation into the open transaction.
+2. Columns are written to free slots and synced (`softdb.store.append`), while SQLite takes the records, the new numbers
+   of used slots, and the next generation into the open transaction.
 3. The path must lead to this directory, and the names in it to the files that this writer opened
-   (`softdb.store.directory`), and the lock must be this writer's.
+   (`softdb.store.directory`), and this writer must hold the lock.
 4. COMMIT, which syncs SQLite's log: from here on the operation has happened. It is acknowledged only if the names still
    lead to those files.
 5. The generation is written to the file `committed`; then the new snapshot is loaded.
@@ -37,9 +37,9 @@ from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles, SegmentEntry
 
 DELAY = 1.0  # seconds that a relaxed change may wait
-PAGES = 1000  # pages of the WAL from which on a commit is followed by a checkpoint
-MOST_PAGES = 4 * PAGES  # pages from which on the checkpoint waits for readers, so that the WAL can be restarted
-PATIENCE = 1000  # milliseconds that it waits
+PAGES = 1000  # pages of the WAL; if a commit leaves at least this many, a checkpoint follows
+MOST_PAGES = 4 * PAGES  # pages of the WAL; with at least this many, the checkpoint waits for readers to leave
+PATIENCE = 1000  # milliseconds that such a checkpoint waits for readers
 
 _FAILURES = (OSError, apsw.Error, MemoryError, Displaced)  # errors after which a handle takes no more writes
 
@@ -48,9 +48,9 @@ ending = False  # True when the interpreter ends: no thread will flush any more
 
 
 class Change:
-    """Effects of an operation, so that they need not be read back."""
+    """Changes made by an operation, so that the new snapshot need not be read from the catalogue."""
 
-    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # state and all segments, if it only appended rows
+    appended: tuple[CatalogState, list[SegmentEntry]] | None = None  # state and all segments, after a mere append
 
 
 class Writer:
@@ -64,7 +64,7 @@ class Writer:
         later: Callable[[float], None] | None,
         checkpointed: bool,
     ) -> None:
-        """`later`: schedules a flush of relaxed changes in some seconds; None: full durability.
+        """`later`: function that schedules a flush of relaxed changes in some seconds; None: full durability.
 
         `checkpointed`: True if the last writer's log was checkpointed at opening.
         """
@@ -73,7 +73,7 @@ class Writer:
         self._mark = None if directory is None else Committed(directory.path, directory.descriptor)
         self._checkpointed = checkpointed
         self._broken: apsw.Error | None = None  # error of a checkpoint, whose sync must not be tried again
-        self._displaced: Displaced | None = None  # why a checkpoint was not tried
+        self._displaced: Displaced | None = None  # why a checkpoint was not tried: a file was replaced
         self._spills = 0  # `_spilled_pages` when the open transaction began
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
@@ -155,7 +155,7 @@ class Writer:
         self._acknowledge(generation)
 
     def rollback(self) -> None:
-        """Roll back an operation that has not ended. Raises apsw.Error, also if SQLite has rolled back all of them."""
+        """Roll back an operation that has not ended. Raises apsw.Error if SQLite undid earlier ones, too."""
         if not self._reader.in_operation:
             return
         self._reader.in_operation = False
@@ -189,7 +189,7 @@ class Writer:
             self._directory.note_state()
 
     def _spilled_pages(self) -> int:
-        """Return how many pages SQLite has spilled to the log before a commit, as its cache was full."""
+        """Return how many pages SQLite has spilled to the log before a commit, because its cache was full."""
         return self._reader.catalog.connection.status(apsw.SQLITE_DBSTATUS_CACHE_SPILL)[0]
 
     def require_unchanged(self) -> None:
@@ -202,7 +202,7 @@ class Writer:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Guard a checkpoint or VACUUM, which writes to the catalogue outside an operation. Raises WriteFailed."""
+        """Run a checkpoint or VACUUM, which writes to the catalogue outside an operation. Raises WriteFailed."""
         try:
             self._require_ours(CATALOG, LOG)
             yield
@@ -251,7 +251,7 @@ class Writer:
         if not isinstance(error, Displaced):
             try:
                 self._require_ours()
-            except Displaced as displaced:  # the cause of the error
+            except Displaced as displaced:  # this caused the error
                 error = displaced
         self._failure = f"{type(error).__name__}: {error}"
         with contextlib.suppress(apsw.Error):
@@ -259,13 +259,13 @@ class Writer:
         if isinstance(error, Displaced) and error.overwritten in (CATALOG, LOG):
             error = self._put_log_aside(error)
         with contextlib.suppress(SoftDBError):
-            self._reader.refresh()  # a commit that raised may have come to disk
+            self._reader.refresh()  # a commit that raised may be on disk all the same
         cause = str(error) if isinstance(error, Displaced) else refused(error)
         also = f" and changes since the last flush ({lost}) are rolled back" if lost else ""
         return WriteFailed(f"{cause}{also}; this handle writes no more: fix the cause, then open the database again")
 
     def _put_log_aside(self, error: Displaced) -> Displaced:
-        """Keep SQLite from mixing pages of this database with those that another program wrote over them.
+        """Keep SQLite from mixing pages of this database with pages that another program wrote over the catalogue.
 
         Forbid checkpoints and reads. The log's pages belong to the catalogue that was overwritten, so rename the log:
         then opening finds by the file `committed` that commits are missing, see `committed.require`.
@@ -287,13 +287,13 @@ class Writer:
     # -- what follows a commit -------------------------------------------------------------------------------------
 
     def _acknowledge(self, generation: int) -> None:
-        """Write the generation to the file `committed`; if that fails, only a later loss of the WAL goes unnoticed."""
+        """Write the generation to the file `committed`; without it, only a later loss of the WAL goes unnoticed."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.put(generation)
 
     def _checkpoint(self, connection: apsw.Connection, name: str, pages: int) -> int:
-        """Checkpoint after a commit that leaves a long WAL; wait for its readers if it is very long.
+        """Checkpoint if a commit leaves a WAL of at least PAGES pages; wait for readers from MOST_PAGES on.
 
         SQLite's own automatic checkpoint would ignore errors, and try a failed sync again.
         """

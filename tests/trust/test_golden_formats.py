@@ -108,7 +108,7 @@ def test_a_golden_directory_opens_on_read_only_media(
     monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)  # as for others than root
     try:
         if log.exists() and log.stat().st_size:  # its commits cannot be read there, and must not be passed over
-            with pytest.raises(softdb.NotADatabase, match="open it writable once"):
+            with pytest.raises(softdb.NotADatabase, match="open the database once for writing"):
                 softdb.open(path, mode="r")
         else:
             with softdb.open(path, mode="r") as db:

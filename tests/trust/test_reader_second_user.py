@@ -117,4 +117,4 @@ def test_a_log_without_its_index_is_refused_with_the_way_out(path: Path, user: S
     (path / "catalog.sqlite-shm").unlink()
     kind, why = user.ask("open", path)
     assert kind == "NotADatabase"
-    assert "open it writable once" in why
+    assert "open the database once for writing" in why

@@ -74,7 +74,7 @@ def test_a_record_with_a_tombstone_is_saved_and_listed(path: Path, tmp_path: Pat
     report = softdb.salvage(path, tmp_path / "saved")
     assert saved(report) == {f"r{i}" for i in range(20)} - {"r3"}
     assert report["unconfirmed"] == ["r5"]
-    assert report["notes"] == ["by its counts there are 1 fewer records; some saved ones may have been deleted"]
+    assert report["notes"] == ["catalog.sqlite counts 1 fewer records; some saved ones may have been deleted"]
 
 
 def test_one_entry_of_the_index_of_ids_costs_no_other_record(path: Path, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_deletion_needs_ids_or_a_filter(folder: Path) -> Steps:
         assert db.delete(where={}) == 2
 
 
-@advice("upsert replaces", softdb.DuplicateId)
+@advice("upsert() replaces it", softdb.DuplicateId)
 def test_an_id_that_is_stored_is_upserted(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db.insert(["a"], [[5, 5]])
