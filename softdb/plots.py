@@ -20,7 +20,7 @@ MAX_LABELS = 40  # most records whose ids a heat map shows
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
-    """Return a figure and its row of axes (inches each), without a display and without pyplot's global state."""
+    """Return a figure and its axes, each of width × height inches; needs no display and no pyplot."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[A
 
 
 def save(drawn: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file of a format by suffix (.png, .pdf, .svg). Raises BadInput if it cannot be written."""
+    """Write a figure to a file; its suffix (.png, .pdf, .svg) sets the format. Raises BadInput if that fails."""
     try:
         drawn.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ def weight_bars(
     weights: Any,  # (t, n)
     labels: Sequence[str],  # n
     titles: Sequence[str],  # t
-    colors: Sequence[str | None] | None = None,  # n, as matplotlib names them
+    colors: Sequence[str | None] | None = None,  # n colours of matplotlib
 ) -> Any:
     """Draw the weights of t soft queries as stacked bars, one bar per query. Returns the axes."""
     shares, _ = _checked(weights, range(1, len(titles) + 1), labels)

@@ -12,7 +12,7 @@ __all__ = [
     "Stats", "ViewReport",
 ]  # fmt: skip
 
-ALWAYS = {"always": True}  # metadata of a field that `told` includes even if it has its default
+ALWAYS = {"always": True}  # metadata of a field that `told` includes even at its default
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +24,7 @@ class Report:
         return dataclasses.asdict(self)
 
     def told(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, and those that are always told."""
+        """Return the fields to print: those that differ from their defaults, and those marked with ALWAYS."""
         fields = [(field_, getattr(self, field_.name)) for field_ in dataclasses.fields(self)]
         return {field_.name: value for field_, value in fields if field_.metadata or value not in (field_.default, {})}
 
@@ -40,15 +40,15 @@ class IndexReport(Report):
     recall: float = field(default=1.0, metadata=ALWAYS)  # share of the true k nearest found, by queries not tuned on
     met: bool = field(default=True, metadata=ALWAYS)  # True if the recall is at least the target
     target: float = 0.0  # the recall asked for; 0 for exact search
-    k: int = 0  # the recall is that of the k nearest
-    reason: str = ""  # for "flat": why there is no index
+    k: int = 0  # number of nearest records that the recall is measured with
+    reason: str = ""  # for "flat": the reason why no index was built
     measured_on: str = ""  # the queries that measured the recall
     codes: str = ""  # codes of the keys: "PQ96x4" splits a key into 96 parts of 4 bits
     lists: int = 0  # number of inverted lists
-    records_per_match: int = 0  # search effort: scan a list if at least one in so many of its records should match
+    records_per_match: int = 0  # search effort: scan a list if a share of 1 / this of its records should match
     nprobe: int = 0  # search effort on a GPU: number of lists scanned
     ef_search: int = 0  # search effort in a graph: number of records visited
-    fetch_k: int = 0  # records fetched by code for each of the k, and rescored
+    fetch_k: int = 0  # fetch_k · k records are fetched by code, and then rescored
     outliers: int = 0  # for inner products: number of longest keys, which are compared with every query
     recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key length: `recall`, `of` records
     records: int = 0
@@ -64,7 +64,7 @@ class IndexReport(Report):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> IndexReport:
-        """Make a report of the facts stored with an index by this or an older softdb."""
+        """Make a report from the facts that this or an older softdb stored with an index."""
         named = {_RENAMED.get(name, name): fact for name, fact in facts.items()}
         return cls(**{fact.name: named[fact.name] for fact in dataclasses.fields(cls) if fact.name in named})
 
@@ -94,7 +94,7 @@ class Stats(Report):
     unflushed: int  # changes that are not on disk yet
     records: int
     keyless: int  # records without a key, which no vector finds
-    dead: int  # rows of deleted and replaced records, until `compact()`
+    dead: int  # rows of deleted and replaced records that `compact()` has not removed yet
     dim: int  # d
     value_dim: int | None  # v
     num_classes: int | None
@@ -147,7 +147,7 @@ class SnapshotReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ReindexReport(Report):
-    """Report of a reindexing of encoded or trained keys: version, records, training step and duration in seconds."""
+    """Report of one reindexing of encoded or trained keys. `step` is the training step, `seconds` the duration."""
 
     version: int
     records: int
@@ -157,17 +157,17 @@ class ReindexReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ViewReport(Report):
-    """Age of the encoded keys of a View, and their cost."""
+    """Age of the encoded keys of a View, and the cost of encoding and indexing them."""
 
     version: int  # number of reindexings; 0 before the first
     records: int  # encoded records
     unindexed: int  # records not encoded yet
     age: int  # training steps since the last reindexing
-    recall: float | None  # as of the last `measure`; None before
+    recall: float | None  # from the last call of `measure`; None before one
     reindexing: bool  # True while a reindexing runs
     reindexes: int  # number of completed reindexings
-    seconds: float  # duration of the last
-    total_seconds: float  # duration of all
+    seconds: float  # duration of the last reindexing
+    total_seconds: float  # duration of all reindexings
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,9 +177,9 @@ class MemoryReport(Report):
     records: int
     steps: int  # training steps so far
     age: int  # training steps since the last reindexing
-    recall: float | None  # as of the last `measure`; None before
+    recall: float | None  # from the last call of `measure`; None before one
     reindexing: bool  # True while a reindexing runs
     reindexes: int  # number of completed reindexings
-    seconds: float  # duration of the last
-    total_seconds: float  # duration of all
-    uncommitted: int | None = None  # records with a gradient since the last commit; None for keys without one
+    seconds: float  # duration of the last reindexing
+    total_seconds: float  # duration of all reindexings
+    uncommitted: int | None = None  # records with a gradient since `commit()`; None for keys that have no `commit()`

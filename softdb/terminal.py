@@ -40,8 +40,8 @@ __all__ = [
     "terminal",
 ]
 
-_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they occur within strings only
-PIPE_COLUMNS = 1 << 16  # without a terminal, lines are not wrapped
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they are in strings only
+PIPE_COLUMNS = 1 << 16  # width without a terminal, so that lines are not wrapped
 
 
 def terminal(stderr: bool = False) -> Console:
@@ -144,12 +144,12 @@ def safe(text: str, width: int | None = None) -> str:
 
 
 def listed(facts: dict[str, object]) -> str:
-    """Return names and values in one line."""
+    """Format a dict as one line: "records 2,000, recall 0.95"."""
     return ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in facts.items())
 
 
 def number(value: object) -> str:
-    """Return a number, or a dict of them, in the form that people read."""
+    """Format a number, or a dict of numbers, for people: "0.1235", "2,000"."""
     if isinstance(value, dict):
         return f"({listed(value)})"
     if isinstance(value, float):

@@ -84,7 +84,7 @@ def test_texts_need_an_encoder(folder: Path) -> Steps:
         assert db.search("fox", k=1).ids == [["a"]]
 
 
-@advice("softdb loads no model by itself; if you trust it, give it: ")
+@advice("softdb loads no model by itself; if you trust it, pass it: ")
 def test_a_model_is_given_by_whom_trusts_it(folder: Path) -> Steps:
     encoder = Model()
     with softdb.open(folder / "db", encoder=encoder) as db:

@@ -50,7 +50,7 @@ def test_keys_of_nobody_knows_what(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", dim=D) as db:
         db.insert(["a", "b"], HashedNGrams(D)(["a red fox", "a blue whale"]))
     error = fails("search", tmp_path / "db", "fox")
-    assert "names no encoder of its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
+    assert "stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers" in error
     assert answer("search", tmp_path / "db", "fox", "-k", 1, "--encoder", "ngrams")[0][0]["id"] == "a"
     numbers = str(HashedNGrams(D)(["fox"])[0].tolist())
     assert answer("search", tmp_path / "db", numbers, "-k", 1)[0][0]["id"] == "a"

@@ -31,7 +31,7 @@ def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> N
     assert "QUERY starts with [ but is not JSON" in fails("search", plane, "[1, 2")
     assert "queries mix text and numbers" in fails("search", book, '["a", 1]', "--encoder", "ngrams")
     assert "no.npy cannot be read as an array of numbers" in fails("search", plane, f"@{tmp_path / 'no.npy'}")
-    assert "names no encoder of its keys; add --encoder" in fails("search", plane, "east")
+    assert "stores no name of an encoder; add --encoder" in fails("search", plane, "east")
     assert "made by the encoder 'ngrams', not 'demo'" in fails("search", book, "Schulz", "--encoder", "demo")
     assert "temperature is 0.0; expected a finite number above 0" in fails(
         "attend", plane, "[1, 0]", "--temperature", 0

@@ -203,7 +203,7 @@ def test_ids_and_payloads_arrive_whole_and_as_text(site: Site) -> None:
 @pytest.mark.parametrize(
     ("parameters", "kind", "message"),
     [
-        ({}, "BadInput", "one of them, and not an empty one"),
+        ({}, "BadInput", "the query is empty or given twice"),
         ({"text": " "}, "BadInput", "not an empty one"),
         ({"text": "a", "id": "b"}, "BadInput", "one of them"),
         ({"text": "a", "limit": 5}, "BadInput", "there is no parameter 'limit'"),
