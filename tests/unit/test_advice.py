@@ -29,7 +29,7 @@ class Model:
 # -- opening and writing -----------------------------------------------------------------------------------------------
 
 
-@advice("give dim= to make one")
+@advice("make one: softdb.open with dim= and mode='rw', or on a shell softdb import")
 def test_a_new_database_needs_a_width(folder: Path) -> Steps:
     yield lambda: softdb.open(folder / "new")
     with softdb.open(folder / "new", dim=2) as db:
@@ -141,7 +141,7 @@ def test_an_id_that_is_stored_is_upserted(folder: Path) -> Steps:
         assert db.get(["a"]).keys.tolist() == [[5, 5]]
 
 
-@advice("check it with `in`", softdb.UnknownId)
+@advice("id 'd' is not stored", softdb.UnknownId)
 def test_an_unknown_id_is_checked(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db["d"]

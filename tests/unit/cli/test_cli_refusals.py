@@ -65,7 +65,7 @@ def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> N
     assert "memory is 9 bytes, which no index of kind 'ivf' meets" in fails(*ivf, "--memory", 9)
     assert "recall is 2.0; expected a share" in fails(*ivf, "--recall", 2)
     assert "4 records are too few to train an index on" in fails("index", plane, "--kind", "ivf")
-    assert "there is no index to tune, search is exact" in fails("tune", vectors)
+    assert "there is no index to tune, searches are exact" in fails("tune", vectors)
     run(*ivf)
     assert "recall is 0.0; expected a share above 0" in fails("tune", vectors, "--recall", 0)
 

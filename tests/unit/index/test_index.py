@@ -188,7 +188,7 @@ def test_other_scores_are_found_by_their_own_metric(db: softdb.SoftDB) -> None:
 
 
 def test_nothing_to_tune(db: softdb.SoftDB) -> None:
-    with pytest.raises(softdb.BadInput, match=r"no index to tune.*build_index\(\) makes one"):
+    with pytest.raises(softdb.BadInput, match=r"no index to tune.*build one first"):
         db.tune()
 
 
