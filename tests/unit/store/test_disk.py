@@ -236,7 +236,7 @@ def test_other_peoples_paths_are_left_alone(tmp_path: Path) -> None:
         softdb.open(folder, dim=2)
     with pytest.raises(softdb.NotADatabase, match="holds no database"):
         softdb.open(tmp_path / "nothing", mode="r")
-    with pytest.raises(softdb.NotADatabase, match="softdb.open with dim="):
+    with pytest.raises(softdb.NotADatabase, match="with dim= and mode="):
         softdb.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
