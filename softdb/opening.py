@@ -44,13 +44,13 @@ def open(
         path: the directory. In mode "rw" a missing database is created if `dim` is given.
         dim: d, the width of a key; by default the attribute `dim` of the encoder.
         value_dim: v, the width of a value; without it the key serves as the value.
-        num_classes: values are integer labels below this instead, and soft queries return distributions.
+        num_classes: values are integer labels below this number, and soft queries return distributions over them.
         dtype: number type of stored vectors, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
         mode: "rw" writes (one process at a time), "r" reads.
         durability: "full": a change is on disk when its call returns. "relaxed": it is on disk within about a second,
             after `flush()` and after `close()`. A crash of the process or the machine before that loses the last
-            calls, each as a whole. Other processes see flushed changes only.
+            calls, each of them whole. Other processes see flushed changes only.
         device: "cpu", "cuda", "cuda:1" or a list of GPUs: keys and values are copied there, and queries that are no
             tensors are answered there; see `SoftDB.device` and `SoftDB.to`.
         encoder: texts -> (n, d); then keys and queries may be texts. A database without records stores its attribute
@@ -129,7 +129,7 @@ def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
 
 
 def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
-    """Index the fields that are not indexed yet."""
+    """Index the fields that are not indexed yet. Raise BadInput if the database is open for reading only."""
     missing = sorted(set(fields) - set(store.fields()))
     if missing and store.mode == "r":
         raise BadInput(f"fields {', '.join(missing)} have no index and mode is 'r'; open it with mode='rw'")

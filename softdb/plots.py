@@ -16,7 +16,7 @@ from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["attention_heatmap", "figure", "save", "temperature_sweep", "weight_bars"]
 
-MAX_LABELS = 40  # most records whose ids a heat map shows
+MAX_LABELS = 40  # largest number of records whose ids a heat map shows
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
@@ -70,8 +70,8 @@ def attention_heatmap(
 ) -> Any:
     """Draw weights as shades, one row per query and one column per record. Returns the axes.
 
-    For an answer of `attend(k=)`, or another with weights, the columns are the records that any query weighed, in row
-    order, with their ids if there are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)
+    For an answer of `attend(k=)`, or another with weights, the columns are the records with a weight for any query, in
+    the order of rows, with ids if there are at most 40. (The columns of `pooled.weights` are ranks, not records.)
     Raises BadInput for an answer without weights, shapes that do not fit, and negative weights.
     """
     if isinstance(weights, Pooled):
@@ -93,7 +93,7 @@ def attention_heatmap(
 
 
 def _by_record(pooled: Pooled) -> tuple[NDArray[np.float64], list[str]]:  # (q, n), n ids
-    """Return the weights of all records that any query weighed, in row order, and their ids."""
+    """Return the weights of all records that have one for any query, in the order of rows, and their ids."""
     if pooled.hits is None or pooled.weights is None:
         raise BadInput("this answer has no weights by record; query with k=, or with need_weights=True")
     rows = pooled.hits.rows.cpu().numpy()

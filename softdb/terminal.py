@@ -65,7 +65,7 @@ class _Rate(ProgressColumn):
 def progress(
     stage: str, console: Console | None = None, rate: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal; yield a function of the stage, the steps done and their total.
+    """Show a progress bar on a terminal; yield a function that updates it: (stage, steps done, total).
 
     `rate` adds the speed and the remaining time.
     """
@@ -88,7 +88,7 @@ def print_table(
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
-    """Print a table without rules; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
+    """Print a table without ruled lines; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
     console = console or terminal()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     table.show_header = any(columns)

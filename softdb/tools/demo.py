@@ -183,7 +183,7 @@ def _learn(
     _step(console, 3, "Train", "a projection of the queries, by gradients through the soft query")
     right, begin = [[data.ids[i] for i in answer] for answer in data.answers], time.perf_counter()
     with progress("train", console) as show, warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainingWarning)  # the table below shows it
+        warnings.simplefilter("ignore", TrainingWarning)  # the table below shows recalls that fell
         fitted = fit(
             db, data.query_keys, right, temperature=TEMPERATURE, epochs=epochs, holdout=data.held_out, patience=None,
             seed=seed, progress=show,

@@ -149,7 +149,7 @@ def _serves(kind: type[Engine], data: Dataset, leave_out: Callable[[str, str], N
 
 def _measured(
     entries: list[_Entry],
-    exams: tuple[Exam, Exam],  # for tuning, for measuring
+    exams: tuple[Exam, Exam],  # with the queries for tuning, and with those for measuring
     goal: _Goal,
     grid: Grid,
     leave_out: Callable[[str, str], None],

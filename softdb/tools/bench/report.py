@@ -131,7 +131,7 @@ def _rate_alone(row: Row) -> float:
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compare softdb with the fastest peer that meets each goal, in batches and for single queries.
 
-    "ratio" is softdb's figure divided by the peer's. Grids over efforts have no goal, and no comparison.
+    "ratio" is softdb's queries/s, or its time for one query, over the peer's. Grids over efforts are not compared.
     """
     facts = []
     for goal, threads in dict.fromkeys((row["goal"], row["threads"]) for row in rows):

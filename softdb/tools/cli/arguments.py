@@ -40,7 +40,7 @@ DType = Enum("DType", {"float32": "float32", "float16": "float16"}, type=str)
 Kind = Enum(
     "Kind",
     {"auto": "auto", "ivf": "ivf", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
-    type=str,  # for older releases of typer
+    type=str,  # older releases of typer need it
 )
 Mode = Enum("Mode", {"vector": "vector", "text": "text", "hybrid": "hybrid"}, type=str)
 TextIndex = Enum("TextIndex", {"words": "words", "trigram": "trigram", "none": "none"}, type=str)

@@ -184,7 +184,7 @@ def _no_constant(name: str) -> None:
 
 
 def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_InputRecord]]:
-    """Yield lists of up to `size` successive records of one kind. A bad line's error comes after the records before."""
+    """Yield lists of up to `size` successive records of one kind; those before a bad line come before its error."""
     failure: BadInput | None = None
 
     def before_error() -> Iterator[_InputRecord]:

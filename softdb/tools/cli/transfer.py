@@ -223,7 +223,7 @@ def export(
     where: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write records to a file, from which `softdb import` can make the database again; - prints the records only."""
+    """Write records to a file; `import` can make the database again from JSON lines or tables. - prints records."""
     from softdb.formats import export_records, write_records
 
     def note(text: str) -> None:

@@ -73,7 +73,7 @@ def verify(
         _repair(path, repair, settings, as_json)
         return
     if any(setting is not None for setting in settings.values()):
-        raise BadInput("settings are given without --repair; expected the path alone; add --repair DEST")
+        raise BadInput("--dim and other settings go with --repair; add --repair DEST, or leave them out")
     from softdb.store.verify import verify as verified
 
     try:

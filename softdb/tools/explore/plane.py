@@ -15,7 +15,7 @@ from softdb.database import SoftDB
 from softdb.scoring import score_of
 from softdb.store.entry import RecordEntry
 
-SAMPLE = 2000  # records on the map
+SAMPLE = 2000  # largest number of records on the map
 FEW = 3  # effective number of records with which the slider starts, for stored keys as queries
 QUERIES = 64  # number of sampled keys used as queries to choose the range of temperatures
 

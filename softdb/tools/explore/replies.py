@@ -299,7 +299,7 @@ def _shares(
 
 
 def _output(db: SoftDB, plane: Plane, output: Tensor | None) -> dict[str, Any]:
-    """Return the pooled value: its likeliest classes or first numbers, and its coordinates if values are keys."""
+    """Return the pooled value: its likeliest classes or first numbers, and its place on the map if values are keys."""
     if output is None:
         return {"output": [], "width": 0, "classes": [], "norm": 0.0, "answer": None}
     if db.num_classes is not None:

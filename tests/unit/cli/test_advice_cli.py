@@ -66,7 +66,7 @@ def test_words_need_an_index(texts: Path) -> None:
 
 def test_settings_are_of_a_repair(texts: Path, tmp_path: Path) -> None:
     error = fails("verify", texts, "--dim", D)
-    assert "settings are given without --repair; expected the path alone; add --repair DEST" in error
+    assert "--dim and other settings go with --repair; add --repair DEST, or leave them out" in error
     run("verify", texts)
     run("verify", texts, "--repair", tmp_path / "saved", "--dim", D)
     assert answer("info", tmp_path / "saved")["records"] == 3
