@@ -16,12 +16,12 @@ import torch
 from softdb.nn import RecurrentAttention
 from softdb.plots import attention_heatmap, figure, save
 
-SYMBOLS = " ^-0123456789"  # padding, which also ends an answer; the start; what dates are made of
-LONGEST = len("2024-12-31") + 1  # at least one padding symbol
+SYMBOLS = " ^-0123456789"  # padding, which also ends an answer; start symbol; characters of dates
+LONGEST = len("2024-12-31") + 1  # symbols of the longest date, with one of padding
 
 
 def origins(date: str) -> list[int]:
-    """Return the place in a date of each character of the answer: day, month, year, then padding."""
+    """For each character of the answer (day, month, year, padding) return the index in the date where it stands."""
     n, m = date.index("-"), date.rindex("-")
     places = [*range(m + 1, len(date)), m, *range(n + 1, m), n, *range(n)]
     return places + [LONGEST - 1] * (LONGEST - len(places))
@@ -54,7 +54,7 @@ def main(picture: str | None) -> None:
     read = torch.tensor([[SYMBOLS.index(symbol) for symbol in date.ljust(LONGEST)] for date in dates])
     origin = torch.tensor([origins(date) for date in dates])
     right = read.gather(1, origin)
-    written = torch.cat([torch.full((6000, 1), SYMBOLS.index("^")), right[:, :-1]], 1)  # one symbol behind
+    written = torch.cat([torch.full((6000, 1), SYMBOLS.index("^")), right[:, :-1]], 1)  # the answer, one step late
     model = Rewriter()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(300):

@@ -19,7 +19,7 @@ from softdb import cluster
 
 
 def main(on: Literal["here", "ray"] = "here") -> None:
-    """Write, query, lose the shards, double their number; compare every answer with that of a single database."""
+    """Write, query, delete the shards, double their number; compare all answers with those of a single database."""
     rng = np.random.default_rng(0)
     ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
     single = softdb.open(None, dim=32, metric="cosine")
@@ -33,7 +33,7 @@ def main(on: Literal["here", "ray"] = "here") -> None:
         db.close()
         if on == "ray":
             cluster.stop(url)
-        shutil.rmtree(cache)  # every shard is lost
+        shutil.rmtree(cache)  # deletes every shard
         db = cluster.open(url, on=on, cache=cache, timeout=120)
         print(f"made again  {compare(single, db, keys)}")
         if on == "here":
@@ -49,7 +49,7 @@ def main(on: Literal["here", "ray"] = "here") -> None:
 
 
 def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str:
-    """Check that a cluster gives the answers and gradients of a single database; return that in words."""
+    """Check that a cluster gives the answers and gradients of a single database; return a line that says so."""
     answers, grads = [], []
     for handle in (single, db):
         queries = torch.tensor(keys[:4] + 0.1, requires_grad=True)

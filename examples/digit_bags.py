@@ -4,7 +4,7 @@
 
 A bag is ten of scikit-learn's 8 × 8 digits with one label: does it hold a 9? No label says which digit is the 9.
 Attention pools a bag's digits into one vector, and is compared with their mean and their maximum. On bags of new digits
-attention is about as good as the maximum and better than the mean. It alone also finds the 9, by its largest weight.
+attention is about as good as the maximum and better than the mean. Only attention names the 9, by its largest weight.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def main(folder: Path | None, steps: int, held: int | None) -> None:
         dense = Dense(384, 96, bias=False, activation_function=torch.nn.Identity())
         dense.linear.weight.data = torch.from_numpy(load_wordnet().projection.T.copy())
         model = SentenceTransformer(modules=[*model, dense, Normalize()], device="cpu")
-    model[0].auto_model.embeddings.requires_grad_(False)  # training would meet few of the word vectors
+    model[0].auto_model.embeddings.requires_grad_(False)  # frozen, as few of the vocabulary's words occur in training
 
     with tempfile.TemporaryDirectory() as scratch, softdb.open(Path(scratch) / "db", dim=keys.shape[1]) as db:
         db.insert(ids, keys)

@@ -22,7 +22,7 @@ RECORDS, DIM, STEPS, DRAWS = 50, 8, 150, 4
 
 
 def trained(db: softdb.SoftDB, inputs: torch.Tensor, right: torch.Tensor, way: str) -> list[float]:
-    """Train a projection; return recall@1 after each step."""
+    """Train a projection in one of the three ways; return recall@1 after each step."""
     torch.manual_seed(1)
     project = torch.nn.Linear(DIM, DIM, bias=False)
     optimiser = torch.optim.Adam(project.parameters(), lr=0.008)

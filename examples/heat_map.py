@@ -2,7 +2,7 @@
 
     python examples/heat_map.py [PICTURE.png]
 
-A picture of several digits is cut into overlapping windows. A window's key is its pixels, its value is its place. The
+A picture of several digits is cut into overlapping windows. A window's key is its pixels, its value its position. The
 query is a mean of other images of a digit: the weights show where that digit is, and the soft answer is its place (as
 in Xu et al. 2015, section 5.4, where the words of a caption attend to the regions of a photograph).
 """

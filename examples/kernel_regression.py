@@ -27,7 +27,7 @@ def curve(x: Tensor) -> Tensor:
 
 
 def filled(keys: Tensor, values: Tensor) -> softdb.SoftDB:
-    """Return a database of measurements, in memory."""
+    """Return a database in memory that holds the measurements."""
     db = softdb.open(None, dim=keys.shape[1], value_dim=1, metric="l2")
     db.insert(range(len(keys)), keys, values)
     return db

@@ -32,12 +32,12 @@ def main(picture: str | None) -> None:
     with softdb.open(None, dim=2, value_dim=1, metric="l2") as db:
         # the second coordinate of a key is its width, which the score below uses
         db.insert(range(300), torch.cat([x, torch.zeros(300, 1)], 1), y)
-        widths = (-db.search(torch.cat([x, torch.zeros(300, 1)], 1), k=11).scores[:, -1]).sqrt()  # to the tenth
+        widths = (-db.search(torch.cat([x, torch.zeros(300, 1)], 1), k=11).scores[:, -1]).sqrt()  # to tenth neighbour
         db.update(range(300), torch.cat([x, widths.unsqueeze(1)], 1), y)
         queries = torch.cat([grid, torch.zeros(400, 1)], 1)
 
         def balloons(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            """log of a Gaussian kernel with each key's own width."""
+            """Score keys by the log of a Gaussian kernel with each key's own width, (q, n)."""
             scaled = (queries[:, :1] - keys[:, 0]) / (0.6 * keys[:, 1])
             return -scaled.square() / 2 - keys[:, 1].log()
 

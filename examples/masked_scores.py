@@ -2,8 +2,8 @@
 
     python examples/masked_scores.py [PICTURE.png]
 
-One database of ten places; the first query's mask allows 2 of them, the second one's 6. Queries are 20 wide, keys 2: an
-additive score wᵀtanh(W_q q + W_k k) compares vectors of different widths. As all keys are equal, the allowed places
+A database has ten records; the first query's mask allows 2 of them, the second one's 6. Queries are 20 wide, keys 2: an
+additive score wᵀtanh(W_q q + W_k k) compares vectors of different widths. As all keys are equal, the allowed records
 have equal weights (Dive into Deep Learning, 11.3).
 """
 

@@ -25,7 +25,7 @@ N, D, SHARDS, STEPS, BATCH = 2000, 16, 4, 30, 32
 
 
 def trained(rank: int, ranks: int) -> None:
-    """Train on one rank. Queries are the keys, rotated and with noise; query i shall find record i."""
+    """Train on one rank. The queries are the keys, rotated and with noise added; query i shall find record i."""
     torch.manual_seed(0)
     keys = torch.randn(N, D)
     queries = keys @ torch.linalg.qr(torch.randn(D, D)).Q + 0.1 * torch.randn(N, D)

@@ -45,7 +45,7 @@ def main(picture: str | None) -> None:
                 losses.append(loss.item())
             print(f"loss {sum(losses[:20]) / 20:.4f} at first, {sum(losses[-20:]) / 20:.4f} at the end")
             print(memory.commit(), "records written back")
-        with softdb.open(folder + "/memory", mode="r") as db:  # the trained records, without the memory
+        with softdb.open(folder + "/memory", mode="r") as db:  # the trained records alone; no memory object is needed
             learned = db.attend(tests, k=8, temperature=0.3).output
             records = db.get(range(64))
         error = (learned - target(tests)).square().mean().item()

@@ -53,8 +53,8 @@ def main(picture: str | None) -> None:
     pairs = sentences()
     words = sorted({word for pair in pairs for side in pair for word in side})
     read, right = (torch.tensor([[words.index(word) for word in pair[side]] for pair in pairs]) for side in (0, 1))
-    written = torch.cat([torch.full((len(pairs), 1), words.index(".")), right[:, :-1]], 1)  # one word behind
-    test = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])  # held out
+    written = torch.cat([torch.full((len(pairs), 1), words.index(".")), right[:, :-1]], 1)  # one step late
+    test = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])  # held-out sentences
     shown = pairs.index((["cats", "do", "not", "like", "dogs"], ["katzen", "mögen", "hunde", "nicht"]))
     drawn, axes = figure(2, 5, 4)
     for ax, score in zip(axes, ("dot", "additive"), strict=True):

@@ -38,7 +38,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-_LAZY = {  # modules and their names that are imported at the first use
+_LAZY = {  # module: its public names, imported at their first use
     "answers": ("Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples"),
     "database": ("SoftDB",),
     "functional": ("attention",),

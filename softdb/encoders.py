@@ -1,4 +1,4 @@
-"""Encoders by the name that a database stores of the encoder that made its keys."""
+"""Make text encoders from names. A database stores the name of the encoder that made its keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 
 def name_of(encoder: object) -> str | None:
-    """Return the attribute `name` of an encoder if it is a text, else None; a database stores it."""
+    """Return the encoder's attribute `name` if it is a str, else None. A database stores this name."""
     name = attribute(encoder, "name")
     return require_name(name) if isinstance(name, str) else None
 
@@ -32,7 +32,7 @@ def require_same(stored: str | None, encoder: Encoder) -> None:
 
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
-    """Return the encoder of a name like "ngrams" or "ngrams(2, 5)"; None for any other name."""
+    """Return the n-gram encoder for a name like "ngrams" or "ngrams(2, 5)"; None for any other name."""
     match = _NGRAMS.fullmatch(name)
     if match is None:
         return None
@@ -43,7 +43,7 @@ def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
 def of_name(name: str, dim: int) -> Encoder:
     """Return the encoder of texts for a database whose keys were made by the encoder of that name.
 
-    A model is not loaded but `Unloaded`: models run code, and a stranger may have chosen the name.
+    For a model return an `Unloaded` placeholder: a model runs code, and a stranger may have chosen its name.
     """
     try:
         return ngrams(name, dim) or Unloaded(name)
@@ -58,9 +58,9 @@ class Unloaded:
         self.name = name
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Raise BadInput that tells how to load the encoder."""
+        """Raise BadInput; its message tells how to load the model."""
         raise BadInput(
             f"this database's texts need the encoder {shown(self.name)}, and softdb loads no model by itself; if you "
-            f"trust it, give it: softdb.open(path, encoder=softdb.text.SentenceEncoder({self.name!r})), or your own "
+            f"trust it, pass it: softdb.open(path, encoder=softdb.text.SentenceEncoder({self.name!r})), or your own "
             "encoder of that name"
         )

@@ -60,7 +60,7 @@ class ReadOnly(SoftDBError):
 
 
 class DatabaseLocked(SoftDBError):
-    """Another writer holds the database."""
+    """Another process is writing to the database."""
 
 
 class DeviceFailed(SoftDBError, RuntimeError):
@@ -92,7 +92,7 @@ class ShardUnavailable(SoftDBError):
 
 
 class StorageUnavailable(SoftDBError):
-    """The storage of a table cannot be reached. Acknowledged changes are safe; a later call goes on."""
+    """The storage of a table cannot be reached. Acknowledged changes are safe; a later call tries again."""
 
 
 class Cancelled(SoftDBError):

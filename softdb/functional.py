@@ -24,12 +24,12 @@ from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Spa
 
 __all__ = ["Attended", "attention"]
 
-DENSE = 1 << 24  # scores in memory at once, 64 MB in float32; more are streamed
-MASKED = 1 << 26  # entries of the mask in memory at once while scores are streamed, 64 MB
+DENSE = 1 << 24  # largest number of scores in memory, 64 MB in float32; more scores are streamed
+MASKED = 1 << 26  # largest number of mask entries in memory while scores are streamed, 64 MB
 
 
 class Attended(NamedTuple):
-    """Output of `attention`, and log-normaliser and weights in the dtype of the computation; all differentiable."""
+    """Answer of `attention(details=True)`, differentiable; lse and weights have the dtype of the computation."""
 
     output: Tensor  # (…, m, v)
     lse: Tensor  # (…, m): log-normaliser, a smoothed maximum of score / temperature; -inf if no key takes part
@@ -38,7 +38,7 @@ class Attended(NamedTuple):
 
 @contextlib.contextmanager
 def _without_transforms() -> Iterator[None]:
-    """Raise BadInput for an operation that a transform of torch.func does not support."""
+    """Inside vmap or grad of torch.func, raise BadInput for an operation that torch does not support there."""
     try:
         yield
     except RuntimeError as error:
@@ -97,11 +97,11 @@ def attention(
     is_causal: bool = False,
     details: bool = False,
 ) -> Tensor | Attended:  # (…, m, v)
-    """Soft query of `SoftDB.attend` on plain tensors: the mean of the values, weighted by softmax(score / T).
+    """Soft query on plain tensors, as `SoftDB.attend`: return the mean of the values, weighted by softmax(score / T).
 
         w_ij = exp(s(q_i, k_j) / T) / Σ_j' exp(s(q_i, k_j') / T),  output_i = Σ_j w_ij v_j,  lse_i = log Σ_j exp(…)
 
-    By default it is torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017, equation 1).
+    With the defaults this is torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017, equation 1).
 
     Args:
         query, key, value: tensors, arrays or lists; leading dimensions (batch, heads) broadcast. They are computed in
@@ -114,9 +114,9 @@ def attention(
             pooling, which ignores the score), "argmax" (a lookup, without gradient to query and key), or a Weighting;
             None: normalised for a kernel, else softmax.
         mask: True = takes part.
-        valid_len: number of first keys that take part, for each entry of the first leading dimension or each of its
-            queries.
-        is_causal: query i sees keys 0 … i.
+        valid_len: only the first valid_len keys take part; one number for each entry of the first leading dimension, or
+            for each query in it.
+        is_causal: for query i only the keys 0 … i take part.
         details: return `Attended` instead of the output.
 
     A key takes part if mask, valid_len and is_causal all allow it. A query without any key gets zeros, as in torch,
@@ -129,7 +129,7 @@ def attention(
     Cost b m n (d + v).
 
     Raises BadInput before any computation for shapes that do not fit, NaN or infinity, and unknown weights; later if
-    the score returns another shape or NaN. Raises it also inside torch.func.vmap (use leading dimensions instead), and
+    the score returns another shape or NaN; also inside torch.func.vmap (use leading dimensions instead), and
     inside torch.func.grad for sparse weightings and streamed scores (use torch.autograd.grad instead).
 
     >>> attention([[1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]], [[1.0], [2.0]]).round(decimals=3)
@@ -143,7 +143,7 @@ def attention(
     width = tensors[1].shape[-1]
     if has_width and tensors[0].shape[-1] != query_width(score, width):
         raise BadInput(
-            f"query is {tensors[0].shape[-1]} wide but this score of keys {width} wide compares queries "
+            f"query is {tensors[0].shape[-1]} wide but for keys {width} wide this score needs queries "
             f"{query_width(score, width)} wide (shapes {tuple(tensors[0].shape)} and {tuple(tensors[1].shape)}); "
             "encode them alike, or use a score that takes both widths"
         )
@@ -163,7 +163,7 @@ def attention(
 
 
 def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Tensor], torch.dtype]:
-    """Return query, key and value with one dtype, device and number of dimensions; and the dtype of the output."""
+    """Check query, key and value; return them with one dtype, device and rank, and the dtype of the output."""
     named = {"query": as_tensor(query, "query"), "key": as_tensor(key, "key"), "value": as_tensor(value, "value")}
     for name, tensor in named.items():
         if tensor.dtype is torch.bool or tensor.is_complex():
@@ -171,7 +171,7 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
     expected = f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
     if any(tensor.ndim < 2 or not tensor.shape[-1] for tensor in named.values()):
-        raise BadInput(f"{expected}, of two dimensions or more and at least one number wide")
+        raise BadInput(f"{expected}, each with two dimensions or more, and the last at least 1 wide")
     if named["key"].shape[-2] != named["value"].shape[-2]:
         raise BadInput(f"{expected}, with one value for each key")
     try:
@@ -198,17 +198,17 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
 
 
 class _Call(NamedTuple):
-    """A soft query over a batch of u entries, each with queries, keys and values of its own."""
+    """One call of `attention`: u independent soft queries, each with its own queries, keys and values."""
 
-    request: Request  # of queries (u, q, d_q)
+    request: Request  # its queries have shape (u, q, d_q)
     keys: Tensor  # (u, n, d)
     values: Tensor  # (u, n, v)
-    together: bool  # True if the score takes all entries at once
+    together: bool  # True if one call of the score can take all u entries
     live: TakingPart | None
 
 
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)
-    """Return output, lse and weights; all scores are in memory at once."""
+    """Return output, lse and weights, with all scores in memory."""
     score, pair = call.request.streamed_score, (call.request.queries, call.keys)
     with torch.autocast(call.request.queries.device.type, enabled=False):
         if call.together:
@@ -226,7 +226,7 @@ def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), 
 
 
 def _streamed(call: _Call) -> Tensor:  # (u, q, v)
-    """Return the output, computed block by block."""
+    """Return the output; compute the scores block by block, to save memory."""
     u, q, _ = call.request.queries.shape
     if call.live is None or u * q * call.keys.shape[1] <= MASKED:
         mask = None if call.live is None else call.live.rows(0, u * q).reshape(u, q, -1)
@@ -249,11 +249,11 @@ def _streamed(call: _Call) -> Tensor:  # (u, q, v)
 
 
 def _on_device(
-    request: Request,  # of queries (u, q, d), mask (u, q, n)
+    request: Request,  # with queries (u, q, d) and mask (u, q, n)
     keys: Tensor,  # (u, n, d)
     values: Tensor,  # (u, n, v)
 ) -> Tensor | None:  # (u, q, v)
-    """Return the output of all entries by one pass on their device; None on the CPU, or if a score overflows."""
+    """Compute the output by one GPU kernel; None on the CPU, without a kernel for the score, or if it overflows."""
     form = kernel_form(request) if served(keys.device) else None
     if form is None:
         return None

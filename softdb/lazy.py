@@ -17,7 +17,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property:
-        """Property whose value is computed once. Two threads at once may both compute it; the last value stays."""
+        """Property computed at its first use, then stored. If two threads compute it at once, the later value stays."""
 
         def __init__(self, function: Callable[[Any], Any]) -> None:
             self.function, self.__doc__ = function, function.__doc__

@@ -20,7 +20,7 @@ from softdb.typing import Device
 
 __all__ = ["open", "table_at"]
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # pathlib makes s3:/bucket of s3://bucket
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # one slash is enough, as pathlib turns s3:// into s3:/
 
 
 def open(
@@ -44,28 +44,28 @@ def open(
         path: the directory. In mode "rw" a missing database is created if `dim` is given.
         dim: d, the width of a key; by default the attribute `dim` of the encoder.
         value_dim: v, the width of a value; without it the key serves as the value.
-        num_classes: values are integer labels below this instead, and soft queries return distributions.
+        num_classes: values are integer labels below this number, and soft queries return distributions over them.
         dtype: number type of stored vectors, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
         mode: "rw" writes (one process at a time), "r" reads.
         durability: "full": a change is on disk when its call returns. "relaxed": it is on disk within about a second,
             after `flush()` and after `close()`. A crash of the process or the machine before that loses the last
-            calls, each as a whole. Other processes see flushed changes only.
-        device: "cpu", "cuda", "cuda:1" or a list of GPUs: columns are copied there, and queries that are not tensors
-            are answered there; see `SoftDB.device` and `SoftDB.to`.
+            calls, each of them whole. Other processes see flushed changes only.
+        device: "cpu", "cuda", "cuda:1" or a list of GPUs: keys and values are copied there, and queries that are no
+            tensors are answered there; see `SoftDB.device` and `SoftDB.to`.
         encoder: texts -> (n, d); then keys and queries may be texts. A database without records stores its attribute
             `name`, if there is one, and refuses an encoder of another name from then on. Later, the encoder "ngrams"
             need not be given; a model must be, as models run code.
         fields: payload fields to index for filters (see `SoftDB.index_field`); fields indexed before stay indexed.
-        verify: compare every byte with its checksum first.
+        verify: first compare all stored bytes with their checksums.
 
-    Omitted settings are read from an existing database; given ones must agree with it.
+    Omitted settings are read from an existing database; settings that are given must agree with it.
 
     Raises:
-        NotADatabase: nothing is there, or a file, another program's directory, or an unreadable directory.
-        DatabaseLocked: another process writes to it.
+        NotADatabase: nothing is at the path, or a file, another program's directory, or an unreadable directory.
+        DatabaseLocked: another process writes to the database.
         BadInput: the arguments contradict each other or the database.
-        CorruptionError, FormatTooNew: its files are damaged, or newer than this softdb.
+        CorruptionError, FormatTooNew: the database is damaged, or written by a newer softdb.
         WriteFailed: in mode "rw" the disk refused a write; acknowledged changes are safe.
     """
     try:
@@ -129,7 +129,7 @@ def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
 
 
 def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
-    """Index the fields that are not indexed yet."""
+    """Index the fields that are not indexed yet. Raise BadInput if the database is open for reading only."""
     missing = sorted(set(fields) - set(store.fields()))
     if missing and store.mode == "r":
         raise BadInput(f"fields {', '.join(missing)} have no index and mode is 'r'; open it with mode='rw'")
@@ -138,7 +138,7 @@ def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
 
 
 def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:
-    """Return an error of the system as an error of softdb."""
+    """Translate an error of SQLite or the operating system into an error of softdb."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, apsw.ReadOnlyError) and mode == "r":
         return NotADatabase(

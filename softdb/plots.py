@@ -16,11 +16,11 @@ from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["attention_heatmap", "figure", "save", "temperature_sweep", "weight_bars"]
 
-MAX_LABELS = 40  # most records whose ids a heat map shows
+MAX_LABELS = 40  # largest number of records whose ids a heat map shows
 
 
 def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[Any, list[Any]]:
-    """Return a figure and its row of axes (inches each), without a display and without pyplot's global state."""
+    """Return a figure and its axes, each of width × height inches; needs no display and no pyplot."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def figure(columns: int = 1, width: float = 6.0, height: float = 4.0) -> tuple[A
 
 
 def save(drawn: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file of a format by suffix (.png, .pdf, .svg). Raises BadInput if it cannot be written."""
+    """Write a figure to a file; its suffix (.png, .pdf, .svg) sets the format. Raises BadInput if that fails."""
     try:
         drawn.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -70,8 +70,8 @@ def attention_heatmap(
 ) -> Any:
     """Draw weights as shades, one row per query and one column per record. Returns the axes.
 
-    For an answer of `attend(k=)`, or another with weights, the columns are the records that any query weighed, in row
-    order, with their ids if there are at most 40. (The columns of `pooled.weights` itself are ranks, not records.)
+    For an answer of `attend(k=)`, or another with weights, the columns are the records with a weight for any query, in
+    the order of rows, with ids if there are at most 40. (The columns of `pooled.weights` are ranks, not records.)
     Raises BadInput for an answer without weights, shapes that do not fit, and negative weights.
     """
     if isinstance(weights, Pooled):
@@ -93,7 +93,7 @@ def attention_heatmap(
 
 
 def _by_record(pooled: Pooled) -> tuple[NDArray[np.float64], list[str]]:  # (q, n), n ids
-    """Return the weights of all records that any query weighed, in row order, and their ids."""
+    """Return the weights of all records that have one for any query, in the order of rows, and their ids."""
     if pooled.hits is None or pooled.weights is None:
         raise BadInput("this answer has no weights by record; query with k=, or with need_weights=True")
     rows = pooled.hits.rows.cpu().numpy()
@@ -110,7 +110,7 @@ def weight_bars(
     weights: Any,  # (t, n)
     labels: Sequence[str],  # n
     titles: Sequence[str],  # t
-    colors: Sequence[str | None] | None = None,  # n, as matplotlib names them
+    colors: Sequence[str | None] | None = None,  # n colours of matplotlib
 ) -> Any:
     """Draw the weights of t soft queries as stacked bars, one bar per query. Returns the axes."""
     shares, _ = _checked(weights, range(1, len(titles) + 1), labels)

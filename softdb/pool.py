@@ -1,4 +1,4 @@
-"""Pooling: weighted sums of the candidates' values, and merging the answers over disjoint sets of records."""
+"""Pool values by their weights, and merge answers over disjoint sets of records into one."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def pool(
 
 
 def merge(
-    states: Sequence[State | tuple[Tensor, Tensor]],  # one or more, of records that no two share
+    states: Sequence[State | tuple[Tensor, Tensor]],  # one or more, over disjoint records
 ) -> State:
-    """Merge states over disjoint records into one over all: lse = log Σ e^lse_i, o = Σ e^(lse_i - lse) o_i.
+    """Merge the answers over disjoint records into the answer over all: lse = log Σ e^lse_i, o = Σ e^(lse_i - lse) o_i.
 
-    Associative and commutative up to rounding, and differentiable. A state without a record for a query (lse = -inf)
-    adds nothing to it; if no state has one, the result is (0, -inf), with zero gradients. Cost q v per state.
-    Raises BadInput for no states.
+    Associative and commutative up to rounding, and differentiable. A state in which no record takes part for a
+    query has lse = -inf and adds nothing; if all are so, the result is (0, -inf), with zero gradients. Cost q v per
+    state. Raises BadInput for no states.
     """
     if not states:
         raise BadInput("merge got no states; give it at least one (output, lse)")
@@ -64,11 +64,11 @@ def tail_lse(
     others: Tensor | int,  # (q,): number of records that take part and are not hits
     temperature: float,
 ) -> Tensor:  # (q,)
-    """Log of the estimated normaliser of all records other than a query's hits.
+    """Return the log of Z = Σ exp(s / T) over all records that are not a query's hits, estimated from a sample.
 
-    If m' of the sample are not taken: Z = others / m' · Σ exp(s / T) over these. Given m' ≥ 1 they are a uniform sample
-    of the others, so Z (not its log) is unbiased. -inf without others; NaN (unknown) if there are others but the sample
-    holds none of them, which cannot happen to a sample larger than the number of hits. No gradient. Cost q m.
+    Z = others / m' · Σ exp(s / T) over the m' sampled records that are not taken. They are a uniform sample of the
+    others, so Z (not its log) is unbiased. Returns -inf if there are no others, and NaN (unknown) if the sample has
+    none of them, which cannot happen if it is larger than the number of hits. No gradient. Cost q m.
     """
     drawn = (~taken).sum(dim=1)  # (q,)
     _, lse = softmax(sample_scores, temperature, ~taken)
@@ -85,10 +85,10 @@ def missed_mass(
     head_lse: Tensor,  # (q,): log-normaliser of the hits
     temperature: float,
 ) -> Tensor:  # (q,)
-    """Estimated share of the softmax mass outside a query's hits: Z_tail / (Z_head + Z_tail).
+    """Return the estimated share of the softmax weight that is not on a query's hits: Z_tail / (Z_head + Z_tail).
 
-    Z_tail as in `tail_lse`; the ratio is computed from logs, so nothing overflows. 0 if all records are hits, 1 if
-    there are no hits, NaN where `tail_lse` is NaN. No gradient. Cost q m.
+    log Z_tail is `tail_lse`, log Z_head is `head_lse`; the logs keep Z from overflowing. 0 if all records are hits, 1
+    if there are no hits, NaN where `tail_lse` is NaN. No gradient. Cost q m.
     """
     rest_lse = tail_lse(sample_scores, taken, others, temperature)
     return (rest_lse - head_lse).sigmoid().masked_fill(rest_lse == -torch.inf, 0)

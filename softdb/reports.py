@@ -12,7 +12,7 @@ __all__ = [
     "Stats", "ViewReport",
 ]  # fmt: skip
 
-ALWAYS = {"always": True}  # metadata of a field that `summary` includes even if it has its default
+ALWAYS = {"always": True}  # metadata of a field that `summary` includes even at its default
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +24,7 @@ class Report:
         return dataclasses.asdict(self)
 
     def summary(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, and those that are always included."""
+        """Return the fields to print: those that differ from their defaults, and those marked with ALWAYS."""
         fields = [(field_, getattr(self, field_.name)) for field_ in dataclasses.fields(self)]
         return {field_.name: value for field_, value in fields if field_.metadata or value not in (field_.default, {})}
 
@@ -37,34 +37,34 @@ class IndexReport(Report):
     """The index of a database when it was built or tuned; `stats().index` adds its present state."""
 
     kind: str  # "ivf", "hnsw", on a GPU "ivf-sq8", or "flat", which is exact search
-    recall: float = field(default=1.0, metadata=ALWAYS)  # share of the true k nearest found, by queries not tuned on
+    recall: float = field(default=1.0, metadata=ALWAYS)  # share of the true k nearest that queries not tuned on find
     met: bool = field(default=True, metadata=ALWAYS)  # True if the recall is at least the target
-    target: float = 0.0  # the recall asked for; 0 for exact search
-    k: int = 0  # the recall is that of the k nearest
-    reason: str = ""  # for "flat": why there is no index
-    measured_on: str = ""  # the queries that measured the recall
+    target: float = 0.0  # the recall that was requested; 0 for exact search
+    k: int = 0  # number of nearest records that the recall is measured with
+    reason: str = ""  # for "flat": the reason why no index was built
+    measured_on: str = ""  # description of the queries that measured the recall
     codes: str = ""  # codes of the keys: "PQ96x4" splits a key into 96 parts of 4 bits
     lists: int = 0  # number of inverted lists
-    records_per_match: int = 0  # search effort: scan a list if at least one in so many of its records should match
+    records_per_match: int = 0  # search effort: scan a list if a share of 1 / this of its records should match
     nprobe: int = 0  # search effort on a GPU: number of lists scanned
     ef_search: int = 0  # search effort in a graph: number of records visited
-    fetch_k: int = 0  # records fetched by code for each of the k, and rescored
+    fetch_k: int = 0  # fetch_k · k records are fetched by code, and then rescored
     outliers: int = 0  # for inner products: number of longest keys, which are compared with every query
-    recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key length: `recall`, `of` records
+    recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key length: recall, and count `of`
     records: int = 0
     bytes: int = 0  # size of the index
     device: str = "cpu"  # device that searches it
-    choose_seconds: float = 0.0  # time of each step
+    choose_seconds: float = 0.0  # time that each step took
     build_seconds: float = 0.0
     tune_seconds: float = 0.0
-    unindexed: int = 0  # records newer than the index, which are compared exactly
+    unindexed: int = 0  # number of records newer than the index, which are compared exactly
     live_recall: float | None = None  # mean recall of the searches that `db.watch` checked
-    live_checked: int = 0  # number of these searches
+    live_checked: int = 0  # number of searches that `db.watch` checked
     building: str = ""  # stage of the build in progress; "" if there is none
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> IndexReport:
-        """Make a report of the facts stored with an index by this or an older softdb."""
+        """Make a report from the facts that this or an older softdb stored with an index."""
         named = {_RENAMED.get(name, name): fact for name, fact in facts.items()}
         return cls(**{fact.name: named[fact.name] for fact in dataclasses.fields(cls) if fact.name in named})
 
@@ -76,8 +76,8 @@ _RENAMED = {"efSearch": "ef_search", "candidates": "fetch_k", "young": "unindexe
 class DeviceReport(Report):
     """Copies of a database's columns on the devices that it computes on."""
 
-    devices: list[str]  # each holds consecutive records
-    keys: str = field(metadata=ALWAYS)  # "resident"; "streamed" if they do not fit; "not asked for yet"
+    devices: list[str]  # names; each device holds a range of the records
+    keys: str = field(metadata=ALWAYS)  # "resident" there; "streamed" if too large; "not asked for yet"
     values: str = field(metadata=ALWAYS)  # as `keys`; "the keys" if the keys are the values
     dtype: str  # number type of the copies
     bytes: int  # size of the copies
@@ -91,10 +91,10 @@ class Stats(Report):
     path: str | None  # the directory; None in memory
     mode: str  # "rw" or "r"
     durability: str  # "full" or "relaxed"
-    unflushed: int  # changes that are not on disk yet
+    unflushed: int  # number of changes that are not on disk yet
     records: int
-    keyless: int  # records without a key, which no vector finds
-    dead: int  # rows of deleted and replaced records, until `compact()`
+    keyless: int  # number of records without a key, which searches by vector never find
+    dead: int  # number of rows of deleted and replaced records that `compact()` has not removed yet
     dim: int  # d
     value_dim: int | None  # v
     num_classes: int | None
@@ -116,7 +116,7 @@ class CompactReport(Report):
     """Report of `compact()`."""
 
     records: int
-    removed: int  # removed rows, of deleted and replaced records
+    removed: int  # number of removed rows (deleted and replaced records)
     segments_before: int  # number of files per column
     segments: int
     bytes_before: int  # size on disk; 0 in memory
@@ -128,7 +128,7 @@ class ReembedReport(Report):
     """Report of `reembed()`."""
 
     records: int
-    embedded: int  # records encoded by this run; an earlier run had encoded the others
+    embedded: int  # number of records encoded by this run; earlier runs encoded the others
     dim: int  # d, the width of the new keys
     encoder: str | None  # name of the new encoder, if it has one
     generation: int  # number of the commit that changed the keys
@@ -147,7 +147,7 @@ class SnapshotReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ReindexReport(Report):
-    """Report of a reindexing of encoded or trained keys: version, records, training step and duration in seconds."""
+    """Report of one reindexing of encoded or trained keys. `step` is the training step, `seconds` the duration."""
 
     version: int
     records: int
@@ -157,17 +157,17 @@ class ReindexReport(Report):
 
 @dataclass(frozen=True, repr=False)
 class ViewReport(Report):
-    """Age of the encoded keys of a View, and their cost."""
+    """Age of the encoded keys of a View, and the cost of encoding and indexing them."""
 
     version: int  # number of reindexings; 0 before the first
-    records: int  # encoded records
-    unindexed: int  # records not encoded yet
+    records: int  # number of encoded records
+    unindexed: int  # number of records not encoded yet
     age: int  # training steps since the last reindexing
-    recall: float | None  # as of the last `measure`; None before
+    recall: float | None  # from the last call of `measure`; None before one
     reindexing: bool  # True while a reindexing runs
     reindexes: int  # number of completed reindexings
-    seconds: float  # duration of the last
-    total_seconds: float  # duration of all
+    seconds: float  # duration of the last reindexing
+    total_seconds: float  # duration of all reindexings
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,9 +177,9 @@ class MemoryReport(Report):
     records: int
     steps: int  # training steps so far
     age: int  # training steps since the last reindexing
-    recall: float | None  # as of the last `measure`; None before
+    recall: float | None  # from the last call of `measure`; None before one
     reindexing: bool  # True while a reindexing runs
     reindexes: int  # number of completed reindexings
-    seconds: float  # duration of the last
-    total_seconds: float  # duration of all
-    uncommitted: int | None = None  # records with a gradient since the last commit; None for keys without one
+    seconds: float  # duration of the last reindexing
+    total_seconds: float  # duration of all reindexings
+    uncommitted: int | None = None  # number of records with a gradient since `commit()`; None without `commit()`

@@ -40,8 +40,8 @@ __all__ = [
     "terminal",
 ]
 
-_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they occur within strings only
-PIPE_COLUMNS = 1 << 16  # without a terminal, lines are not wrapped
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they are in strings only
+PIPE_COLUMNS = 1 << 16  # width without a terminal, so that lines are not wrapped
 
 
 def terminal(stderr: bool = False) -> Console:
@@ -65,7 +65,7 @@ class _Rate(ProgressColumn):
 def progress(
     stage: str, console: Console | None = None, rate: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal; yield a function of the stage, the steps done and their total.
+    """Show a progress bar on a terminal; yield a function that updates it: (stage, steps done, total).
 
     `rate` adds the speed and the remaining time.
     """
@@ -88,7 +88,7 @@ def print_table(
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
-    """Print a table without rules; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
+    """Print a table without ruled lines; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
     console = console or terminal()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     table.show_header = any(columns)
@@ -144,12 +144,12 @@ def safe(text: str, width: int | None = None) -> str:
 
 
 def listed(facts: dict[str, object]) -> str:
-    """Return names and values in one line."""
+    """Format a dict as one line: "records 2,000, recall 0.95"."""
     return ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in facts.items())
 
 
 def number(value: object) -> str:
-    """Return a number, or a dict of them, in the form that people read."""
+    """Format a number, or a dict of numbers, for people: "0.1235", "2,000"."""
     if isinstance(value, dict):
         return f"({listed(value)})"
     if isinstance(value, float):

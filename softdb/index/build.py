@@ -126,7 +126,7 @@ def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices
     else:
         devices.require_faiss()
     if snapshot.count < LEAST:
-        raise BadInput(f"{snapshot.count} records are too few to train an index on; it takes {LEAST}, or kind='flat'")
+        raise BadInput(f"{snapshot.count} records are too few to train an index on; insert {LEAST}, or use kind flat")
     dim = snapshot.segments[0].keys.shape[1]
     return options(kind, dim, snapshot.count, memory, kinds() if devices is None else devices.engines)
 
@@ -369,8 +369,8 @@ def _measured_queries(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tenso
 def _short(index: Index, option: Option, every: list[Option], target: Target) -> BadInput:
     """The error if no index within the memory reaches the recall."""
     finer = [other for other in every if other.size > (target.memory or 0)]
-    more = f"about {min(other.size for other in finer)} bytes or more" if finer else "kind='flat'"
+    remedy = f"give about {min(other.size for other in finer)} bytes or more" if finer else "use kind flat"
     return BadInput(
         f"memory is {target.memory} bytes, within which {option.name} comes closest: recall {index.report['recall']} "
-        f"of {target.recall}; give {more}, or ask for less recall"
+        f"of {target.recall}; {remedy}, or ask for less recall"
     )

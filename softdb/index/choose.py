@@ -74,7 +74,7 @@ def options(kind: str, dim: int, count: int, memory: int | None, engines: Mappin
         least = min(every, key=lambda option: option.size)
         raise BadInput(
             f"memory is {memory} bytes, which no index of kind {kind!r} meets; the smallest, {least.name}, takes about "
-            f"{least.size}; give that, or kind='flat', which takes none"
+            f"{least.size}; give that much, or use kind flat, which takes none"
         )
     return fit
 

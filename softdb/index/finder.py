@@ -248,7 +248,7 @@ class Finder:
         def work(progress: Progress) -> IndexReport:
             index = self._searching(self._store.snapshot)
             if index is None:
-                raise BadInput("there is no index to tune, search is exact; build_index() makes one")
+                raise BadInput("there is no index to tune, searches are exact; build one first")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
             twin = index.twin()  # the other is being searched
             snapshot = self._store.snapshot

@@ -30,6 +30,7 @@ CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
 _SHARED = "catalog.sqlite-shm"  # index of the log
 _CATALOG_FILES = (CATALOG, LOG, _SHARED)
+NO_DATABASE = "holds no database; make one: softdb.open with dim= and mode='rw', or on a shell softdb import"
 _CLOCK_STEP = 2 * 10**9  # nanoseconds: changes this far apart have different times on every file system
 
 _OURS = {  # files that an interrupted creation may leave, in any combination after a power cut
@@ -177,8 +178,7 @@ def enter(path: Path, writing: bool, may_create: bool) -> Directory:
         if inside - _OURS:
             raise NotADatabase(f"{path} is another program's directory (no catalog.sqlite in it); choose another path")
         if not (writing and may_create):
-            how = "give dim= to make one" if writing else 'open it once with mode="rw" and dim='
-            raise NotADatabase(f"{path} holds no database; {how}")
+            raise NotADatabase(f"{path} {NO_DATABASE}")
         files.make_directory(path)
     return Directory(path, writing)
 

@@ -24,7 +24,7 @@ from softdb.errors import Closed, NotADatabase, ReadOnly
 from softdb.store import committed, files, fork, keyed, recovery, writer
 from softdb.store.catalog import Catalog
 from softdb.store.connect import UnreadableLog, typed_errors
-from softdb.store.directory import CATALOG, Directory, enter, require_new
+from softdb.store.directory import CATALOG, NO_DATABASE, Directory, enter, require_new
 from softdb.store.generation import SnapshotLoader
 from softdb.store.reader import Reader
 from softdb.store.segments import ColumnFiles
@@ -113,7 +113,7 @@ class Session:
             if not catalog.laid_out:
                 require_new(self.path, acknowledged)
                 if create is None or not writing:
-                    raise NotADatabase(f"{self.path} holds no database yet; give dim= to make one")
+                    raise NotADatabase(f"{self.path} {NO_DATABASE}")
                 catalog.create(create)
                 if self.path is not None and self._directory is not None:
                     files.sync_directory(self.path)

@@ -56,9 +56,7 @@ class Store(Session):
         if (rows < 0).any():
             missing = np.flatnonzero(rows < 0)
             several = f" ({len(missing)} of {len(ids)} ids are unknown)" if len(ids) > 1 else ""
-            raise UnknownId(
-                f"id {shown(ids[missing[0]])} is not stored{several}{self._describe_lag()}; check it with `in`"
-            )
+            raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._describe_lag()}")
         return located
 
     @on_thread

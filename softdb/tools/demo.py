@@ -29,11 +29,11 @@ from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
-_OURS = (MARK, PROJECTION, "projection.npy")  # the demo's files beside the database's
+_OURS = (MARK, PROJECTION, "projection.npy")  # files that the demo adds to the database's directory
 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
-WORDS = ("kettle", "helmet", "echo")  # the first that is held out is the query
+WORDS = ("kettle", "helmet", "echo")  # the demo queries with the first of them that is held out
 TYPED = "a tower with a light that warns ships"
 RECORDS_PER_COMMIT = 2000
 
@@ -60,8 +60,8 @@ def run_demo(
     """Make the demo database at a path, query it, train on it and print the answers; the database stays.
 
     Args:
-        path: a directory that does not exist, or is empty.
-        fresh: replace a demo database at the path; any other directory is an error.
+        path: the new database's directory; it must be missing or empty unless `fresh`.
+        fresh: replace an older demo database at the path.
         data: other records and queries, all of unit length.
         console: the console to print to.
         seed: seed of the order of the training queries.
@@ -120,7 +120,7 @@ def _fill(db: SoftDB, data: DemoData, console: Console) -> None:
 
 
 def _index(db: SoftDB, console: Console) -> str:
-    """Build the index if FAISS is installed, and return in words how searches are answered."""
+    """Build the index if FAISS is installed, and describe in words how searches are answered."""
     try:
         with progress("index", console) as show:
             report = db.build_index(progress=show)
@@ -132,7 +132,7 @@ def _index(db: SoftDB, console: Console) -> str:
 
 
 def _chosen(data: DemoData) -> int:
-    """Return the number of a held-out query with a well-known word, or else of the first."""
+    """Return the index of the demo's query: a held-out one with a word of WORDS, or else the first held-out one."""
     held_out = np.flatnonzero(data.held_out)
     words = {data.query_texts[i]: int(i) for i in held_out}
     return next((words[word] for word in WORDS if word in words), int(held_out[0]))
@@ -183,7 +183,7 @@ def _learn(
     _step(console, 3, "Train", "a projection of the queries, by gradients through the soft query")
     right, begin = [[data.ids[i] for i in answer] for answer in data.answers], time.perf_counter()
     with progress("train", console) as show, warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainingWarning)  # the table below shows it
+        warnings.simplefilter("ignore", TrainingWarning)  # the table below shows recalls that fell
         fitted = fit(
             db, data.query_keys, right, temperature=TEMPERATURE, epochs=epochs, holdout=data.held_out, patience=None,
             seed=seed, progress=show,

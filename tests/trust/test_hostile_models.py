@@ -109,7 +109,7 @@ def test_a_folder_beside_the_database_is_not_taken_for_the_demos_model(
     model_folder(tmp_path / folder, tmp_path / "mark")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(softdb.BadInput, match=r"is also a folder here; to load that, write it as \./"):
+    with pytest.raises(softdb.BadInput, match=r"is also a folder here; to load that folder, write it as \./"):
         named_encoder("demo", 4)(["a text"])
     assert no_models == []
 

@@ -27,7 +27,7 @@ class Model:
         return HashedNGrams(8)(texts)
 
 
-@advice("give dim= to make one")
+@advice("make one: softdb.open with dim= and mode='rw', or on a shell softdb import")
 def test_a_new_database_needs_a_width(folder: Path) -> Steps:
     yield lambda: softdb.open(folder / "new")
     with softdb.open(folder / "new", dim=2) as db:
@@ -82,7 +82,7 @@ def test_texts_need_an_encoder(folder: Path) -> Steps:
         assert db.search("fox", k=1).ids == [["a"]]
 
 
-@advice("softdb loads no model by itself; if you trust it, give it: ")
+@advice("softdb loads no model by itself; if you trust it, pass it: ")
 def test_the_encoder_of_stored_keys_is_given_by_the_caller(folder: Path) -> Steps:
     encoder = Model()
     with softdb.open(folder / "db", encoder=encoder) as db:
@@ -139,7 +139,7 @@ def test_an_id_that_is_stored_is_upserted(folder: Path) -> Steps:
         assert db.get(["a"]).keys.tolist() == [[5, 5]]
 
 
-@advice("check it with `in`", softdb.UnknownId)
+@advice("id 'd' is not stored", softdb.UnknownId)
 def test_an_unknown_id_is_checked(folder: Path) -> Steps:
     with three() as db:
         yield lambda: db["d"]

@@ -112,7 +112,7 @@ def test_a_record_gets_a_key(folder: Path) -> Steps:
         assert db.search([[1, 1]], k=1).ids == [["d"]]
 
 
-@advice("build_index() makes one")
+@advice("searches are exact; build one first")
 def test_tuning_needs_an_index(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with many() as db:
@@ -121,7 +121,7 @@ def test_tuning_needs_an_index(folder: Path) -> Steps:
         assert db.tune(recall=0.9) is not None
 
 
-@advice("are too few to train an index on; it takes ")
+@advice("are too few to train an index on; insert ")
 def test_few_records_are_searched_exactly(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with three() as db:
@@ -130,7 +130,7 @@ def test_few_records_are_searched_exactly(folder: Path) -> Steps:
         assert db.search([[1, 0]], k=1).ids == [["a"]]
 
 
-@advice("give that, or kind='flat', which takes none")
+@advice("give that much, or use kind flat, which takes none")
 def test_an_index_takes_memory(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with many() as db:

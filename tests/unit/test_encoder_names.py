@@ -220,7 +220,7 @@ def test_the_command_line_chooses(tmp_path: Path) -> None:
     assert chosen(tmp_path, None, "some-model") == chosen(tmp_path, "some-model", "some-model") == "some-model"
     assert chosen(tmp_path, "ngrams(3)", None) == "ngrams(3)"
     assert chosen(tmp_path, "demo", None) == "demo"
-    with pytest.raises(softdb.BadInput, match="names no encoder of its keys; add --encoder"):
+    with pytest.raises(softdb.BadInput, match="stores no name of an encoder; add --encoder"):
         chosen(tmp_path, None, None)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
         chosen(tmp_path, "ngrams", "demo")

@@ -478,10 +478,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "count": ({"value": torch.ones(5, 2)}, "key (6, 3), value (5, 2); expected"),
     "width": (
         {"key": torch.ones(6, 2), "score": scores.Dot()},
-        "query is 3 wide but this score of keys 2 wide compares queries 2 wide (shapes (4, 3) and (6, 2))",
+        "query is 3 wide but for keys 2 wide this score needs queries 2 wide (shapes (4, 3) and (6, 2))",
     ),
-    "width of general": ({"score": scores.General(4, 3)}, "query is 3 wide but this score of keys 3 wide compares"),
-    "width of uniform": ({"key": torch.ones(6, 2), "score": None, "weights": "uniform"}, "query is 3 wide but this"),
+    "width of general": ({"score": scores.General(4, 3)}, "query is 3 wide but for keys 3 wide this score"),
+    "width of uniform": ({"key": torch.ones(6, 2), "score": None, "weights": "uniform"}, "3 wide but for keys 2"),
     "batch": ({"key": torch.ones(2, 6, 3), "value": torch.ones(3, 6, 2)}, "key (2, 6, 3), value (3, 6, 2); expected"),
     "text": ({"query": "near"}, "query is 'near'; expected a tensor"),
     "ragged": ({"key": [[1.0], [1.0, 2.0]]}, "key is [[1.0], [1.0, 2.0]]; expected a tensor"),

@@ -91,7 +91,7 @@ def _numbers(text: str, kind: type[float] | type[int], name: str) -> list[Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print a table of each goal with the best variants of each engine, and compare softdb with the fastest peers."""
+    """Print a table for each goal with the best variants of the engines, and compare softdb with the fastest peer."""
     from softdb.tools.bench.report import MIB, leading
 
     columns = "recall", "queries/s", "one query", "build", "with tuning", "index"

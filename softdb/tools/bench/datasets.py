@@ -16,8 +16,8 @@ from softdb.errors import BadInput
 from softdb.formats.arrays import READERS, KeyFile, read_queries
 from softdb.index.contract import Floats, Rows, prepared
 
-BLOCK = 1 << 16  # keys of a mapped file in memory at once
-QUERIES = 2000  # one half is for tuning, the other for measuring
+BLOCK = 1 << 16  # number of keys of a mapped file that are in memory at once
+QUERIES = 2000  # default number of queries: one half for tuning, the other for measuring
 SIZE, WIDTH = 200_000, 128  # number and width of synthetic keys
 PREFIX = "wordnet:"
 WORLDS = ("clustered", "uniform")
@@ -44,12 +44,12 @@ class Dataset:
         return int(self.keys.shape[1])
 
     def blocks(self, size: int = BLOCK) -> Iterator[tuple[int, Floats]]:
-        """Yield first row and keys (b, d) of each block: float32, of length 1 for the cosine."""
+        """Yield the first row number and the keys (b, d) of each block: float32, of length 1 for the cosine."""
         for low in range(0, self.n, size):
             yield low, prepared(self.keys[low : low + size], self.metric)
 
     def half(self, second: bool) -> Dataset:
-        """Return the dataset with every other query: one half is for tuning, the other for measuring."""
+        """Return the dataset with half of the queries: the 1st, 3rd, … or, if `second`, the 2nd, 4th, …."""
         chosen = slice(int(second), None, 2)
         neighbours = None if self.neighbours is None else self.neighbours[chosen]
         return replace(self, queries=np.ascontiguousarray(self.queries[chosen]), neighbours=neighbours)
@@ -67,7 +67,7 @@ def world(n: int, dim: int, seed: int = 0) -> Floats:
 
 
 def queries_near(keys: Floats, q: int, seed: int = 1) -> Floats:
-    """Return q queries: random keys with Gaussian noise of 0.6 / √d, normalised."""
+    """Return q queries: random keys plus Gaussian noise of 0.6 / √d in each number, normalised."""
     random = np.random.default_rng(seed)
     queries = keys[random.integers(0, len(keys), q)]
     queries = queries + (0.6 / keys.shape[1] ** 0.5) * random.standard_normal(queries.shape, dtype=np.float32)
@@ -97,11 +97,11 @@ def load(
     Args:
         name: "clustered", "uniform", "wordnet:FOLDER" or a folder (keys.npy, queries.npy), or a file: .hdf5 (of
             ann-benchmarks or VIBE), .fvecs, .bvecs, .fbin, .u8bin.
-        n: number of synthetic keys (200,000), or of first keys of a file (all).
+        n: number of synthetic keys (200,000), or how many keys of a file to take from its start (all).
         dim: width of synthetic keys (128).
         queries: file with the queries in one of these formats; needed for .fvecs, .bvecs, .fbin and .u8bin.
         metric: "dot", "cosine" or "l2"; by default the file's metric, "l2" for formats without one, otherwise "dot".
-        most: number of queries; a random sample if there are more.
+        most: largest number of queries; from more, a random sample is taken.
 
     Raises:
         BadInput: the dataset does not exist, or its file is malformed.

@@ -24,21 +24,21 @@ RECORDS_PER_COMMIT = 100_000
 
 @dataclass(frozen=True)
 class Setup:
-    """Parameters of all engines."""
+    """Parameters that all engines get."""
 
     k: int = 10
-    threads: int = 2  # threads of a build
+    threads: int = 2  # number of threads of a build
     construction: int = 100  # efConstruction: records that a graph visits to add a record
 
 
 class Engine(ABC):
-    """An index over a dataset. Build it, then search it with an effort; more effort raises recall."""
+    """An index over a dataset. After `build`, call `search` with an effort; more effort raises recall."""
 
     name: ClassVar[str]
     modules: ClassVar[tuple[str, ...]] = ()  # modules that must be installed
     packages: ClassVar[tuple[str, ...]] = ()  # packages whose versions are reported
-    variants: ClassVar[tuple[int, ...]] = (0,)  # each is built; the best of them counts
-    varied: ClassVar[str] = ""  # name of the parameter that differs between variants
+    variants: ClassVar[tuple[int, ...]] = (0,)  # values of a build parameter; the best one counts
+    varied: ClassVar[str] = ""  # name of the parameter in `variants`
     effort_name: ClassVar[str] = ""
     efforts: ClassVar[tuple[int, int]] = (0, 0)  # smallest and largest effort
     each_goal: ClassVar[bool] = False  # True if the engine tunes itself, so that it is built for each recall
@@ -47,7 +47,7 @@ class Engine(ABC):
     def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
         self.data, self.setup, self.variant = data, setup, variant
         self.threads = setup.threads
-        self.facts: dict[str, Any] = {}  # for the report; "left_out" is the reason why it cannot be measured
+        self.facts: dict[str, Any] = {}  # for the report; "left_out" says why the engine cannot be measured
 
     @classmethod
     def missing(cls) -> list[str]:
@@ -61,7 +61,7 @@ class Engine(ABC):
 
     @property
     def label(self) -> str:
-        """Name and variant."""
+        """Name of the engine, with its variant."""
         return f"{self.name} {self.varied}={self.variant}" if self.varied else self.name
 
     @abstractmethod
@@ -85,10 +85,10 @@ class Engine(ABC):
         self.threads = threads
 
     def close(self) -> None:  # noqa: B027 - most engines have nothing to close
-        """Close files."""
+        """Close the engine's files."""
 
     def added(self, progress: Progress, add: Callable[[int, Floats], object]) -> float:
-        """Add the keys in blocks; return the seconds, without those of reading the blocks."""
+        """Add the keys in blocks; return the seconds that adding took, without reading."""
         seconds = 0.0
         for low, block in self.data.blocks():
             start = time.perf_counter()
@@ -99,7 +99,7 @@ class Engine(ABC):
 
 
 class _Database(Engine):
-    """`build_index` and `search` of a database on disk."""
+    """softdb itself: `build_index` and `search` of a database on disk."""
 
     name, kind = "softdb", "auto"
     modules: ClassVar[tuple[str, ...]] = ("faiss",)

@@ -11,21 +11,21 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.index.contract import Floats, Rows, prepared
 from softdb.tools.bench.datasets import Dataset
 
-COMPARED = 1 << 14  # keys compared at once
-MORE = 16  # candidates beyond k that are rescored, so that ties are ordered by row
-SAMPLED = 50  # queries for which the neighbours in a file are checked
-GATHERED = 1 << 22  # numbers of gathered keys in memory at once
-TIE = 1e-6  # largest relative difference of tied scores
-CLAIMED = 1e-4  # the same for neighbours in a file, whose precision is unknown
-APART = 0.05  # largest recall that single queries may lose against the same queries in a batch
+COMPARED = 1 << 14  # number of keys compared at once
+MORE = 16  # number of candidates beyond k that are rescored, so that ties are sorted by row
+SAMPLED = 50  # largest number of queries for which a file's neighbours are checked
+GATHERED = 1 << 22  # largest count of numbers in the keys that are gathered at once
+TIE = 1e-6  # largest relative difference at which two scores count as equal
+CLAIMED = 1e-4  # as TIE, for neighbours from a file, whose precision is unknown
+APART = 0.05  # largest allowed loss of recall when the queries of a batch are searched one by one
 
 
 class WrongAnswer(SoftDBError):
-    """An impossible answer of an engine; its speed means nothing."""
+    """An engine gave an impossible answer, so its speed would mean nothing."""
 
 
 def true_nearest(data: Dataset, k: int) -> Rows:  # (q, k)
-    """Return the true k nearest of each query: from the file if it holds k, else by brute force.
+    """Return the true k nearest of each query: the file's neighbours if it has k, else computed by brute force.
 
     Raises BadInput if a sample of the file's neighbours is wrong, or if k exceeds the number of keys.
     """
@@ -50,7 +50,7 @@ def true_nearest(data: Dataset, k: int) -> Rows:  # (q, k)
 
 def nearest(
     data: Dataset,
-    queries: Floats,  # (q, d) prepared
+    queries: Floats,  # (q, d), normalised for the cosine
     k: int,
     size: int = COMPARED,
 ) -> Rows:  # (q, k)
@@ -61,7 +61,7 @@ def nearest(
         finite(block, "keys")
         keys = torch.from_numpy(block.astype(np.float64))
         scores = wide @ keys.T
-        if data.metric is Metric.L2:  # without the query's square, which changes no order
+        if data.metric is Metric.L2:  # the query's squared length is left out, as it changes no order
             scores.mul_(2).sub_(keys.square().sum(1))
         best = torch.cat([best, scores], 1)
         rows = torch.cat([rows, torch.arange(low, low + len(block)).expand(len(queries), -1)], 1)
@@ -74,10 +74,10 @@ def nearest(
 
 def exact_scores(
     data: Dataset,
-    queries: Floats,  # (q, d) prepared
+    queries: Floats,  # (q, d), normalised for the cosine
     rows: Rows,  # (q, c), -1 = none
 ) -> NDArray[np.float64]:  # (q, c)
-    """Return the scores of rows in float64, larger is closer; -inf for row -1."""
+    """Return the exact scores of rows by key, in float64: larger is closer; -inf for row -1."""
     scores = np.empty(rows.shape, np.float64)
     step = max(1, GATHERED // max(1, rows.shape[1] * data.dim))
     for low in range(0, len(rows), step):
@@ -93,7 +93,7 @@ def exact_scores(
 
 
 class Exam:
-    """Queries whose k nearest are known. Recall is computed from scores, so a record tied with the k-th counts."""
+    """Measure recall with queries whose k nearest are known. A record that scores as much as the k-th is right, too."""
 
     def __init__(self, data: Dataset, truth: Rows) -> None:
         self.data, self.k = data, truth.shape[1]
@@ -104,7 +104,7 @@ class Exam:
         self,
         rows: Rows,  # (q, k), -1 = none
         engine: str,
-        first: int | None = None,  # the rows are those of the first so many queries; by default of all
+        first: int | None = None,  # number of queries, from the first, that `rows` belong to; None: all
     ) -> NDArray[np.float64]:  # (q,)
         """Return the recall of each query. Raises WrongAnswer for impossible rows."""
         queries, floor = self.data.queries[:first], self._floor[:first]
@@ -123,7 +123,7 @@ class Exam:
         return float(self.recalls(rows, engine).mean())
 
     def alike(self, batch: Rows, alone: Rows, engine: str) -> None:
-        """Raise WrongAnswer if the first queries have a lower recall one by one than in the batch."""
+        """Raise WrongAnswer if queries have a much lower recall when searched one by one (`alone`) than in a batch."""
         first = len(alone)
         single, many = (float(self.recalls(rows[:first], engine, first).mean()) for rows in (alone, batch))
         if single < many - APART:

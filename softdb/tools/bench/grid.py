@@ -1,4 +1,4 @@
-"""The grid: all engines at all recall targets, or efforts, with each number of threads.
+"""Measure all engines at all recall targets, or with all efforts, with each number of threads.
 
 Each engine is tuned on one half of the queries and measured on the other. Its answers are checked first. Then each
 round runs all engines in turn; the first round warms up and is not counted.
@@ -26,7 +26,7 @@ from softdb.tools.bench.report import command, commit, compared, in_turn, machin
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
-ALONE = 200  # single queries, sent one by one
+ALONE = 200  # number of queries that are sent one by one
 FINE = 64  # the tuned effort is at most 1/64 above the smallest that reaches the recall
 DOUBT = 3.0  # a goal is met if recall is at most 3 standard errors below it, which chance exceeds once in 700 times
 
@@ -62,7 +62,7 @@ class Grid:
 
 
 class _Goal(NamedTuple):
-    """A recall to reach, or an effort to search with."""
+    """A recall to reach; or, if `recall` is None, an effort to search with."""
 
     recall: float | None
     effort: int
@@ -74,14 +74,14 @@ class _Goal(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An engine in the grid, the seconds of its build, and its effort for the present goal."""
+    """An engine of the grid, the seconds that its build took, and its effort for the present goal."""
 
     engine: Engine
     seconds: dict[str, float] = field(default_factory=dict)
     built: bool = False
     effort: int = 0
-    tuned: float = 0.0  # recall on the queries for tuning
-    size: int = 0  # bytes
+    tuned: float = 0.0  # recall of the queries for tuning
+    size: int = 0  # size of the index in bytes
 
 
 def run(
@@ -149,13 +149,13 @@ def _serves(kind: type[Engine], data: Dataset, leave_out: Callable[[str, str], N
 
 def _measured(
     entries: list[_Entry],
-    exams: tuple[Exam, Exam],  # for tuning, for measuring
+    exams: tuple[Exam, Exam],  # with the queries for tuning, and with those for measuring
     goal: _Goal,
     grid: Grid,
     leave_out: Callable[[str, str], None],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Return a row for each engine and number of threads."""
+    """Tune and time the engines for one goal; return one row for each engine and number of threads."""
     pin_threads(max(grid.threads))
     ready = []
     for entry in entries:
@@ -175,7 +175,7 @@ def _measured(
 
 
 def _prepare(entry: _Entry, exam: Exam, goal: _Goal, grid: Grid, progress: Progress) -> None:
-    """Build the engine unless it is built and does not tune itself, and tune its effort to the goal."""
+    """Build the engine if it is not built, or is built for each goal; then tune its effort to the goal."""
     engine = entry.engine
     engine.pin(max(grid.threads))
     if not entry.built or (engine.each_goal and goal.recall is not None):
@@ -199,7 +199,7 @@ def _prepare(entry: _Entry, exam: Exam, goal: _Goal, grid: Grid, progress: Progr
 
 
 def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
-    """Return the engine's part of a row: recall on queries not tuned on, build times, size. Raises WrongAnswer."""
+    """Return a row without speeds: recall of the queries for measuring, build times, size. Raises WrongAnswer."""
     engine, queries = entry.engine, exam.data.queries
     rows = engine.search(queries, entry.effort)
     recalls = exam.recalls(rows, engine.label)
@@ -225,7 +225,7 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
 
 
 def _timed(entries: list[_Entry], queries: Any, threads: int, rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Return queries per second in a batch, and the latency of single queries, of each engine."""
+    """Measure each engine's queries per second in a batch, and its milliseconds per single query."""
     pin_threads(threads)
     for entry in entries:
         entry.engine.pin(threads)

@@ -1,4 +1,4 @@
-"""The libraries that softdb is compared with. Each is imported when it is built; all their indexes hold the keys."""
+"""Libraries that softdb is compared with, imported when their index is built. All indexes hold the keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from softdb.index.contract import Floats, Rows
 from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import SOFTDB, Engine, Progress
 
-REFINED = 10  # candidates by code that are rescored, for each of the k
+REFINED = 10  # REFINED · k candidates, found by codes, are rescored by their keys
 
 
 class _Calls(NamedTuple):
-    """The calls of one library's index."""
+    """Functions that fill, search and measure the index of one library."""
 
     add: Callable[[int, Floats], object]  # first row and keys of a block
     search: Callable[[Floats, int], Any]  # queries and effort -> rows (q, k)
@@ -34,11 +34,11 @@ class _Calls(NamedTuple):
 
 
 class _Peer(Engine):
-    """A library's index over the keys, created by `make`."""
+    """An engine whose index is made by another library; `make` returns its functions."""
 
     variants, varied = (16, 32), "M"
     effort_name, efforts = "ef", (10, 8192)
-    make: ClassVar[Callable[[Any, Any, bool], _Calls]]  # engine, its module, True for L2 -> calls
+    make: ClassVar[Callable[[Any, Any, bool], _Calls]]  # engine, library, True for l2 -> functions
 
     def build(self, recall: float, progress: Progress) -> dict[str, float]:
         self.calls = self.make(import_module(self.modules[0]), self.data.metric is Metric.L2)
@@ -72,7 +72,7 @@ def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
 
 
 def _lists(codes: str) -> Callable[[_Peer, Any, bool], _Calls]:
-    """Return `make` of FAISS's inverted lists, `variant` √n of them, with keys, or with codes and rescoring."""
+    """Return `make` for FAISS's inverted lists, `variant` · √n of them, which store keys, or codes to be rescored."""
 
     def make(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
         faiss.omp_set_num_threads(peer.setup.threads)
@@ -146,7 +146,7 @@ def _voyager(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
 
 def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """Random trees, searched one query at a time; the queries of a batch are spread over threads."""
+    """Use Annoy's random trees. They take one query at a time, so threads share the queries of a batch."""
     index, k = module.AnnoyIndex(peer.data.dim, "euclidean" if l2 else "dot"), peer.setup.k
 
     def add(low: int, block: Floats) -> None:
@@ -161,14 +161,14 @@ def _annoy(peer: _Peer, module: Any, l2: bool) -> _Calls:
         return _each(peer, padded, queries)
 
     def write(folder: Path) -> None:
-        index.save(str(folder / "trees.ann"))  # and maps that file from now on
+        index.save(str(folder / "trees.ann"))  # from now on Annoy reads this file through memory mapping
 
     finish = partial(index.build, peer.variant, n_jobs=peer.setup.threads)
     return _Calls(add, search, lambda: _saved(write), finish)
 
 
 def _each(peer: _Peer, search: Callable[[Floats], Any], queries: Floats) -> list[Any]:
-    """Search each query by itself, in several threads; return their rows."""
+    """Search each query by itself, in several threads; return a list of rows for each."""
     if peer.threads_for(queries) == 1:
         return [search(query) for query in queries]
     with ThreadPoolExecutor(peer.threads) as pool:
@@ -181,7 +181,7 @@ def _at_once(
     search: Callable[[Any, Floats, int], Any],
     write: Callable[[Any, Path], object],
 ) -> _Calls:
-    """Return the calls of an index that is built of all keys at once."""
+    """Return the functions of an index that must be built from all keys in one call."""
     keys, indexes = np.empty((peer.data.n, peer.data.dim), np.float32), list[Any]()
 
     def add(low: int, block: Floats) -> None:
@@ -194,7 +194,7 @@ def _at_once(
 
 
 def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A Vamana graph over keys in half precision, as its smaller codes run on Intel's processors only."""
+    """Use the Vamana graph of SVS with keys in half precision; its smaller codes need an Intel processor."""
     parameters = module.VamanaBuildParameters(
         graph_max_degree=2 * peer.variant, window_size=max(peer.setup.construction, 2 * peer.variant)
     )
@@ -205,7 +205,7 @@ def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
     def search(index: Any, queries: Floats, effort: int) -> Any:
         for name, number in ("search_window_size", effort), ("num_threads", peer.threads_for(queries)):
-            if getattr(index, name) != number:  # setting it takes time
+            if getattr(index, name) != number:  # setting an attribute takes time
                 setattr(index, name, number)
         return index.search(queries, peer.setup.k)[0]
 
@@ -216,7 +216,7 @@ def _svs(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
 
 def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A graph over codes of 8 bits, whose candidates are rescored by their keys."""
+    """Use VSAG's graph over codes of 8 bits per number; candidates are rescored by their keys."""
     inner = {
         "base_quantization_type": "sq8", "use_reorder": True, "precise_quantization_type": "fp32",
         "max_degree": 2 * peer.variant, "ef_construction": peer.setup.construction,
@@ -237,7 +237,7 @@ def _vsag(peer: _Peer, module: Any, l2: bool) -> _Calls:
 
 
 def _scann(peer: _Peer, module: Any, l2: bool) -> _Calls:
-    """A tree of leaves with codes of 4 bits for two numbers, whose candidates are rescored by their keys."""
+    """Use ScaNN's tree of leaves with codes of 4 bits for each pair of numbers; candidates are rescored by keys."""
     data, k = peer.data, peer.setup.k
     leaves = max(1, int(peer.variant * data.n**0.5))
 
@@ -316,7 +316,7 @@ class _ScaNN(_Peer):
 
 
 class _PyNNDescent(Engine):
-    """A graph by nearest-neighbour descent; numba compiles its code at the first use."""
+    """PyNNDescent: a graph built by nearest-neighbour descent; numba compiles its code at the first use."""
 
     name = "pynndescent"
     modules = packages = ("pynndescent",)
@@ -358,7 +358,7 @@ class _PyNNDescent(Engine):
 
 
 class _Counter(RawIOBase):
-    """A file that only counts its bytes."""
+    """A file that counts the bytes written to it, and stores none."""
 
     size = 0
 
@@ -369,14 +369,14 @@ class _Counter(RawIOBase):
 
 
 def _saved(write: Callable[[Path], object]) -> int:
-    """Return the size in bytes of the files that `write` makes in a folder."""
+    """Return the total size in bytes of the files that `write` makes in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
         write(Path(folder))
         return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _written(write: Callable[[_Counter], object]) -> int:
-    """Return the number of bytes that `write` writes."""
+    """Return the number of bytes that `write` writes to a file."""
     counter = _Counter()
     write(counter)
     return counter.size

@@ -1,4 +1,4 @@
-"""Facts that every benchmark reports beside its numbers; comparison and plot of the rows of `softdb bench`."""
+"""Report machine and versions beside benchmark results; compare and plot the rows of `softdb bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Name = TypeVar("Name")
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, cores that this process may use, memory, kernel, Python and load."""
+    """Describe the machine: processor, cores that this process may use, memory, kernel, Python, load."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -82,7 +82,7 @@ def command() -> str:
 
 
 def in_turn(calls: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
-    """Return the seconds of each call in rounds over all of them; a first round warms up and is not counted."""
+    """Time all calls in each of `rounds` rounds; return the seconds of each. A first round warms up, uncounted."""
     seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
@@ -107,13 +107,13 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def leading(rows: Sequence[Row]) -> list[Row]:
-    """Return the best variants of each engine, in batches and for single queries, which `compared` may name."""
+    """Return the rows of each engine's fastest variants, in batches and for single queries, for each goal."""
     best = {id(row) for speed in (_rate, _rate_alone) for row in _best(rows, speed)}
     return [row for row in rows if id(row) in best]
 
 
 def _best(rows: Sequence[Row], speed: Callable[[Row], float]) -> list[Row]:
-    """Return the fastest variant of each engine for each goal, of those that meet it if there are any."""
+    """Return the row of each engine's fastest variant for each goal; one that meets the goal goes before others."""
     best: dict[tuple[str, int, str], Row] = {}
     for row in sorted(rows, key=lambda row: (row["met"], speed(row))):
         best[row["goal"], row["threads"], row["engine"]] = row
@@ -131,7 +131,7 @@ def _rate_alone(row: Row) -> float:
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compare softdb with the fastest peer that meets each goal, in batches and for single queries.
 
-    "ratio" is softdb's figure divided by the peer's. Grids over efforts have no goal, and no comparison.
+    "ratio" is softdb's queries/s, or its time for one query, over the peer's. Grids over efforts are not compared.
     """
     facts = []
     for goal, threads in dict.fromkeys((row["goal"], row["threads"]) for row in rows):
@@ -191,7 +191,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def frontier(rows: Sequence[Row], speed: Callable[[Row], float] = _rate) -> list[tuple[float, float]]:
-    """Return the Pareto frontier of recall and queries per second, by recall."""
+    """Return (recall, queries per second) of the rows that no other row beats in both, sorted by recall."""
     points: list[tuple[float, float]] = []
     for point in sorted(((row["recall"], speed(row)) for row in rows), reverse=True):
         if not points or point[1] > points[-1][1]:

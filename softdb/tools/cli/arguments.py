@@ -40,25 +40,25 @@ DType = Enum("DType", {"float32": "float32", "float16": "float16"}, type=str)
 Kind = Enum(
     "Kind",
     {"auto": "auto", "ivf": "ivf", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
-    type=str,  # for older releases of typer
+    type=str,  # older releases of typer need it
 )
 Mode = Enum("Mode", {"vector": "vector", "text": "text", "hybrid": "hybrid"}, type=str)
 TextIndex = Enum("TextIndex", {"words": "words", "trigram": "trigram", "none": "none"}, type=str)
 MetricOption = Annotated[MetricName | None, Option(help="Score of a query and a key.")]
 DTypeOption = Annotated[DType | None, Option(help="Number type of stored keys and values.")]
 
-STDIN = "-"  # in place of a file
+STDIN = "-"  # stands for standard input in place of a file name
 MAX_LINE_BYTES = 1 << 28
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def named(**words: Any) -> dict[str, Any]:
-    """Return keyword arguments for `softdb.open` and similar functions, with choices replaced by their text."""
+    """Return the keyword arguments, with each Enum member (a choice of an option) replaced by its value."""
     return {name: word.value if isinstance(word, Enum) else word for name, word in words.items()}
 
 
 def query_of(typed: str) -> tuple[Any, bool]:
-    """Return the queries of a QUERY argument (a text, numbers, an array or input lines), and True if they are text."""
+    """Parse QUERY: a text, a JSON list, @FILE.npy, or - for input lines. Return queries, and True if they are texts."""
     if typed == STDIN:
         queries = [_parsed_query(line.strip(), f"line {number} of the input") for number, line in input_lines(STDIN)]
         if not queries:
@@ -76,7 +76,7 @@ def _parsed_query(typed: str, name: str) -> Any:
 
 
 def projected(db: Verbs, queries: Any, file: Path | None) -> Any:
-    """Return the queries, projected if a projection's file is given."""
+    """Return the queries, projected if the file of a projection is given."""
     if file is None:
         return queries
     from softdb.train import load
@@ -85,7 +85,7 @@ def projected(db: Verbs, queries: Any, file: Path | None) -> Any:
 
 
 def input_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line that is not blank, as soon as it is read; `-` is standard input."""
+    """Yield number and text of each line that is not blank, as soon as the line is read; `-` is standard input."""
     with contextlib.nullcontext(sys.stdin.buffer) if file == STDIN else open(file, "rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
@@ -124,7 +124,7 @@ def array_of(path: Path | None) -> Any:
 
 
 def ids_of(texts: list[str] | None) -> list[str | int] | None:
-    """Return the typed ids. An id that reads as an integer may be text or a number, so it becomes both."""
+    """Return the ids of --exclude. A typed 7 may mean the number or the text, so both are returned."""
     if not texts:
         return None
     numbers = [int(text) for text in texts if _INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63]
@@ -132,12 +132,12 @@ def ids_of(texts: list[str] | None) -> list[str | int] | None:
 
 
 def typed_ids(db: SoftDB | Cluster, typed: list[str] | None) -> list[str | int]:
-    """Return the ids of the command line, or of standard input for `-`, as `parsed_ids` reads them."""
+    """Return the ids from the command line, or from standard input for `-`, parsed by `parsed_ids`."""
     return parsed_ids(db, [line.strip() for _, line in input_lines(STDIN)] if typed == [STDIN] else typed or [])
 
 
 def parsed_ids(db: SoftDB | Cluster, words: list[str]) -> list[str | int]:
-    """Return ids typed as JSON or bare: "7" is the text; 7 is the integer, or the text if only that is stored.
+    """Parse typed ids: "7" in quotes is the text; 7 is the integer, or the text if only the text is stored.
 
     So the outputs of both `jq .id` and `jq -r .id` work as ids.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from softdb.answers import Pooled
     from softdb.database import Verbs
 
-SHOWN = 8  # numbers of a soft query's output that are printed
+SHOWN = 8  # largest number of output values that are printed for a soft query
 
 
 def search(
@@ -80,7 +80,7 @@ def search(
 
 
 def _hybrid(mode: Mode | None, fusion: str | None) -> dict[str, Any]:
-    """Return the arguments of a search by words; the fusion is a word or a number."""
+    """Return the arguments `mode` and `fusion` of `search`; a fusion typed as a number becomes a float."""
     try:
         weight = None if fusion is None else float(fusion)
     except ValueError:
@@ -113,7 +113,7 @@ def attend(
 
 
 def _fields(name: str, hit: Any, number: float) -> dict[str, Any]:
-    """Return a hit as JSON; `name` is the key of its score or weight."""
+    """Return a hit as a dict for JSON; `name` is "score" or "weight", and `number` the hit's score or weight."""
     return {"id": hit.id, name: number, "payload": hit.payload, "text": hit.text}
 
 
@@ -126,7 +126,7 @@ def soft_answers(
     where: Any = None,
     shown: int = 10,
 ) -> list[dict[str, Any]]:
-    """Return the soft answer to each query as JSON; "hits" are the records with the largest weights."""
+    """Return the soft answer to each query as a dict for JSON; "hits" lists the records with the largest weights."""
     pooled = db.attend(queries, temperature=temperature, k=k, rtol=rtol, where=where)
     # effective number of records: 1 / Σ w², and Σ w² = exp(lse(T/2) - 2 lse(T))
     half = db.attend(queries, temperature=temperature / 2, k=k, rtol=rtol, where=where)
@@ -150,7 +150,7 @@ def _missed(db: Verbs, queries: Any, pooled: Pooled, temperature: float, where: 
 
 
 def _attended(pooled: Pooled, i: int, effective: float, missed: float) -> dict[str, Any]:
-    """Return the answer to query i of a batch as JSON, without its hits."""
+    """Return the soft answer to query i of a batch as a dict for JSON, without hits."""
     bar = pooled.bar[i].item()
     return {
         "output": pooled.output[i].tolist(),
@@ -158,7 +158,7 @@ def _attended(pooled: Pooled, i: int, effective: float, missed: float) -> dict[s
         "candidates": int(pooled.n_pooled[i]),
         "exact": bool(pooled.exact[i]),
         "missed_mass": missed,
-        "bar": bar if math.isfinite(bar) else None,  # unknown where truncated
+        "bar": bar if math.isfinite(bar) else None,  # unknown for a truncated answer
         "met": bool(pooled.met[i]),
         "effective_records": effective if math.isfinite(effective) else 0.0,
     }
@@ -188,7 +188,7 @@ def _show_attended(answer: dict[str, Any], temperature: float, is_label: bool) -
 
 
 def _show_hits(name: str, hits: list[dict[str, Any]]) -> None:
-    """Print hits as a table, with their payloads and texts; `name` is the key of their score or weight."""
+    """Print hits as a table, with their payloads and texts; `name` is the column of numbers, "score" or "weight"."""
     if not hits:
         terminal().print("nothing found")
         return

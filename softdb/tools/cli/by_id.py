@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from softdb.filters import FilteredStore
 
 IDS_PER_LOOKUP = 1000
-SHOWN = 4  # numbers of a vector that are printed
+SHOWN = 4  # largest count of a vector's numbers that are printed
 FIELDS = ("id", "key", "value", "payload", "text")
 
 
@@ -100,7 +100,7 @@ class _InputRecord(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return whether the record has a key and whether the encoder makes it; a commit has records of one kind."""
+        """Return two flags: the record has a key, the encoder computes it. All records of a commit share one kind."""
         return self.key is not None, self.embeds
 
 
@@ -148,7 +148,7 @@ def insert(
 
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
-    """Yield the records of JSON lines, without the header of an export. Raises BadInput with the line number."""
+    """Parse JSON lines to records; skip the header line of an export. Raises BadInput with the line number."""
     exported = False
     for number, line in lines:
         try:
@@ -175,7 +175,7 @@ def _require_same_metric(header: Any, db: SoftDB | TableCluster) -> None:
     if metric != db.metric:
         raise BadInput(
             f"the export's metric is {metric}, but this database's is {db.metric}; insert it into a database of "
-            "that metric, or leave the first line out"
+            "that metric, or delete the first line of the input, which names the metric"
         )
 
 
@@ -184,7 +184,7 @@ def _no_constant(name: str) -> None:
 
 
 def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_InputRecord]]:
-    """Yield runs of records of one kind, at most `size` long; the error of a bad line is raised after them."""
+    """Yield lists of up to `size` successive records of one kind; those before a bad line come before its error."""
     failure: BadInput | None = None
 
     def before_error() -> Iterator[_InputRecord]:

@@ -92,7 +92,7 @@ class _Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command line; an argument that the parser refuses ends in one line of error, too."""
+        """Run the command line. If the parser refuses an argument, print one line of error and exit with code 2."""
         words = list(sys.argv[1:] if args is None else args)
         self.as_json = "--json" in words[: words.index("--") if "--" in words else None]
         if words[:1] == ["--show-completion"] and len(words) == 2:  # for any shell, not only the one in use
@@ -127,7 +127,7 @@ app = typer.Typer(
 
 def run() -> None:
     """Run the command line."""
-    # torch reads this when it loads: on a busy machine, waiting threads that sleep are ten times faster than spinning
+    # torch reads this at import: on a busy machine, threads that sleep while waiting are ten times as fast as spinning
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warn_in_one_line("--json" in sys.argv)
     for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ from softdb.errors import DatabaseLocked, SoftDBError, UnknownId
 from softdb.terminal import dumps, safe, terminal
 
 FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
-INTERRUPTED, PIPE_CLOSED = 130, 141  # as shells count Ctrl-C and SIGPIPE: 128 and the signal
+INTERRUPTED, PIPE_CLOSED = 130, 141  # as in shells: 128 + the number of SIGINT or SIGPIPE
 
 EXIT_CODES = {
     0: "done",
@@ -57,7 +57,7 @@ def _print_error(kind: str, message: str, code: int, as_json: bool) -> None:
 
 
 def warn_in_one_line(as_json: bool) -> None:
-    """Print every warning from now on as one line on standard error, without its place in the source."""
+    """Print every warning from now on as one line on standard error, without file name and line number."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         line = " ".join(str(message).split())
@@ -70,7 +70,7 @@ def warn_in_one_line(as_json: bool) -> None:
 
 
 def _drop_output() -> None:
-    """Drop unwritten output: Python would try to write it at its exit, and report the closed pipe again."""
+    """Drop unwritten output: at exit Python would write it to the closed pipe and report an error again."""
     null = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):  # standard output may have no file descriptor
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The commands that train and encode: `softdb train`, a projection from pairs; `softdb reembed`, keys by an encoder."""
+"""The commands `softdb train`, which trains a projection from pairs, and `softdb reembed`, which encodes all keys."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def train(
     with answering(path, read.is_text, encoder, quiet=as_json) as db:
         read.resolve(db)
         with progress("train") as show, warnings.catch_warnings():
-            warnings.simplefilter("ignore", TrainingWarning)  # the table below shows it
+            warnings.simplefilter("ignore", TrainingWarning)  # the printed recalls show it
             fitted = fit(
                 db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, keys=keys,
                 epochs=epochs, batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
@@ -87,7 +87,7 @@ def train(
         facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
     measured: dict[str, Any] = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
-    save(out, fitted.projection, {**facts, **measured})  # first, as changed keys are useless without it
+    save(out, fitted.projection, {**facts, **measured})  # before the keys change, as they are useless without this file
     applied = keys and after[criterion] > before[criterion]
     measured["generation"] = _rekeyed(path, out).generation if applied else None
     if as_json:
@@ -150,8 +150,8 @@ def reembed(
         return
     if encoder is None:
         raise BadInput(
-            "name the encoder of the new keys with --encoder: ngrams, demo or a sentence-transformers model; or give a "
-            "file that softdb train --keys wrote with --projection"
+            "name the encoder of the new keys with --encoder: ngrams, demo or a sentence-transformers model; or give "
+            "--projection with a file that softdb train --keys wrote"
         )
     embed = named_encoder(require_outside(path, encoder), dim)
     if dim is not None and getattr(embed, "dim", dim) != dim:
@@ -162,7 +162,7 @@ def reembed(
 
 
 def _rekeyed(path: Path, projection: Path) -> ReembedReport:
-    """Change the keys by the encoder of keys in a projection's file."""
+    """Transform all stored keys by the encoder of keys in a projection's file."""
     from softdb.train import apply, load
 
     with _reporting(path) as (db, show):
@@ -171,7 +171,7 @@ def _rekeyed(path: Path, projection: Path) -> ReembedReport:
 
 @contextlib.contextmanager
 def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
-    """Yield the open database and a function that shows progress; after Ctrl-C report what is done."""
+    """Yield the open database and a function that shows progress; on Ctrl-C say how many records are embedded."""
     import softdb
 
     done = total = before = 0
@@ -188,12 +188,12 @@ def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
     except KeyboardInterrupt:
         with softdb.open(path, mode="r") as db:
             changed = db.core.reembedded != before
-        state = "all keys are new" if changed else "the database is as it was; the same command goes on from there"
+        state = "all keys are new" if changed else "the database is unchanged; the same command goes on from there"
         raise KeyboardInterrupt(f"{done:,} of {counted(total, 'record')} embedded, {state}") from None
 
 
 def _print_report(report: ReembedReport, as_json: bool) -> None:
     earlier = report.records - report.embedded
     reused = f", {earlier:,} reused from an earlier run" if earlier > 0 else ""
-    state = f"the keys are now by {safe(report.encoder or 'an encoder without a name')}, {report.dim} numbers each"
+    state = f"the keys are now made by {safe(report.encoder or 'an encoder without a name')}, {report.dim} numbers each"
     print_result(report.asdict(), as_json, f"{counted(report.embedded, 'record')} embedded{reused}; {state}")

@@ -1,4 +1,4 @@
-"""Opening the PATH of a command: a database's directory or, for the commands that take it, a cluster's table."""
+"""Open the PATH of a command: a database's directory or, for some commands, a cluster's table."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHARDS_TIMEOUT_SECONDS = 600.0  # Ctrl-C ends it before
+SHARDS_TIMEOUT_SECONDS = 600.0  # to wait for a cluster's shards; Ctrl-C stops the wait
 
 
 def opened(path: Path, has_text: bool = False, encoder: str | None = None, projection: Path | None = None) -> SoftDB:
-    """Open the database for reading; with the encoder of its queries if they are texts."""
+    """Open the database for reading; if `has_text`, with the encoder for queries that are texts."""
     import softdb
 
     return softdb.open(path, mode="r", encoder=_query_encoder(path, encoder, projection) if has_text else None)
@@ -53,7 +53,7 @@ def answering(
 def read(
     path: Path, verb: str, of_store: Callable[[FilteredStore], T], of_handle: Callable[[Place], T], quiet: bool
 ) -> T:
-    """Call `of_store` with the database's store, which imports no torch; if that fails to open, `of_handle`."""
+    """Call `of_store` with the store, which needs no torch; if it cannot be opened, `of_handle` with a handle."""
     import apsw
 
     from softdb.filters import FilteredStore
@@ -81,7 +81,7 @@ def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) 
 
 
 def described(path: Path) -> tuple[int, str | None]:
-    """Return the width of the keys and the stored name of their encoder."""
+    """Return the width of a database's keys and the stored name of the encoder that made them."""
     import softdb
     from softdb.opening import table_at
 
@@ -120,7 +120,7 @@ def _cluster(table: str, mode: Literal["rw", "r"], encoder: Encoder | None, quie
 
 
 def _query_encoder(path: Path, encoder: str | None, projection: Path | None) -> Encoder:
-    """Return the encoder of a command's texts; for trained keys it is made of the projection."""
+    """Return the encoder for text queries; for keys that `train --keys` changed, it includes the projection."""
     dim, stored_name = described(path)
     if projection is not None:
         from softdb.train import TextTowers, load
@@ -137,7 +137,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def _is_built_in(name: str) -> bool:
-    """Return True for an encoder that loads no model, so that nobody can put a model in its place."""
+    """Return True for "demo" and n-gram encoders: with these names softdb never loads a model from a folder."""
     from softdb.data.encoder import DEMO
     from softdb.encoders import ngrams
 
@@ -145,16 +145,16 @@ def _is_built_in(name: str) -> bool:
 
 
 def require_outside(path: Path, name: str) -> str:
-    """Return the name of an encoder. Raise BadInput if it is a model in the database's own directory."""
+    """Return the encoder's name unchanged. Raise BadInput if it is a model inside the database's directory."""
     if not _is_built_in(name) and Path(name).exists() and _lies_in(Path(name), path):
         raise BadInput(f"the model {name!r} lies in the database's own directory, and models run code; move it out")
     return name
 
 
 def chosen(path: Path, stored: str | None, option: str | None, default: str | None = None) -> str:
-    """Return the name of a database's encoder: the option's, the stored one or the default.
+    """Return the name of the encoder to use: `option` (--encoder), else `stored` in the database, else `default`.
 
-    Raises BadInput if option and stored name differ, or if the stored name would load a model that no option names.
+    Raises BadInput if option and stored name differ, or if the stored name is a model and no option confirms it.
     """
     from softdb.train.projection import TRAINED
 
@@ -168,14 +168,14 @@ def chosen(path: Path, stored: str | None, option: str | None, default: str | No
         raise BadInput(f"the keys of {path} were made by the model {stored!r}; {remedy}")
     name = option or stored or default
     if name is None:
-        raise BadInput(f"{path} names no encoder of its keys; add --encoder (ngrams, demo or a model), or give numbers")
+        raise BadInput(f"{path} stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers")
     return name
 
 
 def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -> Encoder:
-    """Return the encoder of a name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
+    """Make an encoder from its name: `ngrams` (`dim` wide), `demo`, or a sentence-transformers model.
 
-    For `demo` with the path of a demo database, return the encoder of queries that the demo trained there.
+    For `demo` with a demo database's path, return the query encoder that `softdb demo` trained there.
     """
     from softdb.data.encoder import DEMO, demo_encoder
     from softdb.encoders import ngrams

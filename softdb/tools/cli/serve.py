@@ -43,7 +43,7 @@ def explore(
         number = listener.getsockname()[1]
         note_warnings()
         answers = Answers(served, FIRST if demo else None)
-        answers.map()  # computed now, so that it fails here if at all, and the first page need not wait
+        answers.map()  # computed now: a failure shows here, and the first page need not wait
         app, desk = application(answers, frozenset({f"{HOST}:{number}", f"localhost:{number}"}))
         address = f"http://{HOST}:{number}/"
         terminal().print(f"softdb explore: {address} (Ctrl-C ends it)", soft_wrap=True)
@@ -54,7 +54,7 @@ def explore(
         try:
             uvicorn.Server(configured(app)).run(sockets=[listener])
         except KeyboardInterrupt:
-            pass  # the way to stop the server
+            pass  # Ctrl-C is the way to stop the server
         finally:
             desk.close()
 

@@ -12,11 +12,11 @@ from softdb.tools.cli.places import opened
 if TYPE_CHECKING:
     from softdb.database import SoftDB
 
-HOST, PORT = "127.0.0.1", 8730  # of the explorer
+HOST, PORT = "127.0.0.1", 8730  # address of the explorer
 
 
 class Served:
-    """A path's newest database, read-only; without a path, the open database that is given."""
+    """The database at a path, kept open for reading; or, without a path, an open database that is given."""
 
     def __init__(self, path: Path | None, encoder: str | None = None, db: SoftDB | None = None) -> None:
         self._path, self._encoder, self._lock = path, encoder, threading.Lock()
@@ -34,14 +34,14 @@ class Served:
     def _open(self, path: Path) -> None:
         try:
             self._db, self.takes_text = opened(path, True, self._encoder), True
-        except (BadInput, MissingDependency):  # the encoder is unknown, not installed, or must be named by an option
+        except (BadInput, MissingDependency):  # without a known, installed encoder, or one that --encoder must name
             if self._encoder is not None:
                 raise
             self._db, self.takes_text = opened(path), False
         self._file = _identity(path)
 
     def newest(self) -> SoftDB:
-        """Return the database with all earlier commits; open it anew if another database lies at the path.
+        """Return the database at its newest commit; open the path again if another database is there now.
 
         Raises the errors of `softdb.open`.
         """

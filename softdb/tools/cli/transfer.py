@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
-SHOWN = 20  # bad rows that are printed
+SHOWN = 20  # number of bad rows that are printed
 
 
 def demo(
@@ -99,7 +99,7 @@ def import_(
     files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
     options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
-    first = next(batches, None)  # raises before a database is created if a file cannot be read
+    first = next(batches, None)  # read before a database is created, so that an unreadable file creates none
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
     new, width, stored_name = _present(path)
@@ -154,19 +154,19 @@ class _Skipped:
 
 
 def _present(path: Path) -> tuple[bool, int | None, str | None]:
-    """Return True if there is no database yet; else False, the width of the keys and the name of their encoder."""
+    """Return True if no database is there, else False; then the width of the keys and the name of their encoder."""
     from softdb.opening import table_at
 
     if table_at(path) is not None:
         return False, *described(path)
     try:
         return (False, *described(path)) if (path / "catalog.sqlite").exists() else (True, None, None)
-    except NotADatabase:  # another program's directory, which softdb.open refuses; or a creation that was cut short
+    except NotADatabase:  # an unfinished database, or another program's directory, which softdb.open refuses
         return True, None, None
 
 
 def _destination(path: Path, encoder: Encoder | None, schema: dict[str, Any], quiet: bool) -> SoftDB:
-    """Open the database, creating it if there is none; or the cluster's table, which has the methods of an import."""
+    """Open the database, creating it if there is none; or a cluster's table, which imports by the same methods."""
     import softdb
     from softdb import check
     from softdb.opening import table_at
@@ -179,7 +179,7 @@ def _destination(path: Path, encoder: Encoder | None, schema: dict[str, Any], qu
 
 
 def _schema_of(first: Rows, options: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
-    """Return the schema of a new database, from the options and an export's header or the first batch."""
+    """Return the schema of a new database, from the options and from the export's header or the first batch."""
     if first.header is not None:
         return first.header.schema | {name: value for name, value in options.items() if value is not None}
     width = None if embeds else next((len(key) for key in first.keys if key is not None), None)
@@ -196,7 +196,7 @@ def _schema_of(first: Rows, options: dict[str, Any], embeds: bool, num_classes: 
 
 @contextmanager
 def _cleanup(db: SoftDB, path: Path, new: bool, existed: bool) -> Iterator[None]:
-    """Tell after an interrupt how to go on; after an error remove a new database that holds no record."""
+    """Handle a stopped import: on Ctrl-C say how to go on, on an error remove a new database without records."""
     from softdb.store.ours import remove_database
 
     try:
@@ -223,7 +223,7 @@ def export(
     where: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write records to a file; `import` makes the same database of JSON lines and tables. - prints records alone."""
+    """Write records to a file; `import` can make the database again from JSON lines or tables. - prints records."""
     from softdb.formats import export_records, write_records
 
     def note(text: str) -> None:
@@ -232,7 +232,7 @@ def export(
     with answering(path, quiet=as_json) as db:
         if str(file) == STDIN:
             if isinstance(sys.stdout, TextIOWrapper):
-                sys.stdout.reconfigure(encoding="utf-8")  # the encoding of JSON, even if the locale has another
+                sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the locale's encoding
             write_records(db, sys.stdout, where=filter_of(where))
             return
         with progress("export", rate=True) as bar:

@@ -36,7 +36,7 @@ from softdb.tools.cli.arguments import (
 )
 from softdb.tools.cli.places import answering, opened, read, writing
 
-LOST = 20  # lost records that are printed; --json lists up to a thousand
+LOST = 20  # number of lost records that are printed; --json lists up to a thousand
 
 
 def info(path: Database, as_json: AsJson = False) -> None:
@@ -73,7 +73,7 @@ def verify(
         _repair(path, repair, settings, as_json)
         return
     if any(setting is not None for setting in settings.values()):
-        raise BadInput("settings are given without --repair; expected the path alone; add --repair DEST")
+        raise BadInput("--dim and other settings go with --repair; add --repair DEST, or leave them out")
     from softdb.store.verify import verify as verified
 
     try:
@@ -86,7 +86,7 @@ def verify(
 
 
 def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bool) -> None:
-    """Save the intact records of a damaged database in a new one, and print what was lost."""
+    """Save the intact records of a damaged database in a new one, and print the lost records."""
     import softdb
 
     report = softdb.salvage(path, destination, **settings)

@@ -15,7 +15,7 @@ from softdb.text import Vectors
 
 
 class KnownWords:
-    """Encoder of words by the vectors that ship with softdb, and of other texts by their model, if installed."""
+    """Encode single words by the vectors that ship with softdb, and other texts by the same model, if installed."""
 
     name = DEMO
 
@@ -24,7 +24,7 @@ class KnownWords:
         self._encoder = demo_encoder()
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Encode texts. Raises BadInput for other texts than known words if the model is not installed."""
+        """Encode texts. Without the model, raises BadInput for a text that is not one of the known words."""
         words = [text.strip().lower() for text in texts]
         if all(word in self._vectors for word in words):
             return np.stack([self._vectors[word] for word in words])

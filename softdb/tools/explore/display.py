@@ -1,4 +1,4 @@
-"""Records in the form that the page shows, with bounded texts; names and values of fields, for completion."""
+"""Prepare records for the page, with long texts cut; list field names and values to complete a typed filter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from softdb.check import Id
 from softdb.store.paths import spelled
 from softdb.visible import visible
 
-TITLE, TEXT, FIELD = 120, 2000, 600  # most characters that the page shows
-FIELDS, VALUES = 40, 24  # most fields of a payload that the page shows; most values of a field to complete
-DEPTH, NAMES = 4, 200  # deepest and most names of fields to complete
+TITLE, TEXT, FIELD = 120, 2000, 600  # largest numbers of characters of a title, a text and a field that the page shows
+FIELDS, VALUES = 40, 24  # largest numbers of payload fields shown, and of values suggested for a field
+DEPTH, NAMES = 4, 200  # deepest nesting, and largest number, of field names suggested
 _TITLES = ("title", "name", "word", "label", "text")
 
 
@@ -34,7 +34,7 @@ def _line(value: Any) -> str:
 
 
 def title(payload: Any, text: str | None) -> str:
-    """Return a line that names a record, from its title-like field, its text or its payload; "" if it has none."""
+    """Return a one-line title of a record, from a field such as "title", its text or its payload; "" without these."""
     fields = payload if isinstance(payload, dict) else {}
     titles = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
     texts = [*titles, text, *(field for field in fields.values() if isinstance(field, str)), payload]
@@ -42,7 +42,7 @@ def title(payload: Any, text: str | None) -> str:
 
 
 def record(name: Id, payload: Any, text: str | None) -> dict[str, Any]:
-    """Return a record in the form that the page shows: every field as text."""
+    """Return a record as JSON for the page, with every field as text."""
     fields = list(payload.items()) if isinstance(payload, dict) else [("", payload)] if payload is not None else []
     return {
         "id": named_id(name) if len(str(name)) <= TEXT else "",  # a longer id cannot be a query
@@ -55,8 +55,8 @@ def record(name: Id, payload: Any, text: str | None) -> dict[str, Any]:
 
 
 def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) -> list[dict[str, Any]]:
-    """Return the fields' names in a filter's form, the kinds of their values, and the most frequent values as JSON."""
-    seen: dict[str, tuple[set[str], Counter[str]]] = {}  # kinds and values
+    """Return each field's name as a filter spells it, the kinds of its values, and its most frequent values in JSON."""
+    seen: dict[str, tuple[set[str], Counter[str]]] = {}  # for each field, kinds and counts of values
     for payload in payloads:
         for path, value in _walk(payload, ()):
             name = spelled(path)

@@ -1,4 +1,4 @@
-"""Limits on requests: GET only, to this server's own address, from its own page, in time; and headers of responses."""
+"""Refuse requests that are no GET, come from other pages or name other hosts; close slow connections; add headers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-LONGEST = 1 << 18  # bytes of a query string: enough for a vector of 10,000 numbers
-SECONDS = 10.0  # timeout from the connection, or the last response, to the end of the next request's headers
-WAITING = 64  # most connections without a complete request; one more closes the oldest
+LONGEST = 1 << 18  # largest query string in bytes: enough for a vector of 10,000 numbers
+SECONDS = 10.0  # time for a request's headers to arrive, from the connection or the last response
+WAITING = 64  # largest number of connections that wait for a request; one more closes the oldest
 
 _HEADERS = {
     # pages, styles and scripts come from this server only: none is inline, none from a payload or another host
@@ -31,13 +31,13 @@ def failure(kind: str, message: str, status: int) -> JSONResponse:
 
 
 class Guard:
-    """Refuse requests other than GET, requests that name another host (DNS rebinding), and those of other pages."""
+    """Refuse requests other than GET, requests to another host name (DNS rebinding), and requests from other pages."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Pass one request to the application, or refuse it; add the security headers to the response."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,35 +74,35 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with a timeout for each request's headers; uvicorn has one only after a response."""
+    """Close a connection whose request headers do not arrive in time; uvicorn does so only after a response."""
 
-    _deadline: asyncio.TimerHandle | None = None  # timeout of the headers that are awaited
+    _deadline: asyncio.TimerHandle | None = None  # closes the connection when headers are late
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request's headers."""
+        """Start the timeout for the first request's headers."""
         super().connection_made(transport)
         self._wait()
         waiting = [other for other in self.connections if isinstance(other, Connection) and other._deadline]
         if len(waiting) > WAITING:
             oldest = min(waiting, key=lambda other: other._deadline.when() if other._deadline else 0)
-            oldest._stop_waiting()  # at once: more connections may come before its `connection_lost`
+            oldest._stop_waiting()  # now: more connections may come before uvicorn reports this one as lost
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read data, which may complete a request's headers."""
+        """Read data; stop the timeout if a request's headers are complete."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request's headers, unless they have come."""
+        """Start the timeout for the next request's headers, unless they have arrived."""
         super().on_response_complete()
         if self.cycle.response_complete:
             self._wait()
 
     def _wait(self) -> None:
         self._stop_waiting()
-        self._deadline = self.loop.call_later(SECONDS, self.transport.close)  # sends a buffered response before
+        self._deadline = self.loop.call_later(SECONDS, self.transport.close)  # `close` first sends what is buffered
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:

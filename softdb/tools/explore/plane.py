@@ -1,4 +1,4 @@
-"""A sample of the keys on a plane: their two principal components."""
+"""The explorer's map: a sample of the keys, projected on their first two principal components."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from softdb.database import SoftDB
 from softdb.scoring import score_of
 from softdb.store.entry import RecordEntry
 
-SAMPLE = 2000  # records on the map
-FEW = 3  # effective records of a stored key's answer at the first temperature; other queries have some hundred
-QUERIES = 64  # records of the sample whose scores determine the range of temperatures
+SAMPLE = 2000  # largest number of records on the map
+FEW = 3  # effective number of records with which the slider starts, for stored keys as queries
+QUERIES = 64  # number of sampled keys used as queries to choose the range of temperatures
 
 Floats = NDArray[np.float64]
 
@@ -33,10 +33,10 @@ class Temperatures:
 
 @dataclass(frozen=True)
 class Plane:
-    """A sample of m records on a plane, with its range of temperatures.
+    """A map of m sampled records, with a range of temperatures that suits them.
 
-    The sample are the rows with the smallest hashes, so that a changed database changes it little; the axes keep
-    their signs. As the cosine ignores lengths, a query is then drawn at the keys' mean length.
+    The sample consists of the rows with the smallest hashes, so that few writes change it little; a new map keeps the
+    signs of the axes. As the cosine ignores lengths, it draws a query as if it had the keys' mean length.
     """
 
     generation: int
@@ -46,13 +46,13 @@ class Plane:
     keys: Tensor  # (m, d) float32
     centre: Floats  # (d,)
     axes: Floats  # (d, 2)
-    share: float  # share of the keys' variance on the plane
-    length: float | None  # length that queries are scaled to
+    share: float  # share of the keys' variance that the map shows
+    length: float | None  # length that a query is scaled to before it is drawn; None: unchanged
     temperatures: Temperatures
 
     @classmethod
     def of(cls, db: SoftDB, before: Plane | None = None) -> Plane:
-        """Make the map of a handle's generation; its axes get the signs of the map before. Cost m d min(m, d)."""
+        """Make a map of an open database; `before` gives the signs of the axes. Cost m d min(m, d)."""
         snapshot, _ = db.core.view()
         live = np.flatnonzero(snapshot.live)
         rows, n = snapshot.rows(live), len(live)
@@ -75,12 +75,12 @@ class Plane:
         return cls(*generations, entries, rows[stored], keys, centre, axes, share, length, range_)
 
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
-        """Return the coordinates of vectors."""
+        """Return the coordinates of vectors on the map."""
         coordinates: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
         return coordinates
 
     def lights(self, db: SoftDB, query: Tensor | None, where: Any) -> list[float | None]:  # (1, d) -> m
-        """Return the scores of the map's records; None without a query, and for records that the filter excludes."""
+        """Score the map's records for a query; None for records that the filter excludes, or without a query."""
         if query is None:
             return [None] * len(self.keys)
         scores = score_of(db.core.schema.metric)(query, self.keys)[0].tolist()
@@ -92,7 +92,7 @@ class Plane:
         return [score if allowed else None for score, allowed in zip(scores, keep.tolist(), strict=True)]
 
     def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
-        """Return the coordinates of a query."""
+        """Return the coordinates of a query on the map, scaled to `length`."""
         vector = query.double().numpy()
         norm = float(np.linalg.norm(vector))
         return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
@@ -125,7 +125,7 @@ def _axes(centred: Floats) -> tuple[Floats, float]:  # (m, d) -> (d, 2)
 
 
 def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m): the first q of m sampled records, out of n
-    """Return the range from where the nearest record has all the weight to where all records weigh alike."""
+    """Return temperatures from one at which the nearest record has all weight to one at which all weigh alike."""
     m = scores.shape[1]
     others = scores.clone()
     others.fill_diagonal_(-torch.inf)
@@ -139,12 +139,12 @@ def _temperatures(scores: Tensor, n: int) -> Temperatures:  # (q, m): the first 
 
 
 def _start(scores: Tensor, n: int, low: float, high: float) -> float | None:
-    """Return the temperature at which a stored key's answer has FEW effective records, or √n if that is less.
+    """Return the temperature at which a stored key as query has FEW effective records, or √n if that is less.
 
     None if there is no such temperature between `low` and `high`.
     """
     few = min(FEW, math.sqrt(n))
-    counts = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records per sampled record
+    counts = torch.full(scores.shape, (n - 1) / max(1, scores.shape[1] - 1))  # records for each sampled one
     counts.fill_diagonal_(1)
 
     def effective(temperature: float) -> float:

@@ -1,4 +1,4 @@
-"""Queries of the page, parsed from a URL's parameters; hashable, so that answers can be cached."""
+"""Parse the page's queries from URL parameters to hashable objects, by which answers are cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from softdb import check
 from softdb.errors import BadInput
 
-MAX_SHOWN = 50  # most records in an answer
+MAX_SHOWN = 50  # largest number of records in an answer
 RANKINGS, WAYS = ("vector", "hybrid", "text"), ("exact", "nearest", "estimate")
 _OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown"}
 _OF_WEIGHING = {"temperature", "way", "k", "rtol"}
@@ -26,7 +26,7 @@ class Question:
     vector: tuple[float, ...] | None
     where: str  # a filter as JSON; "" for none
     ranking: str
-    words: str  # words of a search by words, if they differ from the text
+    words: str  # words to search for, if they differ from `text`
     shown: int  # number of records in the answer
 
     @classmethod
@@ -38,7 +38,7 @@ class Question:
             raise BadInput(f"there is no parameter {check.shown(unknown[0])}; expected {expected}")
         kinds = [name for name in ("text", "id", "vector") if params.get(name, "").strip()]
         if len(kinds) != 1:
-            raise BadInput("give a text, the id of a record or a vector: one of them, and not an empty one")
+            raise BadInput("the query is empty or given twice; give one of a text, the id of a record or a vector")
         numbers = _numbers(params["vector"]) if kinds == ["vector"] else None
         where = params.get("where", "").strip()
         if where:
@@ -51,12 +51,12 @@ class Question:
 
     @property
     def filter(self) -> Any:
-        """The parsed filter; None without one."""
+        """The filter as parsed JSON; None without a filter."""
         return json.loads(self.where) if self.where else None
 
     @property
     def search_words(self) -> str:
-        """The words of a search by words. Raises BadInput if there are none."""
+        """The words to search texts for. Raises BadInput if there are none."""
         words = self.words or self.text or ""
         if not words:
             raise BadInput("a ranking by words needs words; type some, or rank by vector")
@@ -81,7 +81,7 @@ class Weighing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `attend` for the way."""
+        """The arguments of `attend` that `way` stands for."""
         options: dict[str, dict[str, Any]] = {"exact": {}, "nearest": {"k": self.k}, "estimate": {"rtol": self.rtol}}
         return options[self.way]
 

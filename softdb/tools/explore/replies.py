@@ -26,10 +26,10 @@ from softdb.tools.explore.display import fields_of, named_id, record, title
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
 
-CACHED = 32  # questions whose hits are cached, so that another temperature searches nothing again
-NUMBERS, CLASSES = 12, 8  # most numbers and classes of an output that the page shows
-EXACT = 1 << 28  # with at most so many numbers in all keys, soft queries weigh all records by default
-COLD = 1e5  # |log-normaliser| at which float32 rounds to 0.01, the relative error of a weight
+CACHED = 32  # number of questions whose hits are cached, for queries at other temperatures
+NUMBERS, CLASSES = 12, 8  # largest counts of numbers and of classes that the page shows of an output
+EXACT = 1 << 28  # up to this count of numbers in all keys, soft queries weigh all records by default
+COLD = 1e5  # |lse| from which float32 rounds lse by 0.01, and so each weight by 1 %
 MAX_WARNINGS = 20
 Wanted = Callable[[], None]  # raises if the browser has dropped the request
 
@@ -41,9 +41,9 @@ class SearchResult:
     generation: int
     query: Tensor | None  # (1, d); None for a search by words alone, which has no weights
     hits: list[dict[str, Any]]
-    scores: list[float | None]  # the hits' scores by their keys; None without a key
+    scores: list[float | None]  # scores of the hits' keys; None for a hit without a key
     ids: list[str | int]
-    query_id: str | int | None  # the record that is the query
+    query_id: str | int | None  # id of the record whose key is the query
     plane: Plane
     places: list[list[float] | None]  # coordinates of the hits on the map
     lights: list[float | None]  # scores of the map's records; None if the filter excludes them
@@ -51,11 +51,11 @@ class SearchResult:
     notes: list[str]
 
 
-_WARNINGS: list[str] = []  # since the last answer, from any thread
+_WARNINGS: list[str] = []  # warnings of all threads since the last answer
 
 
 def note_warnings() -> None:
-    """Add all further warnings of this process to the next answer."""
+    """From now on, collect every warning of this process, to be sent with the next answer."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, UserWarning) and len(_WARNINGS) < MAX_WARNINGS:
@@ -66,7 +66,7 @@ def note_warnings() -> None:
 
 
 class Answers:
-    """Answers over one database, as JSON; several threads may call it."""
+    """Answer the page's requests about one database, as dicts for JSON. Several threads may call the methods."""
 
     def __init__(self, served: Served, first: str | None = None) -> None:
         self._served, self._lock, self._first = served, threading.Lock(), first
@@ -133,7 +133,7 @@ class Answers:
         return reply, matches
 
     def compare(self, question: Question, wanted: Wanted) -> dict[str, Any]:
-        """Return the recall of one answer, by comparing all records."""
+        """Measure the recall of an answer: compare it with an exact search."""
         db = self._served.newest()
         matches = self._matches(db, question, wanted)
         if matches.query is None or question.ranking != "vector":
@@ -147,7 +147,7 @@ class Answers:
         }  # fmt: skip
 
     def _plane_of(self, db: SoftDB) -> Plane:
-        """Return the map of the generation that a handle sees."""
+        """Return the map of the database at its present generation, made anew if there were writes."""
         with self._lock:
             plane = self._plane
             if plane is None or plane.generation != db.generation or plane.keys.shape[1] != db.dim:
@@ -158,7 +158,7 @@ class Answers:
     def _matches(self, db: SoftDB, question: Question, wanted: Wanted) -> SearchResult:
         plane = self._plane
         if plane is None or plane.reembedded != db.core.reembedded or plane.keys.shape[1] != db.dim:
-            plane = self._plane_of(db)  # otherwise an older map serves until the page fetches a new one
+            plane = self._plane_of(db)  # after other writes the older map is used until the page fetches a new one
         key = (question, db.generation, plane.generation)
         with self._lock:
             matches = self._cache.get(key)
@@ -196,7 +196,7 @@ class Answers:
         )
 
     def _notes_of(self, question: Question) -> list[str]:
-        """Return the warnings of the first question with the same filter: a handle gives a warning once."""
+        """Return the warnings that this filter has caused, cached because a handle gives each warning only once."""
         with self._lock:
             if _WARNINGS:
                 self._notes[question.where] = list(dict.fromkeys(_WARNINGS))
@@ -216,8 +216,8 @@ class Answers:
             if question.ranking == "text":
                 return None  # a search by words needs no vector
             raise BadInput(
-                "this database cannot turn text into a vector: it stores no encoder's name, or that of a model, which "
-                "must be given (softdb explore PATH --encoder MODEL). Rank by words, or query by a record or a vector"
+                "this database cannot turn text into a vector: its encoder is unknown, or is a model, which must "
+                "be named (softdb explore PATH --encoder MODEL). Rank by words, or query by a record or a vector"
             )
         if query_id is None:
             return None
@@ -229,7 +229,7 @@ class Answers:
     def _weighed(
         self, db: SoftDB, question: Question, matches: SearchResult, weighing: Weighing, wanted: Wanted
     ) -> dict[str, Any] | None:
-        """Return the answer of the soft query with the weights of the hits; None without a vector as query."""
+        """Answer the soft query, with the weights of the hits; return None if the query is words alone."""
         if matches.query is None:
             return None
         wanted()
@@ -287,7 +287,7 @@ def _shares(
 ) -> tuple[float | None, float, list[float]]:
     """Return the best score, its weight, and all weights: w_i = exp((s_i - s_best) / T) w_best.
 
-    A record without a key, or with a score below `floor`, that of the k-th nearest, has weight 0.
+    A record without a key has weight 0, and so has one that scores below `floor`, the k-th nearest's score.
     """
     weighed = [None if score is None or (floor is not None and score < floor) else score for score in scores]
     known = [score for score in weighed if score is not None]

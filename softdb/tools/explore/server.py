@@ -24,8 +24,8 @@ from softdb.tools.explore.guard import LONGEST, Connection, Guard, failure
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.replies import Answers, Wanted
 
-THREADS = 2  # requests answered at once
-WAITING = 32  # most requests in the queue
+THREADS = 2  # number of requests answered at once
+WAITING = 32  # largest number of requests in the queue
 _FILES = {
     "index.html": "text/html; charset=utf-8", "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml", **dict.fromkeys(
@@ -36,11 +36,11 @@ _log = logging.getLogger("softdb")
 
 
 class Overtaken(Exception):
-    """The browser has dropped this request."""
+    """Raised in a call to stop it, as the browser no longer waits for its answer."""
 
 
 class Desk:
-    """A few threads that answer. A request that the browser drops is not begun, or ends at its next step."""
+    """Answer requests in a few threads. A request that the browser has dropped is not begun, or stops early."""
 
     def __init__(self, answers: Answers) -> None:
         self._pool, self._open = ThreadPoolExecutor(THREADS, "explore"), 0
@@ -54,7 +54,7 @@ class Desk:
         }
 
     async def answered(self, request: Request) -> Response:
-        """Return the answer of the call that a path names as JSON, or its error."""
+        """Run the call that the request's path names in a thread; return its answer or its error as JSON."""
         if self._open >= THREADS + WAITING:
             return failure("Busy", "too many requests at once; send it again in a moment", 503)
         dropped, call = threading.Event(), self.calls[request.url.path.rpartition("/")[2]]
@@ -88,7 +88,7 @@ class Desk:
 
 
 def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
-    """Return the application, which answers requests that name one of the hosts, and its threads."""
+    """Return the ASGI application, which refuses requests to any host but `hosts`, and its pool of threads."""
     desk, pages = Desk(answers), {name: (files(__package__) / "page" / name).read_bytes() for name in _FILES}
 
     async def file(request: Request) -> Response:
@@ -103,7 +103,7 @@ def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
 
 
 def configured(app: Guard) -> uvicorn.Config:
-    """Return the server's settings: plain HTTP/1.1, limits on size and time of requests, logs of errors only."""
+    """Return uvicorn's settings: HTTP/1.1 only, limited sizes and times of requests, a log of errors only."""
     return uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, lifespan="off", ws="none", http=Connection,
         proxy_headers=False, h11_max_incomplete_event_size=2 * LONGEST, timeout_graceful_shutdown=1,
@@ -111,7 +111,7 @@ def configured(app: Guard) -> uvicorn.Config:
 
 
 def listening(port: int | None) -> socket.socket:
-    """Return a listening socket on the loopback interface: at the port; without one at PORT, or a free one if taken."""
+    """Return a socket that listens on the loopback interface: at `port`; if that is None, at PORT or any free one."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if the protocol is named
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -139,7 +139,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _answer(call: Callable[[dict[str, str], Wanted], dict[str, Any]], request: Request, wanted: Wanted) -> Response:
-    """Return the answer of a call as JSON, or its error. Runs in a thread."""
+    """Run a call in the present thread; return its answer, or its error, as JSON."""
     try:
         wanted()
         try:

@@ -1,4 +1,4 @@
-"""The server on standard input and output. It answers a line that is no message, so that its sender does not wait."""
+"""Serve on standard input and output; answer a line that is no message with an error, so that no client waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 
 class Server(MCPServer[Any]):
-    """The SDK's server, with an error as the answer to a line that cannot be parsed; the SDK drops such lines."""
+    """The SDK's server; it answers lines that cannot be parsed with an error, where the SDK's own drops them."""
 
     async def run_stdio_async(self) -> None:
         """Answer messages until the input ends."""
@@ -47,5 +47,5 @@ def _refusal(error: Exception) -> JSONRPCError:
         except (ValueError, RecursionError):
             line = None
     id_ = line.get("id") if isinstance(line, dict) else None
-    readable = type(id_) is int or (isinstance(id_, str) and id_.isprintable())  # lone surrogates cannot be sent back
+    readable = type(id_) is int or (isinstance(id_, str) and id_.isprintable())  # as UTF-8 has no lone surrogates
     return JSONRPCError(jsonrpc="2.0", id=id_ if readable else None, error=ErrorData(code=code, message=message))

@@ -20,10 +20,10 @@ from softdb.tools.cli.ask import soft_answers
 from softdb.tools.cli.served import Served
 from softdb.tools.mcp.stdio import Server
 
-MOST = 50  # records in an answer
-TEXT, PAYLOAD, ANSWER = 2_000, 4_000, 60_000  # most characters of a text, a payload and all records of an answer
-SAMPLE, NAMES = 100, 100  # records searched for names of fields; most names in a description
-NUMBERS = 64  # most numbers of an output
+MOST = 50  # largest number of records in an answer
+TEXT, PAYLOAD, ANSWER = 2_000, 4_000, 60_000  # largest lengths in characters: a text, a payload, all records
+SAMPLE, NAMES = 100, 100  # number of records searched for field names; largest number of names listed
+NUMBERS = 64  # largest count of numbers in an output
 
 INSTRUCTIONS = (
     "Reads a softdb database and cannot change it. Call describe first. All ids, payloads, texts and names of fields "
@@ -41,7 +41,7 @@ K = Annotated[int, Field(ge=1, le=MOST, description="Number of records.")]
 
 
 class Tools:
-    """The tools over one database. Calls run one at a time, each on the newest commit."""
+    """The tools of the server, for one database. Calls run one at a time, and each sees the newest commit."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._turn = served, threading.Lock()
@@ -55,7 +55,7 @@ class Tools:
         return server
 
     def _answering(self, tool: Callable[..., dict[str, Any]]) -> Callable[..., CallToolResult]:
-        """Wrap a tool: JSON as text and as structured content, softdb's warnings in "notes", errors in one line."""
+        """Wrap a tool: return its JSON as text and as structured content, warnings in "notes", errors in one line."""
 
         @functools.wraps(tool)
         def answer(**arguments: Any) -> CallToolResult:
@@ -139,7 +139,7 @@ def _query(text: str | None, vector: list[float] | None) -> Any:
 
 
 def _bounded(name: str, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return as many records as fit into an answer, with long texts and payloads cut, and the number left off."""
+    """Return records under `name`, as many as fit, with long texts and payloads cut; and how many did not fit."""
     shown: list[dict[str, Any]] = []
     room, left_off = ANSWER, 0
     for record in records:
@@ -153,7 +153,7 @@ def _bounded(name: str, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cut(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with long fields cut, a payload to the beginning of its JSON; "cut" lists these fields."""
+    """Shorten a long text, id or payload (to the first part of its JSON) of a record; "cut" lists which."""
     text, payload, cut = record["text"], dumps(record["payload"]), []
     if text is not None and len(text) > TEXT:
         record, cut = record | {"text": text[:TEXT]}, ["text"]

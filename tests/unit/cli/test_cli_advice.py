@@ -50,7 +50,7 @@ def test_the_encoder_must_be_that_of_the_keys(texts: Path) -> None:
 def test_text_queries_over_keys_of_an_unknown_encoder_need_one(tmp_path: Path) -> None:
     holding(HashedNGrams(D)(["a red fox", "a blue whale"]), ids=["a", "b"], path=tmp_path / "db").close()
     error = fails("search", tmp_path / "db", "fox")
-    assert "names no encoder of its keys; add --encoder (ngrams, demo or a model), or give numbers" in error
+    assert "stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers" in error
     assert answer("search", tmp_path / "db", "fox", "-k", 1, "--encoder", "ngrams")[0][0]["id"] == "a"
     numbers = str(HashedNGrams(D)(["fox"])[0].tolist())
     assert answer("search", tmp_path / "db", numbers, "-k", 1)[0][0]["id"] == "a"
@@ -66,7 +66,7 @@ def test_words_need_an_index(texts: Path) -> None:
 
 def test_settings_are_of_a_repair(texts: Path, tmp_path: Path) -> None:
     error = fails("verify", texts, "--dim", D)
-    assert "settings are given without --repair; expected the path alone; add --repair DEST" in error
+    assert "--dim and other settings go with --repair; add --repair DEST, or leave them out" in error
     run("verify", texts)
     run("verify", texts, "--repair", tmp_path / "saved", "--dim", D)
     assert answer("info", tmp_path / "saved")["records"] == 3

@@ -28,7 +28,7 @@ def texts(tmp_path: Path) -> Path:
 
 def test_the_encoder_is_changed(texts: Path) -> None:
     shown = run("reembed", texts, "--encoder", "ngrams(3)", "--dim", 64).stdout
-    assert shown == "400 records embedded; the keys are now by ngrams(3), 64 numbers each\n"
+    assert shown == "400 records embedded; the keys are now made by ngrams(3), 64 numbers each\n"
     facts = answer("info", texts)
     assert (facts["dim"], facts["encoder"], facts["records"]) == (64, "ngrams(3)", 400)
     assert answer("search", texts, "record 7 of 49", "-k", 1)[0][0]["id"] == 7
@@ -72,7 +72,7 @@ def test_an_interrupted_reembed_reports_progress_and_resumes(texts: Path) -> Non
     os.kill(child.pid, signal.SIGINT)
     _, actual = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "of 400 records embedded, the database is as it was; the same command goes on from there" in actual
+    assert "of 400 records embedded, the database is unchanged; the same command goes on from there" in actual
     done = int(actual.split()[1])
     assert 8 <= done < 400
     with softdb.open(texts, mode="r") as db:
@@ -81,7 +81,7 @@ def test_an_interrupted_reembed_reports_progress_and_resumes(texts: Path) -> Non
     shown = run("reembed", texts, "--encoder", "ngrams(4)").stdout
     embedded = int(shown.split()[0])
     assert embedded <= 400 - done
-    assert f"{embedded} records embedded, {400 - embedded} reused from an earlier run; the keys are now by" in shown
+    assert f"{embedded} records embedded, {400 - embedded} reused from an earlier run; the keys are now made" in shown
     with softdb.open(texts) as db:
         assert db.search("record 7 of 49", k=1).ids == [[7]]
         assert db.get([7]).keys[0].tolist() == HashedNGrams(256, (4,))(["record 7 of 49"])[0].tolist()

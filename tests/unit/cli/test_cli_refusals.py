@@ -31,7 +31,7 @@ def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> N
     assert "QUERY starts with [ but is not JSON" in fails("search", plane, "[1, 2")
     assert "queries mix text and numbers" in fails("search", book, '["a", 1]', "--encoder", "ngrams")
     assert "no.npy cannot be read as an array of numbers" in fails("search", plane, f"@{tmp_path / 'no.npy'}")
-    assert "names no encoder of its keys; add --encoder" in fails("search", plane, "east")
+    assert "stores no name of an encoder; add --encoder" in fails("search", plane, "east")
     assert "made by the encoder 'ngrams', not 'demo'" in fails("search", book, "Schulz", "--encoder", "demo")
     assert "temperature is 0.0; expected a finite number above 0" in fails(
         "attend", plane, "[1, 0]", "--temperature", 0
@@ -65,7 +65,7 @@ def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> N
     assert "memory is 9 bytes, which no index of kind 'ivf' meets" in fails(*ivf, "--memory", 9)
     assert "recall is 2.0; expected a share" in fails(*ivf, "--recall", 2)
     assert "4 records are too few to train an index on" in fails("index", plane, "--kind", "ivf")
-    assert "there is no index to tune, search is exact" in fails("tune", vectors)
+    assert "there is no index to tune, searches are exact" in fails("tune", vectors)
     run(*ivf)
     assert "recall is 0.0; expected a share above 0" in fails("tune", vectors, "--recall", 0)
 

@@ -200,9 +200,9 @@ def test_ids_and_payloads_arrive_complete_and_as_text(site: Site) -> None:
 @pytest.mark.parametrize(
     ("parameters", "kind", "message"),
     [
-        ({}, "BadInput", "one of them, and not an empty one"),
-        ({"text": " "}, "BadInput", "not an empty one"),
-        ({"text": "a", "id": "b"}, "BadInput", "one of them"),
+        ({}, "BadInput", "the query is empty or given twice"),
+        ({"text": " "}, "BadInput", "the query is empty"),
+        ({"text": "a", "id": "b"}, "BadInput", "or given twice"),
         ({"text": "a", "limit": 5}, "BadInput", "there is no parameter 'limit'"),
         ({"vector": "[1, nan" + ", 0" * 62 + "]"}, "BadInput", "NaN or infinity"),
         ({"vector": "[1e999" + ", 0" * 63 + "]"}, "BadInput", "NaN or infinity"),

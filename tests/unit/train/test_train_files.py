@@ -283,7 +283,7 @@ def test_the_command_refuses_bad_files(stored: tuple[Path, Path], tmp_path: Path
     assert "holdout is 1;" in fails("train", path, pairs, *out, "--holdout", 1)
     assert "expected a file in an existing folder" in fails("train", path, pairs, "--out", tmp_path / "no" / "p.pt")
     texts = write(tmp_path / "texts.jsonl", {"query": "a", "positives": "r0"})
-    assert "names no encoder of its keys; add --encoder" in fails("train", path, texts, *out)
+    assert "stores no name of an encoder; add --encoder" in fails("train", path, texts, *out)
     assert "none.pt is not there" in fails("search", path, json.dumps([1] * D), "--projection", tmp_path / "none.pt")
     assert "give its file with --checkpoint" in fails("train", path, pairs, *out, "--resume")
     np.save(tmp_path / "one.npy", np.float32(1))
