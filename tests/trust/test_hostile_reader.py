@@ -121,7 +121,7 @@ def test_a_reader_that_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_reader_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.h5").write_bytes(b"anything")
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    refused(tmp_path / "x.h5", r"x\.h5 cannot be read by a process of its own \(")
+    refused(tmp_path / "x.h5", r"x\.h5 cannot be read in a separate process \(")
 
 
 def test_a_reader_ends_with_those_who_ask(tmp_path: Path) -> None:

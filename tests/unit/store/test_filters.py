@@ -409,7 +409,7 @@ def test_elements_within_elements_nest_as_filters_do(db: softdb.SoftDB, inner: d
         ({"dot.ted": 1}, r"'dot.ted'; a dot in a name is written 'dot\\.ted'"),
         (
             {"by.name": "Ann"},
-            '\'by.name\'; \'by\' is a list, whose elements are asked by {"by": {"$elemMatch": {"name": "…"}}}',
+            '\'by.name\'; \'by\' is a list; to filter on its elements write {"by": {"$elemMatch": {"name": "…"}}}',
         ),
         ({"by.0.naem": "Ann"}, "'by.0.naem'; did you mean 'by.0.name'?"),
         ({"year.month": 1}, "'year.month'"),
