@@ -19,14 +19,14 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import Bandwidth, DistanceScore
 from softdb.scoring.score import Fold, comparable
 
-ROUNDING = 16  # machine epsilons that rounding may add to u² = 1: up to there a record counts as inside
+ROUNDING = 16  # a record counts as inside if u² exceeds 1 by at most this number of machine epsilons
 
 
 class Kernel(DistanceScore, ABC):
     """A kernel K(u) ≥ 0 of the distance u = ‖(q - k) / h‖. Cost q n d.
 
-    Calling it returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore` for the
-    bandwidth.
+    Calling a kernel returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore`
+    for the bandwidth.
     """
 
     compact: ClassVar[bool]
@@ -58,12 +58,12 @@ class Kernel(DistanceScore, ABC):
         return h.double().expand(d).sum() + self._log_unit_volume(d)
 
     def value(self, measured: Tensor) -> Tensor:  # (…)
-        """Return K of u if `rooted`, else of -u²."""
+        """Return K, where `measured` is u if `rooted`, else -u²."""
         return self.log_value(measured).exp()
 
     @abstractmethod
     def log_value(self, measured: Tensor) -> Tensor:  # (…)
-        """Return log K of u if `rooted`, else of -u²."""
+        """Return log K, where `measured` is u if `rooted`, else -u²."""
 
     @staticmethod
     @abstractmethod
@@ -107,10 +107,10 @@ class Laplacian(Kernel):
 
 
 class Boxcar(Kernel):
-    """The boxcar kernel K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
+    """The boxcar kernel K = 1 where u ≤ 1, else 0, to average the neighbours within h. scikit-learn's "tophat".
 
-    A record at distance h counts as inside, however its distance was rounded. Wherever K has a gradient, it is 0, so
-    it trains neither queries nor bandwidth: use Epanechnikov for that.
+    A record at distance h counts as inside, even if rounding makes the distance slightly larger. The gradient of K is 0
+    wherever it exists, so this kernel trains neither queries nor bandwidth: use Epanechnikov for that.
     """
 
     compact, rooted = True, False
@@ -191,12 +191,12 @@ class Constant(Kernel):
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Return zeros that stay in the graph, with a gradient of 0."""
+    """Return zeros in the shape of a tensor that stay in its autograd graph, with a gradient of 0."""
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)
 
 
 def _log_one_plus(x: Tensor) -> Tensor:  # (…)
-    """Return log(1 + x) of x ≤ 0; -inf with a gradient of 0 where 1 + x ≤ 0."""
+    """Return log(1 + x) for x ≤ 0; -inf with a gradient of 0 where 1 + x ≤ 0."""
     outside = 1 + x <= 0
     return x.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
 

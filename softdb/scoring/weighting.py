@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Weighed(NamedTuple):
-    """Weights of scores (…, k), with z = score / temperature."""
+    """Result of a weighting of scores (…, k); z = score / temperature."""
 
     weights: Tensor  # (…, k)
     lse: Tensor  # (…): the smoothed largest z; -inf where nothing is live
@@ -44,19 +44,19 @@ class Weighting(Protocol):
 
 
 def divisor(temperature: float, dtype: torch.dtype) -> float:
-    """Return the temperature clamped to the range of a dtype: never rounded to 0 or infinity."""
+    """Clamp the temperature to the range of a dtype, so that the dtype does not round it to 0 or infinity."""
     bounds = torch.finfo(dtype)
     return min(max(temperature, bounds.tiny), bounds.max)
 
 
 def masked(scores: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:  # (…, k), (…, k) bool -> (…, k), (…)
-    """Return the scores, -inf where dead, and the largest of each row, without gradient."""
+    """Return the scores with -inf for dead entries, and the largest score of each row, without gradient."""
     scores = scores.masked_fill(~live, -torch.inf)
     return scores, largest(scores, -torch.inf)
 
 
 def largest(numbers: Tensor, empty: float) -> Tensor:  # (…, k) -> (…)
-    """Return the largest number of each row, without gradient; `empty` for rows of no numbers."""
+    """Return the largest number of each row, without gradient; `empty` if the rows have no numbers."""
     if not numbers.shape[-1]:
         return numbers.new_full(numbers.shape[:-1], empty)
     return numbers.detach().amax(dim=-1)
