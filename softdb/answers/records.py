@@ -88,7 +88,7 @@ class Records(Sequence[Record]):
 
     @cached_property
     def payloads(self) -> list[Any]:
-        """The n payloads."""
+        """The payloads of the n records, parsed from `payload_texts`."""
         return parsed(self.payload_texts)
 
     def __len__(self) -> int:
@@ -197,12 +197,12 @@ class Hits(Sequence["QueryHits"]):
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
-        """Payloads of each query's hits. Raises StaleRead as `ids` does."""
+        """Payloads of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
         return [[self._payload_by_row[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def texts(self) -> list[list[str | None]]:
-        """Texts of each query's hits, None for a record without a text. Raises StaleRead as `ids` does."""
+        """Texts of each query's hits, None where there is no text. Raises StaleRead for a hit that has changed."""
         return [[self._text_entries[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
@@ -268,7 +268,7 @@ def _hits_table(hits: Hits, queries: range) -> str:
 
 
 def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -> str:
-    """Return an HTML table, without the last column, the texts, if no line has a text."""
+    """Return an HTML table; leave out the last column, the texts, if no line has a text."""
     width = len(heads) if any(line[-1] for line in lines) else -1
     return table(heads[:width], [[cell or "" for cell in line[:width]] for line in lines], caption)
 

@@ -97,7 +97,7 @@ class Pooled:
     missed_mass: Tensor  # (q,) estimated share of the weight that was not pooled; 0 where exact, NaN where unknown
     n_pooled: Tensor  # (q,) int64: number of records pooled
     hits: Hits | None  # the pooled records, best first; None if all records were streamed
-    weights: Tensor | None  # (q, k) of those hits, differentiable
+    weights: Tensor | None  # (q, k) weights of `hits`, differentiable
     # how the records were found: "all", "flat" (exact search), "scan" (every record scored), "stale index" (for trained
     # keys), "sketch" (drawn by a sketch's codes), or the name of an index; then, unless the host read the columns,
     # " on …" or " streamed to …" with the device that read them

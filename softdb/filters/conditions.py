@@ -1,8 +1,8 @@
 """The tree of a filter, and its compilation to SQL over the table `records`.
 
-A condition on a declared field uses the expressions of the field's index, its type and its value
-(`softdb.store.paths.field_sql`), to the letter, so that SQLite answers it from the index. Most conditions are ranges:
-their `Span` gives the SQL, the complementary ranges, and a slice of the field's order.
+A condition on a declared field names the field's type and value by the same SQL expressions as the field's index
+(`softdb.store.paths.field_sql`), so that SQLite uses the index. Most conditions are ranges: a `Span` determines the
+condition's SQL, the ranges of all other records, and a slice of the field's order (`fieldorder.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     """A range of a field: the records whose field has one of the types and passes every test."""
 
     types: tuple[str | None, ...]  # results of SQLite's json_type; None: the field is missing
-    tests: tuple[tuple[str, Any], ...] = ()  # comparison and operand
+    tests: tuple[tuple[str, Any], ...] = ()  # (comparison, operand), such as (">=", 5)
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Condition:
 
     sql: str
     bindings: tuple[Any, ...]
-    field: str  # in canonical spelling
-    indexed: bool  # True if an index of the field can answer it
-    span: Span | None = None  # None: not a range
-    size: int = 1  # number of conditions in its SQL
+    field: str  # path of the field, in canonical spelling
+    indexed: bool  # True if an index of the field can answer the condition
+    span: Span | None = None  # None if the condition is no range
+    size: int = 1  # number of conditions in `sql`
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _sql(
 
 
 def _join(operands: list[str], operator: str) -> str:
-    """Join SQL terms as a balanced tree: SQLite allows a depth of 1,000, and a chain a OR b OR … is as deep as long."""
+    """Join SQL terms as a balanced tree: SQLite allows a depth of 1,000, a chain a OR b OR … has one level a term."""
     if len(operands) == 1:
         return operands[0]
     half = len(operands) // 2

@@ -33,7 +33,7 @@ Live = NDArray[np.bool_]
 
 
 class _Documents(NamedTuple):
-    """The texts of one generation."""
+    """Rows and lengths of all texts in one generation."""
 
     generation: int
     rows: Rows  # (m,) ascending rows of the records with a text, including deleted records
@@ -139,7 +139,7 @@ class FullText:
             self._size = 0
         last = int(cached.rows[-1]) if len(cached.rows) else -1
         sql = "SELECT group_concat(id), group_concat(hex(sz), '') FROM texts_docsize WHERE id > ?"
-        ids, sizes = catalog.one(sql, (last,))  # in the order of ids
+        ids, sizes = catalog.one(sql, (last,))  # SQLite returns both in the order of ids
         new = _parse_integers(ids)
         rows = np.concatenate([cached.rows, new])
         lengths = np.concatenate([cached.lengths, _decode_varints(bytes.fromhex(sizes or ""), len(new))])

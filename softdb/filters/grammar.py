@@ -55,9 +55,9 @@ def parse(where: object, depth: int = 1, document: str = "payload") -> Node:
 class _Field:
     """A field of the payload, or an element of a list; the methods return conditions on it."""
 
-    name: str  # in canonical spelling
-    type: str  # SQL of its JSON type
-    value: str  # SQL of its value
+    name: str  # path of the field, in canonical spelling
+    type: str  # SQL expression for the field's JSON type
+    value: str  # SQL expression for the field's value
     indexed: bool  # True if the field may have an index
 
     def operators(self, condition: object, depth: int) -> Node:

@@ -99,7 +99,7 @@ class Evaluation:
         if self.count < LARGE or len(spans) < len(conditions):
             return self.listed(node, field)
         share = None if self.orders.is_current(field, self.line.snapshot) else self.share(node)
-        # updating an order after a commit reads all rows: more than the index lists for a narrow filter
+        # bringing an order up to date after a commit reads all its rows: more work than listing few matches
         if share is None or (1 < BROAD * share < BROAD - 1 and self.orders.is_due(field, self.count)):
             rows, outside = self.orders.rows_in(field, spans, self.catalog, self.line.snapshot)
             mask = self.line.of(rows)

@@ -60,7 +60,7 @@ class Matches:
         """Return the mask of a filter that was evaluated in this generation, else None. Call it in any thread."""
         try:
             entry = self._last.get(json.dumps(where))
-        except (TypeError, ValueError, RecursionError):  # `parse` will raise
+        except (TypeError, ValueError, RecursionError):  # `parse` will report the error
             return None
         return entry.matching.live if entry is not None and entry.generation == generation else None
 

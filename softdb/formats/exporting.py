@@ -155,7 +155,7 @@ def _csv(export: _Export, file: IO[bytes]) -> None:
 
 def _parquet(export: _Export, file: IO[bytes]) -> None:
     (schema, batches), parquet = export.arrow(), needed("pyarrow.parquet", "arrow", "Parquet")
-    compression = dict.fromkeys(("id", "text", "payload"), "zstd")  # vectors hardly compress, and would be slower
+    compression = dict.fromkeys(("id", "text", "payload"), "zstd")  # not the vectors: zstd hardly shrinks them
     options = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
     with parquet.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
@@ -240,7 +240,7 @@ def _write_array(export: _Export, file: IO[bytes], column: _Column) -> None:
 def _safetensors(export: _Export, file: IO[bytes]) -> None:
     header: dict[str, Any] = {"__metadata__": {"softdb": json.dumps(export.db.core.header, ensure_ascii=False)}}
     at, columns = 0, _columns(export, "values", "ids", "header")
-    columns.sort(key=lambda column: -column.dtype.itemsize)  # aligns each column
+    columns.sort(key=lambda column: -column.dtype.itemsize)  # widest numbers first, so that each column is aligned
     for column in columns:
         end = at + column.dtype.itemsize * int(np.prod(column.shape))
         header[column.name] = {"dtype": _SAFE[column.dtype.name], "shape": column.shape, "data_offsets": [at, end]}

@@ -101,7 +101,7 @@ def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None)
 
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
-    """Return the records that are not stored, or differ from the stored ones; these raise BadInput without `upsert`."""
+    """Return the records to write: those not stored, and the changed ones, which raise BadInput without `upsert`."""
     stored = np.flatnonzero(db.core.stored(rows.ids))
     if not len(stored):
         return rows
@@ -238,7 +238,7 @@ def _batches(
 def _records(
     path: Path, fields: Fields, vectors: Array | None, exported: bool, on_error: OnError | None
 ) -> Iterator[Parsed]:
-    """Yield a record for each line of a file; in an export it may have a text and lack a key. Raises BadInput."""
+    """Yield a record for each line of a file; a record of an export may have a text and lack a key. Raises BadInput."""
     previous: Any = None
     embeds = fields.key is None and vectors is None
     for i, (number, share, row, empty) in enumerate(read_rows(path, fields, on_error)):

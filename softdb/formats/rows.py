@@ -22,7 +22,7 @@ OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of files
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of a file's fields. All other fields form the payload; if "payload" is the only other, its value does."""
+    """Names of a file's fields. All other fields form the payload; a single other field "payload" is the payload."""
 
     id: str | None = "id"  # None: records are numbered from 0
     key: str | None = None  # a list of numbers; None: the field "key", or if `text` is given the text's encoding
@@ -75,7 +75,7 @@ class Rows:
     """A batch of consecutive records of a file."""
 
     path: Path
-    header: Header | None  # of the file
+    header: Header | None  # None if the file has none
     share: float  # share of the file that has been read
     lines: Sequence[int]  # the n records' line or row numbers in the file
     ids: list[Id]  # n
@@ -109,7 +109,7 @@ def _taken(column: Any, places: list[int]) -> Any:
 
 
 def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str] = ()) -> str | None:
-    """Return the text in a row's field; None for null or an empty cell, which raise BadInput if a text is `needed`."""
+    """Return the text in a row's field. Null or an empty cell gives None, or raises BadInput if a text is `needed`."""
     text = row.get(name)
     if isinstance(text, str) or (text is None and not needed and (name in row or name in empty)):
         return text

@@ -197,7 +197,7 @@ def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
     yield {"rows": collection.count(), "metric": str(space)}
     for start in range(0, collection.count(), size):
         batch = collection.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
-        payloads = [fields and dict(sorted(fields.items())) for fields in batch["metadatas"]]  # they come in any order
+        payloads = [fields and dict(sorted(fields.items())) for fields in batch["metadatas"]]  # their order varies
         yield list(zip(batch["ids"], batch["embeddings"].tolist(), payloads, batch["documents"], strict=True))
 
 
@@ -244,7 +244,7 @@ def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | N
     try:
         file = content(kind, Path(path))
         _confine(kind, room)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time; ends the process also in a library's code
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # limits CPU time, also inside a library's code
         for data in opened(kind, Path(path), file, size, name):
             _send(DATA, data.tobytes() if isinstance(data, np.ndarray) else json.dumps(data).encode())
         _send(END, b"")

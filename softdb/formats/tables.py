@@ -168,7 +168,7 @@ def _batches(table: Table, size: int) -> Iterator[Any]:
             if len(batch):
                 pending.append(batch)
                 count += len(batch)
-    except Exception as error:  # of any class, as in `table_in`
+    except Exception as error:  # for a damaged file Arrow raises errors of any class
         if pending:
             yield pa.concat_batches(pending)
         where = f"after row {done + count - 1}"

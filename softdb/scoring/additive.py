@@ -146,7 +146,7 @@ class LinearAdditive(torch.nn.Module):
         return self._query_terms(queries).unsqueeze(-1) + key_terms
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the score is the dot product of k and w_k, the folded form of every query, plus w_q·q."""
+        """Return the `Fold` for an index: every query becomes w_k, compared by dot product, with the bias w_q·q."""
         folded = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
         return Fold(Metric.DOT, folded, 1.0, self._query_terms(queries))
 

@@ -83,7 +83,7 @@ def leave_one_out(
             "leave_one_out: every key has a duplicate, so the likelihood of the density grows without end as the "
             "bandwidth shrinks; remove duplicates, or give values"
         )
-    keys = keys - keys.mean(dim=0)  # squared distances by expansion are most precise around 0
+    keys = keys - keys.mean(dim=0)  # ‖a‖² + ‖b‖² - 2 a·b is most precise for keys around 0
     stored = list(_distances(keys)) if len(keys) ** 2 <= MAX_STORED else None
     return _minimum(lambda hs: _losses(stored or _distances(keys), keys, values, kernel, hs), low, high)
 
@@ -197,6 +197,6 @@ def _minimum(losses: Callable[[list[float]], list[float]], low: float, high: flo
     lower, upper = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
     for _ in range(STEPS):
         first, second = upper - GOLDEN * (upper - lower), lower + GOLDEN * (upper - lower)
-        # the losses are infinite below the least h that reaches from every record to another: then go up
+        # both losses are infinite if h is too small for a compact kernel to reach other records: then try larger h
         lower, upper = (lower, second) if loss(first) < loss(second) else (first, upper)
     return math.exp(min(tried, key=lambda x: (tried[x], -x)))

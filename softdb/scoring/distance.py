@@ -52,7 +52,7 @@ class DistanceScore(torch.nn.Module):
         return Metric.L2 if self.log_bandwidth is None or self.log_bandwidth.numel() == 1 else None
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """Return the fold that ranks by L2, or None with a bandwidth for each coordinate."""
+        """Return the `Fold` for an index: the same queries, ranked by L2; None with a bandwidth for each coordinate."""
         return None if self.metric is None else Fold(self.metric, queries, None)
 
     def extra_repr(self) -> str:
@@ -97,8 +97,8 @@ class DistanceScore(torch.nn.Module):
         self,
         queries: Tensor,  # (…, q, d)
         keys: Tensor,  # (…, n, d) or (…, q, k, d)
-        own: Callable[[Tensor], Tensor],  # takes (q - k) / h for each query's own keys
-        shared: Callable[[Tensor, Tensor], Tensor],  # takes q / h and k / h in float64, for shared keys
+        own: Callable[[Tensor], Tensor],  # a function of (q - k) / h, for each query's own keys
+        shared: Callable[[Tensor, Tensor], Tensor],  # a function of q / h and k / h in float64, for shared keys
     ) -> Tensor:  # (…, q, n) or (…, q, k)
         keys = comparable(queries, keys)
         if keys.ndim > queries.ndim:
@@ -126,7 +126,7 @@ class NegativeL2(DistanceScore):
         return self.negative_squares(queries, keys)
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """Return the fold: -‖q - k‖² scaled by 1 / h²; None with a bandwidth for each coordinate."""
+        """Return the `Fold` for an index: L2 with the scale 1 / h²; None with a bandwidth for each coordinate."""
         if self.metric is None:
             return None
         if self.log_bandwidth is None:

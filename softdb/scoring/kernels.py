@@ -178,7 +178,7 @@ class Constant(Kernel):
         return _zeros(measured)
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product with 0 and the bias 1, so all records tie."""
+        """Return the `Fold` for an index: queries of zeros, by dot product with the bias 1, so all records score 1."""
         return Fold(Metric.DOT, _zeros(queries), 1.0, 1.0)
 
     @staticmethod

@@ -24,7 +24,7 @@ def weighting(name: object) -> Weighting:
     >>> weighting("sparsemax")
     Sparsemax()
     """
-    if isinstance(name, str) and name in _BY_NAME:  # names come first: isinstance of a protocol takes 50 µs
+    if isinstance(name, str) and name in _BY_NAME:  # checked first, as isinstance with a protocol takes 50 µs
         return _BY_NAME[name]
     if isinstance(name, _CLASSES) or (isinstance(name, Weighting) and not isinstance(name, type)):
         return name

@@ -25,7 +25,7 @@ class Dot:
         return dot(queries, comparable(queries, keys))
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product itself."""
+        """Return the `Fold` for an index: the same queries, compared by dot product."""
         return Fold(Metric.DOT, queries, 1.0)
 
 
@@ -41,7 +41,7 @@ class ScaledDot:
         return dot(queries * queries.shape[-1] ** -0.5, keys)
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product divided by √d."""
+        """Return the `Fold` for an index: the same queries, compared by dot product with the scale 1 / √d."""
         return Fold(Metric.DOT, queries, queries.shape[-1] ** -0.5)
 
 
@@ -60,7 +60,7 @@ class Cosine:
         return dot(queries / length(queries).unsqueeze(-1), keys) / norms
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the cosine itself."""
+        """Return the `Fold` for an index: the same queries, compared by cosine."""
         return Fold(Metric.COSINE, queries, 1.0)
 
 
@@ -96,7 +96,7 @@ class General(torch.nn.Module):
         return dot(self._projected(queries), alike(keys, queries))
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product with Wᵀq."""
+        """Return the `Fold` for an index: the queries Wᵀq, compared by dot product."""
         return Fold(Metric.DOT, self._projected(queries), 1.0)
 
     def extra_repr(self) -> str:

@@ -68,12 +68,12 @@ class Sparse(ABC):
     @abstractmethod
     def of(
         self,
-        z_below: Tensor,  # (…, m): z less any constant, such as the largest z; -inf where dead
+        z_below: Tensor,  # (…, m): z minus a constant, such as the largest z; -inf for dead entries
         tau: Tensor,  # (…, 1), threshold of (α-1) z_below
     ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """Return the weights p under a threshold, and u = p^(2-α), or 0 where p = 0. Cost q m."""
 
-    def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, the largest 0 -> (…, 1)
+    def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, whose largest number is 0 -> (…, 1)
         """Return τ: the package's value after one Newton step, which ends at or below the root."""
         if not z.shape[-1]:
             return z.new_full((*z.shape[:-1], 1), -1)

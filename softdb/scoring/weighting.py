@@ -12,7 +12,7 @@ class Weighed(NamedTuple):
     """Result of a weighting of scores (…, k); z = score / temperature."""
 
     weights: Tensor  # (…, k)
-    lse: Tensor  # (…): the smoothed largest z; -inf where nothing is live
+    lse: Tensor  # (…): a smooth maximum of z; -inf without a live entry
     threshold: Tensor  # (…) a score: any further live entry that scores at most this would weigh 0 and change nothing
 
 
@@ -20,10 +20,10 @@ class Weighed(NamedTuple):
 class Weighting(Protocol):
     """A function from scores to weights.
 
-    Rules for all weightings: a dead entry weighs exactly 0 and gets no gradient, whatever its score. Without a live
-    entry weights and gradients are 0 and lse is -inf. A single live entry weighs 1. A live score of -inf weighs 0, as
-    if dead (but `Uniform` ignores scores); a live NaN makes its row NaN. The threshold has no gradient, is rounded
-    down, and is -inf if the weighting has none.
+    Rules for all weightings: a dead (not live) entry weighs exactly 0 and gets no gradient, whatever its score. With no
+    live entry weights and gradients are 0 and lse is -inf. A single live entry weighs 1. A live score of -inf weighs 0
+    like a dead entry (but `Uniform` ignores scores); a live NaN makes its row NaN. The threshold has no gradient, is
+    rounded down, and is -inf if the weighting has none.
     """
 
     @property

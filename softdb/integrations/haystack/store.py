@@ -200,7 +200,7 @@ class SoftDBDocumentStore:
             try:
                 put(ids, keys, payloads=[payload_of(doc) for doc in documents], texts=texts)
             except DuplicateId as error:
-                if policy is DuplicatePolicy.SKIP:  # another thread or handle has inserted one since
+                if policy is DuplicatePolicy.SKIP:  # another thread or handle has inserted one of them since
                     db.refresh()
                     continue
                 raise DuplicateDocument(f"{error}; or choose a policy: SKIP, OVERWRITE") from None

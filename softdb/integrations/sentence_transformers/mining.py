@@ -146,7 +146,7 @@ class _StoredCorpus:
         queries = torch.as_tensor(queries)
         rows = self._db.search(queries, min(self._depth, len(keys)), where=self._where).rows.numpy()  # (q, k)
         places = np.searchsorted(self._rows, rows).clip(max=len(keys) - 1)
-        i, j = np.nonzero(self._rows[places] == rows)  # drops records whose text an earlier record has
+        i, j = np.nonzero(self._rows[places] == rows)  # omits records with the same text as an earlier one
         columns = self._order[places[i, j]]
         scores = torch.full((len(queries), len(keys)), -torch.inf)
         scores[i, columns] = self._model.similarity_pairwise(queries[i], keys[columns]).cpu()
