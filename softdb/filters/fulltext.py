@@ -74,7 +74,7 @@ _NONE = _Word(-1, np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class FullText:
-    """Cache of the text index, by word. Call it on the store's thread, in a transaction of the catalogue."""
+    """Cache of the records that contain each word. Call it on the store's thread, in a transaction of the catalogue."""
 
     def __init__(self) -> None:
         self._connection: apsw.Connection | None = None  # the one with the SQL function `occurrences`

@@ -96,7 +96,7 @@ class _Field:
         if isinstance(operator, str) and not operator.startswith("$"):
             inner = shown(f"{self.name}.{operator}")
             return (
-                f"field {shown(self.name)} is given {shown(operator)}, which is no operator; a field in it is {inner}"
+                f"field {shown(self.name)} has {shown(operator)}, which is no operator; write a nested field as {inner}"
             )
         return (
             f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_hint(operator, _OPERATORS)}; "
@@ -124,7 +124,7 @@ class _Field:
         kind = _kind(operand, self.name)
         if kind not in _TYPES:
             raise BadFilter(
-                f"field {shown(self.name)} is ordered against {shown(operand)}; only numbers and strings have an order"
+                f"field {shown(self.name)} is compared with {shown(operand)}; only numbers and strings have an order"
             )
         return self.range(_TYPES[kind], (comparison, _plain(operand)))
 

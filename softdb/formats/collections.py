@@ -91,7 +91,7 @@ def _take_texts(batch: _Batch, name: str, bad: dict[int, str]) -> None:
         row = payload if isinstance(payload, dict) else {}
         try:
             if texts[i] is not None:
-                raise BadInput(f"its document is its text already; leave out the text {name!r}")
+                raise BadInput(f"its document is its text already; do not name another text ({name!r})")
             texts[i] = text_in(row, name, needed=False)
             payloads[i] = {field: value for field, value in row.items() if field != name} or None
         except BadInput as error:

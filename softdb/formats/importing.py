@@ -138,7 +138,7 @@ def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
     if None not in (encoder, own) and encoder != own and not isinstance(rows.keys[0], str):
         raise BadInput(
             f"{rows.path.name}: its keys were made by the encoder {encoder!r}, this database's by {own!r}; import it "
-            "into one like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
+            "into a database with its encoder, or embed its texts anew: Fields(text='text'), or --text text on a shell"
         )
 
 
@@ -175,7 +175,7 @@ def read_records(
     if kind not in _LINES and keys is not None:
         raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
     if fields.text is not None and (kind in COLUMNS or kind in VECTORS):
-        raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
+        raise BadInput(f"{path.name} holds no texts; do not name a text ({fields.text!r})")
     has_collections = kind in COLLECTIONS or kind == "lancedb"
     if collection is not None and not has_collections:
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")

@@ -63,7 +63,7 @@ def raise_error(error: BadInput) -> None:
 
 
 def text_lines(path: Path, bad: Callable[[BadInput], None] = raise_error) -> Iterator[tuple[int, float, str]]:
-    """Yield the number of each line, the share of the file that has been read, and the line's text."""
+    """Yield each line's number, the share of the file that is read, and the line; pass other than UTF-8 to `bad`."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw

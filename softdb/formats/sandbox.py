@@ -55,10 +55,10 @@ def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
         raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array of shape (n, d) named 'train'")
     keys = opened[wanted[0]]
     if keys.is_virtual or keys.external:
-        raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it here")
+        raise BadInput(f"{path.name}: {shown(wanted[0])} is stored in other files, which are not read; copy it here")
     stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
     if keys.size * keys.dtype.itemsize > stored * DEFLATE:
-        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors but stores {stored:,} bytes; write all vectors")
+        raise BadInput(f"{path.name} claims {shown(keys.shape)} vectors but stores {stored:,} bytes; write all vectors")
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
@@ -115,7 +115,7 @@ def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
 
 def _flat(faiss: Any, index: Any) -> tuple[int, _Range]:
     if index.codes.size() < index.ntotal * index.d * 4:
-        raise ValueError(f"it says {index.ntotal} vectors and holds fewer")
+        raise ValueError(f"it claims {index.ntotal} vectors but holds fewer")
     return index.ntotal, lambda start, stop: (np.arange(start, stop), index.reconstruct_n(start, stop - start))
 
 

@@ -23,7 +23,7 @@ class SoftDBSearchIndex:
 
     Args:
         model: the evaluated model; its similarity is the score: cosine, dot product, or minus the Euclidean distance.
-        recall: None compares every document; a share such as 0.95 builds an index that finds this share.
+        recall: None compares every document; a share such as 0.95 builds an index that finds this share of the best.
 
     Raises BadInput for an object that is no model of mteb, and a similarity of several vectors, such as MaxSim.
 

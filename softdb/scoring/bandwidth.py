@@ -114,10 +114,10 @@ def _deviations(keys: Tensor, per_coordinate: bool, door: str) -> Tensor:  # (n,
     if per_coordinate and bool((deviations == 0).any()):
         raise BadInput(
             f"{door}: coordinate {int((deviations == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has "
-            "no bandwidth; leave it out, or ask for one bandwidth for all"
+            "no bandwidth; remove that coordinate, or leave out per_coordinate"
         )
     if not bool((deviations > 0).any()):
-        raise BadInput(f"{door}: all {len(keys)} keys are equal, so there is no spread to take a bandwidth from")
+        raise BadInput(f"{door}: all {len(keys)} keys are equal, which determine no bandwidth; give keys that differ")
     return deviations if per_coordinate else deviations.mean()
 
 

@@ -110,7 +110,7 @@ class Uniform:
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """Return w = 1 / m."""
+        """Return w = 1 / m for each of the m live entries."""
         zeros = scores.masked_fill(torch.ones_like(live), 0)  # part of the graph: backward gives gradients of 0
         count = live.sum(dim=-1).to(scores.dtype)
         lse = zeros.sum(dim=-1) + count.log()

@@ -40,7 +40,7 @@ class Weighting(Protocol):
         temperature: float,  # above 0
         live: Tensor,  # (…, k) bool
     ) -> Weighed:  # (…, k), (…), (…)
-        """Return the weights, lse and the threshold."""
+        """Return the weights, lse and threshold of the scores; see `Weighed`."""
 
 
 def divisor(temperature: float, dtype: torch.dtype) -> float:

@@ -87,7 +87,7 @@ class DatabaseLoss(torch.nn.Module):
         self.k = None if k is None else check.integer(k, "k")
         check.tolerance(rtol, 0.0, 0.95, max_draws, k)
         if not encode_keys and (field is not None or reindex is not None or overfetch != 1):
-            raise BadInput("field, reindex and overfetch need encode_keys=True; give it, or leave them out")
+            raise BadInput("field, reindex and overfetch need encode_keys=True; give all, or none of them")
         if encode_keys and rtol is not None:
             raise BadInput("rtol estimates over stored keys, which encode_keys does not use; give only one of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where

@@ -70,7 +70,7 @@ class NadarayaWatsonRegressor(TargetEstimator):
         self.random_state, self.path = random_state, path
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
-        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
+        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database; learn the bandwidth.
 
         Raises BadInput for invalid settings, and if no bandwidth can be learnt: all samples are equal, a compact
         kernel does not reach from each sample to another, or "tophat" with `per_coordinate`.
@@ -83,7 +83,7 @@ class NadarayaWatsonRegressor(TargetEstimator):
             )
         samples, targets = self._pairs(X, y, reset=True, ensure_min_samples=1 if h is not None else 2)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
-            raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give one, or one for each")
+            raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give 1, or as many as X")
         values = halves(targets)
         if h is None:
             h = _searched(rounded(samples), targets, kind)

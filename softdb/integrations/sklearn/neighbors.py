@@ -233,14 +233,14 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     classes_: NDArray[Any]
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsClassifier:
-        """Insert the samples (n, d) and their classes (n,) into a new database, and learn T. Raises BadInput."""
+        """Insert the samples (n, d) and classes (n,) into a new database; learn the temperature. Raises BadInput."""
         samples, labels = self._samples(X, y, reset=True)
         self.classes_, codes = np.unique(labels, return_inverse=True)
         self._start(samples, codes.astype(np.int64), num_classes=len(self.classes_))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> SoftKNeighborsClassifier:
-        """Add samples. Only the first call learns T; without a preceding `fit` it must name all `classes`.
+        """Add samples. Only the first call learns the temperature; without `fit` before, it must name all `classes`.
 
         Raises BadInput for a class that the first call did not name, before it adds anything.
         """
@@ -293,13 +293,13 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
+        """Insert the samples (n, d) and targets (n,) or (n, outputs) into a new database; learn the temperature."""
         samples, targets = self._pairs(X, y, reset=True)
         self._start(samples, halves(targets))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Add samples. Only the first call learns T. Raises BadInput for targets of another width."""
+        """Add samples. Only the first call learns the temperature. Raises BadInput for targets of another width."""
         if not hasattr(self, "db_"):
             return self.fit(X, y)
         samples, targets = self._pairs(X, y, reset=False)

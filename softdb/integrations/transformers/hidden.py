@@ -86,8 +86,8 @@ def head_of(model: Any, tokenizer: Any) -> Any:
         raise BadInput(f"{name} has no output head that predicts the next token; load it with AutoModelForCausalLM")
     if tokenizer is not None and len(tokenizer) > len(weight):
         raise BadInput(
-            f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own, or "
-            "resize_token_embeddings first"
+            f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own "
+            "tokenizer, or call resize_token_embeddings first"
         )
     return head
 

@@ -262,7 +262,7 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.S
         ({"year": {"$startsWith": "x"}}, r"did you mean \$startswith\?"),
         ({"$adn": []}, r"unknown operator '\$adn' \(did you mean \$and\?\)"),
         ({"$gte": 1}, r'\$gte without a field; write \{"field": \{"\$gte": …\}\}'),
-        ({"author": {"name": "Ann"}}, "no operator; a field in it is 'author.name'"),
+        ({"author": {"name": "Ann"}}, "no operator; write a nested field as 'author.name'"),
         ({"a..b": 1}, r"'a\.\.b' has a dot with no name beside it; .*write '\\\.'"),
         ({".a": 1}, "a dot with no name beside it"),
         ({"a.": 1}, "a dot with no name beside it"),
