@@ -57,7 +57,7 @@ class Orders:
         return cached is not None and cached.generation == snapshot.generation
 
     def is_due(self, field: str, records: int) -> bool:
-        """Return True if a field's order is cached, or if filters have listed so many rows that building it pays."""
+        """Return True if a field's order is cached, or if filters have listed enough rows to justify building it."""
         return field in self._cached or DUE * self._listed.get(field, 0) >= records
 
     def make(self, fields: tuple[str, ...], catalog: Catalog, snapshot: Snapshot) -> None:

@@ -104,7 +104,7 @@ class _Field:
         )
 
     def range(self, types: tuple[str | None, ...], *tests: tuple[str, Any]) -> Condition:
-        """Match a field that has one of the types and passes every test."""
+        """Return the condition that the field has one of the types and passes every test."""
         return ranged(self.name, self.type, self.value, Span(types, tests), self.indexed)
 
     def exists(self, operand: object) -> Node:

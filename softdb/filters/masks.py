@@ -119,7 +119,7 @@ class Evaluation:
         return len(self.catalog.matching(*statement(node), among=rows)) / max(1, len(rows))
 
     def listed(self, node: Node, field: str | None = None) -> Live:
-        """Have SQLite list the matches. If an index of `field` lists them, count them for `Orders.is_due`."""
+        """Have SQLite list the matches. If `field` is given, report their number to `Orders.note` for that field."""
         rows = self.catalog.matching(*statement(node))
         if field is not None:
             self.orders.note(field, len(rows))

@@ -1,4 +1,4 @@
-"""Import of records from files, folders and frames, in batches; each batch is a commit."""
+"""Import of records from files, folders and frames, in batches; each batch is written in one commit."""
 
 from __future__ import annotations
 

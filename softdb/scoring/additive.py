@@ -1,4 +1,4 @@
-"""Additive scores: a small network of query and key, and its linear form."""
+"""Additive scores of a query and a key: by a small neural network, and by a linear function."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class DistanceScore(torch.nn.Module):
         """Return u, computed from differences, with a gradient of 0 at u = 0. Cost q n d.
 
         For large d this takes a few times as long as `negative_squares`, but is more precise: a rounding error of 1e-16
-        in a square near 0 is one of 1e-8 in its root. A second derivative exists only for each query's own keys.
+        in a square near 0 is one of 1e-8 in its root. Shared keys have no second derivative.
         """
         shared = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
         return self._compared(queries, keys, functools.partial(torch.linalg.vector_norm, dim=-1), shared)
@@ -114,7 +114,7 @@ class NegativeL2(DistanceScore):
     """Minus the squared Euclidean distance, s = -Σ_i ((q_i - k_i) / h_i)², h = 1 where no bandwidth is given.
 
     The score avoids the square root, whose gradient at 0 is infinite. Its softmax at temperature 2 gives the weights of
-    the Nadaraya–Watson mean under the Gaussian kernel. An index can find the nearest records if h is one number. Cost
+    the Nadaraya–Watson mean with the Gaussian kernel. An index finds the nearest records if h is one number. Cost
     q n d.
 
     >>> NegativeL2(bandwidth=2.0)(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]])).round(decimals=4)

@@ -39,7 +39,7 @@ class Kernel(DistanceScore, ABC):
         super().__init__(bandwidth, learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """Return K(u)."""
+        """Return the kernel's value K(u) for each query and key, with u = ‖(q - k) / h‖."""
         return self.value(self._measured(queries, keys))
 
     def log(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
@@ -84,7 +84,7 @@ class Gaussian(Kernel):
     compact, rooted = False, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return -u² / 2."""
+        """Return log K = -u² / 2."""
         return measured / 2
 
     @staticmethod
@@ -98,7 +98,7 @@ class Laplacian(Kernel):
     compact, rooted = False, True
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return -u."""
+        """Return log K = -u."""
         return -measured
 
     @staticmethod
@@ -116,7 +116,7 @@ class Boxcar(Kernel):
     compact, rooted = True, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return 0 where u ≤ 1, else -inf."""
+        """Return log K: 0 where u ≤ 1, else -inf."""
         inside = measured >= -1 - ROUNDING * torch.finfo(measured.dtype).eps
         return measured.masked_fill(inside, 0).masked_fill(~inside, -torch.inf)
 
@@ -131,11 +131,11 @@ class Epanechnikov(Kernel):
     compact, rooted = True, False
 
     def value(self, measured: Tensor) -> Tensor:
-        """Return max(0, 1 - u²)."""
+        """Return K = max(0, 1 - u²)."""
         return (1 + measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log(1 - u²), -inf where u ≥ 1."""
+        """Return log K = log(1 - u²), -inf where u ≥ 1."""
         return _log_one_plus(measured)
 
     @staticmethod
@@ -149,11 +149,11 @@ class Triangular(Kernel):
     compact, rooted = True, True
 
     def value(self, measured: Tensor) -> Tensor:
-        """Return max(0, 1 - u)."""
+        """Return K = max(0, 1 - u)."""
         return (1 - measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log(1 - u), -inf where u ≥ 1."""
+        """Return log K = log(1 - u), -inf where u ≥ 1."""
         return _log_one_plus(-measured)
 
     @staticmethod
@@ -174,7 +174,7 @@ class Constant(Kernel):
         DistanceScore.__init__(self)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log 1 = 0."""
+        """Return log K = 0 for each query and key."""
         return _zeros(measured)
 
     def fold(self, queries: Tensor) -> Fold:

@@ -1,4 +1,4 @@
-"""Weightings that give most records exactly 0: argmax, sparsemax and entmax15."""
+"""Weightings that give most records a weight of exactly 0: argmax, sparsemax and entmax15."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARGIN = 2.0**-26  # bound of the threshold's rounding error, in units of z, if 
 
 @dataclass(frozen=True)
 class Argmax:
-    """Weight 1 for the largest live score, 0 elsewhere, at every temperature: H(p) = 0, lse = the largest z.
+    """Weight 1 for the largest live score, 0 elsewhere, at every temperature: entropy 0, lse = the largest z.
 
     Of equal largest scores the first entry gets the weight, so candidates must be sorted by row. The weights have no
     gradient (they are constant between ties): to learn through a choice use entmax15 or a small temperature. The
@@ -44,9 +44,10 @@ class Argmax:
 class Sparse(ABC):
     """α-entmax for α = 2 (sparsemax) and α = 1.5: p = [(α-1) z - τ]₊^(1/(α-1)), with τ such that Σ p = 1.
 
-    Source: Peters, Niculae and Martins 2019. H(p) = Σ (p - p^α) / (α (α-1)) and lse = <p, z> + H(p). τ is a threshold
-    of (α-1) z, so for entmax15 of z / 2, as in the `entmax` package. An entry weighs 0 exactly where z ≤ τ / (α-1);
-    `Weighed.threshold` is that times T. T → 0: all weight on the nearest, shared among ties. T → ∞: equal weights.
+    Source: Peters, Niculae and Martins 2019. Entropy H(p) = Σ (p - p^α) / (α (α-1)) and lse = <p, z> + H(p). τ is a
+    threshold of (α-1) z, so for entmax15 of z / 2, as in the `entmax` package. An entry weighs 0 exactly where z ≤ τ /
+    (α-1); `Weighed.threshold` is that times T. T → 0: all weight on the nearest, shared among ties. T → ∞: equal
+    weights.
 
     The package finds τ by sorting. Its sums of squares lose digits where many entries share little weight (in float32
     from the third digit on), so it runs in float64 here, and one Newton step restores the digits. Cost q k log k. The
@@ -74,7 +75,7 @@ class Sparse(ABC):
         """Return the weights p under a threshold, and u = p^(2-α), or 0 where p = 0. Cost q m."""
 
     def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, whose largest number is 0 -> (…, 1)
-        """Return τ: the package's value after one Newton step, which ends at or below the root."""
+        """Return the threshold τ: the value of the package `entmax` after one Newton step, at most the exact root."""
         if not z.shape[-1]:
             return z.new_full((*z.shape[:-1], 1), -1)
         tau: Tensor = -(self._package(z, dim=-1).amax(dim=-1, keepdim=True) ** (self.alpha - 1))
@@ -112,7 +113,7 @@ class Sparse(ABC):
 
 @dataclass(frozen=True)
 class Sparsemax(Sparse):
-    """Sparsemax p = [z - τ]₊, the probabilities nearest to z; H(p) = ½ Σ p (1 - p). Martins and Astudillo 2016."""
+    """Sparsemax p = [z - τ]₊, the probabilities nearest to z; entropy ½ Σ p (1 - p). Martins and Astudillo 2016."""
 
     name: ClassVar[str] = "sparsemax"
     alpha: ClassVar[float] = 2.0
@@ -126,7 +127,7 @@ class Sparsemax(Sparse):
 
 @dataclass(frozen=True)
 class Entmax15(Sparse):
-    """1.5-entmax p = [z/2 - τ]₊², between softmax and sparsemax; H(p) = 4/3 Σ (p - p^1.5). Peters et al. 2019."""
+    """1.5-entmax p = [z/2 - τ]₊², between softmax and sparsemax; entropy 4/3 Σ (p - p^1.5). Peters et al. 2019."""
 
     name: ClassVar[str] = "entmax15"
     alpha: ClassVar[float] = 1.5
@@ -139,7 +140,7 @@ class Entmax15(Sparse):
 
 
 class _Simplex(torch.autograd.Function):
-    """Weights p for a given τ, and lse. With the gradients g and g_lse of both, dL/dz = u (g - Σ u g / Σ u) + g_lse p.
+    """Weights p for τ, and lse, with dL/dz = u (g - Σ u g / Σ u) + g_lse p for their gradients g, g_lse; u = p^(2-α).
 
     Backward uses the saved weights and differentiable operations, so it can be differentiated again.
     """

@@ -223,7 +223,7 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
 
 
 def require_model(model: object, db: object, width: str | None = None) -> None:
-    """Raise BadInput unless these are a SentenceTransformer and a database, with `width` of equal widths."""
+    """Raise BadInput for another class of `model` or `db` or, if `width` is given, for vectors of different widths."""
     handle = _require(db)
     if not isinstance(model, SentenceTransformer):
         raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")

@@ -227,7 +227,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
 
 
 def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> torch.Tensor:  # ()
-    """Return the bandwidth with the least leave-one-out error; many samples are first reduced to a subset."""
+    """Return the bandwidth with the least leave-one-out error; at most MAX_SEARCHED of the samples are used."""
     n, d = X.shape
     subset = np.unique(np.linspace(0, n - 1, min(n, MAX_SEARCHED), dtype=np.int64))
     h = leave_one_out(torch.from_numpy(X[subset]), torch.from_numpy(y[subset]), kind)

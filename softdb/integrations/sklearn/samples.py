@@ -114,7 +114,7 @@ def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
-    """Return y in float32 and, beside it, its rounding errors: their pooled sum is precise. Raises BadInput."""
+    """Return y as float32 columns: the rounded values, then the rounding errors. Raises BadInput."""
     if y.size and np.abs(y).max() > MAX_FLOAT32:
         raise BadInput(f"y reaches {np.abs(y).max():.3g}, and values are float32, at most {MAX_FLOAT32:.3g}; scale it")
     high = y.astype(np.float32)
