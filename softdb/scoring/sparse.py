@@ -44,10 +44,9 @@ class Argmax:
 class Sparse(ABC):
     """α-entmax for α = 2 (sparsemax) and α = 1.5: p = [(α-1) z - τ]₊^(1/(α-1)), with τ such that Σ p = 1.
 
-    Source: Peters, Niculae and Martins 2019. Entropy H(p) = Σ (p - p^α) / (α (α-1)) and lse = <p, z> + H(p). τ is a
-    threshold of (α-1) z, so for entmax15 of z / 2, as in the `entmax` package. An entry weighs 0 exactly where z ≤ τ /
-    (α-1); `Weighed.threshold` is that times T. T → 0: all weight on the nearest, shared among ties. T → ∞: equal
-    weights.
+    Source: Peters, Niculae and Martins 2019. Entropy H(p) = Σ (p - p^α) / (α (α-1)); lse = <p, z> + H(p). The
+    threshold τ is for (α-1) z, as in the `entmax` package: for entmax15 z / 2. An entry weighs 0 where z ≤ τ / (α-1);
+    `Weighed.threshold` is that times T. T → 0: all weight on the nearest, shared among ties. T → ∞: equal weights.
 
     The package finds τ by sorting. Its sums of squares lose digits where many entries share little weight (in float32
     from the third digit on), so it runs in float64 here, and one Newton step restores the digits. Cost q k log k. The
