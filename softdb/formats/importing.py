@@ -186,7 +186,7 @@ def read_records(
     if kind not in _LINES:
         return _read_columns(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
-        raise BadInput("bad lines cannot be skipped with keys=, a file with a row for each line; mend the lines")
+        raise BadInput("bad lines cannot be skipped with a file of keys, which has a row for each line; mend the lines")
     return _read_lines(path, fields, keys, size, on_error)
 
 
