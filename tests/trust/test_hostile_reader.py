@@ -51,11 +51,11 @@ def endless(file: Any, outside: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (external_storage, r"x\.h5: 'train' lies in other files, which are not read"),
+        (external_storage, r"x\.h5: 'train' is stored in other files, which are not read"),
         (external_link, r"x\.h5: 'train' is a link, which is not followed; copy the array into the file"),
         (soft_link, r"x\.h5: 'train' is a link, which is not followed"),
-        (virtual, r"x\.h5: 'train' lies in other files, which are not read"),
-        (endless, r"x\.h5 says .* vectors but stores 0 bytes"),
+        (virtual, r"x\.h5: 'train' is stored in other files, which are not read"),
+        (endless, r"x\.h5 claims .* vectors but stores 0 bytes"),
     ],
 )
 def test_arrays_of_hdf5_in_other_files(tmp_path: Path, make: Callable[[Any, Path], None], match: str) -> None:

@@ -274,7 +274,7 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_asked(db: softdb.S
         ({"year": {"$startswith": "\ud800"}}, "not Unicode"),
         ({"tags": {"$elemMatch": "new"}}, r"\$elemMatch takes a filter"),
         ({"tags": {"$elemMatch": {}}}, r"\$elemMatch takes a filter"),
-        ({"tags": {"$elemMatch": {"$gte": 1, "by": "Ann"}}}, r"'tags\[\]' is given 'by', which is no operator"),
+        ({"tags": {"$elemMatch": {"$gte": 1, "by": "Ann"}}}, r"'tags\[\]' has 'by', which is no operator"),
         ({"day": datetime.date(2024, 2, 29)}, r"store and compare dates as ISO text: \.isoformat\(\)"),
         ({"$xor": []}, r"unknown operator '\$xor'"),
         ({"$and": {}}, "expected a list of filters"),
