@@ -329,7 +329,7 @@ def test_close_leaves_the_model_as_it_was() -> None:
     lm.close()
     assert torch.equal(before, model.generate(**asked))
     assert not model.get_output_embeddings()._forward_pre_hooks
-    with pytest.raises(BadInput, match="the hidden states before them are none"):
+    with pytest.raises(BadInput, match="the hidden states of the last forward pass are none"):
         lm.generate(**asked)
     with pytest.raises(Closed, match="closed"):
         lm.perplexity(texts_of(2))
