@@ -1,4 +1,4 @@
-"""Answers of queries: records, hits and pooled values. They print briefly, and as tables in a notebook.
+"""Answers of queries: records, hits and pooled values. Each prints as a short text, and as a table in a notebook.
 
 Answers hold tensors, and read ids and payloads at first use. Begin in `records.py` (hits), then `soft.py`.
 """

@@ -1,4 +1,4 @@
-"""Short text and small HTML tables of answers: of bounded size, without colours or scripts, every text escaped."""
+"""Short texts and small HTML tables for answers: bounded in size, without colours or scripts, every text escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CELL = 160  # maximum number of characters in a cell
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> str:
-    """Return an HTML table of texts, each escaped and cut to CELL characters."""
+    """Return an HTML table with the headings `heads`; texts are escaped and cut to CELL characters."""
     return (
         '<div style="max-width:100%;overflow-x:auto"><table><thead>'
         f"{_line('th', heads)}</thead><tbody>{''.join(_line('td', line) for line in lines)}</tbody></table>"
@@ -38,24 +38,24 @@ def _line(tag: str, cells: Iterable[str]) -> str:
 
 
 def listed(texts: Iterator[str], count: int) -> str:
-    """Return the first SHOWN of `count` texts, separated by commas, with an ellipsis if there are more."""
+    """Return the first SHOWN of `count` texts, separated by commas, and an ellipsis if `count` is larger."""
     return ", ".join([*islice(texts, SHOWN), *(["…"] if count > SHOWN else [])])
 
 
 def part_of(count: int, total: int) -> str:
-    """Return "count of total", or the total alone where both are equal."""
+    """Return "count of total", or only the total if both are equal."""
     return f"{total:,}" if count == total else f"{count:,} of {total:,}"
 
 
 def numbers(tensor: Tensor | None) -> str:
-    """Return a number as text, or the first SHOWN numbers of a vector."""
+    """Return as text a number, or the first SHOWN numbers of a vector; "" for None."""
     if tensor is None or not tensor.ndim:
         return "" if tensor is None else f"{tensor.item():.6g}"
     return f"[{listed((f'{x:.4g}' for x in tensor[: SHOWN + 1].tolist()), len(tensor))}]"
 
 
 def json_cell(payload: Any) -> str:
-    """Return a payload as compact JSON; None as empty text."""
+    """Return a payload as compact JSON; "" for None."""
     return "" if payload is None else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,6 +1,6 @@
 """Records, and hits of queries, with one entry for each query; ids and payloads are read at first use.
 
-Arrays are rectangular, padded with row -1 and score -inf; lists, `len`, iteration and `[i]` omit the padding.
+Tensors are rectangular: a query with fewer hits is padded with row -1 and score -inf. Lists have no padding.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
 
 class Resolve(Protocol):
-    """A function that looks records up by their rows and omits those that are deleted."""
+    """A function that looks up records by their rows and omits deleted records."""
 
     def __call__(
         self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False
     ) -> Mapping[int, RecordEntry]:
-        """Return the records by row, each with its id, and its payload and text if requested."""
+        """Return a mapping from row to record: its id, and its payload and text if requested."""
         ...
 
 
 def parsed(texts: list[str | None]) -> list[Any]:
-    """Return the JSON values of payload texts, None for None. Raises CorruptionError if a text is not JSON.
+    """Parse the JSON texts of payloads; None stays None. Raises CorruptionError if a text is not JSON.
 
-    Each text is parsed alone: joined into a single JSON array, a damaged text could shift its neighbours.
+    Each text is parsed alone: if all were joined into one JSON array, a damaged text could shift the other payloads.
     """
     try:
         return [None if text is None else _decode(text) for text in texts]
@@ -58,7 +58,7 @@ class Record:
     """A copy of one stored record."""
 
     id: Id
-    key: Any  # a Tensor (d,); None: the record has no key
+    key: Any  # a Tensor (d,), or None if the record has no key
     value: Tensor | int | None  # (v,), a class label, or None if the key is the value
     payload: Any
     text: str | None = None
@@ -80,7 +80,7 @@ class Records(Sequence[Record]):
     """Copies of stored records, in the order of the request: a sequence of `Record`, and a column for each field."""
 
     ids: list[Id]  # n
-    keys: Tensor  # (n, d) in the database's dtype; zeros where a record has none
+    keys: Tensor  # (n, d) in the database's dtype; zeros for a record without a key
     values: Tensor | None  # (n, v), (n,) int64 labels, or None if the keys are the values
     payload_texts: list[str | None]  # n JSON texts
     texts: list[str | None]  # n
@@ -88,7 +88,7 @@ class Records(Sequence[Record]):
 
     @cached_property
     def payloads(self) -> list[Any]:
-        """The n payloads."""
+        """The payloads of the n records, parsed from `payload_texts`."""
         return parsed(self.payload_texts)
 
     def __len__(self) -> int:
@@ -192,25 +192,25 @@ class Hits(Sequence["QueryHits"]):
 
     @cached_property
     def ids(self) -> list[list[Id]]:
-        """Ids of each query's hits. Raises StaleRead if one of them was deleted or replaced since the search."""
+        """Ids of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
         return [[self._entries[row].id for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
-        """Payloads of each query's hits. Raises StaleRead as `ids` does."""
+        """Payloads of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
         return [[self._payload_by_row[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     @cached_property
     def texts(self) -> list[list[str | None]]:
-        """Texts of each query's hits, None for a record without a text. Raises StaleRead as `ids` does."""
+        """Texts of each query's hits, None where there is no text. Raises StaleRead for a hit that has changed."""
         return [[self._text_entries[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """Return a pandas DataFrame with a line for each hit.
+        """Return a pandas DataFrame with a row for each hit.
 
-        Its columns are query (from 0), rank (from 1), id, score (no gradient), payload, and text if a hit has one.
-        `fields` names fields of the payloads, each of which becomes a column in place of payload and text, None where a
-        payload lacks the field; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        Its columns are query (from 0), rank (from 1), id, score (no gradient), payload, and text if a hit has a text.
+        `fields` replaces the columns payload and text by one for each named field of the payloads, None where a payload
+        lacks it; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
         """
         try:
             import pandas
@@ -237,10 +237,10 @@ class Hits(Sequence["QueryHits"]):
         return pandas.DataFrame(columns)
 
     def _shown_entries(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:
-        """Return the entries of rows for a repr, without deleted records."""
+        """Look up the records to show in a repr by their rows; empty if they cannot be read."""
         try:
             return self.resolve(np.unique(np.array(rows, np.int64)), texts=texts)
-        except Exception:  # the database is closed or damaged: a repr then shows row numbers
+        except Exception:  # the database is closed or damaged; the repr then shows row numbers in place of ids
             return {}
 
     def __repr__(self) -> str:
@@ -251,7 +251,7 @@ class Hits(Sequence["QueryHits"]):
 
 
 def _hits_table(hits: Hits, queries: range) -> str:
-    """Return an HTML table of the first hits of queries; looks up only the records that it shows."""
+    """Return an HTML table of the first hits of some queries; only the records in the table are looked up."""
     hits_per_query = max(SHOWN, LINES // max(1, len(queries)))
     shown = {i: QueryHits(hits, i) for i in queries[: LINES // hits_per_query]}
     rows = [row for query_hits in shown.values() for row in query_hits._rows[:hits_per_query]]
@@ -268,7 +268,7 @@ def _hits_table(hits: Hits, queries: range) -> str:
 
 
 def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -> str:
-    """Return an HTML table without its last column, the texts, if all of them are empty."""
+    """Return an HTML table; leave out the last column, the texts, if no line has a text."""
     width = len(heads) if any(line[-1] for line in lines) else -1
     return table(heads[:width], [[cell or "" for cell in line[:width]] for line in lines], caption)
 

@@ -1,4 +1,4 @@
-"""Answers of soft queries, with one entry for each query."""
+"""Answers of soft queries: pooled values, explanations, samples and estimates, with one entry for each query."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Explanation:
     """The records with the largest weights in the answer to one query, heaviest first. Prints as a table."""
 
     ids: list[Id]
-    weights: list[float]  # they sum to 1 over all records, so to `mass` here
+    weights: list[float]  # the weights of all records sum to 1, those in this list to `mass`
     payloads: list[Any]
     scores: list[float]
     mass: float  # Σ weights, from 0 to 1
@@ -54,15 +54,15 @@ class Explanation:
 
 @dataclass(frozen=True, repr=False)
 class Samples:
-    """Records drawn with replacement from the soft distribution; row -1 for a query without live records."""
+    """Records drawn with replacement, each with probability equal to its weight; row -1 if no record takes part."""
 
     hits: Hits  # (q, n) records in the order of drawing
-    scanned: Tensor  # (q,) bool: True if the draws took a pass over all records
+    scanned: Tensor  # (q,) bool: True if drawing for this query needed a pass over all records
     log_probs: Callable[[], Tensor]
 
     @cached_property
     def log_prob(self) -> Tensor:  # (q, n)
-        """Log-probabilities of the draws, score / temperature - lse, -inf where the row is -1; differentiable.
+        """Log-probabilities of the draws, score / temperature - lse; -inf where the row is -1. Differentiable.
 
         For queries that were not scanned, the first access costs a pass over all records to compute lse.
         """
@@ -77,7 +77,7 @@ class Estimate:
     """An estimated number for each query, with its error bar."""
 
     value: Tensor  # (q,) differentiable
-    bar: Tensor  # (q,) error that a share `confidence` of all answers stay below; 0 where exact
+    bar: Tensor  # (q,) the error stays below it in a share `confidence` of all answers; 0 where exact
     met: Tensor  # (q,) bool: True if the requested tolerance is met
     exact: Tensor  # (q,) bool
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
@@ -92,19 +92,19 @@ class Pooled:
     """The answer of a soft query, with one entry for each query."""
 
     output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
-    lse: Tensor  # (q,) log-normaliser, the smoothed largest score / temperature; -inf without records; differentiable
+    lse: Tensor  # (q,) log-normaliser: log Σ exp(score / temperature) for softmax; -inf without records; differentiable
     exact: Tensor  # (q,) bool: True if this is provably the answer over every record that takes part
-    missed_mass: Tensor  # (q,) estimated share of the weight of other records; 0 where exact, NaN where unknown
+    missed_mass: Tensor  # (q,) estimated share of the weight that was not pooled; 0 where exact, NaN where unknown
     n_pooled: Tensor  # (q,) int64: number of records pooled
     hits: Hits | None  # the pooled records, best first; None if all records were streamed
-    weights: Tensor | None  # (q, k) of those hits, differentiable
-    # source of the hits: "all", "flat" (exact), "scan" (by score), "stale index" (trained keys), "sketch" (drawn beside
-    # another index, or without one), or an index; then " on …" or " streamed to …" and the device whose columns were
-    # read, unless it is the host
+    weights: Tensor | None  # (q, k) weights of `hits`, differentiable
+    # how the records were found: "all", "flat" (exact search), "scan" (every record scored), "stale index" (for trained
+    # keys), "sketch" (drawn by a sketch's codes), or the name of an index; then, unless the host read the columns,
+    # " on …" or " streamed to …" with the device that read them
     finder: str
     explanation: Callable[[int], list[Explanation]]
-    bar: Tensor  # (q,) error ‖ô - o‖ that a share `confidence` of all answers stay below; 0 where exact, NaN for `k=`
-    stderr: Tensor  # (q,) standard error of the output, √(E ‖ô - o‖²)
+    bar: Tensor  # (q,) the error ‖ô - o‖ stays below it in a share `confidence` of answers; 0 if exact, NaN for `k=`
+    stderr: Tensor  # (q,) standard error √(E ‖ô - o‖²) of the output ô, where o is the exact output
     lse_stderr: Tensor  # (q,) standard error of lse
     met: Tensor  # (q,) bool: True if the requested tolerance is met; for `k=` equal to `exact`
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer: then met is False and bar infinite

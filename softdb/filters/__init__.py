@@ -1,7 +1,7 @@
 """Find records by a filter (`where=`), group them by a field, and score them by the words of their texts.
 
-It reads the catalogue and the snapshot of one generation, on the store's thread, and writes nothing.
-Begin in `filtered.py`. `grammar.py` parses a filter to the tree of `conditions.py`; `masks.py` finds its matches.
+This package reads the catalogue and the snapshot of one generation, on the store's thread, and writes nothing. Begin in
+`filtered.py`. `grammar.py` parses a filter to a tree (`conditions.py`), and `masks.py` finds the records that match.
 """
 
 from softdb.filters.filtered import ByText, FilteredStore

@@ -1,8 +1,8 @@
 """The tree of a filter, and its compilation to SQL over the table `records`.
 
-A condition on a declared field uses the expressions of the field's index, its type and its value
-(`softdb.store.paths.field_sql`), to the letter, so that SQLite answers it from the index. Most conditions are ranges:
-their `Span` gives the SQL, the complementary ranges, and a slice of the field's order.
+A condition on a declared field names the field's type and value by the same SQL expressions as the field's index
+(`softdb.store.paths.field_sql`), so that SQLite uses the index. Most conditions are ranges: a `Span` determines the
+condition's SQL, the ranges of all other records, and a slice of the field's order (`fieldorder.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from softdb.errors import BadFilter
 from softdb.store.paths import field_sql, parts_of
 
-_EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # of SQLite's json_type
+_EVERY_TYPE = ("null", "true", "false", "integer", "real", "text", "array", "object")  # results of SQLite's json_type
 _OPPOSITE = {"<": (">=",), "<=": (">",), ">": ("<=",), ">=": ("<",), "=": ("<", ">")}
-_LIMIT = 32_000  # maximum number of conditions of a filter, and of their bindings; SQLite's limit is 32,766
+_LIMIT = 32_000  # largest number of conditions, and of SQL parameters, in a filter; SQLite allows 32,766 parameters
 
 
 class Span(NamedTuple):
     """A range of a field: the records whose field has one of the types and passes every test."""
 
-    types: tuple[str | None, ...]  # of SQLite's json_type; None: the field is missing
-    tests: tuple[tuple[str, Any], ...] = ()  # comparison and operand
+    types: tuple[str | None, ...]  # results of SQLite's json_type; None: the field is missing
+    tests: tuple[tuple[str, Any], ...] = ()  # (comparison, operand), such as (">=", 5)
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,29 @@ class Condition:
 
     sql: str
     bindings: tuple[Any, ...]
-    field: str  # in canonical spelling
-    indexed: bool  # True if an index of the field can answer it
-    span: Span | None = None  # None: not a range
-    size: int = 1  # number of conditions in its SQL
+    field: str  # path of the field, in canonical spelling
+    indexed: bool  # True if an index of the field can answer the condition
+    span: Span | None = None  # None if the condition is no range
+    size: int = 1  # number of conditions in `sql`
 
 
 @dataclass(frozen=True)
 class Not:
-    """Records that a node does not match."""
+    """A negation: matches the records that the node `of` does not match."""
 
     of: Node
 
 
 @dataclass(frozen=True)
 class All:
-    """Records that every node matches."""
+    """A conjunction: matches the records that every node in `of` matches."""
 
     of: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """Records that at least one node matches."""
+    """A disjunction: matches the records that at least one node in `of` matches."""
 
     of: tuple[Node, ...]
 
@@ -63,7 +63,7 @@ Node = Condition | Not | All | Either
 
 
 def ranged(field: str, type_sql: str, value_sql: str, span: Span, indexed: bool = True) -> Condition:
-    """Return the condition of a range. Its SQL tests the value first, which without an index excludes most records."""
+    """Return the condition that a field is in a range. The SQL tests the value first, as that excludes most records."""
     kinds = f"IN ({', '.join(map(repr, span.types))})" if span.types != (None,) else "IS NULL"
     sql = " AND ".join([*(f"{value_sql} {comparison} ?" for comparison, _ in span.tests), f"{type_sql} {kinds}"])
     return Condition(sql, tuple(operand for _, operand in span.tests), field, indexed, span)
@@ -78,7 +78,7 @@ def others(field: str, span: Span) -> list[Condition]:
 
 
 def statement(node: Node) -> tuple[str, list[Any]]:
-    """Return the SQL condition of a filter, and its bindings. Raises BadFilter if it exceeds SQLite's limits."""
+    """Return a filter as an SQL condition with its bindings. Raises BadFilter if the filter exceeds SQLite's limits."""
     sql, bindings, count = compiled(node)
     if max(count, len(bindings)) > _LIMIT:
         raise BadFilter(f"where has {count:,} conditions, too many for one filter; $in takes any number of values")
@@ -86,13 +86,13 @@ def statement(node: Node) -> tuple[str, list[Any]]:
 
 
 def compiled(node: Node) -> tuple[str, list[Any], int]:
-    """Return SQL, its bindings in the order of the question marks, and the number of conditions."""
+    """Return a filter's SQL, the values for the question marks in it, and the number of conditions in it."""
     bindings: list[Any] = []
     return _sql(node, bindings, certain=False), bindings, sum(leaf.size for leaf in leaves(node))
 
 
 def leaves(node: Node) -> Iterator[Condition]:
-    """Yield the conditions of a tree, in order."""
+    """Yield the conditions in a filter's tree, from left to right."""
     if isinstance(node, Condition):
         yield node
     else:
@@ -102,8 +102,8 @@ def leaves(node: Node) -> Iterator[Condition]:
 
 def _sql(
     node: Node,
-    bindings: list[Any],  # extended
-    certain: bool,  # True: null must become false, as NOT null is not true; SQLite then uses no index
+    bindings: list[Any],  # the values for the question marks are appended to it
+    certain: bool,  # True below a NOT: null must become false, because NOT null is not true; SQLite then uses no index
 ) -> str:
     if isinstance(node, Condition):
         bindings += node.bindings
@@ -117,7 +117,7 @@ def _sql(
 
 
 def _join(operands: list[str], operator: str) -> str:
-    """Join as a balanced tree: SQLite limits the depth to 1,000, and a chain a OR b OR c … is as deep as it is long."""
+    """Join SQL terms as a balanced tree: SQLite allows a depth of 1,000, a chain a OR b OR … has one level a term."""
     if len(operands) == 1:
         return operands[0]
     half = len(operands) // 2

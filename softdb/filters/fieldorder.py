@@ -1,11 +1,11 @@
-"""Cache of the rows of declared fields, in the order of their indexes: a range of values is a slice of such an order.
+"""Cache of each declared field's order: the rows sorted by the field's value. A range of values is a slice of them.
 
-SQLite walks an index record by record, but a slice needs only a bisection for each end. SQLite compares the records
-itself, so its order of numbers, texts and other types is not implemented again. (A cache of the values was measured:
-if they are mostly different, reading them takes 27 times as long as reading the order.)
+SQLite reads its index of the field record by record; a slice needs only a bisection for each end. SQLite does the
+comparisons of the bisection, so this module need not know how SQLite orders numbers, texts and other types. (Caching
+the values in place of the rows was measured: if most values differ, reading the values takes 27 times as long.)
 
-Rows are permanent, and so are their payloads unless they are replaced in place, which invalidates an order. After a
-commit dead rows are removed, and appended rows form a run of their own.
+A row belongs to one record for ever. Replacing a payload in place invalidates an order. After a commit, dead rows are
+removed from an order, and appended rows form another sorted array, a run.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of
 
-MAX_FIELDS = 4  # fields whose order is cached: 4 bytes a record each, 8 from 2^31 rows on
-MAX_APPENDED = 10_000  # appended rows beyond which an order is rebuilt
-MAX_RUNS = 8  # runs of appended rows, which are then merged
-DUE = 4  # an order is built once SQLite has listed index entries of 1 / DUE of the records
-PIVOTS = 3  # records that are compared at once: each may be a page to read
+MAX_FIELDS = 4  # number of fields whose order is cached; an order takes 4 bytes for each record, or 8 from 2^31 rows on
+MAX_APPENDED = 10_000  # number of appended rows beyond which an order is rebuilt
+MAX_RUNS = 8  # largest number of runs of appended rows; the next commit replaces them by a single run
+DUE = 4  # an order is built once filters have listed at least records / DUE rows from the field's SQLite index
+PIVOTS = 3  # number of records that one SQL statement compares; each may need a page from disk
 
 Rows = NDArray[Any]  # int32, or int64 from 2^31 rows on
 
 
 @dataclass
 class _Order:
-    generation: int  # all rows are live in it
-    base: int  # the first run holds the rows below
-    next_row: int  # all runs together hold the rows below
-    runs: list[Rows]  # each in the order of the index: by type, then by value
+    generation: int  # generation in which all rows of `runs` are live
+    base: int  # the first run holds the rows below this number
+    next_row: int  # all runs together hold the rows below this number
+    runs: list[Rows]  # each sorted as SQLite's index is: by type, then by value
 
 
 class Orders:
-    """Orders of the fields used last. The caller holds the store's thread and one generation of the catalogue."""
+    """Cache of the orders of the fields used last. Call it on the store's thread, in a transaction of the catalogue."""
 
     def __init__(self) -> None:
         self._cached: OrderedDict[str, _Order] = OrderedDict()
         self._listed: dict[str, int] = {}
 
     def note(self, field: str, rows: int) -> None:
-        """Count rows that SQLite has listed from a field's index."""
+        """Add to the number of rows that filters have listed from a field's SQLite index."""
         self._listed[field] = self._listed.get(field, 0) + rows
 
     def is_current(self, field: str, snapshot: Snapshot) -> bool:
-        """Return True if the cached order of a field is that of this generation."""
+        """Return True if a field's order is cached and up to date with the snapshot."""
         cached = self._cached.get(field)
         return cached is not None and cached.generation == snapshot.generation
 
     def is_due(self, field: str, records: int) -> bool:
-        """Return True if a field's order is cached, or SQLite has listed so many rows that building it pays."""
+        """Return True if a field's order is cached, or if filters have listed enough rows to justify building it."""
         return field in self._cached or DUE * self._listed.get(field, 0) >= records
 
     def make(self, fields: tuple[str, ...], catalog: Catalog, snapshot: Snapshot) -> None:
-        """Build the orders of the first MAX_FIELDS fields. Cost: one pass over each field's index."""
+        """Build and cache the orders of the first MAX_FIELDS of the fields. Cost: one pass over each field's index."""
         for field in fields[:MAX_FIELDS]:
             self._order(field, catalog, snapshot)
 
     def rows_in(self, field: str, spans: list[Span], catalog: Catalog, snapshot: Snapshot) -> tuple[Rows, bool]:
-        """Return the rows in all spans of a field, and False; or, if fewer, all other rows, and True. In no order.
+        """Return the rows that are in all spans of a field, unsorted, and False; or all other rows, if fewer, and True.
 
-        Cost: some 30 records compared for each end, and the rows; after a commit, one pass over all cached rows; one
-        over the field's index if its order is not cached.
+        Cost: about 30 comparisons for each end of the range, and a copy of the rows. The first call after a commit also
+        reads all cached rows. A call for a field without a cached order reads the field's whole SQLite index.
         """
         runs = self._order(field, catalog, snapshot).runs
         tests = [test for span in spans for test in span.tests]
@@ -85,7 +85,7 @@ class Orders:
         return np.concatenate(outside if fewer else [outside[0][:0], *inside]), fewer
 
     def _order(self, field: str, catalog: Catalog, snapshot: Snapshot) -> _Order:
-        """Return the order in this generation, updated by the commits since, or rebuilt."""
+        """Return a field's order as of the snapshot: from the cache, brought up to date if necessary, or rebuilt."""
         order = self._cached.pop(field, None)
         if order is None or not _catch_up(order, field, catalog, snapshot):
             next_row = catalog.state().next_row
@@ -118,7 +118,7 @@ def _catch_up(order: _Order, field: str, catalog: Catalog, snapshot: Snapshot) -
 
 
 def _list_rows(catalog: Catalog, field: str, source: str, next_row: int) -> Rows:
-    """Return the rows of an SQL source in the order of a field's index."""
+    """Return the rows of an SQL source (a table, with or without conditions), sorted by a field's value."""
     ordered = f"SELECT row FROM {source} ORDER BY {', '.join(field_sql(parts_of(field)))}, row"
     kind = np.int32 if next_row <= np.iinfo(np.int32).max else np.int64
     try:
@@ -128,7 +128,7 @@ def _list_rows(catalog: Catalog, field: str, source: str, next_row: int) -> Rows
 
 
 def _live_rows(rows: Rows, snapshot: Snapshot) -> Rows:
-    """Return those of rows (m,) that hold a record, with a key or without."""
+    """Return those of the rows (m,) whose record is not deleted, with or without a key."""
     positions = snapshot.positions(rows)
     living = positions >= 0
     living[living] = snapshot.live[positions[living]]
@@ -137,11 +137,11 @@ def _live_rows(rows: Rows, snapshot: Snapshot) -> Rows:
     return rows if living.all() else rows[living]
 
 
-Before = tuple[str, tuple[Any, ...]]  # SQL condition of the records before one end of a range, and its bindings
+Before = tuple[str, tuple[Any, ...]]  # SQL condition, true for the records before an end of a range; bindings
 
 
 def _ends(field: str, kind: str | None, tests: list[tuple[str, Any]]) -> tuple[list[Before], list[Before]]:
-    """Return conditions of the records before a range of one type, and of those before its end, for `_cut`."""
+    """Return conditions for the records before the start, and for those before the end, of a range within one type."""
     of_type, value = field_sql(parts_of(field))
     if kind is None:  # missing fields come first in the order
         return [], [(f"{of_type} IS NULL", ())]
@@ -161,13 +161,13 @@ def _ends(field: str, kind: str | None, tests: list[tuple[str, Any]]) -> tuple[l
 
 
 def _cut(catalog: Catalog, run: Rows, low: list[Before], high: list[Before]) -> tuple[int, int]:
-    """Return start and end of a range in a run."""
+    """Return the start and end of a range as indices into a run, from the conditions that `_ends` returns."""
     begin = max((_count_before(catalog, run, *condition) for condition in low), default=0)
     return begin, max(begin, min(_count_before(catalog, run, *condition) for condition in high))
 
 
 def _count_before(catalog: Catalog, rows: Rows, condition: str, bindings: tuple[Any, ...]) -> int:
-    """Return by bisection the number of rows (m,) that meet a condition, which all others come after."""
+    """Return the number of rows (m,) that meet a condition, by bisection: they come before all rows that do not."""
     low, high = 0, len(rows)
     pivots = np.unique([0, high - 1])  # most ranges end at an end of the array
     while low < high:

@@ -18,19 +18,19 @@ from softdb.store.session import on_thread
 
 
 class ByText(NamedTuple):
-    """Scores of a search by text and the records that take part, of one generation."""
+    """Scores of a search by text, and masks of the records that take part, in one generation."""
 
     snapshot: Snapshot
     scores: TextScores
-    keep: NDArray[np.bool_] | None  # (m,) mask of the records with a text that a filter matches; None: all
-    allowed: NDArray[np.bool_] | None  # (size,) mask of the positions that the filter matches; None: all
+    keep: NDArray[np.bool_] | None  # (m,) True for the records with a text that the filter matches; None: no filter
+    allowed: NDArray[np.bool_] | None  # (size,) True for the positions that the filter matches; None: no filter
     left_out: NDArray[np.int64]  # (e,) rows of excluded ids, -1 for an id that is not stored
 
 
 class FilteredStore(Store):
     """A store with caches of filters' matches, of groups and of text scores.
 
-    A filter needs vectors and catalogue of one generation, so each call first refreshes a reader that is behind.
+    A filter needs vectors and catalogue in the same generation, so each call first refreshes an outdated reader.
     """
 
     def __init__(self, path: Path | None, mode: str, create: Schema | None, relaxed: bool = False) -> None:
@@ -45,12 +45,12 @@ class FilteredStore(Store):
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> NDArray[np.bool_] | None:
         """Return a filter's cached mask (size,) for a snapshot, without a call on the store's thread; None: not cached.
 
-        Always None in a read-only handle, which may be behind: `matching` refreshes it.
+        Always None in a read-only handle, whose snapshot may be out of date: `matching` refreshes the handle first.
         """
         return self.matches.cached(where, snapshot.generation) if self.mode == "rw" else None
 
     def matching_rows(self, where: dict[str, Any]) -> tuple[Snapshot, NDArray[np.int64]]:
-        """Return the snapshot, and the rows (m,), ascending, of all records that match, with a key or without."""
+        """Return the snapshot, and the ascending rows (m,) of all records that match, with or without a key."""
         snapshot, (matching, keyless) = self._matching(where)
         rows = snapshot.rows(np.flatnonzero(matching))
         return snapshot, np.sort(np.concatenate([rows, keyless])) if len(keyless) else rows
@@ -75,7 +75,7 @@ class FilteredStore(Store):
 
     @on_thread
     def groups(self, field: str) -> tuple[Snapshot, Grouping]:
-        """Return the snapshot, and the group of each of its positions by a field; see `Groups.of`."""
+        """Return the snapshot, and the groups of its records by the value of a field; see `Groups.of`."""
         with self.read_transaction() as snapshot:
             grouping = self._groups.of(field, self.catalog, snapshot)
             if snapshot.count and grouping.takes_part is not None and not grouping.takes_part.any():
@@ -84,7 +84,7 @@ class FilteredStore(Store):
 
     @on_thread
     def by_text(self, texts: list[str], where: dict[str, Any] | None, left_out: list[Id]) -> ByText:
-        """Score records by texts; also return the records that take part, and the rows of the ids left out.
+        """Score records for query texts; also return which records take part, and the rows of the ids in `left_out`.
 
         Raises BadInput if there is no text index. Cost: see `FullText.scorer`.
         """

@@ -3,9 +3,9 @@
     score(text, record) = Σ over the words w of the text: idf(w) · f (k1 + 1) / (f + k1 (1 - b + b · length / average))
     idf(w) = log((N - n + 0.5) / (n + 0.5)), at least 1e-6
 
-f: occurrences of w in the record, n: records that have it, N: records with a text; k1 = 1.2, b = 0.75 (Robertson and
-Zaragoza 2009, eq. 3.15). FTS5 would read all of that again for every query. Here the records of a word are read once
-and cached, and updated after a commit as in `softdb.filters.matching`, so that a query is a few sums of arrays.
+f: occurrences of w in the record, length: its number of words; n: records that contain w, N: records with a text;
+k1 = 1.2, b = 0.75 (Robertson and Zaragoza 2009, eq. 3.15). FTS5 would read these counts again for every query. Here
+the records that contain a word are read once and cached; after a commit only the new records are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from softdb.store.connect import damaged_text_index
 
 K1, B = 1.2, 0.75  # FTS5's defaults
 LEAST_IDF = 1e-6
-MAX_CACHED = 1 << 24  # cached (word, record) pairs: 128 MB
+MAX_CACHED = 1 << 24  # largest number of (word, record) pairs in the cache: 128 MB
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -33,36 +33,36 @@ Live = NDArray[np.bool_]
 
 
 class _Documents(NamedTuple):
-    """The texts of one generation."""
+    """Rows and lengths of all texts in one generation."""
 
     generation: int
-    rows: Rows  # (m,) ascending, with deleted ones
-    lengths: Rows  # (m,) words of each text
-    live: Live  # (m,)
+    rows: Rows  # (m,) ascending rows of the records with a text, including deleted records
+    lengths: Rows  # (m,) number of words in each text
+    live: Live  # (m,) False for deleted records
 
 
 class _Word(NamedTuple):
-    """The texts that contain a word, up to some row."""
+    """The records whose text contains a word, up to the row `last`."""
 
-    last: int  # the last row
+    last: int  # records in later rows have not been searched for the word
     places: NDArray[np.int32]  # (p,) ascending indices into `_Documents.rows`
-    counts: NDArray[np.int32]  # (p,) occurrences of the word
+    counts: NDArray[np.int32]  # (p,) number of occurrences of the word in each text
 
 
 class TextScores(NamedTuple):
-    """Query texts, prepared to score every record; immutable, of one generation."""
+    """Query texts, prepared to score every record in one generation; immutable."""
 
-    rows: Rows  # (m,) ascending: the records with a text
-    live: Live  # (m,)
+    rows: Rows  # (m,) ascending rows of the records with a text
+    live: Live  # (m,) False for deleted records
     norms: Floats  # (m,) k1 (1 - b + b · length / average)
-    words: list[list[tuple[float, _Word]]]  # for each query: occurrences of a word times its idf, records of the word
+    words: list[list[tuple[float, _Word]]]  # for each query its words: occurrences in the query · idf, and the records
 
     def among(self, rows: Rows) -> Live:  # (r,) -> (m,)
-        """Mask of the records whose row is in `rows`."""
+        """Return a mask of the m records with a text: True if the record's row is in `rows`."""
         return np.isin(self.rows, rows)
 
     def scores(self, i: int) -> Floats:  # (m,)
-        """Score all records for the i-th query, 0 for records without its words. Cost: the records of its words."""
+        """Score all m records for query i, 0 for a record without its words. Cost: number of records with its words."""
         total = np.zeros(len(self.rows))
         for weight, (_, places, counts) in self.words[i]:
             total[places] += weight * (K1 + 1) * counts / (counts + self.norms[places])
@@ -74,22 +74,22 @@ _NONE = _Word(-1, np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class FullText:
-    """Cache of the text index by word. The caller holds the store's thread and one generation of the catalogue."""
+    """Cache of the records that contain each word. Call it on the store's thread, in a transaction of the catalogue."""
 
     def __init__(self) -> None:
-        self._connection: apsw.Connection | None = None  # on which `occurrences` is registered
+        self._connection: apsw.Connection | None = None  # the one with the SQL function `occurrences`
         self._documents: _Documents | None = None
-        self._words: OrderedDict[str, _Word] = OrderedDict()  # by quoted phrase, the last used at the end
-        self._size = 0  # (word, record) pairs in `_words`
+        self._words: OrderedDict[str, _Word] = OrderedDict()  # keys: quoted phrases, the last used at the end
+        self._size = 0  # number of (word, record) pairs in `_words`
 
     def scorer(self, texts: list[str], catalog: Catalog, snapshot: Snapshot) -> TextScores:
         """Prepare query texts to score records by BM25. Raises BadInput if there is no text index.
 
-        Cost: a microsecond for each record of a word that is not cached; after a commit only for its new rows.
+        Cost: about 1 µs for each record with a word that is not cached; after a commit only for appended records.
         """
         if textindex.tokenizer(catalog.connection) is None:
             raise BadInput(textindex.NONE)
-        if self._connection is not catalog.connection:  # a fork or a writer changes it
+        if self._connection is not catalog.connection:  # a fork or a writer opens another connection
             self._connection = catalog.connection
             self._connection.register_fts5_function("occurrences", _occurrences)
         documents = self._documents = self._load_documents(catalog, snapshot)
@@ -107,7 +107,7 @@ class FullText:
         return TextScores(documents.rows, documents.live, norms, words)
 
     def _find_word(self, phrase: str, documents: _Documents, catalog: Catalog) -> _Word:
-        """Return the texts that contain a word."""
+        """Return the records whose text contains a word, reading those that are not cached."""
         word = self._words.pop(phrase, _NONE)
         self._size -= len(word.places)
         last = int(documents.rows[-1]) if len(documents.rows) else -1
@@ -129,7 +129,7 @@ class FullText:
         return word
 
     def _load_documents(self, catalog: Catalog, snapshot: Snapshot) -> _Documents:
-        """Return the texts of this generation, updating the cached ones of an earlier generation."""
+        """Return the rows and lengths of all texts in this generation, reading only texts that are not cached."""
         cached = self._documents
         if cached is not None and cached.generation == snapshot.generation:
             return cached
@@ -139,7 +139,7 @@ class FullText:
             self._size = 0
         last = int(cached.rows[-1]) if len(cached.rows) else -1
         sql = "SELECT group_concat(id), group_concat(hex(sz), '') FROM texts_docsize WHERE id > ?"
-        ids, sizes = catalog.one(sql, (last,))  # in the order of ids
+        ids, sizes = catalog.one(sql, (last,))  # SQLite returns both in the order of ids
         new = _parse_integers(ids)
         rows = np.concatenate([cached.rows, new])
         lengths = np.concatenate([cached.lengths, _decode_varints(bytes.fromhex(sizes or ""), len(new))])
@@ -152,7 +152,7 @@ class FullText:
 
 
 def _occurrences(api: Any, *_: object) -> int:
-    """Count a phrase's occurrences in a text, as `bm25()` does; an auxiliary function of FTS5."""
+    """Return the number of times that a phrase occurs in a text, as `bm25()` counts; FTS5 calls this function."""
     return int(api.inst_count)
 
 
@@ -166,7 +166,7 @@ def _parse_integers(listed: str | None) -> Rows:
 
 
 def _decode_varints(blobs: bytes, count: int) -> Rows:
-    """Decode SQLite's varints: seven bits a byte, the highest first; the top bit of all bytes but the last is set."""
+    """Decode SQLite's varints: 7 bits a byte, highest first; the top bit is set in all bytes but a number's last."""
     data = np.frombuffer(blobs, np.uint8)
     ends = np.flatnonzero(data < 0x80)
     if len(ends) != count or len(data) != (ends[-1] + 1 if count else 0):
@@ -174,5 +174,5 @@ def _decode_varints(blobs: bytes, count: int) -> Rows:
     if not count:
         return np.empty(0, np.int64)
     starts = np.concatenate([[0], ends[:-1] + 1])
-    after = np.repeat(ends, ends - starts + 1) - np.arange(len(data))  # bytes of the same number that follow
+    after = np.repeat(ends, ends - starts + 1) - np.arange(len(data))  # number of later bytes of the same varint
     return np.add.reduceat((data & 0x7F).astype(np.int64) << np.minimum(7 * after, 56), starts)

@@ -4,9 +4,9 @@
     {"$or": [{"lang": {"$in": ["de", "fr"]}}, {"tags": {"$contains": "new"}}], "$not": {"draft": True}}
     {"author.name": {"$startswith": "Sch"}, "reviews": {"$elemMatch": {"by": "Ann", "stars": {"$gt": 3}}}}
 
-Numbers are compared with numbers, strings with strings, booleans with booleans; any other pair does not match (SQLite
-itself has "1999" >= 2020). `$ne` and `$nin` match records without the field. `softdb.store.paths` defines the names of
-fields; a payload that is no object has no fields. `$id` and `$text` in place of a field are the record's id and text.
+Numbers are compared with numbers, strings with strings, booleans with booleans; values of different types never match
+(in plain SQLite "1999" >= 2020 is true). `$ne` and `$nin` match records without the field. `softdb.store.paths` defines
+the names of fields; a payload that is not an object has no fields. `$id` and `$text` mean the record's id and text.
 `$contains` and `$elemMatch` always read the payloads; a field's index can answer the other operators.
 """
 
@@ -33,7 +33,7 @@ _TYPES = {"number": ("integer", "real"), "string": ("text",)}
 
 
 def parse(where: object, depth: int = 1, document: str = "payload") -> Node:
-    """Parse a filter to a tree; `document`: SQL of the JSON that it filters. Raises BadFilter."""
+    """Parse a filter to a tree. `document` is an SQL expression for the JSON to filter. Raises BadFilter."""
     _require_depth(depth)
     if not isinstance(where, dict):
         raise BadFilter(f'where is {shown(where)}; expected a dict such as {{"year": {{"$gte": 2020}}}}')
@@ -53,15 +53,15 @@ def parse(where: object, depth: int = 1, document: str = "payload") -> Node:
 
 @dataclass(frozen=True)
 class _Field:
-    """A field, or an element of a list, which makes conditions on itself."""
+    """A field of the payload, or an element of a list; the methods return conditions on it."""
 
-    name: str  # in canonical spelling
-    type: str  # SQL of its JSON type
-    value: str  # SQL of its value
+    name: str  # path of the field, in canonical spelling
+    type: str  # SQL expression for the field's JSON type
+    value: str  # SQL expression for the field's value
     indexed: bool  # True if the field may have an index
 
     def operators(self, condition: object, depth: int) -> Node:
-        """Parse the condition of a field: a dict of operators, or a value to be equal to."""
+        """Parse the condition on this field: a dict of operators, or a value that the field must equal."""
         if not isinstance(condition, dict):
             return self.equal(condition)
         if not condition:
@@ -96,7 +96,7 @@ class _Field:
         if isinstance(operator, str) and not operator.startswith("$"):
             inner = shown(f"{self.name}.{operator}")
             return (
-                f"field {shown(self.name)} is given {shown(operator)}, which is no operator; a field in it is {inner}"
+                f"field {shown(self.name)} has {shown(operator)}, which is no operator; write a nested field as {inner}"
             )
         return (
             f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_hint(operator, _OPERATORS)}; "
@@ -104,32 +104,32 @@ class _Field:
         )
 
     def range(self, types: tuple[str | None, ...], *tests: tuple[str, Any]) -> Condition:
-        """Match a field that has one of the types and passes every test."""
+        """Return the condition that the field has one of the types and passes every test."""
         return ranged(self.name, self.type, self.value, Span(types, tests), self.indexed)
 
     def exists(self, operand: object) -> Node:
-        """Match a field that exists, with any value; or, for False, that does not."""
+        """Match records that have the field, with any value; if the operand is False, records without the field."""
         if not isinstance(operand, bool):
             raise BadFilter(f"$exists is given {shown(operand)}; expected True or False")
         missing = self.range((None,))
         return Not(missing) if operand else missing
 
     def equal(self, operand: object) -> Node:
-        """Match a field that is of the operand's kind and equal to it."""
+        """Match a field whose value has the operand's type and equals the operand."""
         kind = _kind(operand, self.name)
         return self.ordered("=", operand) if kind in _TYPES else self.range((kind,))
 
     def ordered(self, comparison: str, operand: object) -> Condition:
-        """Match a field by a comparison of numbers or of strings."""
+        """Match a field that is less, greater or equal, as `comparison` says; the operand is a number or a string."""
         kind = _kind(operand, self.name)
         if kind not in _TYPES:
             raise BadFilter(
-                f"field {shown(self.name)} is ordered against {shown(operand)}; only numbers and strings have an order"
+                f"field {shown(self.name)} is compared with {shown(operand)}; only numbers and strings have an order"
             )
         return self.range(_TYPES[kind], (comparison, _plain(operand)))
 
     def starts(self, operand: object) -> Node:
-        """Match a string with a prefix, as the range from the prefix up to the next string without it."""
+        """Match a string that begins with the operand: a range from this prefix to the next string without it."""
         if not isinstance(operand, str):
             raise BadFilter(f"field {shown(self.name)}: $startswith takes a text; got {shown(operand)}")
         prefix = str(utf8(operand))
@@ -156,7 +156,7 @@ class _Field:
         return Either(tuple(alternatives))
 
     def contains(self, operand: object) -> Node:
-        """Match a list that contains the operand, or a string of which it is a substring."""
+        """Match a list that contains the operand, or a string with the operand as a substring."""
         kind = _kind(operand, self.name)
         inner, bound = f"type IS '{kind}'", list[object]()
         if kind in _TYPES:
@@ -169,13 +169,13 @@ class _Field:
         return Condition(f"({sql}) IS TRUE", tuple(bound), self.name, indexed=False)
 
     def matches(self, operand: object) -> Node:
-        """Match records whose text contains every word of the operand, by the text index's tokenizer."""
+        """Match records whose text contains every word of the operand; the text index's tokenizer finds the words."""
         if not isinstance(operand, str) or not (words := phrases(str(utf8(operand)))):
             raise BadFilter(f"$match is given {shown(operand)}; expected words to be found in the record's text")
         return Condition(MATCHING, (" ".join(words),), self.name, indexed=False)
 
     def element(self, operand: object, depth: int) -> Node:
-        """Match a list with an element that meets all operators, or a filter over objects."""
+        """Match a list with an element that fulfils the operand: operators on the element or a filter on its fields."""
         if not isinstance(operand, dict) or not operand:
             raise BadFilter(
                 f"field {shown(self.name)}: $elemMatch takes a filter over a list's elements, or operators; got "
@@ -217,7 +217,7 @@ def _require_depth(depth: int) -> None:
 
 
 def _applies_to_element(operand: dict[Any, Any]) -> bool:
-    """Return True if operators apply to an element itself, False if a filter applies to its fields."""
+    """Return True if the operand holds operators on the element itself, False if it is a filter on its fields."""
     while "$not" in operand and isinstance(operand["$not"], dict) and len(operand) == 1:
         operand = operand["$not"]
     return any(name in _OPERATORS and name != "$not" for name in operand)

@@ -1,7 +1,7 @@
-"""Cache of the groups of records by the value of a field, which is updated after each commit.
+"""Cache of the groups of `group_by=`: records with an equal value of a field form a group.
 
-Rows are permanent, and so are their payloads unless they are replaced in place, which invalidates the cache. So after a
-commit only the appended rows are read.
+A row belongs to one record for ever, and replacing a payload in place invalidates the cache. So after a commit only the
+appended rows are read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-MAX_FIELDS = 4  # fields whose groups are cached: 12 bytes a record each, and the values
+MAX_FIELDS = 4  # number of fields whose groups are cached; each takes 12 bytes for each record, and the distinct values
 
 Codes = NDArray[np.int32]
 _KINDS = "CASE {0} WHEN 'integer' THEN 'real' ELSE {0} END"  # 1 and 1.0 are equal; true and "1" differ from them
 
 
 class Grouping(NamedTuple):
-    """The groups of one generation. Immutable, as indexes cache by the identity of `takes_part`."""
+    """The groups in one generation. Immutable, because indexes use the identity of `takes_part` as a cache key."""
 
-    codes: Codes  # (size,) by position: the number of a record's group, from 0; -1 = no group
+    codes: Codes  # (size,) for each position the number of the record's group, from 0; -1: no group
     takes_part: NDArray[np.bool_] | None  # (size,) mask of the live records in a group; None: all live records
 
 
@@ -34,22 +34,22 @@ class Grouping(NamedTuple):
 class _ByField:
     generation: int = -1
     next_row: int = 0
-    numbers: dict[tuple[str, object], int] = field(default_factory=dict)  # number of a group by its kind and value
+    numbers: dict[tuple[str, object], int] = field(default_factory=dict)  # (type, value) -> number of the group
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     codes: Codes = field(default_factory=lambda: np.empty(0, np.int32))
-    grouping: Grouping | None = None  # of this generation
+    grouping: Grouping | None = None  # the groups in `generation`
 
 
 class Groups:
-    """Groups by the fields used last. The caller holds the store's thread and one generation of the catalogue."""
+    """Cache of the groups by the fields used last. Call it on the store's thread, in a transaction of the catalogue."""
 
     def __init__(self) -> None:
         self._cached: OrderedDict[str, _ByField] = OrderedDict()
 
     def of(self, name: str, catalog: Catalog, snapshot: Snapshot) -> Grouping:
-        """Group records by a field; records in which it is missing, null or no scalar have no group. Raises BadFilter.
+        """Group records by a field; a record without the field, or with null, a list or an object there, has no group.
 
-        Cost: one pass over the payloads, some 2 µs a record; after a commit one over the appended rows.
+        Raises BadFilter. Cost: one pass over the payloads, about 2 µs a record; after a commit only the appended rows.
         """
         name = spelled(parts_of(name))
         groups = self._cached.pop(name, None)
@@ -74,7 +74,7 @@ def _place_codes(groups: _ByField, snapshot: Snapshot) -> Grouping:
 
 
 def _extend(groups: _ByField, name: str, catalog: Catalog) -> None:
-    """Add the rows from `next_row` on."""
+    """Read the rows from `groups.next_row` on, and add them to their groups."""
     kind, value = field_sql(parts_of(name))
     source = "records" if not groups.next_row else f"records NOT INDEXED WHERE row >= {groups.next_row}"
     every = f"SELECT row AS r, {_KINDS.format(kind)} AS kind, {value} AS v FROM {source}"

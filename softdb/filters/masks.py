@@ -1,4 +1,4 @@
-"""Evaluation of a filter over all records: by indexes for declared fields, by the payloads for all others."""
+"""Evaluation of a filter over all records: by indexes for declared fields, by the payloads for other fields."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
 
 FEW = 256  # once at most 1 / FEW of the records remain, reading their payloads is faster than another index
-LOOKUP = 6  # ratio of the time to read a payload by its row to that in a scan
-LARGE, SAMPLED = 1 << 16, 128  # from LARGE records on the share of matches is estimated, from SAMPLED records
+LOOKUP = 6  # time to look up a payload by its row, divided by the time to read it in a scan
+LARGE, SAMPLED = 1 << 16, 128  # from LARGE records on, the share of matches is estimated by a sample of SAMPLED records
 BROAD = 16  # a field's order is built or updated only if the share of matches is from 1 / BROAD to 1 - 1 / BROAD
 
 Live = NDArray[np.bool_]
@@ -20,19 +20,19 @@ Rows = NDArray[np.int64]
 
 
 def fields_of(node: Node) -> set[str | None]:
-    """Return the fields whose indexes are needed to answer a filter without payloads; None: no index can."""
+    """Return the fields in a filter; None stands for each condition that no index of a field can answer."""
     return {leaf.field if leaf.indexed else None for leaf in leaves(node)}
 
 
 class RecordLine:
-    """All records of a snapshot in one sequence of places: its positions, then the records without a key."""
+    """All records of a snapshot as one sequence: the snapshot's positions, then the records without a key."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot, keyless = snapshot, snapshot.keyless
         self.live = np.concatenate([snapshot.live, np.ones(len(keyless), np.bool_)]) if len(keyless) else snapshot.live
 
     def of(self, rows: Rows) -> Live:  # (m,) -> (size + keyless,)
-        """Return the mask of rows."""
+        """Return a mask over the sequence, True at the records in these rows."""
         mask, keyless = np.zeros(len(self.live), np.bool_), self.snapshot.keyless
         if not len(keyless):
             mask[self.snapshot.positions(rows)] = True
@@ -43,14 +43,14 @@ class RecordLine:
         return mask
 
     def rows(self, places: Rows) -> Rows:
-        """Return the rows of places."""
+        """Return the rows of the records at these indices of the sequence."""
         inside = places < self.snapshot.size
         without = self.snapshot.keyless[places[~inside] - self.snapshot.size]
         return np.concatenate([self.snapshot.rows(places[inside]), without])
 
 
 class Evaluation:
-    """Evaluation of a filter over all records of a generation; masks are over the places of `line`."""
+    """Evaluation of filters in one generation; each mask has an entry for each record of the sequence `line`."""
 
     def __init__(self, catalog: Catalog, line: RecordLine, orders: Orders) -> None:
         self.catalog, self.line, self.orders = catalog, line, orders
@@ -58,7 +58,7 @@ class Evaluation:
         self.declared: set[str | None] = set(catalog.fields())
 
     def of(self, node: Node) -> Live:
-        """Return the mask of the matches."""
+        """Return the mask of the records that a filter matches."""
         if fields_of(node) <= self.declared:
             return self.indexed(node)
         if isinstance(node, All):
@@ -69,7 +69,7 @@ class Evaluation:
         return self.listed(node)
 
     def indexed(self, node: Node) -> Live:
-        """Find matches by indexes: each field's conditions by its own; NOT, AND and OR over the masks."""
+        """Find matches by the indexes of the fields, a mask for each field; combine the masks by NOT, AND and OR."""
         if isinstance(node, Not):
             return self.line.live & ~self.indexed(node.of)
         if isinstance(node, Condition):
@@ -82,7 +82,7 @@ class Evaluation:
         return mask
 
     def conjunction(self, node: All) -> Live:
-        """Find matches of all children. Once few records remain, read their payloads."""
+        """Find the records that all children match. Once few records remain, read the payloads of these records."""
         mask: Live | None = None
         children = _by_field(node)
         for i, child in enumerate(children):
@@ -93,13 +93,13 @@ class Evaluation:
         return self.line.live.copy() if mask is None else mask
 
     def of_field(self, node: Condition | All) -> Live:
-        """Match conditions on one field: by a slice of its order, or by listing the matches or all others."""
+        """Match conditions on one field: by a slice of its order, or by listing the matches or all other records."""
         conditions = list(leaves(node))
         field, spans = conditions[0].field, [leaf.span for leaf in conditions if leaf.span is not None]
         if self.count < LARGE or len(spans) < len(conditions):
             return self.listed(node, field)
         share = None if self.orders.is_current(field, self.line.snapshot) else self.share(node)
-        # updating an order after a commit reads all rows: more than the index lists for a narrow filter
+        # bringing an order up to date after a commit reads all its rows: more work than listing few matches
         if share is None or (1 < BROAD * share < BROAD - 1 and self.orders.is_due(field, self.count)):
             rows, outside = self.orders.rows_in(field, spans, self.catalog, self.line.snapshot)
             mask = self.line.of(rows)
@@ -119,7 +119,7 @@ class Evaluation:
         return len(self.catalog.matching(*statement(node), among=rows)) / max(1, len(rows))
 
     def listed(self, node: Node, field: str | None = None) -> Live:
-        """Have SQLite list the matches, by a field's index or by the payloads."""
+        """Have SQLite list the matches. If `field` is given, report their number to `Orders.note` for that field."""
         rows = self.catalog.matching(*statement(node))
         if field is not None:
             self.orders.note(field, len(rows))
@@ -137,9 +137,9 @@ def _flatten(node: All) -> list[Node]:
 
 
 def _by_field(node: All) -> list[Node]:
-    """Return the children of a conjunction, with all conditions on one field in one `All`, to search its range once.
+    """Return the children of a conjunction, with all conditions on one field in one `All`, to search that field once.
 
-    Those that likely match fewest records come first: then the payloads of few records are read for the others.
+    Children that likely match the fewest records come first, so that the other children read the fewest payloads.
     """
     fields: dict[str, list[Node]] = {}
     remaining: list[Node] = []
@@ -149,7 +149,7 @@ def _by_field(node: All) -> list[Node]:
 
 
 def _breadth(node: Node) -> int:
-    """Rank a node by its likely matches: 0 for equalities and closed ranges, 1 for open ranges, 2 for others."""
+    """Rank a node by its likely number of matches: 0 equalities and closed ranges, 1 open ranges, 2 all other nodes."""
     if not isinstance(node, All):
         return 2
     spans = [leaf.span for leaf in leaves(node)]

@@ -1,8 +1,8 @@
 """Cache of the records that filters match, which is updated after each commit.
 
 The changes of a commit are known without reading payloads: appended rows are those from `next_row` on, deleted rows
-have tombstones. So only appended rows are evaluated. Payloads that are replaced in place, and segments that compaction
-replaces, invalidate the cache.
+have tombstones. So a filter is evaluated only for appended rows. Payloads that are replaced in place, and segments that
+compaction replaces, invalidate the cache.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
 
-SAMPLED = 1000  # records from whose fields a warning suggests a name
-MAX_FILTERS = 16  # filters whose matches are cached: n bytes each
-MAX_APPENDED = 10_000  # appended rows beyond which a filter over declared fields is evaluated again, which is faster
+SAMPLED = 1000  # number of records in which a warning of an unknown field looks for a similar name
+MAX_FILTERS = 16  # number of filters whose matches are cached; each takes a byte for each record
+MAX_APPENDED = 10_000  # number of appended rows beyond which evaluating a filter over declared fields anew is faster
 
 
 class Matching(NamedTuple):
     """The records that a filter matches."""
 
-    live: Live  # (size,) mask of positions; immutable, as indexes cache by its identity
+    live: Live  # (size,) mask of positions; immutable, because indexes use its identity as a cache key
     keyless: NDArray[np.int64]  # (m,) ascending rows of matches without a key
 
 
 class _Cached(NamedTuple):
     generation: int
     next_row: int
-    segments: list[tuple[int, int]]  # numbers and first rows; positions stay valid while a snapshot begins with these
+    segments: list[tuple[int, int]]  # (number, first row); positions stay valid while a snapshot begins with these
     matching: Matching
 
 
 class Matches:
-    """Matches of the filters used last. The caller holds the store's thread and one generation of the catalogue."""
+    """Cache of the matches of the filters used last. Call it on the store's thread, in a catalogue's transaction."""
 
     def __init__(self) -> None:
         self.orders = Orders()
         self.is_whole = True  # False in a shard of a cluster, which cannot tell that no record has a field
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # by compiled condition
-        self._last: dict[str, _Cached] = {}  # by the JSON of `where`, of one generation
-        self._looked_for: set[str] = set()  # fields of filters that matched nothing
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # keys: SQL and its bindings, as JSON
+        self._last: dict[str, _Cached] = {}  # keys: the JSON of `where`; all of one generation
+        self._looked_for: set[str] = set()  # fields that `_warn_of_unknown` has checked
 
     def cached(self, where: dict[str, Any], generation: int) -> Live | None:
         """Return the mask of a filter that was evaluated in this generation, else None. Call it in any thread."""
         try:
             entry = self._last.get(json.dumps(where))
-        except (TypeError, ValueError, RecursionError):  # `parse` will raise
+        except (TypeError, ValueError, RecursionError):  # `parse` will report the error
             return None
         return entry.matching.live if entry is not None and entry.generation == generation else None
 
@@ -102,7 +102,7 @@ class Matches:
         return _Cached(snapshot.generation, next_row, _segments(snapshot), matching)
 
     def _warn_of_unknown(self, node: Node, catalog: Catalog) -> None:
-        """Warn once of each field that no record has. Cost: none for a field that was looked for before."""
+        """Warn of each field in a filter that no record has; each field is checked only once."""
         for name in sorted({leaf.field for leaf in leaves(node)} - self._looked_for):
             self._looked_for.add(name)
             condition, bindings = statement(parse({name: {"$exists": True}}))
@@ -148,6 +148,6 @@ def _suggest(name: str, catalog: Catalog) -> str:
         near = [spelled([*parts[:i], name, *parts[i + 1 :]]) for name in difflib.get_close_matches(key_name, names, 1)]
         if i and not near and len(names) < len(keys):
             inner = json.dumps({spelled(parts[:i]): {"$elemMatch": {spelled(parts[i:]): "…"}}}, ensure_ascii=False)
-            return f"; {shown(spelled(parts[:i]))} is a list, whose elements are asked by {inner}"
+            return f"; {shown(spelled(parts[:i]))} is a list; to filter on its elements write {inner}"
         return "".join(f"; did you mean {shown(name)}?" for name in near)
     return ""

@@ -1,7 +1,7 @@
 """Import and export of records.
 
-May touch a database's public calls and the user's files. A separate process (`sandbox.py`) reads formats whose
-libraries are unsafe for untrusted files. Begin in `importing.py` and `exporting.py`.
+This package may use a database's public calls and the user's files. A separate process (`sandbox.py`) reads formats
+whose libraries are unsafe for untrusted files. Begin in `importing.py` and `exporting.py`.
 """
 
 from softdb.formats.arrays import numbers_in

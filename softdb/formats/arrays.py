@@ -1,10 +1,10 @@
-"""Files of bare vectors, memory-mapped where their format allows it: `.npy`, `.npz`, `.safetensors`, and
+"""Files with vectors but no payloads or texts, memory-mapped where the format allows: `.npy`, `.npz`, `.safetensors`,
 
 * `.hdf5`: ann-benchmarks and VIBE. Arrays `train`, `test` and, optionally, `neighbors`; the attribute `distance` names
   the metric.
-* `.fvecs`, `.ivecs`, `.bvecs` (corpus-texmex.irisa.fr): each vector is its width as an int32, then its numbers as
+* `.fvecs`, `.ivecs`, `.bvecs` (corpus-texmex.irisa.fr): for each vector its width as an int32, then its numbers as
   float32, int32 or bytes.
-* `.fbin`, `.u8bin` (big-ann-benchmarks): count and width as int32, then the numbers as float32 or bytes.
+* `.fbin`, `.u8bin` (big-ann-benchmarks): number of vectors and width as int32, then all numbers as float32 or bytes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ DISTANCES = {
     "angular": Metric.COSINE, "cosine": Metric.COSINE, "euclidean": Metric.L2, "l2": Metric.L2,
     "dot": Metric.DOT, "ip": Metric.DOT, "normalized": Metric.DOT,
 }  # fmt: skip
-WIDTHS_CHECKED = 1000  # vectors of a .fvecs file whose widths are compared with the first
-_HEADER = 1 << 14  # maximum bytes of a .npy file's header; NumPy reads at most 10,000
-_UNPACKED = 1 << 28  # maximum bytes of a decompressed array; or 16 times the size of the file
+WIDTHS_CHECKED = 1000  # number of vectors in a .fvecs file whose widths are compared with the first vector's
+_HEADER = 1 << 14  # largest number of bytes in a .npy file's header; NumPy reads at most 10,000
+_UNPACKED = 1 << 28  # largest number of bytes of a decompressed array, unless 16 times the file's size is more
 _SAFE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
          "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KeyFile:
-    """Keys, queries and neighbours in a benchmark's file or folder."""
+    """Keys, queries and the true nearest neighbours, from a benchmark's file or folder."""
 
     keys: Array  # (n, d)
     queries: Array | None  # (q, d)
     metric: Metric
-    neighbours: Array | None = None  # (q, m)
+    neighbours: Array | None = None  # (q, m) numbers of keys
 
 
 def _hdf5(path: Path) -> KeyFile:
@@ -66,7 +66,7 @@ def _hdf5(path: Path) -> KeyFile:
 
 
 def metric_of(distance: str, path: Path) -> Metric:
-    """Return the metric of a distance's name. Raises BadInput."""
+    """Return the metric for a distance's name in an HDF5 file, such as "angular". Raises BadInput for other names."""
     metric = DISTANCES.get(distance)
     if metric is None:
         raise BadInput(f"{path} has the distance {shown(distance)}; expected one of {', '.join(DISTANCES)}")
@@ -74,7 +74,7 @@ def metric_of(distance: str, path: Path) -> Metric:
 
 
 def _mapped(array: Any, path: Path) -> Array:
-    """Return an HDF5 array, memory-mapped if it is contiguous in the file."""
+    """Return an HDF5 array: memory-mapped if it is contiguous in the file, else loaded."""
     offset = array.id.get_offset()
     if offset is None or not array.size or not array.dtype.isnative:
         loaded: Array = array[()]
@@ -113,7 +113,7 @@ def _bin(path: Path, kind: str) -> KeyFile:
 
 
 def read_queries(path: Path) -> Array:
-    """Return the queries of an HDF5 file or a folder, or the vectors of any other file."""
+    """Return the queries in a benchmark's HDF5 file or folder, or all vectors of a file of another format."""
     if not path.exists():
         raise BadInput(f"there is no file {path} with queries; give a file with the vectors to search for")
     if path.suffix.lower() == ".npy":
@@ -136,14 +136,14 @@ def _npy(path: Path) -> Array:
 
 
 def _vectors(array: Array, name: str) -> Array:
-    """Return the array. Raises BadInput unless it is a nonempty matrix of numbers."""
+    """Return the array unchanged. Raises BadInput unless it is a nonempty matrix (n, d) of numbers."""
     if array.ndim != 2 or not array.size or array.dtype.kind not in "fiu":
         raise BadInput(f"{name} has shape {array.shape} of {array.dtype}; expected vectors of numbers, (n, d)")
     return array
 
 
 def _size(path: Path, header: int) -> int:
-    """Return the bytes of a file. Raises BadInput if it has no more than its header."""
+    """Return the size of a file in bytes. Raises BadInput if no byte follows the header of `header` bytes."""
     size = path.stat().st_size
     if size <= header:
         raise BadInput(f"{path} has {size} bytes, less than one vector; download it again")
@@ -161,16 +161,16 @@ COLUMNS = (".npy", ".npz", ".safetensors", *(kind for kind in READERS if kind))
 
 @dataclass(frozen=True)
 class KeyColumns:
-    """Arrays, or objects that can be sliced, with a row for each record."""
+    """The columns of a file's records: arrays, or array-like objects that can be sliced, with a row for each record."""
 
     keys: Any  # (n, d)
     values: Any = None  # (n, v) or (n,)
-    ids: Any = None  # (n,) integers; None: row numbers
-    header: Header | None = None
+    ids: Any = None  # (n,) integers; None: the ids are the row numbers, from 0
+    header: Header | None = None  # of an export of softdb
 
 
 def columns_in(path: Path, kind: str) -> KeyColumns:
-    """Return the arrays in a file. Raises BadInput naming it."""
+    """Return the columns in a file. Raises BadInput, with the file's name, for contents that cannot be records."""
     columns = _columns(path, kind)
     widths = [column.shape[1] for column in (columns.keys, columns.values) if column is not None and column.ndim == 2]
     if not all(0 < width <= MAX_DIM for width in widths):
@@ -198,17 +198,17 @@ def _columns(path: Path, kind: str) -> KeyColumns:
     keys, values, ids = arrays[name], arrays.get("values"), arrays.get("ids")
     for label, column in (("values", values), ("ids", ids)):
         if column is not None and column.shape[:1] != (len(keys),):
-            raise BadInput(f"{path.name} holds {len(keys)} keys and {label} {shown(column.shape)}; expected as many")
+            raise BadInput(f"{path.name} holds {len(keys)} keys but {shown(column.shape)} {label}; expected as many")
     if ids is not None and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise BadInput(f"{path.name} holds ids of shape {ids.shape} and type {ids.dtype}; expected (n,) integers")
     return KeyColumns(keys, values, ids, header)
 
 
 def numbers_in(path: Path) -> Array:
-    """Return the array of a `.npy` file, mapped, or of a `.npz` file (its only array, or `keys`), loaded.
+    """Return the array of a `.npy` file, memory-mapped, or of a `.npz` file (its only array, or `keys`), loaded.
 
     NumPy's parser first reads the header from at most 16 KiB of the file; NumPy reads the array only if its dtype is
-    numeric and the file is as large as the header says. Nothing is unpickled. Raises BadInput naming the file.
+    numeric and the file is as large as the header says. Nothing is unpickled. Raises BadInput with the file's name.
     """
     if not path.is_file():  # reading a pipe could block forever
         raise BadInput(f"{path} cannot be read as an array of numbers (no such file); expected a .npy or .npz array")
@@ -223,7 +223,7 @@ def numbers_in(path: Path) -> Array:
 
 
 def _archived(path: Path, *wanted: str, only: bool = False) -> dict[str, Array]:
-    """Return arrays of a `.npz` file by name; with `only` its only array, if it has none of those names."""
+    """Return the `wanted` arrays of a `.npz` file by name. With `only`, a file's single array may have any name."""
     with zipfile.ZipFile(path) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         if only and not members.keys() & set(wanted):
@@ -247,7 +247,7 @@ def _member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Ar
 
 
 def _size_of(start: bytes) -> int:
-    """Return the size in bytes of a `.npy` file, from its start. Raises ValueError unless its array is numeric."""
+    """Compute the size in bytes of a `.npy` file from its header. Raises ValueError unless its array is numeric."""
     file = io.BytesIO(start)
     version, _ = format.read_magic(file)
     if version not in (1, 2, 3):
@@ -263,7 +263,7 @@ def _size_of(start: bytes) -> int:
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Any], Header | None]:
-    """Return the mapped tensors and the header of a `.safetensors` file: 8 bytes (length of the JSON), JSON, data."""
+    """Return the memory-mapped tensors and the header of a `.safetensors` file: JSON's length (8 bytes), JSON, data."""
     with readable(path, " as safetensors", "; fetch it again"):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -283,7 +283,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Any], Header | None]:
 
 
 class _BFloat16:
-    """An array of bfloat16 numbers, read as float32: their 16 bits are the upper half of a float32."""
+    """An array of bfloat16 numbers that is read as float32: a bfloat16 is the upper 16 bits of a float32."""
 
     def __init__(self, halves: Array) -> None:
         self._halves, self.shape, self.ndim, self.dtype = halves, halves.shape, halves.ndim, np.dtype(np.float32)

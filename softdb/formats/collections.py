@@ -1,7 +1,7 @@
 """Collections in the formats of other vector databases: Chroma, Qdrant's local mode, LanceDB, FAISS; and HDF5.
 
-`sandbox.py` reads formats whose libraries are unsafe for untrusted files in a separate process. That process may
-crash, send wrong data or hang, so it sends only arrays' bytes and JSON of bounded sizes, never pickles.
+A separate process, `sandbox.py`, reads formats whose libraries are unsafe for untrusted files. That process may crash,
+send wrong data or hang, so it sends only JSON and the bytes of arrays, both of bounded size, and never pickles.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from softdb.formats.rows import Fields, Header, OnError, Rows, good_rows, readab
 from softdb.formats.tables import read_table, table_in
 from softdb.visible import visible
 
-MARKS = {  # a file in the folder, and the folder's kind
+MARKS = {  # a file (or pattern) that only folders of one kind have -> that kind
     "state.json": "datasets", "dataset_dict.json": "datasets", "chroma.sqlite3": "chroma", "meta.json": "qdrant",
     "*.lance": "lancedb",
 }  # fmt: skip
 _METRICS = {"cosine": "cosine", "l2": "l2", "euclid": "l2", "ip": "dot", "dot": "dot"}
-VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files with a single matrix
+VECTORS = {".faiss": "faiss", ".index": "faiss", ".hdf5": "hdf5", ".h5": "hdf5"}  # files with only a matrix
 _NEEDS = {"faiss": ("faiss", "cpu"), "hdf5": ("h5py", "hdf5"), "chroma": ("chromadb", "chroma")}  # module, extra
 _VERSION = "; another version of its program may have written it"
 _PROGRAM = (
@@ -50,7 +50,7 @@ _Batch = tuple[list[Any], Any, list[Any], list[Any]]  # ids, keys, payloads and 
 def read_collection(
     path: Path, kind: str, name: str | None, fields: Fields, size: int, on_error: OnError | None
 ) -> Iterator[Rows]:
-    """Yield the records of a collection. Raises BadInput if it cannot be read."""
+    """Yield the records of another database's collection. Raises BadInput if the collection cannot be read."""
     with readable(path, advice=_VERSION):
         if path.is_dir():
             require_plain(path)
@@ -65,7 +65,7 @@ def read_collection(
 def _rows(
     path: Path, metric: str | None, count: int, batches: Iterator[_Batch], text: str | None, on_error: OnError | None
 ) -> Iterator[Rows]:
-    """Yield batches as `Rows`; if `text` names a field of the payload, it becomes the text."""
+    """Yield batches as `Rows`; the payload's field that `text` names, if any, becomes the record's text."""
     at, width = 0, 0
     while True:
         with readable(path, advice=_VERSION):
@@ -85,13 +85,13 @@ def _rows(
 
 
 def _take_texts(batch: _Batch, name: str, bad: dict[int, str]) -> None:
-    """Move a field of the payloads to the texts."""
+    """Move the field `name` of each payload to the texts; note in `bad` the faults of records where that fails."""
     ids, _, payloads, texts = batch
     for i, payload in enumerate(payloads):
         row = payload if isinstance(payload, dict) else {}
         try:
             if texts[i] is not None:
-                raise BadInput(f"its text is its document; leave out the text {name!r}")
+                raise BadInput(f"its document is its text already; do not name another text ({name!r})")
             texts[i] = text_in(row, name, needed=False)
             payloads[i] = {field: value for field, value in row.items() if field != name} or None
         except BadInput as error:
@@ -99,7 +99,7 @@ def _take_texts(batch: _Batch, name: str, bad: dict[int, str]) -> None:
 
 
 def _chosen(path: Path, name: str | None, names: list[str]) -> str:
-    """Return the collection of that name, or the only one. Raises BadInput."""
+    """Return the name of the collection to read: `name`, or the only one of `names`. Raises BadInput."""
     if name in names or (name is None and len(names) == 1):
         return name or names[0]
     contents = "no collection" if not names else "several collections" if name is None else f"no collection {name!r}"
@@ -107,7 +107,7 @@ def _chosen(path: Path, name: str | None, names: list[str]) -> str:
 
 
 def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[dict[str, Any], Iterator[Array]]:
-    """Read a file or folder in a separate process; return its head, and an iterator over its further parts."""
+    """Read a file or folder in a separate process; return the head, which describes it, and the parts of the data."""
     module, extra = _NEEDS.get(kind, ("softdb", ""))
     if find_spec(module) is None:
         raise MissingDependency(f"{path.name} needs {module}; pip install 'softdb[{extra}]'")
@@ -116,7 +116,7 @@ def _opened(path: Path, kind: str, size: int, name: str | None = None) -> tuple[
 
 
 def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """Read a copy of the folder by the package, which may change a folder that it opens."""
+    """Read a folder of Chroma by its package. The package gets a copy, as it may change a folder that it opens."""
     temporary = tempfile.mkdtemp()
     try:
         folder = Path(shutil.copytree(path, Path(temporary, path.name)))
@@ -131,7 +131,7 @@ def _chroma(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
 
 
 def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """Read points from SQLite: each is a pickle, whose code is never run."""
+    """Read the points in Qdrant's SQLite file. Each point is a pickle, but no code in the pickle is run."""
     collections = json.loads((path / "meta.json").read_bytes())["collections"]
     name = _chosen(path, name, sorted(collections))
     vectors = collections[name]["vectors"] or {}
@@ -151,7 +151,7 @@ def _qdrant(path: Path, name: str | None, size: int) -> tuple[str | None, int, I
 
 
 def _vectors(path: Path, kind: str, size: int) -> tuple[str | None, int, Iterator[_Batch]]:
-    """Read ids and vectors of a FAISS index or of an HDF5 array."""
+    """Read a FAISS index or an HDF5 array; return the metric, the number of vectors, and batches of them with ids."""
     head, received = _opened(path, VECTORS[kind], size)
     width, dtype, metric = head["width"], np.dtype(head["dtype"]), head["metric"]
     if not 0 < width <= MAX_DIM or dtype.kind not in "fiu":
@@ -177,7 +177,7 @@ def _records(received: Iterator[Array]) -> Iterator[_Batch]:
 
 
 def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generator[Array, None, None]:
-    """Yield the bytes of each part of a file or folder, as `softdb.formats.sandbox` sends them. Raises BadInput."""
+    """Read a file or folder by the process `softdb.formats.sandbox`; yield the bytes that it sends. Raises BadInput."""
     length = sum(file.stat().st_size for file in (path, *path.rglob("*")))
     seconds = sandbox.SECONDS + length // 1_000_000
     arguments = json.dumps([kind, str(path.absolute()), sandbox.room(length), seconds, size, name])
@@ -191,7 +191,7 @@ def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generato
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     except OSError as error:
-        raise BadInput(f"{path.name} cannot be read by a process of its own ({error})") from None
+        raise BadInput(f"{path.name} cannot be read in a separate process ({error})") from None
     try:
         yield from _received(process, seconds + 5, 4 * (sandbox.BATCH + length))
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:

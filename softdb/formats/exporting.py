@@ -1,4 +1,4 @@
-"""Export of a database's records to a file, which appears only when it is complete."""
+"""Export of a database's records to a file, which gets its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class _Export:
     where: dict[str, Any] | None
     size: int  # records in a batch
     suffix: str
-    note: Callable[[str], None]  # called with a sentence about data that the format cannot hold
+    note: Callable[[str], None]  # called with a sentence that says which data the format cannot hold
     progress: Callable[[int, int], None] | None
     total: int  # number of records to write
     done: int = 0  # number of records written
 
     def scan(self) -> Iterator[Records]:
-        """Yield the records in batches, and report progress."""
+        """Yield the records to export in batches, and report progress."""
         return self.counted(self.db.scan(self.size, self.where))
 
     def arrow(self) -> tuple[Any, Iterator[Any]]:
@@ -55,7 +55,7 @@ class _Export:
         return reader.schema, self.counted(reader)
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches, and count each after it is written."""
+        """Yield batches, and add the records of a batch to `done` after the batch is written."""
         for batch in batches:
             yield batch
             self.done += len(batch)  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ def export_records(
     `db` is a database or a cluster; a cluster's records come shard by shard.
 
     `.jsonl` (also `.gz`), `.parquet`, `.arrow` and `.lance` hold everything: `import_records` makes an equal database
-    from them. `.csv` and files of vectors hold less; `note` is called with a sentence about what is missing, or it is
-    logged. Numbers are exact. `progress` is called with the number of records written and the number of all records.
+    from them. `.csv` and files of vectors hold less: `note` is called with a sentence about the missing data; without
+    `note` it is logged. Numbers are exact. `progress` is called with the number of records written and of all records.
 
     The first JSON line, `{"softdb": {…}}`, is the header for `read_header`: schema, declared fields and encoder's name;
     tables have it in their metadata. Each further line is a record, `{"id": …, "key": […], "value": …, "payload": …,
@@ -104,12 +104,12 @@ def export_records(
                 _WRITERS[suffix](export, file)
             temporary.replace(path)
     except OSError as error:
-        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed, choose another place") from error
+        raise WriteFailed(f"{path} cannot be written ({error}); nothing has changed; choose another path") from error
     return export.done
 
 
 def _rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield records as JSON objects, without fields that a record lacks."""
+    """Yield records as JSON objects, each without the fields that its record lacks."""
     values = [None] * len(records) if records.values is None else records.values.tolist()
     columns = (records.ids, records.keyed.tolist(), records.keys.tolist(), values, records.payloads, records.texts)
     for name, keyed, key, value, payload, text in zip(*columns, strict=True):
@@ -155,7 +155,7 @@ def _csv(export: _Export, file: IO[bytes]) -> None:
 
 def _parquet(export: _Export, file: IO[bytes]) -> None:
     (schema, batches), parquet = export.arrow(), needed("pyarrow.parquet", "arrow", "Parquet")
-    compression = dict.fromkeys(("id", "text", "payload"), "zstd")  # vectors hardly compress, and would be slower
+    compression = dict.fromkeys(("id", "text", "payload"), "zstd")  # not the vectors: zstd hardly shrinks them
     options = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
     with parquet.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
@@ -176,7 +176,7 @@ def _lance(export: _Export, folder: Path) -> None:
 
 
 class _Column(NamedTuple):
-    """A column of an export; each column takes a scan of the records."""
+    """An array of an export: keys, values or ids. Writing an array takes one scan of the records."""
 
     name: str
     dtype: np.dtype[Any]
@@ -184,7 +184,7 @@ class _Column(NamedTuple):
 
 
 def _columns(export: _Export, *optional: str) -> list[_Column]:
-    """Return the column of keys and those of `optional` that can be arrays; call `note` with all others."""
+    """Return the column of keys, and those of `optional` that can be arrays; pass names of omitted data to `note`."""
     schema, count = export.db.core.schema, export.db.count(export.where)
     columns, omitted = [_Column("keys", schema.dtype, (count, schema.dim))], ["payloads, texts"]
     if schema.has_values and "values" in optional:
@@ -203,12 +203,12 @@ def _columns(export: _Export, *optional: str) -> list[_Column]:
 
 
 def _arrays(export: _Export, column: _Column) -> Iterator[Array]:
-    """Yield the column's numbers in batches. Raises BadInput for a record without a key, and for concurrent writes."""
+    """Yield a column's numbers in batches. Raises BadInput for a record without a key, and for concurrent writes."""
     done, count = 0, column.shape[0]
     for records in export.scan() if column.name == "keys" else export.db.scan(export.size, export.where):
         if not bool(records.keyed.all()):
             name = records.ids[records.keyed.tolist().index(False)]
-            remedy = f"which {export.suffix} cannot hold; filter, or export .parquet"
+            remedy = f"which {export.suffix} cannot hold; leave it out by where=, or export .parquet"
             raise BadInput(f"record {shown(name)} has no key, {remedy}")
         array = np.array(records.ids, np.int64) if column.name == "ids" else getattr(records, column.name).numpy()
         done += len(array)
@@ -240,7 +240,7 @@ def _write_array(export: _Export, file: IO[bytes], column: _Column) -> None:
 def _safetensors(export: _Export, file: IO[bytes]) -> None:
     header: dict[str, Any] = {"__metadata__": {"softdb": json.dumps(export.db.core.header, ensure_ascii=False)}}
     at, columns = 0, _columns(export, "values", "ids", "header")
-    columns.sort(key=lambda column: -column.dtype.itemsize)  # aligns each column
+    columns.sort(key=lambda column: -column.dtype.itemsize)  # widest numbers first, so that each column is aligned
     for column in columns:
         end = at + column.dtype.itemsize * int(np.prod(column.shape))
         header[column.name] = {"dtype": _SAFE[column.dtype.name], "shape": column.shape, "data_offsets": [at, end]}

@@ -1,4 +1,4 @@
-"""Import of records from files, folders and frames, in batches; each batch is a commit."""
+"""Import of records from files, folders and frames, in batches; each batch is written in one commit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from softdb.formats.tables import FOLDERS, TABLES, read_table, table_in, table_o
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
-_BATCH = 1 << 28  # maximum bytes of bare vectors in a batch: a small compressed file may claim any number of them
-Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file, line, id, key, value, payload, text
+_BATCH = 1 << 28  # largest number of bytes in a batch of vectors: a small compressed file may claim any size
+Parsed = tuple[float, int, Id, Any, Any, Any, str | None]  # share of the file read, line, id, key, value, payload, text
 
 
 def import_records(
@@ -41,17 +41,17 @@ def import_records(
     """Insert (or upsert) records, in a commit for each batch, and return their number.
 
         import_records(db, "records.parquet")
-        import_records(db, frame)                           # of pandas, polars, pyarrow
+        import_records(db, frame)                           # a table of pandas, polars or pyarrow
         import_records(db, read_records(path, fields=…))    # with options
 
     `resume` continues an interrupted import: it skips records whose ids are stored with the same payload, value and
     key, or the same text. A record that is stored with other contents raises BadInput, or is replaced with `upsert`.
 
-    The error of a record that cannot be inserted names its place, and says how many records before it are in the
-    database. With `on_error` the import calls it with the error, and continues without that record.
+    If a record cannot be inserted, the error names the record's line, and says how many records before it are in the
+    database. With `on_error` the import calls `on_error` with the error, and continues without that record.
 
-    The database's encoder encodes texts. Raises BadInput for an export from a database of another metric, under which
-    other records would be the nearest.
+    The database's encoder encodes texts. Raises BadInput for an export from a database with another metric: under
+    this database's metric the nearest records would differ.
     """
     is_rows = isinstance(source, Iterator) and not hasattr(source, "__arrow_c_stream__")
     batches: Iterator[Rows] = source if is_rows else read_records(source, on_error=on_error)
@@ -83,7 +83,7 @@ def import_records(
 
 
 def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None) -> Iterator[int]:
-    """Insert records and yield their number; find a bad record by bisection, and insert the records before it."""
+    """Insert a batch and yield the number of records; if that fails, find the bad record by halving the batch."""
     try:
         put(rows)
         yield len(rows)
@@ -101,7 +101,7 @@ def _inserted(put: Callable[[Rows], None], rows: Rows, on_error: OnError | None)
 
 
 def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
-    """Return the records that are not stored or, with `upsert`, stored differently; else BadInput for the latter."""
+    """Return the records to write: those not stored, and the changed ones, which raise BadInput without `upsert`."""
     stored = np.flatnonzero(db.core.stored(rows.ids))
     if not len(stored):
         return rows
@@ -109,13 +109,13 @@ def _missing(db: SoftDB, rows: Rows, upsert: bool) -> Rows:
     if len(changed) and not upsert:
         raise BadInput(
             f"id {check.shown(rows.ids[changed[0]])} is stored already with other contents: this is not the "
-            "interrupted import, or the record has changed since; upsert replaces it"
+            "interrupted import, or the record has changed since; give upsert to replace it"
         )
     return rows.some(np.delete(np.arange(len(rows)), np.setdiff1d(stored, changed)).tolist())
 
 
 def _changed(db: SoftDB, rows: Rows) -> NDArray[np.bool_]:
-    """Return a mask of the records, all of them stored, that are stored with other contents."""
+    """Return a mask of the records that are stored with other contents; every record's id must be stored."""
     stored, schema = db.get(rows.ids), db.core.schema
     new = zip(check.payloads(rows.payloads, len(rows)), rows.texts, strict=True)
     old = zip(stored.payload_texts, stored.texts, strict=True)
@@ -133,12 +133,12 @@ def _changed(db: SoftDB, rows: Rows) -> NDArray[np.bool_]:
 
 
 def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
-    """Raise BadInput if the rows' keys come from another encoder than the database's."""
+    """Raise BadInput if another encoder than the database's computed the rows' keys."""
     encoder, own = None if rows.header is None else rows.header.encoder, db.encoder_name
     if None not in (encoder, own) and encoder != own and not isinstance(rows.keys[0], str):
         raise BadInput(
             f"{rows.path.name}: its keys were made by the encoder {encoder!r}, this database's by {own!r}; import it "
-            "into one like it, or embed its texts anew: Fields(text='text'), or --text text on a shell"
+            "into a database with its encoder, or embed its texts anew: Fields(text='text'), or --text text on a shell"
         )
 
 
@@ -151,21 +151,21 @@ def read_records(
     batch_size: int = 10_000,
     on_error: OnError | None = None,
 ) -> Iterator[Rows]:
-    """Yield the records of a file, a folder or a frame in batches, in O(batch) memory.
+    """Yield the records of a file, a folder or a frame in batches; memory holds one batch at a time.
 
     Args:
         source: a path, whose suffix gives the format (docs/formats.md lists them); or an object with an Arrow C stream:
             a frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face.
         fields: names of the fields or columns.
-        keys: a file of bare vectors with the keys, a row for each line of a `.jsonl` or `.csv` file.
+        keys: a file of vectors: the keys of the records in a `.jsonl` or `.csv` file, in the order of its lines.
         collection: name of the collection, if a folder of another database holds several.
         batch_size: number of records in a batch.
         on_error: called with the error of a bad row, which is then skipped.
 
-    Bare vectors get their row numbers as ids. In CSV an id is text; any other cell becomes a number, true or false if
-    it is one in JSON; keys and values are JSON lists; an empty cell is a missing field.
+    Records of a file of vectors get their row numbers as ids. In CSV an id stays text; any other cell that is a JSON
+    number, true or false becomes that value; keys and values are JSON lists; an empty cell is a missing field.
 
-    Raises BadInput naming file and row, after it has yielded the records before that row.
+    Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """
     fields, size = fields or Fields(), check.integer(batch_size, "batch_size")
     if not isinstance(source, str | os.PathLike):
@@ -175,7 +175,7 @@ def read_records(
     if kind not in _LINES and keys is not None:
         raise BadInput(f"{path.name} holds keys itself; give keys= beside a .jsonl or .csv file")
     if fields.text is not None and (kind in COLUMNS or kind in VECTORS):
-        raise BadInput(f"{path.name} holds no texts; leave out the text {fields.text!r}")
+        raise BadInput(f"{path.name} holds no texts; do not name a text ({fields.text!r})")
     has_collections = kind in COLLECTIONS or kind == "lancedb"
     if collection is not None and not has_collections:
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")
@@ -186,7 +186,7 @@ def read_records(
     if kind not in _LINES:
         return _read_columns(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
-        raise BadInput("bad lines cannot be skipped beside a keys file, which has a row for each line; mend the lines")
+        raise BadInput("bad lines cannot be skipped with a file of keys, which has a row for each line; mend the lines")
     return _read_lines(path, fields, keys, size, on_error)
 
 
@@ -205,7 +205,7 @@ def _read_lines(
 
 
 def is_vector(value: object) -> bool:
-    """Return True for a list of one or more finite numbers within the range of a float."""
+    """Return True if a value is a list of one or more numbers that are finite as floats."""
     if not isinstance(value, list) or not value:
         return False
     try:
@@ -217,7 +217,7 @@ def is_vector(value: object) -> bool:
 def _batches(
     path: Path, size: int, has_values: bool, records: Iterator[Parsed], header: Header | None
 ) -> Iterator[Rows]:
-    """Yield records in batches; raise an error only after the good lines before it."""
+    """Yield records in batches; raise the error of a bad line only after the records before that line."""
     failure: BadInput | None = None
 
     def good_lines() -> Iterator[Parsed]:
@@ -238,7 +238,7 @@ def _batches(
 def _records(
     path: Path, fields: Fields, vectors: Array | None, exported: bool, on_error: OnError | None
 ) -> Iterator[Parsed]:
-    """Yield the records of a file's lines. Records of an export have texts, and may lack keys. Raises BadInput."""
+    """Yield a record for each line of a file; a record of an export may have a text and lack a key. Raises BadInput."""
     previous: Any = None
     embeds = fields.key is None and vectors is None
     for i, (number, share, row, empty) in enumerate(read_rows(path, fields, on_error)):
@@ -281,7 +281,7 @@ def _taken(row: Row, name: str, what: str) -> Any:
 
 
 def _keys_of_lines(keys: Path, path: Path, is_csv: bool) -> Array:
-    """Return the keys in a file. Raises BadInput unless it has a row for each line of `path`."""
+    """Return the keys in the file `keys`. Raises BadInput unless it has a row for each record in the file `path`."""
     kind = _kind(keys)
     if kind in (".hdf5", ".h5"):
         batches = read_collection(keys, kind, None, Fields(), _BATCH, None)
@@ -297,7 +297,7 @@ def _keys_of_lines(keys: Path, path: Path, is_csv: bool) -> Array:
 
 
 def _read_columns(path: Path, columns: KeyColumns, size: int) -> Iterator[Rows]:
-    """Yield records of arrays; ids are row numbers unless the file has ids."""
+    """Yield the records that a file's columns form; the ids are row numbers unless the file has ids."""
     count = len(columns.keys)
     size = min(size, max(1, _BATCH // (columns.keys.shape[1] * columns.keys.dtype.itemsize)))
     for start in range(0, count, size):
@@ -310,7 +310,7 @@ def _read_columns(path: Path, columns: KeyColumns, size: int) -> Iterator[Rows]:
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a file from its name, or of a folder from its contents. Raises BadInput."""
+    """Return the format of a file from its name, or of a folder from its contents. Raises BadInput."""
     if path.is_dir():
         kinds = [path.suffix] if path.suffix in FOLDERS else []
         kinds += [kind for mark, kind in MARKS.items() if any(path.glob(mark))]

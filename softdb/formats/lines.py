@@ -19,22 +19,22 @@ from softdb.errors import BadInput
 from softdb.formats.rows import Fields, Header, is_own, kind_of
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
-_CELL = 1 << 27  # maximum characters of a CSV cell
-_LINE = 1 << 28  # maximum bytes of a line: a few kilobytes of .gz may decompress to more than memory holds
+_CELL = 1 << 27  # largest number of characters in a CSV cell
+_LINE = 1 << 28  # largest number of bytes in a line: a few kilobytes of .gz may decompress to more than memory holds
 Row = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """A line of a file."""
+    """A parsed line of a file: a JSON object, or a CSV line as a dict."""
 
-    number: int
+    number: int  # from 1
     share: float  # share of the file that has been read
     row: Row
     empty: tuple[str, ...] = ()  # fields of a .csv or .tsv file whose cell is empty
 
 
 def read_header(path: str | os.PathLike[str]) -> Header | None:
-    """Return the header of a file that `export_records` wrote; None for any other file. Raises BadInput."""
+    """Return the header of a JSON-lines file that `export_records` wrote; None for any other file. Raises BadInput."""
     path = Path(path)
     if Path(path.name.removesuffix(".gz")).suffix not in (".jsonl", ".ndjson"):
         return None
@@ -47,8 +47,8 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
 def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] | None = None) -> Iterator[Line]:
     """Yield the lines of a `.jsonl`, `.csv` or `.tsv` file (also `.gz`) that are not blank.
 
-    In a `.csv` or `.tsv` file cells of ids and texts stay text. Raises BadInput naming a bad line, or calls `on_error`
-    with it and skips the line.
+    Cells of ids and texts in a `.csv` or `.tsv` file stay text. A bad line raises BadInput with the line's number; with
+    `on_error` that error is passed to `on_error`, and the line is skipped.
     """
     bad = on_error or raise_error
     kind = kind_of(path, ".jsonl, .csv or .tsv, also with .gz", ".jsonl", ".ndjson", ".csv", ".tsv")
@@ -58,12 +58,12 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
 
 
 def raise_error(error: BadInput) -> None:
-    """Raise the error of a bad line: the default of `on_error`."""
+    """Raise the error; used as `on_error` where the caller gives none."""
     raise error
 
 
 def text_lines(path: Path, bad: Callable[[BadInput], None] = raise_error) -> Iterator[tuple[int, float, str]]:
-    """Yield the number of each line, the share of the file that has been read, and the line's text."""
+    """Yield each line's number, the share of the file that is read, and the line; pass other than UTF-8 to `bad`."""
     number, size = 0, max(1, path.stat().st_size)
     with path.open("rb") as raw:
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
@@ -82,7 +82,7 @@ def text_lines(path: Path, bad: Callable[[BadInput], None] = raise_error) -> Ite
 
 
 def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, header: bool = False) -> Iterator[Line]:
-    """Yield the JSON objects of a file; with `header` also the header of an export."""
+    """Yield the JSON objects in a file's lines. The header line of an export is left out, unless `header` is True."""
     first = True
     for number, share, line in text_lines(path, bad):
         if not line.strip():
@@ -111,8 +111,8 @@ def csv_header(path: Path) -> list[str]:
 
 
 def csv_rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and cells of each line of a `.csv` or `.tsv` file that is not blank. Raises BadInput naming it."""
-    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # csv has only a limit of the process
+    """Yield number and cells of each line of CSV text that is not blank. Raises BadInput with a bad line's number."""
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))  # a limit for the whole process: csv has no other
     delimiter = "," if Path(path.name.removesuffix(".gz")).suffix == ".csv" else "\t"
     reader = csv.reader(texts, strict=True, delimiter=delimiter)
     try:
@@ -157,7 +157,7 @@ def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
     if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
-        with contextlib.suppress(ValueError, RecursionError):  # too many digits, or a bad list, which `_key` reports
+        with contextlib.suppress(ValueError, RecursionError):  # too many digits for an int, or a bad list, for `_key`
             value = json.loads(cell)
             return cell if isinstance(value, float) and math.isinf(value) else value
     return cell

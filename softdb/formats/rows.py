@@ -1,4 +1,4 @@
-"""Types and functions for all formats: names of fields, headers of exports, batches of records, errors of files."""
+"""Types and functions for all formats: names of fields, headers of exports, batches of records, errors in files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from softdb.check import Id, shown
 from softdb.errors import BadInput, MissingDependency
 
 OnError: TypeAlias = Callable[[BadInput], None]  # called with the error of a bad row, which is then skipped
-OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of softdb's own exports
+OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of files that softdb exported
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of fields. All other fields form the payload; if `payload` is the only one, its value is the payload."""
+    """Names of a file's fields. All other fields form the payload; a single other field "payload" is the payload."""
 
     id: str | None = "id"  # None: records are numbered from 0
-    key: str | None = None  # a list of numbers; None: "key", or with `text` the encoder's vector of the text
+    key: str | None = None  # a list of numbers; None: the field "key", or if `text` is given the text's encoding
     text: str | None = None  # the record's text
     value: str | None = None  # a list of numbers, or an integer label
 
@@ -44,7 +44,7 @@ class Header:
     dtype: str
     metric: str
     fields: tuple[str, ...]  # declared fields of the payload
-    encoder: str | None = None  # the name of the encoder of texts, as for `softdb import --encoder`
+    encoder: str | None = None  # name of the database's encoder
 
     @classmethod
     def of(cls, said: Any, where: str) -> Header:
@@ -65,7 +65,7 @@ class Header:
 
 
 def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
-    """Return True if columns are those of an export, and the fields do not name another text."""
+    """Return True if a file's columns are those of softdb's exports, and `fields` names no other column as the text."""
     columns = header is not None or {"id", "key", "text", "payload"} <= set(names) <= OWN
     return columns and fields.text in (None, "text")
 
@@ -75,12 +75,12 @@ class Rows:
     """A batch of consecutive records of a file."""
 
     path: Path
-    header: Header | None  # of the file
+    header: Header | None  # None if the file has none
     share: float  # share of the file that has been read
-    lines: Sequence[int]  # n numbers of the records' lines or rows
+    lines: Sequence[int]  # the n records' line or row numbers in the file
     ids: list[Id]  # n
     keys: Any  # (n, d) numbers, or n texts to encode; or a list with None for records without a key
-    values: Any  # n in an array or a list; None if the fields name no value
+    values: Any  # an array or a list of n values; None if the records have no value
     payloads: list[Any]  # n
     texts: list[str | None]  # n, to be stored
     what: str = "line"  # unit of `lines`: "line", from 1, or "row", from 0
@@ -90,11 +90,11 @@ class Rows:
 
     @property
     def place(self) -> str:
-        """File and lines of the batch, for messages."""
+        """Name of the file, and numbers of the batch's lines, for messages."""
         return self.at(0) if len(self) == 1 else f"{self.path.name} {self.what}s {self.lines[0]} to {self.lines[-1]}"
 
     def at(self, i: int) -> str:
-        """Return file and line of record i, for messages."""
+        """Return the file's name and the line of record i, for messages."""
         return f"{self.path.name} {self.what} {self.lines[i]}"
 
     def some(self, places: list[int]) -> Rows:
@@ -109,7 +109,7 @@ def _taken(column: Any, places: list[int]) -> Any:
 
 
 def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str] = ()) -> str | None:
-    """Return the text of a row, or None if it is null or an empty cell. Raises BadInput if it is `needed`."""
+    """Return the text in a row's field. Null or an empty cell gives None, or raises BadInput if a text is `needed`."""
     text = row.get(name)
     if isinstance(text, str) or (text is None and not needed and (name in row or name in empty)):
         return text
@@ -117,9 +117,9 @@ def text_in(row: dict[str, Any], name: str, needed: bool, empty: Collection[str]
 
 
 def good_rows(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iterator[Rows]:
-    """Yield the good rows; `bad` maps each bad row to its fault, with which `on_error` is called.
+    """Yield the good rows, and call `on_error` for each bad row; `bad` maps the bad rows' positions to messages.
 
-    Without `on_error` yield the rows before the first bad row, and then raise its BadInput.
+    Without `on_error` yield the rows before the first bad row, and then raise BadInput with that row's message.
     """
     if not bad:
         yield rows
@@ -137,7 +137,7 @@ def good_rows(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iter
 
 
 def kind_of(path: Path, expected: str, *kinds: str) -> str:
-    """Return a file's suffix, the one before `.gz`. Raises BadInput unless the file exists with one of `kinds`."""
+    """Return a file's suffix, ignoring `.gz`. Raises BadInput unless the file exists and has a suffix in `kinds`."""
     if not path.is_file():
         raise BadInput(f"{path} is not a file; give one of {expected}")
     kind = Path(path.name.removesuffix(".gz")).suffix
@@ -151,7 +151,7 @@ def require_plain(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
-                raise BadInput(f"{folder.name} holds {shown(path.name)}, a link or no file; replace it by a copy")
+                raise BadInput(f"{folder.name} holds {shown(path.name)}, no regular file; replace it by a regular file")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Reader of untrusted files in a separate process: `softdb.formats.collections` starts this file as a program.
 
-Resource limits bound the process's memory and CPU time, and forbid it to write or open files. It sends only arrays and
-JSON. It does not import torch, nor modules of softdb that import torch.
+Resource limits bound the process's memory and CPU time, and forbid it to write or open files. The process sends only
+arrays and JSON. This module does not import torch, nor modules of softdb that import torch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import numpy as np
 from softdb.check import shown
 from softdb.errors import BadInput
 
-FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; the limit adds twice the file's size
-SECONDS = 60  # CPU seconds for a file; the limit adds a second for each megabyte
-BATCH = 1 << 24  # maximum bytes of vectors in a batch
-DEFLATE = 1032  # zlib's maximum compression ratio
+FLOOR = 1 << 30  # bytes of memory for libraries, a chunk and a batch; the limit is this and twice the file's size
+SECONDS = 60  # CPU seconds allowed for a file, and one more for each megabyte
+BATCH = 1 << 24  # largest number of bytes of vectors in a batch
+DEFLATE = 1032  # largest compression ratio of zlib
 PART = struct.Struct("<cQ")  # header of a part: a mark, and the number of bytes that follow
-DATA, END, REFUSAL, ERROR = b"d", b"z", b"r", b"e"  # marks
+DATA, END, REFUSAL, ERROR = b"d", b"z", b"r", b"e"  # marks: data, end of data, message of BadInput, other message
 
 _Range = Callable[[int, int], tuple[Any, Any]]  # (start, stop) -> ids and vectors of these rows
 
 
 def room(size: int) -> int:
-    """Return the bytes of memory that reading a file of `size` bytes may take."""
+    """Return the number of bytes of memory that the process may use to read a file of `size` bytes."""
     return FLOOR + 2 * size
 
 
 def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Read the array `train` of an ann-benchmarks file, or `keys`, or the only matrix."""
+    """Read the vectors in an HDF5 file: the array `train` (of ann-benchmarks), or `keys`, or the only matrix."""
     import h5py
 
     opened = h5py.File(file, "r")
@@ -52,13 +52,13 @@ def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
     matrices = [name for name, array in opened.items() if getattr(array, "ndim", 0) == 2]
     wanted = [name for name in ("train", "keys") if name in matrices] or matrices
     if not wanted or (len(wanted) > 1 and wanted is matrices) or opened[wanted[0]].dtype.kind not in "fiu":
-        raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array train, (n, d) numbers")
+        raise BadInput(f"{path.name} holds {shown(list(opened))}; expected an array of shape (n, d) named 'train'")
     keys = opened[wanted[0]]
     if keys.is_virtual or keys.external:
-        raise BadInput(f"{path.name}: {shown(wanted[0])} lies in other files, which are not read; copy it here")
+        raise BadInput(f"{path.name}: {shown(wanted[0])} is stored in other files, which are not read; copy it here")
     stored = min(keys.id.get_storage_size(), os.fstat(file.fileno()).st_size)
     if keys.size * keys.dtype.itemsize > stored * DEFLATE:
-        raise BadInput(f"{path.name} says {shown(keys.shape)} vectors but stores {stored:,} bytes; write all vectors")
+        raise BadInput(f"{path.name} claims {shown(keys.shape)} vectors but stores {stored:,} bytes; write all vectors")
     dtype, distance = keys.dtype.newbyteorder("="), opened.attrs.get("distance")
     metric = distance.decode() if isinstance(distance, bytes) else None if distance is None else str(distance)
     head = {"rows": len(keys), "width": keys.shape[1], "dtype": dtype.str, "metric": metric and metric[:100]}
@@ -70,7 +70,7 @@ def _hdf5(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
 
 
 def _batches(head: dict[str, Any], size: int, read: _Range) -> Iterator[Any]:
-    """Yield the head of a file of vectors, then the ids and the vectors of each batch."""
+    """Yield `head`, which describes a file of vectors, then for each batch an array of ids and an array of vectors."""
     yield head
     rows, step = head["rows"], max(1, min(size, BATCH // max(1, head["width"] * np.dtype(head["dtype"]).itemsize)))
     for start in range(0, rows, step):
@@ -78,7 +78,7 @@ def _batches(head: dict[str, Any], size: int, read: _Range) -> Iterator[Any]:
 
 
 def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Read an index that stores vectors uncompressed: flat, IVF flat or HNSW flat, also with its own ids."""
+    """Read a FAISS index that stores its vectors uncompressed: flat, IVF flat or HNSW flat, also with a map of ids."""
     faiss: Any = __import__("faiss")
     flags = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY
     data = np.frombuffer(file, np.uint8)
@@ -103,7 +103,7 @@ def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
         )
     metric = {faiss.METRIC_INNER_PRODUCT: "dot", faiss.METRIC_L2: "l2"}.get(index.metric_type)
     if metric is None:
-        raise BadInput(f"{path.name} compares by a metric that softdb has not; expected inner products or L2")
+        raise BadInput(f"{path.name} has a metric that softdb does not have; expected inner products or L2")
     rows, vectors = _flat(faiss, inner) if isinstance(inner, faiss.IndexFlat) else _lists(faiss, inner)
 
     def read(start: int, stop: int, _owner: Any = (owner, data)) -> tuple[Any, Any]:
@@ -115,12 +115,12 @@ def _faiss(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
 
 def _flat(faiss: Any, index: Any) -> tuple[int, _Range]:
     if index.codes.size() < index.ntotal * index.d * 4:
-        raise ValueError(f"it says {index.ntotal} vectors and holds fewer")
+        raise ValueError(f"it claims {index.ntotal} vectors but holds fewer")
     return index.ntotal, lambda start, stop: (np.arange(start, stop), index.reconstruct_n(start, stop - start))
 
 
 def _lists(faiss: Any, index: Any) -> tuple[int, _Range]:
-    """Read the vectors list by list, as an index by lists does not store their order."""
+    """Return the number of vectors in an IVF index, and a function that reads a range of them, list by list."""
     lists = index.invlists
     if index.code_size != index.d * 4:
         raise ValueError(f"its codes have {index.code_size} bytes for {index.d} numbers")
@@ -143,7 +143,7 @@ def _lists(faiss: Any, index: Any) -> tuple[int, _Range]:
 
 
 def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Read points from SQLite: each is a pickle, whose code is never run. `name` is the vector's, if it has one."""
+    """Read Qdrant's points from SQLite: pickles, whose code is never run. `name`: the vector's name, if it has one."""
     from softdb.store.connect import connect
 
     connection = connect(path, False)
@@ -162,7 +162,7 @@ def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
 
 
 class _Point:
-    """The fields of a pickled point, without its class."""
+    """A stand-in for Qdrant's class of points: takes the fields of a pickled point and runs no code of Qdrant."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state["__dict__"])
@@ -178,7 +178,7 @@ class _PointUnpickler(pickle.Unpickler):
 
 
 def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Read a copy of a folder by the package."""
+    """Read a copy of a Chroma folder by the package chromadb."""
     import chromadb
 
     from softdb.store.connect import connect
@@ -197,7 +197,7 @@ def _chroma(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
     yield {"rows": collection.count(), "metric": str(space)}
     for start in range(0, collection.count(), size):
         batch = collection.get(limit=size, offset=start, include=["embeddings", "documents", "metadatas"])
-        payloads = [fields and dict(sorted(fields.items())) for fields in batch["metadatas"]]  # they come in any order
+        payloads = [fields and dict(sorted(fields.items())) for fields in batch["metadatas"]]  # their order varies
         yield list(zip(batch["ids"], batch["embeddings"].tolist(), payloads, batch["documents"], strict=True))
 
 
@@ -206,7 +206,7 @@ _KINDS = {"hdf5": _hdf5, "faiss": _faiss, "qdrant": _qdrant, "chroma": _chroma}
 
 
 def content(kind: str, path: Path) -> Any:
-    """Open a file for a library that reads open files; None for the others, which take a path."""
+    """Open a file for the libraries that read open files (h5py, FAISS); return None for those that take a path."""
     if kind != "faiss":
         return path.open("rb") if kind == "hdf5" else None
     with path.open("rb") as file:
@@ -214,7 +214,7 @@ def content(kind: str, path: Path) -> Any:
 
 
 def opened(kind: str, path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]:
-    """Yield the parts of a file: a head, then arrays or lists of records. Raises errors of any class."""
+    """Yield the head that describes a file, then arrays or lists of records. May raise an error of any class."""
     return _KINDS[kind](path, file, size, name)
 
 
@@ -240,11 +240,11 @@ def _send(mark: bytes, data: Any) -> None:
 
 
 def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | None) -> None:
-    """Send the parts of a file; on an error send its message."""
+    """Send the parts of a file to standard output; after an error send the error's message."""
     try:
         file = content(kind, Path(path))
         _confine(kind, room)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time; ends the process also in a library's code
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # limits CPU time, also inside a library's code
         for data in opened(kind, Path(path), file, size, name):
             _send(DATA, data.tobytes() if isinstance(data, np.ndarray) else json.dumps(data).encode())
         _send(END, b"")

@@ -19,7 +19,7 @@ from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, good_rows, i
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is read batch by batch."""
+    """A table of any source, which is read batch by batch."""
 
     path: Path
     schema: Any  # pyarrow.Schema
@@ -28,7 +28,7 @@ class Table:
 
     @property
     def header(self) -> Header | None:
-        """Header of an export, from the metadata; None for any other table. Raises BadInput."""
+        """Header of softdb's export, from the table's metadata; None for a table of another source. Raises BadInput."""
         header = (self.schema.metadata or {}).get(b"softdb")
         if header is None:
             return None
@@ -39,7 +39,7 @@ class Table:
 
 
 def needed(module: str, extra: str, name: str) -> Any:
-    """Return the module that a format needs. Raises MissingDependency, which names the `extra` to install."""
+    """Import a module that a format needs. Raises MissingDependency, which names the `extra` of softdb to install."""
     from importlib import import_module
 
     try:
@@ -61,7 +61,7 @@ def _arrow(path: Path, size: int) -> Table:
     if source.read(6) == b"ARROW1":
         file = pa.ipc.open_file(source)
         count = file.num_record_batches
-        rows = count * len(file.get_batch(0)) if count else 0  # batches but the last usually have the same size
+        rows = count * len(file.get_batch(0)) if count else 0  # all batches but the last usually have the same size
         return Table(path, file.schema, map(file.get_batch, range(count)), rows)
     source.seek(0)
     stream = pa.ipc.open_stream(source)
@@ -122,10 +122,10 @@ def table_of(source: Any, size: int) -> Table:
 def read_table(
     table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
 ) -> Iterator[Rows]:
-    """Yield the records of a table; `bad_rows` receives the number of each bad row and its fault.
+    """Yield the records of a table; a dict `bad_rows` receives a message for the number of each bad row.
 
-    The columns of softdb's own exports have their own meaning. In any other table the columns that are neither id, key,
-    value nor text are the fields of the payload, without nulls. Raises BadInput naming the row.
+    In an export of softdb the column "payload" holds the payload. In any other table the columns that are neither id,
+    key, value nor text are the fields of the payload, without nulls. Raises BadInput with the number of a bad row.
     """
     header, names = table.header, table.schema.names
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
@@ -155,7 +155,7 @@ def read_table(
 
 
 def _batches(table: Table, size: int) -> Iterator[Any]:
-    """Yield the table in batches of `size` rows, whatever the sizes of its own batches. Raises BadInput."""
+    """Yield the table in batches of `size` rows, by splitting and joining the table's own batches. Raises BadInput."""
     pa = needed("pyarrow", "arrow", "a table")
     pending, count, done = list[Any](), 0, 0
     try:
@@ -168,7 +168,7 @@ def _batches(table: Table, size: int) -> Iterator[Any]:
             if len(batch):
                 pending.append(batch)
                 count += len(batch)
-    except Exception as error:  # of any class, as in `table_in`
+    except Exception as error:  # for a damaged file Arrow raises errors of any class
         if pending:
             yield pa.concat_batches(pending)
         where = f"after row {done + count - 1}"
@@ -187,7 +187,7 @@ class _TableReader:
         self.payload_names = [name for name in table.schema.names if name not in used]
 
     def rows(self, batch: Any, at: int) -> tuple[Rows, dict[int, str]]:
-        """Convert the batch that begins with row `at`; return it, and the faults of its bad rows by position."""
+        """Convert the batch that begins at row `at`; also return a message for the position of each bad row."""
         n, bad, fields = len(batch), dict[int, str](), self.fields
         share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
         ids, texts = self._ids(batch, at, bad), self._texts(batch, bad)
@@ -247,7 +247,7 @@ class _TableReader:
         return [value if present else None for value, present in zip(values, valid, strict=True)]
 
     def _vectors(self, column: Any, name: str, bad: dict[int, str]) -> tuple[Array, NDArray[np.bool_]]:
-        """Return the vectors (n, width) of a column of lists, zeros where invalid, and a mask of the valid vectors."""
+        """Return a column of lists as vectors (n, width), zeros for an invalid list, and a mask of the valid lists."""
         pa = needed("pyarrow", "arrow", "a table")
         column = getattr(column, "storage", column)  # an extension type, such as a tensor of fixed shape
         kind, n = column.type, len(column)

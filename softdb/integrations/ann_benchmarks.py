@@ -13,18 +13,18 @@ from softdb.opening import open as open_database
 
 METRICS: dict[str, Any] = {"angular": "cosine", "euclidean": "l2"}
 REPORTED = ("kind", "codes", "records_per_match", "ef_search", "fetch_k", "recall")
-FIRST_RECALL = 0.5  # recall that the index is built for; each query argument tunes its effort again
+FIRST_RECALL = 0.5  # recall for which the index is built; `set_query_arguments` tunes the search effort again
 
 
 class SoftDBAlgorithm(BaseANN):
-    """A database in memory with an index of one kind. The query argument is the recall to reach.
+    """An algorithm of ann-benchmarks: a database in memory, with an index. The query argument is the recall to reach.
 
     softdb does not take ef or nprobe: `tune` raises the search effort until it measures the requested recall, on
     held-out stored keys, never on the benchmark's queries. `get_additional` reports the tuned effort.
 
     Args:
         metric: "angular" or "euclidean".
-        kind: of `SoftDB.build_index`: "auto", "ivf", "hnsw", or "flat" for exact search.
+        kind: the kind of index, as in `SoftDB.build_index`: "auto", "ivf", "hnsw", or "flat" for exact search.
 
     Raises BadInput for another metric.
     """
@@ -42,7 +42,7 @@ class SoftDBAlgorithm(BaseANN):
             self.db.build_index(self.kind, recall=FIRST_RECALL)
 
     def set_query_arguments(self, recall: float) -> None:
-        """Tune the index to this recall of the 10 nearest."""
+        """Tune the index to reach this recall of the 10 nearest."""
         if self.db.stats().index is not None:
             self.db.tune(share(recall, "recall"))
         self.name = f"softdb ({self.kind}, recall {recall})"

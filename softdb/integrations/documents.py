@@ -1,4 +1,4 @@
-"""Functions for stores of documents, whose ids are texts: LangChain's and Haystack's."""
+"""Functions for the document stores of LangChain and Haystack. Their ids are texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,17}|0")
-_RETRIES = 100  # retries of a read whose records other writers replace meanwhile
+_RETRIES = 100  # number of times that a read is repeated if other writers replace its records meanwhile
 
 
 def open_store(
@@ -44,7 +44,7 @@ def open_store(
 
 
 def retry(db: SoftDB | TableCluster, read: Callable[[], T]) -> T:
-    """Return the result of `read`, called again after StaleRead: other writers changed its records."""
+    """Return the result of `read`; call `read` again after StaleRead, when other writers have changed its records."""
     for _ in range(_RETRIES):
         try:
             return read()
@@ -54,7 +54,7 @@ def retry(db: SoftDB | TableCluster, read: Callable[[], T]) -> T:
 
 
 def retried(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return the method with `retry`: another thread may write to a cluster's handle while the method reads."""
+    """Return a method that calls `method` by `retry`, as another thread may write to a cluster's handle meanwhile."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +64,7 @@ def retried(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[An
 
 
 def awaited(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return an asynchronous form of the method, which runs it in another thread."""
+    """Return an asynchronous form of a method, which runs the method in another thread."""
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,7 +77,7 @@ def own_ids(
     db: SoftDB | TableCluster,
     ids: Sequence[str],  # n
 ) -> list[Id]:  # n
-    """Return the records' own ids: "7" becomes 7 if the integer is stored and the text is not. Raises BadInput."""
+    """Return the ids as the database has them: "7" becomes 7 if the id 7 is stored and "7" is not. Raises BadInput."""
     if isinstance(ids, str):
         raise BadInput(f"ids are {shown(ids)}; expected a list of str")
     names = identifiers(ids, unique=False)
@@ -90,7 +90,7 @@ def own_ids(
 
 
 def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
-    """Return the records of those ids that are stored, each once, in the order of the ids."""
+    """Return the records with these ids, each record once, in the order of the ids; skip ids that are not stored."""
     names = list(dict.fromkeys(ids))
 
     def read() -> Records | list[Any]:

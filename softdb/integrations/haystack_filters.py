@@ -1,4 +1,4 @@
-"""Translation of Haystack's filters to softdb's. It does not import Haystack.
+"""Translation of Haystack's filters to softdb's, for example the first line to the second. Haystack is not imported.
 
 {"operator": "AND", "conditions": [{"field": "meta.year", "operator": ">=", "value": 2020}, …]}
 {"$and": [{"year": {"$gte": 2020}}, …]}
@@ -63,7 +63,7 @@ def _item(filters: dict[str, Any], name: str) -> Any:
 
 
 def _field(name: object) -> str:
-    """Return the record's field that holds a Document's field."""
+    """Return softdb's name for a field of a Document, such as "year" for "meta.year". Raises BadFilter."""
     if not isinstance(name, str) or not name:
         raise BadFilter(f'field is {shown(name)}; expected a name such as "meta.year"')
     first, _, below = name.replace("\\", "\\\\").partition(".")
@@ -95,7 +95,7 @@ def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {"$or": []}  # matches nothing: None has no order
     if isinstance(value, str) and not _ISO_DATE.fullmatch(value):
-        raise BadFilter(f"{name} {operator} {shown(value)}: of texts only dates in ISO form have an order")
+        raise BadFilter(f"{name} {operator} {shown(value)}: texts cannot be ordered, except ISO dates")
     return {name: {_ORDER[operator]: _plain(value)}}
 
 

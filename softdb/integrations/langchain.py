@@ -1,4 +1,4 @@
-"""LangChain's vector store and retriever on a database (`softdb[langchain]`).
+"""LangChain's vector store and retriever, on top of a database (`softdb[langchain]`).
 
 A `Document` is stored as a record: its `page_content` is the text, its `metadata` the payload, its `id` the id.
 """
@@ -73,13 +73,13 @@ class SoftDBVectorStore(VectorStore):
         if not isinstance(db, SoftDB | TableCluster):
             self.db = open_store(db, lambda: self._defaults(settings), **settings)
         elif settings:
-            raise BadInput(f"{', '.join(settings)} given with an open database; give the path, or leave them out")
+            raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
         else:
             self.db = db
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """Embeddings that compute the vectors."""
+        """The `embedding` that the store was made with, or None."""
         return self.embedding
 
     def _defaults(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class SoftDBVectorStore(VectorStore):
         return {"metric": "cosine", "dim": len(self.embedding.embed_query("softdb"))}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the store: another process opens its database for reading. Raises BadInput for one in memory."""
+        """Pickle the store; unpickling opens the database for reading. Raises BadInput for a database in memory."""
         create = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
         return create, (self.embedding, self.db)
 
@@ -103,13 +103,13 @@ class SoftDBVectorStore(VectorStore):
         ids: Sequence[str | None] | None = None,
         batch_size: int | None = None,
     ) -> list[str]:
-        """Add documents, or replace those of the same ids, and return the ids. All are on disk at the return, or none.
+        """Add documents, or replace those with the same ids, and return the ids. The call stores all documents or none.
 
         Args:
             texts: n texts; metadatas: n dicts of JSON values; ids: n ids, None where one is to be generated.
             batch_size: number of documents in a commit; after an error the earlier batches are stored.
 
-        Raises BadInput, before anything of the batch is written; DuplicateId for an id that is repeated.
+        Raises BadInput for invalid arguments and DuplicateId for a repeated id, before it writes anything of the batch.
         """
         texts = texts if isinstance(texts, str) else list(texts)
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
@@ -162,7 +162,7 @@ class SoftDBVectorStore(VectorStore):
         return store
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the stored documents of those ids, in the order of the ids."""
+        """Return the documents with these ids, in the order of the ids; skip ids that are not stored."""
         if self.db.mode == "r":
             self.db.refresh()
         return [_document(record) for record in stored(self.db, own_ids(self.db, ids))]
@@ -206,17 +206,17 @@ class SoftDBVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
-        """Return k of the `fetch_k` nearest documents by MMR; lambda_mult: 1 for the nearest, 0 for most diversity."""
+        """Choose k of the `fetch_k` nearest documents by MMR; lambda_mult: 1 for the nearest, 0 for most diversity."""
         return self.similarity_search(query, k, **_diverse(k, fetch_k, lambda_mult), **search)
 
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
-        """Return k of the `fetch_k` documents nearest to a vector (d,), by MMR."""
+        """Choose k of the `fetch_k` documents nearest to a vector (d,) by MMR."""
         return self.similarity_search_by_vector(embedding, k, **_diverse(k, fetch_k, lambda_mult), **search)
 
     def as_retriever(self, **settings: Any) -> SoftDBRetriever:
-        """Return a retriever of this store; it takes LangChain's arguments and, directly, those of a search."""
+        """Return a retriever on this store; `settings` are LangChain's for a retriever, or arguments of a search."""
         tags = settings.pop("tags", None) or self._get_retriever_tags()
         return SoftDBRetriever(vectorstore=self, tags=tags, **settings)
 
@@ -244,7 +244,7 @@ class SoftDBVectorStore(VectorStore):
 
 
 class SoftDBRetriever(VectorStoreRetriever):
-    """The retriever of a `SoftDBVectorStore`. It takes arguments of a search beside LangChain's.
+    """The retriever of a `SoftDBVectorStore`. It takes LangChain's arguments of a retriever, and those of a search.
 
     SoftDBRetriever(vectorstore=store, k=5, mode="hybrid", filter={"lang": "de"})
     """

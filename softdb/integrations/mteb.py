@@ -23,7 +23,7 @@ class SoftDBSearchIndex:
 
     Args:
         model: the evaluated model; its similarity is the score: cosine, dot product, or minus the Euclidean distance.
-        recall: None compares every document; a share such as 0.95 builds an index of that recall.
+        recall: None compares every document; a share such as 0.95 builds an index that finds this share of the best.
 
     Raises BadInput for an object that is no model of mteb, and a similarity of several vectors, such as MaxSim.
 
@@ -47,7 +47,7 @@ class SoftDBSearchIndex:
         self._indexed = 0  # number of documents when the index was built
 
     def add_documents(self, embeddings: Any, idxs: Sequence[str]) -> None:
-        """Append documents (n, d) with n ids. Raises BadInput for another width, NaN, or another number of ids."""
+        """Append the vectors (n, d) and ids of documents. Raises BadInput for another width, number of ids, or NaN."""
         vectors, names = _tensor(embeddings), list(idxs)
         if self.db is None:
             self.db = open_database(None, dim=vectors.shape[-1], metric=self.metric)
@@ -62,9 +62,9 @@ class SoftDBSearchIndex:
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         query_idx_to_id: Mapping[int, str] | None = None,
     ) -> tuple[list[list[float]], list[list[int]]]:
-        """Return scores and places of the best documents of each query, best first.
+        """Return the scores and the numbers of the best documents for each query, best first.
 
-        A place is the document's number in the order of adding; with `top_ranked`, its number in the query's own list.
+        Documents are numbered from 0 in the order in which they were added; with `top_ranked`, in the query's own list.
         `similarity_fn` is ignored: the metric is the model's similarity. Raises BadInput if no document was added, for
         a list that names an unknown document, and for `top_ranked` without `query_idx_to_id`.
         """
@@ -73,14 +73,14 @@ class SoftDBSearchIndex:
         queries = _tensor(embeddings)
         if top_ranked is not None:
             if query_idx_to_id is None or not set(range(len(queries))) <= set(query_idx_to_id):
-                raise BadInput("search: top_ranked names queries by id; give query_idx_to_id, with every query's")
+                raise BadInput("search: top_ranked names queries by id; give every query's in query_idx_to_id")
             lists = [list(top_ranked.get(query_idx_to_id[i]) or []) for i in range(len(queries))]
             return self._reranked(queries, top_k, lists)
         if self.recall is not None and self._indexed != len(self._ids):
             self.db.build_index(recall=self.recall, k=min(top_k, len(self._ids)))
             self._indexed = len(self._ids)
         hits = self.db.search(queries, min(top_k, len(self._ids)))
-        return self._mteb_scores(hits.scores), hits.rows.tolist()  # without deletions rows are places
+        return self._mteb_scores(hits.scores), hits.rows.tolist()  # nothing is deleted, so rows are document numbers
 
     def clear(self) -> None:
         """Remove every document."""
@@ -108,7 +108,7 @@ class SoftDBSearchIndex:
         return scores, places
 
     def _mteb_scores(self, scores: torch.Tensor) -> list[list[float]]:
-        """Convert scores to mteb's: for l2 minus the distance, where softdb has minus its square."""
+        """Convert scores to mteb's: for l2, mteb's is minus the distance, softdb's is minus the squared distance."""
         numbers: list[list[float]] = (-scores.neg().clamp(min=0).sqrt() if self.metric == "l2" else scores).tolist()
         return numbers
 

@@ -33,7 +33,7 @@ class SoftDBConfig(DBConfig):
 
 
 class SoftDBCaseConfig(BaseModel, DBCaseConfig):
-    """The index: its kind, and the recall of the `k` nearest that its effort is tuned to, on held-out keys."""
+    """Settings of the index: its kind, and the recall of the `k` nearest that its search effort is tuned to reach."""
 
     metric_type: MetricType = MetricType.COSINE
     kind: str = "auto"
@@ -50,7 +50,7 @@ class SoftDBCaseConfig(BaseModel, DBCaseConfig):
 
 
 class SoftDBClient(VectorDB):
-    """A client on a database directory. `insert_embeddings` and `optimize` open it for writing, searches for reading.
+    """VectorDBBench's client. `insert_embeddings` and `optimize` open the database for writing, searches for reading.
 
     One process can write at a time. A search sees all records that other processes committed before it. Raises BadInput
     for a metric that softdb lacks.
@@ -82,7 +82,7 @@ class SoftDBClient(VectorDB):
 
     @contextmanager
     def init(self) -> Iterator[None]:
-        """Close the database at the end of the context; the first call in it opens the database."""
+        """Return a context that closes the database at its end; the first call within it opens the database."""
         try:
             yield
         finally:
@@ -98,7 +98,7 @@ class SoftDBClient(VectorDB):
         tenant_labels_data: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[int, Exception | None]:
-        """Insert a batch durably and return its size; on an error insert nothing and return it. `metadata`: the ids."""
+        """Insert a batch and return its size, or insert nothing and return 0 and the error. `metadata` are the ids."""
         payloads = None if labels_data is None else [{LABEL: label} for label in labels_data]
         try:
             self._open("rw").insert(metadata, embeddings, payloads=payloads)
@@ -130,7 +130,7 @@ class SoftDBClient(VectorDB):
         return ids
 
     def _open(self, mode: Any) -> SoftDB:
-        """Return this process's handle; a reader is opened again for writing, a writer serves reads, too."""
+        """Return this process's handle; open it if needed, for "rw" also if the handle is read-only."""
         if self._db is not None and mode == "rw" and self._db.mode == "r":
             self._db.close()
             self._db = None
@@ -139,5 +139,5 @@ class SoftDBClient(VectorDB):
         return self._db
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the client into another process without the handle, which that process opens itself."""
+        """Return the state for a pickle, without the handle; the process that unpickles the client opens its own."""
         return {**self.__dict__, "_db": None}

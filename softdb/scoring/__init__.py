@@ -1,6 +1,6 @@
 """Scores of keys (larger is closer), and weightings of scores (weights are nonnegative and sum to 1).
 
-Touches only tensors. Begin with the two protocols, `score.py` and `weighting.py`.
+All functions work on tensors, without a database. Begin with the two protocols, `score.py` and `weighting.py`.
 """
 
 from softdb.scoring.additive import Additive, LinearAdditive

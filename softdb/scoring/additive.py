@@ -1,4 +1,4 @@
-"""Additive scores: a small network of query and key, and its linear form."""
+"""Additive scores of a query and a key: by a small neural network, and by a linear function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from softdb.check import Metric, integer
 from softdb.errors import BadInput
 from softdb.scoring.score import Fold, alike, require_shapes, require_width
 
-BLOCK = 1 << 22  # numbers of the hidden layer in memory at once: 16 MB in float32
+BLOCK = 1 << 22  # largest number of values of the hidden layer in memory at once: 16 MB in float32
 
 
 class Additive(torch.nn.Module):
@@ -23,7 +23,7 @@ class Additive(torch.nn.Module):
     records by this score: softdb compares every record.
 
     `weights` are initial W_q (hidden, query_dim), W_k (hidden, key_dim) and w (hidden,), given in place of the widths
-    and copied. Raises BadInput if neither is given or the shapes do not fit.
+    and copied. Raises BadInput without widths and weights, and for shapes that do not fit.
 
     >>> score = Additive(query_dim=2, key_dim=3, hidden=8)
     >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
@@ -103,7 +103,7 @@ class LinearAdditive(torch.nn.Module):
     query, which only shifts the log-normaliser. Weights that are normalised as s / Σ s do depend on the query.
 
     An index can find the nearest records: they have the largest dot product w_k·k. `weights` are initial
-    w_q (query_dim,) and w_k (key_dim,), given in place of the widths and copied. Raises BadInput if neither is given.
+    w_q (query_dim,) and w_k (key_dim,), given in place of the widths and copied. Raises BadInput without both.
 
     >>> score = LinearAdditive(query_dim=2, key_dim=3)
     >>> score(torch.ones(4, 2), torch.ones(5, 3)).shape
@@ -146,7 +146,7 @@ class LinearAdditive(torch.nn.Module):
         return self._query_terms(queries).unsqueeze(-1) + key_terms
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product of w_k, for every query, and k, with the bias w_q·q."""
+        """Return the `Fold` for an index: every query becomes w_k, compared by dot product, with the bias w_q·q."""
         folded = self.key_weight.to(queries).expand(*queries.shape[:-1], len(self.key_weight))
         return Fold(Metric.DOT, folded, 1.0, self._query_terms(queries))
 

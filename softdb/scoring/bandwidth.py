@@ -1,4 +1,4 @@
-"""Bandwidths from data: rules of thumb, and leave-one-out cross-validation."""
+"""Choice of a kernel's bandwidth from data: rules of thumb, and leave-one-out cross-validation."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import NegativeL2
 from softdb.scoring.kernels import Constant, Gaussian, Kernel
 
-BLOCK = 1 << 17  # distances computed at once: 1 MB in float64, which stays in cache
-MAX_STORED = 1 << 23  # distances stored for all bandwidths, 64 MB; more are computed again for each bandwidth
-REACH = 1000.0  # the search goes from Silverman's bandwidth over REACH to Silverman's bandwidth times REACH
-GRID = 31  # bandwidths tried first; their ratio, about 1.6, is finer than the objective's usual dips
+BLOCK = 1 << 17  # number of distances computed at once: 1 MB in float64, which fits in the CPU's cache
+MAX_STORED = 1 << 23  # largest number of distances stored, 64 MB; more are computed again for each set of bandwidths
+REACH = 1000.0  # bandwidths are searched from h / REACH to h · REACH, where h is Silverman's bandwidth
+GRID = 31  # number of bandwidths tried first, each about 1.6 times the one before; usual dips of the loss are wider
 GOLDEN = (math.sqrt(5) - 1) / 2
-STEPS = 24  # golden-section steps: they narrow two grid steps to 1e-5 of log h
+STEPS = 24  # number of golden-section steps; they narrow the interval of log h from two grid steps to 1e-5
 
 
 def silverman(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
     """Silverman's rule of thumb, h_i = σ_i (4 / ((d + 2) n))^(1 / (d + 4)) (Silverman 1986, section 4.3.2).
 
     The rule is optimal for the density of a normal distribution under the Gaussian kernel, and too wide for data with
-    several groups. σ_i is the standard deviation of coordinate i (over n - 1); a single bandwidth uses their mean. No
-    gradient. Cost n d. Raises BadInput for fewer than two keys, for NaN or infinity, and if all keys are equal (with
-    `per_coordinate`: equal in some coordinate).
+    several groups. σ_i is the standard deviation of coordinate i (with divisor n - 1); a single bandwidth uses the mean
+    of all σ_i. No gradient. Cost n d. Raises BadInput for fewer than two keys, for NaN or infinity, and if all keys are
+    equal (with `per_coordinate`: equal in some coordinate).
 
     >>> silverman(torch.tensor([[0.0], [1.0], [2.0], [3.0]])).round(decimals=4)
     tensor(1.0363, dtype=torch.float64)
@@ -38,7 +38,7 @@ def silverman(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -
 
 
 def scott(keys: Tensor, per_coordinate: bool = False) -> Tensor:  # (n, d) -> (), or (d,) float64
-    """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). Otherwise like `silverman`."""
+    """Scott's rule of thumb, h_i = σ_i n^(-1 / (d + 4)) (Scott 1992, equation 6.42). Else as `silverman`."""
     keys = _table(keys, "keys", "scott")
     n, d = keys.shape
     return _deviations(keys, per_coordinate, "scott") * math.pow(n, -1 / (d + 4))
@@ -48,7 +48,7 @@ def leave_one_out(
     keys: Tensor,  # (n, d)
     values: Tensor | None = None,  # (n,) or (n, v); class labels as one-hot
     kernel: type[Kernel] = Gaussian,
-    bounds: tuple[float, float] | None = None,  # of h; None: from Silverman's h / 1000 to 1000 times Silverman's h
+    bounds: tuple[float, float] | None = None,  # lowest and highest h; None: h / 1000, h · 1000 of Silverman's h
 ) -> float:
     """Return the bandwidth under which the other records best predict each record.
 
@@ -63,9 +63,9 @@ def leave_one_out(
     large. All coordinates share h: scale them alike first. No gradient. Cost 56 n² + n² d; from 2,897 records on
     26 n² d, as their distances are not stored: pass a sample of some thousand records of a large database.
 
-    Raises BadInput for fewer than two keys, NaN or infinity, keys that are all equal, values that are not one for each
-    key, a kernel without a bandwidth, bounds out of order, bounds under which no h reaches from each record to
-    another, and for a density where every key has a duplicate: its likelihood is unbounded as h → 0.
+    Raises BadInput for fewer than two keys, NaN or infinity, keys that are all equal, more or fewer values than keys, a
+    kernel without a bandwidth, a lower bound above the upper, bounds so low that a compact kernel reaches no other
+    record from some record, and for a density where every key has a duplicate: its likelihood is unbounded as h → 0.
     """
     keys = _table(keys, "keys", "leave_one_out")
     if not (isinstance(kernel, type) and issubclass(kernel, Kernel)) or issubclass(kernel, Constant):
@@ -83,7 +83,7 @@ def leave_one_out(
             "leave_one_out: every key has a duplicate, so the likelihood of the density grows without end as the "
             "bandwidth shrinks; remove duplicates, or give values"
         )
-    keys = keys - keys.mean(dim=0)  # squared distances by expansion are most precise around 0
+    keys = keys - keys.mean(dim=0)  # ‖a‖² + ‖b‖² - 2 a·b is most precise for keys around 0
     stored = list(_distances(keys)) if len(keys) ** 2 <= MAX_STORED else None
     return _minimum(lambda hs: _losses(stored or _distances(keys), keys, values, kernel, hs), low, high)
 
@@ -109,15 +109,15 @@ def _table(value: Tensor, name: str, door: str) -> Tensor:
 
 
 def _deviations(keys: Tensor, per_coordinate: bool, door: str) -> Tensor:  # (n, d) -> (d,) or ()
-    """Return the standard deviations of the coordinates, or their mean. Raises BadInput if they are 0."""
+    """Return the standard deviation of each coordinate, or the mean of these. Raises BadInput if a result is 0."""
     deviations = keys.std(dim=0)  # exactly 0 for equal numbers: torch sums differences from the running mean
     if per_coordinate and bool((deviations == 0).any()):
         raise BadInput(
             f"{door}: coordinate {int((deviations == 0).nonzero()[0])} is the same in all {len(keys)} keys, so it has "
-            "no bandwidth; leave it out, or ask for one bandwidth for all"
+            "no bandwidth; remove that coordinate, or leave out per_coordinate"
         )
     if not bool((deviations > 0).any()):
-        raise BadInput(f"{door}: all {len(keys)} keys are equal, so there is no spread to take a bandwidth from")
+        raise BadInput(f"{door}: all {len(keys)} keys are equal, which determine no bandwidth; give keys that differ")
     return deviations if per_coordinate else deviations.mean()
 
 
@@ -135,7 +135,7 @@ def _bounds(keys: Tensor, bounds: tuple[float, float] | None) -> tuple[float, fl
 
 
 def _distances(keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (n, d) -> (m,), (m, n)
-    """Yield blocks of positions and their squared distances to all records; infinite to themselves."""
+    """Yield blocks: the positions of m records, and their squared distances to all n; infinity to the record itself."""
     score = NegativeL2()
     for positions in torch.split(torch.arange(len(keys)), max(1, BLOCK // len(keys))):
         squares = score(keys[positions], keys).neg_()
@@ -144,13 +144,13 @@ def _distances(keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # (n, d) -> (m
 
 
 def _losses(
-    blocks: Iterable[tuple[Tensor, Tensor]],  # of `_distances`
+    blocks: Iterable[tuple[Tensor, Tensor]],  # as `_distances` yields them
     keys: Tensor,  # (n, d)
     values: Tensor | None,  # (n, v)
     kernel: type[Kernel],
     hs: list[float],
 ) -> list[float]:
-    """Return the loss of each bandwidth, infinite where some record reaches no other."""
+    """Return the loss of each bandwidth; infinity if a compact kernel reaches no other record from some record."""
     kernels, losses = [kernel(h) for h in hs], [0.0] * len(hs)
     for positions, squares in blocks:
         measured = torch.empty_like(squares)
@@ -179,7 +179,7 @@ def _losses(
 
 
 def _minimum(losses: Callable[[list[float]], list[float]], low: float, high: float) -> float:
-    """Return the h of least loss from `low` to `high`: a grid over log h, then golden sections around its minimum."""
+    """Return the h with the least loss from `low` to `high`: by a grid over log h, then by golden sections."""
     grid: list[float] = torch.linspace(math.log(low), math.log(high), GRID, dtype=torch.float64).tolist()
     tried = dict(zip(grid, losses([math.exp(x) for x in grid]), strict=True))
     if all(math.isinf(loss) for loss in tried.values()):
@@ -197,6 +197,6 @@ def _minimum(losses: Callable[[list[float]], list[float]], low: float, high: flo
     lower, upper = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
     for _ in range(STEPS):
         first, second = upper - GOLDEN * (upper - lower), lower + GOLDEN * (upper - lower)
-        # the losses are infinite below the least h that reaches from every record to another: then go up
+        # both losses are infinite if h is too small for a compact kernel to reach other records: then try larger h
         lower, upper = (lower, second) if loss(first) < loss(second) else (first, upper)
     return math.exp(min(tried, key=lambda x: (tried[x], -x)))

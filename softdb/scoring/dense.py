@@ -1,4 +1,4 @@
-"""Softmax, normalised kernel values and the plain mean."""
+"""Weightings by softmax, by normalised kernel values, and by equal weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def softmax(
     temperature: float,  # above 0
     live: Tensor,  # (…, k) bool
 ) -> tuple[Tensor, Tensor]:  # (…, k), (…)
-    """Softmax over the live entries, and its log-normaliser.
+    """Return the softmax weights of the live entries, and their log-normaliser lse.
 
     With scores s and temperature T, over live entries: lse = log Σ exp(s / T) and w = exp(s / T - lse). A dead entry
     weighs exactly 0. Without a live entry above -inf the weights and all gradients are zeros and lse is -inf. Scores
@@ -38,10 +38,10 @@ def normalised_log(
     log_scores: Tensor,  # (…, k): log K, -inf outside the kernel's support
     live: Tensor,  # (…, k) bool
 ) -> tuple[Tensor, Tensor]:  # (…, k), (…)
-    """Weights w = K / Σ K and lse = log Σ K of kernel values K, computed from log K.
+    """Return the weights w = K / Σ K and lse = log Σ K of kernel values K, computed from log K.
 
-    `Normalised` computes the same from K itself; the logs are right also far from all records, where every K
-    underflows. Without a record in the support: zeros, -inf and zero gradients. Cost q k. Source: Nadaraya 1964,
+    `Normalised` computes them from K itself, but far from all records every K underflows and log K does not. Without a
+    record in the kernel's support the weights and gradients are 0 and lse is -inf. Cost q k. Source: Nadaraya 1964,
     Watson 1964.
     """
     return softmax(log_scores, 1.0, live)
@@ -49,7 +49,7 @@ def normalised_log(
 
 @dataclass(frozen=True)
 class Softmax:
-    """Softmax weights w = exp(z) / Σ exp(z), with H(p) = -Σ p log p and lse = log Σ exp(z).
+    """Softmax weights w = exp(z) / Σ exp(z), z = score / T. Entropy H(w) = -Σ w log w, and lse = log Σ exp(z).
 
     T → 0: all weight on the nearest records, shared among ties. T → ∞: equal weights. Every live record weighs
     something, so the threshold is -inf. Cost q k.
@@ -69,8 +69,8 @@ class Normalised:
     """Normalised weights w = s / Σ s, lse = log Σ s, of kernel values s (Nadaraya 1964, Watson 1964).
 
     The kernel's bandwidth replaces the temperature, so a temperature other than 1 raises BadInput. The gradient of lse
-    in log s is the weights. If all live scores are 0 (no record in the kernel's support), weights and gradients are 0
-    and lse is -inf; far from all records use `normalised_log`. Threshold 0. Cost q k.
+    with respect to log s is w. If all live scores are 0 (no record in the kernel's support), weights and gradients are
+    0 and lse is -inf; far from all records use `normalised_log`. The threshold is 0. Cost q k.
     Raises BadInput for a live score that is negative, NaN or infinite.
     """
 
@@ -103,14 +103,14 @@ class Normalised:
 class Uniform:
     """Equal weights w = 1 / m for m live entries (average pooling), lse = log m, at every temperature.
 
-    The scores are ignored, so the gradients of the weights and of lse are zeros. Threshold -inf. Cost q k.
+    The scores are ignored, so the gradients of the weights and of lse are 0. The threshold is -inf. Cost q k.
     """
 
     name: ClassVar[str] = "uniform"
     sparse: ClassVar[bool] = False
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """Return w = 1 / m."""
+        """Return w = 1 / m for each of the m live entries."""
         zeros = scores.masked_fill(torch.ones_like(live), 0)  # part of the graph: backward gives gradients of 0
         count = live.sum(dim=-1).to(scores.dtype)
         lse = zeros.sum(dim=-1) + count.log()

@@ -1,4 +1,4 @@
-"""Scores of the Euclidean distance, with one bandwidth or one for each coordinate."""
+"""Scores that depend on the Euclidean distance, scaled by one bandwidth or by one for each coordinate."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from softdb.scoring.products import Cosine, Dot, dot
 from softdb.scoring.score import Fold, Score, comparable
 
 Bandwidth: TypeAlias = float | Sequence[float] | Tensor
-"""One number, or one for each coordinate."""
+"""A bandwidth: one number, or a number for each coordinate."""
 
-BLOCK = 4096  # keys widened to float64 at once: a few MB, which stay in cache
+BLOCK = 4096  # number of keys converted to float64 at once: a few MB, which fit in the CPU's cache
 
 
 class DistanceScore(torch.nn.Module):
-    """Base of scores of the scaled distance u = ‖(q - k) / h‖, where the bandwidth h is a number or has shape (d,).
+    """Base of the scores that depend on u = ‖(q - k) / h‖, where the bandwidth h is a number or has shape (d,).
 
-    `log_bandwidth` holds log h, so that h stays above 0 in training. If `learnable`, it is a parameter in the dtype of
-    the given tensor, or else in torch's default dtype; otherwise it is a float64 buffer. Without a bandwidth h is 1.
+    `log_bandwidth` is log h, so that h stays above 0 in training: if `learnable` a parameter, in the dtype of the given
+    tensor or in torch's default dtype; otherwise a float64 buffer. Without a bandwidth h is 1.
     Raises BadInput for a bandwidth that is not finite and above 0, has more than one dimension or requires a gradient.
     """
 
@@ -48,11 +48,11 @@ class DistanceScore(torch.nn.Module):
 
     @property
     def metric(self) -> Metric | None:
-        """L2, or None with a bandwidth for each coordinate, which changes the order of the records."""
+        """L2; None with a bandwidth for each coordinate, because it changes which records are nearest."""
         return Metric.L2 if self.log_bandwidth is None or self.log_bandwidth.numel() == 1 else None
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """Return the fold that ranks by L2, or None with a bandwidth for each coordinate."""
+        """Return the `Fold` for an index: the same queries, ranked by L2; None with a bandwidth for each coordinate."""
         return None if self.metric is None else Fold(self.metric, queries, None)
 
     def extra_repr(self) -> str:
@@ -64,7 +64,7 @@ class DistanceScore(torch.nn.Module):
         return f"bandwidth={bandwidth}" + (", learnable=True" if self.learnable else "")
 
     def _scale(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:  # (…, q, d) -> () or (d,); None: 1
-        """Return h in `dtype` on the queries' device."""
+        """Return h in `dtype` on the queries' device, or None if h is 1."""
         if self.log_bandwidth is None:
             return None
         if self.log_bandwidth.ndim and len(self.log_bandwidth) != queries.shape[-1]:
@@ -80,16 +80,15 @@ class DistanceScore(torch.nn.Module):
         """Return -u². Cost q n d.
 
         Each query's own keys are compared by differences, shared keys by ‖q‖² + ‖k‖² - 2 q·k in float64. In float32
-        that sum cannot tell near duplicates apart; subtracting the mean first does not help when the records are
-        spread widely (a column in metres, two distant groups).
+        that sum cannot tell near duplicates apart, even after the mean is subtracted, if the keys are spread widely.
         """
         return self._compared(queries, keys, lambda differences: -differences.square().sum(-1), _expanded)
 
     def distances(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
         """Return u, computed from differences, with a gradient of 0 at u = 0. Cost q n d.
 
-        For large d it takes a few times as long as `negative_squares`, whose expanded squares are rounded at 1e-16:
-        their roots would be wrong at 1e-8. It has no second derivative for shared keys, but for each query's own keys.
+        For large d this takes a few times as long as `negative_squares`, but is more precise: a rounding error of 1e-16
+        in a square near 0 is one of 1e-8 in its root. Shared keys have no second derivative.
         """
         shared = functools.partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist")
         return self._compared(queries, keys, functools.partial(torch.linalg.vector_norm, dim=-1), shared)
@@ -98,8 +97,8 @@ class DistanceScore(torch.nn.Module):
         self,
         queries: Tensor,  # (…, q, d)
         keys: Tensor,  # (…, n, d) or (…, q, k, d)
-        own: Callable[[Tensor], Tensor],  # takes (q - k) / h for each query's own keys
-        shared: Callable[[Tensor, Tensor], Tensor],  # takes q / h and k / h in float64, for shared keys
+        own: Callable[[Tensor], Tensor],  # a function of (q - k) / h, for each query's own keys
+        shared: Callable[[Tensor, Tensor], Tensor],  # a function of q / h and k / h in float64, for shared keys
     ) -> Tensor:  # (…, q, n) or (…, q, k)
         keys = comparable(queries, keys)
         if keys.ndim > queries.ndim:
@@ -114,8 +113,9 @@ class DistanceScore(torch.nn.Module):
 class NegativeL2(DistanceScore):
     """Minus the squared Euclidean distance, s = -Σ_i ((q_i - k_i) / h_i)², h = 1 where no bandwidth is given.
 
-    It avoids the square root, whose gradient at 0 is infinite. Its softmax at temperature 2 is the Nadaraya–Watson
-    weighting of the Gaussian kernel. An index can find the nearest records if h is one number. Cost q n d.
+    The score avoids the square root, whose gradient at 0 is infinite. Its softmax at temperature 2 gives the weights of
+    the Nadaraya–Watson mean with the Gaussian kernel. An index finds the nearest records if h is one number. Cost
+    q n d.
 
     >>> NegativeL2(bandwidth=2.0)(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]])).round(decimals=4)
     tensor([[-6.2500]])
@@ -126,7 +126,7 @@ class NegativeL2(DistanceScore):
         return self.negative_squares(queries, keys)
 
     def fold(self, queries: Tensor) -> Fold | None:
-        """Return the fold: -‖q - k‖² scaled by 1 / h²; None with a bandwidth for each coordinate."""
+        """Return the `Fold` for an index: L2 with the scale 1 / h²; None with a bandwidth for each coordinate."""
         if self.metric is None:
             return None
         if self.log_bandwidth is None:
@@ -168,7 +168,7 @@ def _checked(bandwidth: Bandwidth) -> Tensor:
 
 
 def _scaled(vectors: Tensor, scale: Tensor | None) -> Tensor:  # (…, d), () or (d,)
-    """Return the vectors over the bandwidth."""
+    """Return the vectors divided by the bandwidth."""
     return vectors if scale is None else vectors / scale
 
 

@@ -19,14 +19,14 @@ from softdb.errors import BadInput
 from softdb.scoring.distance import Bandwidth, DistanceScore
 from softdb.scoring.score import Fold, comparable
 
-ROUNDING = 16  # machine epsilons that rounding may add to u² = 1: up to there a record counts as inside
+ROUNDING = 16  # a record counts as inside if u² exceeds 1 by at most this number of machine epsilons
 
 
 class Kernel(DistanceScore, ABC):
     """A kernel K(u) ≥ 0 of the distance u = ‖(q - k) / h‖. Cost q n d.
 
-    Calling it returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore` for the
-    bandwidth.
+    Calling a kernel returns K; `log` returns log K, which does not underflow at large distances. See `DistanceScore`
+    for the bandwidth.
     """
 
     compact: ClassVar[bool]
@@ -39,7 +39,7 @@ class Kernel(DistanceScore, ABC):
         super().__init__(bandwidth, learnable)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
-        """Return K(u)."""
+        """Return the kernel's value K(u) for each query and key, with u = ‖(q - k) / h‖."""
         return self.value(self._measured(queries, keys))
 
     def log(self, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, n) or (…, q, k)
@@ -58,12 +58,12 @@ class Kernel(DistanceScore, ABC):
         return h.double().expand(d).sum() + self._log_unit_volume(d)
 
     def value(self, measured: Tensor) -> Tensor:  # (…)
-        """Return K of u if `rooted`, else of -u²."""
+        """Return K, where `measured` is u if `rooted`, else -u²."""
         return self.log_value(measured).exp()
 
     @abstractmethod
     def log_value(self, measured: Tensor) -> Tensor:  # (…)
-        """Return log K of u if `rooted`, else of -u²."""
+        """Return log K, where `measured` is u if `rooted`, else -u²."""
 
     @staticmethod
     @abstractmethod
@@ -84,7 +84,7 @@ class Gaussian(Kernel):
     compact, rooted = False, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return -u² / 2."""
+        """Return log K = -u² / 2."""
         return measured / 2
 
     @staticmethod
@@ -98,7 +98,7 @@ class Laplacian(Kernel):
     compact, rooted = False, True
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return -u."""
+        """Return log K = -u."""
         return -measured
 
     @staticmethod
@@ -107,16 +107,16 @@ class Laplacian(Kernel):
 
 
 class Boxcar(Kernel):
-    """The boxcar kernel K = 1 where u ≤ 1, else 0: the mean of the neighbours within h. scikit-learn's "tophat".
+    """The boxcar kernel K = 1 where u ≤ 1, else 0, to average the neighbours within h. scikit-learn's "tophat".
 
-    A record at distance h counts as inside, however its distance was rounded. Wherever K has a gradient, it is 0, so
-    it trains neither queries nor bandwidth: use Epanechnikov for that.
+    A record at distance h counts as inside, even if rounding makes the distance slightly larger. The gradient of K is 0
+    wherever it exists, so this kernel trains neither queries nor bandwidth: use Epanechnikov for that.
     """
 
     compact, rooted = True, False
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return 0 where u ≤ 1, else -inf."""
+        """Return log K: 0 where u ≤ 1, else -inf."""
         inside = measured >= -1 - ROUNDING * torch.finfo(measured.dtype).eps
         return measured.masked_fill(inside, 0).masked_fill(~inside, -torch.inf)
 
@@ -131,11 +131,11 @@ class Epanechnikov(Kernel):
     compact, rooted = True, False
 
     def value(self, measured: Tensor) -> Tensor:
-        """Return max(0, 1 - u²)."""
+        """Return K = max(0, 1 - u²)."""
         return (1 + measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log(1 - u²), -inf where u ≥ 1."""
+        """Return log K = log(1 - u²), -inf where u ≥ 1."""
         return _log_one_plus(measured)
 
     @staticmethod
@@ -149,11 +149,11 @@ class Triangular(Kernel):
     compact, rooted = True, True
 
     def value(self, measured: Tensor) -> Tensor:
-        """Return max(0, 1 - u)."""
+        """Return K = max(0, 1 - u)."""
         return (1 - measured).clamp(min=0)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log(1 - u), -inf where u ≥ 1."""
+        """Return log K = log(1 - u), -inf where u ≥ 1."""
         return _log_one_plus(-measured)
 
     @staticmethod
@@ -174,11 +174,11 @@ class Constant(Kernel):
         DistanceScore.__init__(self)
 
     def log_value(self, measured: Tensor) -> Tensor:
-        """Return log 1 = 0."""
+        """Return log K = 0 for each query and key."""
         return _zeros(measured)
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product with 0 and the bias 1, so all records tie."""
+        """Return the `Fold` for an index: queries of zeros, by dot product with the bias 1, so all records score 1."""
         return Fold(Metric.DOT, _zeros(queries), 1.0, 1.0)
 
     @staticmethod
@@ -191,12 +191,12 @@ class Constant(Kernel):
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Return zeros that stay in the graph, with a gradient of 0."""
+    """Return zeros in the shape of a tensor that stay in its autograd graph, with a gradient of 0."""
     return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), 0)
 
 
 def _log_one_plus(x: Tensor) -> Tensor:  # (…)
-    """Return log(1 + x) of x ≤ 0; -inf with a gradient of 0 where 1 + x ≤ 0."""
+    """Return log(1 + x) for x ≤ 0; -inf with a gradient of 0 where 1 + x ≤ 0."""
     outside = 1 + x <= 0
     return x.masked_fill(outside, 0).log1p().masked_fill(outside, -torch.inf)
 

@@ -1,4 +1,4 @@
-"""Gradients that refuse to be differentiated again."""
+"""Gradients that raise an error if they are differentiated again."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from softdb.errors import BadInput
 
 
 class Once(torch.autograd.Function):
-    """Identity that refuses a second derivative; torch's `once_differentiable` does not if the loss is linear."""
+    """Identity whose derivative raises BadInput; torch's `once_differentiable` raises nothing if the loss is linear."""
 
     @staticmethod
     def guarded(grads: list[Tensor | None], sources: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Return the gradients, guarded if a graph of them is built (`create_graph=True`)."""
+        """Return the gradients, passed through `Once` if autograd records a graph of them (`create_graph=True`)."""
         if not torch.is_grad_enabled():
             return grads
         return [None if grad is None else Once.apply(grad, *sources) for grad in grads]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
-        """Return the gradient; autograd takes it as a function of the sources."""
+        """Return a copy of the gradient, which autograd regards as a function of the sources."""
         return grad.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Raise BadInput."""
+        """Raise BadInput: a second derivative was requested."""
         raise BadInput(
             "the soft query over every record has no second derivative; ask a database for the k nearest (k=), which "
             "is made of plain torch operations, or leave out create_graph=True"

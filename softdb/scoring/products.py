@@ -25,13 +25,13 @@ class Dot:
         return dot(queries, comparable(queries, keys))
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product itself."""
+        """Return the `Fold` for an index: the same queries, compared by dot product."""
         return Fold(Metric.DOT, queries, 1.0)
 
 
 @dataclass(frozen=True)
 class ScaledDot:
-    """The dot product over √d, s = q·k / √d (Vaswani et al. 2017, equation 1). Cost q n d."""
+    """The dot product divided by √d, s = q·k / √d (Vaswani et al. 2017, equation 1). Cost q n d."""
 
     metric: ClassVar[Metric] = Metric.DOT
 
@@ -41,7 +41,7 @@ class ScaledDot:
         return dot(queries * queries.shape[-1] ** -0.5, keys)
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product over √d."""
+        """Return the `Fold` for an index: the same queries, compared by dot product with the scale 1 / √d."""
         return Fold(Metric.DOT, queries, queries.shape[-1] ** -0.5)
 
 
@@ -60,7 +60,7 @@ class Cosine:
         return dot(queries / length(queries).unsqueeze(-1), keys) / norms
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the cosine itself."""
+        """Return the `Fold` for an index: the same queries, compared by cosine."""
         return Fold(Metric.COSINE, queries, 1.0)
 
 
@@ -96,7 +96,7 @@ class General(torch.nn.Module):
         return dot(self._projected(queries), alike(keys, queries))
 
     def fold(self, queries: Tensor) -> Fold:
-        """Return the fold: the dot product with Wᵀq."""
+        """Return the `Fold` for an index: the queries Wᵀq, compared by dot product."""
         return Fold(Metric.DOT, self._projected(queries), 1.0)
 
     def extra_repr(self) -> str:
@@ -109,7 +109,7 @@ class General(torch.nn.Module):
 
 
 def dot(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> (…, q, n) or (…, q, k)
-    """Return q·k for shared keys or each query's own keys; queries and keys have one dtype and device."""
+    """Return q·k, for shared keys or each query's own keys; queries and keys must have the same dtype and device."""
     if keys.ndim > queries.ndim:
         if keys.device.type != "cpu":  # a matrix product is no faster there, and TF32 would round it
             return (keys * queries.unsqueeze(-2)).sum(-1)
@@ -119,7 +119,7 @@ def dot(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or
 
 def length(vectors: Tensor) -> Tensor:  # (…, d) -> (…)
     """Return ‖x‖, or infinity for a zero vector: a division by it then gives 0 and a gradient of 0."""
-    # float64 holds the square of every float32, of 1e-30 as of 1e30
+    # in float64 the square of a float32 neither overflows nor underflows
     norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).to(vectors.dtype)
     return norms.masked_fill(norms < torch.finfo(norms.dtype).tiny, torch.inf)
 

@@ -24,7 +24,7 @@ class Fold(NamedTuple):
 
     metric: Metric
     queries: Tensor  # (…, q, d) as wide as the keys, with gradient to the score's queries and parameters
-    scale: Tensor | float | None  # above 0; None: only the order is the same
+    scale: Tensor | float | None  # above 0; None: the metric only gives the same order of records
     bias: Tensor | float = 0.0  # (…, q)
 
 
@@ -84,13 +84,13 @@ def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
 
 
 def alike(keys: Tensor, queries: Tensor) -> Tensor:  # (…, n, d) or (…, q, k, d), (…, q, d) -> as keys
-    """Return the keys in the queries' dtype, on their device."""
+    """Return the keys in the queries' dtype, on the queries' device."""
     # the device first: the stored dtype may be narrower, so fewer bytes are copied
     return keys.to(queries.device).to(queries.dtype)
 
 
 def comparable(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d), (…, n, d) or (…, q, k, d) -> as keys
-    """Return keys of the queries' width in their dtype, on their device. Raises BadInput for shapes that do not fit."""
+    """Return the keys in the queries' dtype, on the queries' device. Raises BadInput unless shapes and widths fit."""
     require_shapes(queries, keys)
     if queries.shape[-1] != keys.shape[-1]:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Weightings that give most records exactly 0: argmax, sparsemax and entmax15."""
+"""Weightings that give most records a weight of exactly 0: argmax, sparsemax and entmax15."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from softdb.scoring.weighting import Weighed, divisor, masked
 
-FLOOR = -4.0  # z is clamped to this below the largest: sparsemax weighs 0 from -1 on, entmax15 from -2 on
-MARGIN = 2.0**-26  # in z: bound of a threshold's rounding error where very many entries lie close to it
+FLOOR = -4.0  # clamp for z less the largest z; weights are 0 at -1 and below (sparsemax), at -2 and below (entmax15)
+MARGIN = 2.0**-26  # bound of the threshold's rounding error, in units of z, if very many entries are close to it
 
 
 @dataclass(frozen=True)
 class Argmax:
-    """Weight 1 for the largest live score, 0 elsewhere, at every temperature: H(p) = 0, lse = the largest z.
+    """Weight 1 for the largest live score, 0 elsewhere, at every temperature: entropy 0, lse = the largest z.
 
-    Ties go to the first entry, so tied candidates must come in row order. The weights have no gradient (they are
-    constant between ties): to learn through a choice use entmax15 or a small temperature. The gradient of lse is the
-    weights. The threshold is the largest score, as a later tie changes nothing. Cost q k.
+    Of equal largest scores the first entry gets the weight, so candidates must be sorted by row. The weights have no
+    gradient (they are constant between ties): to learn through a choice use entmax15 or a small temperature. The
+    gradient of lse is the weights. The threshold is the largest score, as later equal scores change nothing. Cost q k.
     """
 
     name: ClassVar[str] = "argmax"
     sparse: ClassVar[bool] = True
 
     def weigh(self, scores: Tensor, temperature: float, live: Tensor) -> Weighed:
-        """Return w = 1 at the first largest score."""
+        """Return weight 1 for the first of the largest scores, and 0 for all other entries."""
         scores, top = masked(scores, live)
         if not scores.shape[-1]:
             return Weighed(scores.detach(), scores.sum(dim=-1).masked_fill(top == -torch.inf, -torch.inf), top)
@@ -44,8 +44,8 @@ class Argmax:
 class Sparse(ABC):
     """α-entmax for α = 2 (sparsemax) and α = 1.5: p = [(α-1) z - τ]₊^(1/(α-1)), with τ such that Σ p = 1.
 
-    Source: Peters, Niculae and Martins 2019. H(p) = Σ (p - p^α) / (α (α-1)) and lse = <p, z> + H(p). τ is a threshold
-    of (α-1) z, so for entmax15 of z / 2, as in the `entmax` package. An entry weighs 0 exactly where z ≤ τ / (α-1);
+    Source: Peters, Niculae and Martins 2019. Entropy H(p) = Σ (p - p^α) / (α (α-1)); lse = <p, z> + H(p). The
+    threshold τ is for (α-1) z, as in the `entmax` package: for entmax15 z / 2. An entry weighs 0 where z ≤ τ / (α-1);
     `Weighed.threshold` is that times T. T → 0: all weight on the nearest, shared among ties. T → ∞: equal weights.
 
     The package finds τ by sorting. Its sums of squares lose digits where many entries share little weight (in float32
@@ -63,18 +63,18 @@ class Sparse(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = True
     alpha: ClassVar[float]
-    _package: ClassVar[Any]  # z (…, k) float64, k at least 1 -> the package's weights (…, k)
+    _package: ClassVar[Any]  # function of the package `entmax`: z (…, k) float64, k ≥ 1 -> weights (…, k)
 
     @abstractmethod
     def of(
         self,
-        z_below: Tensor,  # (…, m): z less any constant, such as the largest z; -inf where dead
-        tau: Tensor,  # (…, 1), belonging to (α-1) z less (α-1) times that constant
+        z_below: Tensor,  # (…, m): z minus a constant, such as the largest z; -inf for dead entries
+        tau: Tensor,  # (…, 1), threshold of (α-1) z_below
     ) -> tuple[Tensor, Tensor]:  # (…, m), (…, m)
         """Return the weights p under a threshold, and u = p^(2-α), or 0 where p = 0. Cost q m."""
 
-    def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, the largest 0 -> (…, 1)
-        """Return τ: the package's after one Newton step, which leaves it at or below the root."""
+    def _solve(self, z: Tensor) -> Tensor:  # (…, k) float64, whose largest number is 0 -> (…, 1)
+        """Return the threshold τ: the value of the package `entmax` after one Newton step, at most the exact root."""
         if not z.shape[-1]:
             return z.new_full((*z.shape[:-1], 1), -1)
         tau: Tensor = -(self._package(z, dim=-1).amax(dim=-1, keepdim=True) ** (self.alpha - 1))
@@ -112,7 +112,7 @@ class Sparse(ABC):
 
 @dataclass(frozen=True)
 class Sparsemax(Sparse):
-    """Sparsemax p = [z - τ]₊, the simplex's point nearest to z; H(p) = ½ Σ p (1 - p). Martins and Astudillo 2016."""
+    """Sparsemax p = [z - τ]₊, the probabilities nearest to z; entropy ½ Σ p (1 - p). Martins and Astudillo 2016."""
 
     name: ClassVar[str] = "sparsemax"
     alpha: ClassVar[float] = 2.0
@@ -126,7 +126,7 @@ class Sparsemax(Sparse):
 
 @dataclass(frozen=True)
 class Entmax15(Sparse):
-    """1.5-entmax p = [z/2 - τ]₊², between softmax and sparsemax; H(p) = 4/3 Σ (p - p^1.5). Peters et al. 2019."""
+    """1.5-entmax p = [z/2 - τ]₊², between softmax and sparsemax; entropy 4/3 Σ (p - p^1.5). Peters et al. 2019."""
 
     name: ClassVar[str] = "entmax15"
     alpha: ClassVar[float] = 1.5
@@ -139,7 +139,7 @@ class Entmax15(Sparse):
 
 
 class _Simplex(torch.autograd.Function):
-    """The weights under the τ where Σ p = 1, and lse, with the gradient dL/dz = u (g - Σ u g / Σ u) + g_lse p.
+    """Weights p for τ, and lse, with dL/dz = u (g - Σ u g / Σ u) + g_lse p for their gradients g, g_lse; u = p^(2-α).
 
     Backward uses the saved weights and differentiable operations, so it can be differentiated again.
     """

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Weighed(NamedTuple):
-    """Weights of scores (…, k), with z = score / temperature."""
+    """Result of a weighting of scores (…, k); z = score / temperature."""
 
     weights: Tensor  # (…, k)
-    lse: Tensor  # (…): the smoothed largest z; -inf where nothing is live
+    lse: Tensor  # (…): a smooth maximum of z; -inf without a live entry
     threshold: Tensor  # (…) a score: any further live entry that scores at most this would weigh 0 and change nothing
 
 
@@ -20,10 +20,10 @@ class Weighed(NamedTuple):
 class Weighting(Protocol):
     """A function from scores to weights.
 
-    Rules for all weightings: a dead entry weighs exactly 0 and gets no gradient, whatever its score. Without a live
-    entry weights and gradients are 0 and lse is -inf. A single live entry weighs 1. A live score of -inf weighs 0, as
-    if dead (but `Uniform` ignores scores); a live NaN makes its row NaN. The threshold has no gradient, is rounded
-    down, and is -inf if the weighting has none.
+    Rules for all weightings: a dead (not live) entry weighs exactly 0 and gets no gradient, whatever its score. With no
+    live entry weights and gradients are 0 and lse is -inf. A single live entry weighs 1. A live score of -inf weighs 0
+    like a dead entry (but `Uniform` ignores scores); a live NaN makes its row NaN. The threshold has no gradient, is
+    rounded down, and is -inf if the weighting has none.
     """
 
     @property
@@ -40,23 +40,23 @@ class Weighting(Protocol):
         temperature: float,  # above 0
         live: Tensor,  # (…, k) bool
     ) -> Weighed:  # (…, k), (…), (…)
-        """Return the weights, lse and the threshold."""
+        """Return the weights, lse and threshold of the scores; see `Weighed`."""
 
 
 def divisor(temperature: float, dtype: torch.dtype) -> float:
-    """Return the temperature clamped to the range of a dtype: never rounded to 0 or infinity."""
+    """Clamp the temperature to the range of a dtype, so that the dtype does not round it to 0 or infinity."""
     bounds = torch.finfo(dtype)
     return min(max(temperature, bounds.tiny), bounds.max)
 
 
 def masked(scores: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:  # (…, k), (…, k) bool -> (…, k), (…)
-    """Return the scores, -inf where dead, and the largest of each row, without gradient."""
+    """Return the scores with -inf for dead entries, and the largest score of each row, without gradient."""
     scores = scores.masked_fill(~live, -torch.inf)
     return scores, largest(scores, -torch.inf)
 
 
 def largest(numbers: Tensor, empty: float) -> Tensor:  # (…, k) -> (…)
-    """Return the largest number of each row, without gradient; `empty` for rows of no numbers."""
+    """Return the largest number of each row, without gradient; `empty` if the rows have no numbers."""
     if not numbers.shape[-1]:
         return numbers.new_full(numbers.shape[:-1], empty)
     return numbers.detach().amax(dim=-1)

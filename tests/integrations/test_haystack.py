@@ -144,7 +144,7 @@ BAD_FILTERS: dict[str, tuple[Any, str]] = {
     "no field": ({"field": None, "operator": "==", "value": 1}, 'such as "meta.year"'),
     "embedding": ({"field": "embedding", "operator": "==", "value": None}, "holds no value to compare"),
     "a list's equality": ({"field": "meta.tags", "operator": "==", "value": ["war"]}, "'in' and 'not in' take a list"),
-    "text order": ({"field": "meta.by", "operator": ">", "value": "M"}, "only dates in ISO form"),
+    "text order": ({"field": "meta.by", "operator": ">", "value": "M"}, "except ISO dates"),
     "NaN": ({"field": "meta.n", "operator": "==", "value": float("nan")}, "is compared with nan"),
     "numpy": ({"field": "meta.n", "operator": "==", "value": np.zeros(2)}, "ndarray"),
     "a dollar": ({"field": "meta.$gt", "operator": "==", "value": 1}, "without a field"),

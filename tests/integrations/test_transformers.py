@@ -329,7 +329,7 @@ def test_close_leaves_the_model_unchanged() -> None:
     lm.close()
     assert torch.equal(before, model.generate(**asked))
     assert not model.get_output_embeddings()._forward_pre_hooks
-    with pytest.raises(BadInput, match="the hidden states before them are none"):
+    with pytest.raises(BadInput, match="the hidden states of the last forward pass are none"):
         lm.generate(**asked)
     with pytest.raises(Closed, match="closed"):
         lm.perplexity(texts_of(2))
@@ -403,7 +403,7 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
         with pytest.raises(BadInput, match="prompt_lookup_num_tokens is given, but a memory answers for one"):
             lm.generate(torch.tensor([[3]]), prompt_lookup_num_tokens=2)
         lm.perplexity(texts_of(3))
-        with pytest.raises(BadInput, match="scores are of 2 rows but the hidden states before them are of shape"):
+        with pytest.raises(BadInput, match="scores have 2 rows but the hidden states of the last forward pass are"):
             lm(torch.zeros(2, 3), torch.zeros(2, V))
         with pytest.raises(BadInput, match=r"lr is 1e\+30; expected at most 10"):
             lm.fit(texts_of(5, 1), lr=1e30)

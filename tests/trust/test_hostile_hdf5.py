@@ -48,11 +48,11 @@ def endless(file: Any, outside: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (external_storage, r"x\.h5: 'train' lies in other files, which are not read"),
+        (external_storage, r"x\.h5: 'train' is stored in other files, which are not read"),
         (external_link, r"x\.h5: 'train' is a link, which is not followed; copy the array into the file"),
         (soft_link, r"x\.h5: 'train' is a link, which is not followed"),
-        (virtual, r"x\.h5: 'train' lies in other files, which are not read"),
-        (endless, r"x\.h5 says .* vectors but stores 0 bytes"),
+        (virtual, r"x\.h5: 'train' is stored in other files, which are not read"),
+        (endless, r"x\.h5 claims .* vectors but stores 0 bytes"),
     ],
 )
 def test_arrays_of_hdf5_in_other_files(tmp_path: Path, make: Callable[[Any, Path], None], match: str) -> None:
@@ -117,7 +117,7 @@ def test_a_hijacked_reader_process_cannot_harm_the_caller(
 def test_a_reader_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.h5").write_bytes(b"anything")
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    refused(tmp_path / "x.h5", r"x\.h5 cannot be read by a process of its own \(")
+    refused(tmp_path / "x.h5", r"x\.h5 cannot be read in a separate process \(")
 
 
 def test_a_reader_process_ends_with_its_caller(tmp_path: Path) -> None:

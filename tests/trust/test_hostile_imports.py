@@ -168,7 +168,7 @@ def test_irregular_files_in_a_folder_are_refused(tmp_path: Path, folder: str, pu
     deep.mkdir(parents=True)
     (tmp_path / folder / marks[folder]).write_text("{}")
     put(deep / "data.bin")
-    refused(tmp_path / folder, rf"{folder} holds 'data.bin', a link or no file; replace it by a copy")
+    refused(tmp_path / folder, rf"{folder} holds 'data.bin', no regular file; replace it by a regular file")
 
 
 def test_files_of_hugging_face_outside_of_the_folder(tmp_path: Path) -> None:

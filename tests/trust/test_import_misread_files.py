@@ -57,7 +57,7 @@ def csv_file(text: str) -> Callable[[Path], Path]:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another metric of FAISS": (
         lambda f: faiss_file(faiss.IndexFlat(2, faiss.METRIC_L1), f),
-        "a metric that softdb has",
+        "a metric that softdb does not have",
     ),
     "equal vectors kept once": (by_lists, "IndexIVFFlatDedup, of which no vectors can be read"),
     "a date after the year 9999": (far_date, r"x\.parquet, rows 0 to 0: cannot be read .*; cast the column"),

@@ -1,4 +1,4 @@
-"""Haystack's document store and retrievers on a database (`softdb[haystack]`)."""
+"""Haystack's document store and retrievers, on top of a database (`softdb[haystack]`)."""
 
 from softdb.integrations.haystack.retrievers import (
     SoftDBEmbeddingRetriever,

@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 def require_documents(documents: object, dim: int) -> list[Any]:
-    """Return the documents. Raises BadInput unless each is a Document without embedding or with one of that width."""
+    """Return the documents. Raises BadInput for other objects, and for an embedding that is not `dim` wide."""
     if not isinstance(documents, list) or not all(isinstance(doc, Document) for doc in documents):
         raise BadInput(f"documents are {shown(documents)}; expected a list of Haystack's Document")
     for doc in documents:
@@ -35,7 +35,7 @@ def require_documents(documents: object, dim: int) -> list[Any]:
 
 
 def payload_of(doc: Any) -> dict[str, Any]:
-    """Return the payload of a document."""
+    """Return the payload of the record that stores a document."""
     extras: dict[str, Any] = {}
     if doc.blob is not None:
         data = base64.b64encode(doc.blob.data).decode()
@@ -48,7 +48,7 @@ def payload_of(doc: Any) -> dict[str, Any]:
 
 
 def plain_meta(meta: object) -> dict[str, Any]:
-    """Return a document's meta. Raises BadInput unless it is a dict without softdb's own field."""
+    """Return a document's meta unchanged. Raises BadInput unless it is a dict without the field "_haystack"."""
     if not isinstance(meta, dict) or EXTRAS in meta:
         raise BadInput(f"meta is {shown(meta)}; expected a dict without the field {EXTRAS!r}, which softdb uses itself")
     return meta

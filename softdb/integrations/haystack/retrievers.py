@@ -14,7 +14,7 @@ from softdb.integrations.haystack.store import SoftDBDocumentStore
 
 
 class _Retriever:
-    """Base of the three retrievers: their settings, which the arguments of a run replace."""
+    """Base of the three retrievers. It holds the settings; arguments of `run` override them."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class _Retriever:
         self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the retriever's arguments, with those of its store."""
+        """Return the arguments of the retriever and of its store, in Haystack's form."""
         settings = {**vars(self), "filter_policy": self.filter_policy.value}
         return default_to_dict(self, **{k: v for k, v in settings.items() if not k.startswith("_")})  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """Return a retriever with the arguments of `to_dict`."""
+        """Create a retriever from the result of `to_dict`."""
         return default_from_dict(cls, data)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class _Retriever:
 
 @component
 class SoftDBEmbeddingRetriever(_Retriever):
-    """Documents nearest to the embedding of a query."""
+    """Retriever of the documents whose embeddings are nearest to a query's embedding."""
 
     @component.output_types(documents=list[Document])
     def run(
@@ -72,7 +72,7 @@ class SoftDBEmbeddingRetriever(_Retriever):
         scale_score: bool | None = None,
         return_embedding: bool = False,
     ) -> dict[str, list[Document]]:
-        """Return the documents; an argument that is given replaces the retriever's setting."""
+        """Return the documents; an argument other than None overrides the setting of the retriever."""
         settings = {**self._settings(filters, top_k, scale_score), "return_embedding": return_embedding}
         return {"documents": self.document_store.embedding_retrieval(query_embedding, **settings)}
 
@@ -81,7 +81,7 @@ class SoftDBEmbeddingRetriever(_Retriever):
 
 @component
 class SoftDBKeywordRetriever(_Retriever):
-    """Documents whose words match a query best, by BM25."""
+    """Retriever of the documents whose words match a query best, by BM25."""
 
     @component.output_types(documents=list[Document])
     def run(
@@ -91,7 +91,7 @@ class SoftDBKeywordRetriever(_Retriever):
         top_k: int | None = None,
         scale_score: bool | None = None,
     ) -> dict[str, list[Document]]:
-        """Return the documents; an argument that is given replaces the retriever's setting."""
+        """Return the documents; an argument other than None overrides the setting of the retriever."""
         return {"documents": self.document_store.bm25_retrieval(query, **self._settings(filters, top_k, scale_score))}
 
     run_async = awaited(run)
@@ -99,7 +99,7 @@ class SoftDBKeywordRetriever(_Retriever):
 
 @component
 class SoftDBHybridRetriever(_Retriever):
-    """Documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
+    """Retriever of the documents that match best by words and vectors together; see `SoftDB.search` for `fusion`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SoftDBHybridRetriever(_Retriever):
         top_k: int | None = None,
         scale_score: bool | None = None,
     ) -> dict[str, list[Document]]:
-        """Return the documents; an argument that is given replaces the retriever's setting."""
+        """Return the documents; an argument other than None overrides the setting of the retriever."""
         settings = {**self._settings(filters, top_k, scale_score), "fusion": self.fusion}
         return {"documents": self.document_store.hybrid_retrieval(query, query_embedding, **settings)}
 

@@ -44,12 +44,12 @@ class _Shared:
     """A database or cluster, and the stores of this process that use it."""
 
     def __init__(self, db: SoftDB | TableCluster, own: bool = True) -> None:
-        self.db, self.own = db, own  # `own`: closing the last store closes it
+        self.db, self.own = db, own  # `own`: closing the last store closes the database
         self.users: weakref.WeakSet[SoftDBDocumentStore] = weakref.WeakSet()
 
 
-_shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()  # writers, by path
-_lock = threading.Lock()  # of `_shared` and of the users
+_shared: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()  # open for writing, by path
+_lock = threading.Lock()  # protects `_shared` and `_Shared.users`
 
 
 class SoftDBDocumentStore:
@@ -120,7 +120,7 @@ class SoftDBDocumentStore:
 
     @property
     def db(self) -> SoftDB | TableCluster:
-        """The database, or the cluster. Raises Closed."""
+        """The open database or cluster; if it is read-only, it is refreshed. Raises Closed."""
         if self._shared is None:
             raise Closed("this document store is closed; make another")
         if self._shared.db.mode == "r":
@@ -128,7 +128,7 @@ class SoftDBDocumentStore:
         return self._shared.db
 
     def close(self) -> None:
-        """Close the store, and its database unless another store of this process uses it.
+        """Close the store. Also close its database, unless another store of this process uses the database.
 
         A cluster's handle that was passed to the store stays open.
         """
@@ -140,18 +140,18 @@ class SoftDBDocumentStore:
                     shared.db.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the store's arguments; they do not hold the documents of a store in memory."""
+        """Return the store's arguments, in Haystack's form; documents in memory are not included."""
         settings = {name: getattr(self, name) for name in ("path", "embedding_dim", "metric", "text_index", "mode")}
         fields = None if self.fields is None else list(self.fields)
         return default_to_dict(self, **settings, fields=fields)  # type: ignore[no-any-return]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SoftDBDocumentStore:
-        """Return a store with the arguments of `to_dict`."""
+        """Create a store from the result of `to_dict`."""
         return default_from_dict(cls, data)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the store: another process opens its database for reading. Raises BadInput for one in memory."""
+        """Pickle the store; unpickling opens the database for reading. Raises BadInput for a store in memory."""
         if self.path is None:
             raise BadInput("a document store in memory cannot be pickled; give it a path")
         return functools.partial(type(self), mode="r"), (self.path,)
@@ -165,7 +165,7 @@ class SoftDBDocumentStore:
     def filter_documents(self, filters: dict[str, Any] | None = None) -> list[Document]:
         """Return the documents that match, with their embeddings (float32).
 
-        They come in the order of writing; those of a cluster shard by shard.
+        Documents are in the order of writing; a cluster's documents come shard by shard.
         """
         batches = self.db.scan(where=_where(filters))
         return [document(each.id, each.text, each.payload, key=each.key) for batch in batches for each in batch]
@@ -200,7 +200,7 @@ class SoftDBDocumentStore:
             try:
                 put(ids, keys, payloads=[payload_of(doc) for doc in documents], texts=texts)
             except DuplicateId as error:
-                if policy is DuplicatePolicy.SKIP:  # another thread or handle has inserted one since
+                if policy is DuplicatePolicy.SKIP:  # another thread or handle has inserted one of them since
                     db.refresh()
                     continue
                 raise DuplicateDocument(f"{error}; or choose a policy: SKIP, OVERWRITE") from None
@@ -263,7 +263,7 @@ class SoftDBDocumentStore:
 
     @retried
     def get_metadata_field_min_max(self, metadata_field: str) -> dict[str, Any]:
-        """Return the least and largest number or text of a field; None for neither or for both kinds."""
+        """Return the least and largest number or text of a field; None without any, and if the field has both kinds."""
         values: list[Any] = [meta.get(metadata_field.removeprefix("meta.")) for meta in self._metas()]
         values = [value for value in values if isinstance(value, int | float | str)]
         if not values or len({isinstance(value, str) for value in values}) > 1:

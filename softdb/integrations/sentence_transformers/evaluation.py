@@ -40,7 +40,7 @@ class DatabaseEvaluator(BaseEvaluator):
         batch_size: number of queries encoded together.
         primary_metric: the metric by which the trainer chooses the best checkpoint.
 
-    Raises BadInput for no queries, another number of ids, ids that are not stored, a model of another width; Closed.
+    Raises BadInput without queries, for more or fewer ids than queries, unknown ids, a model of another width; Closed.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class DatabaseEvaluator(BaseEvaluator):
             writer.writerow(line)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return the entries of a model card."""
+        """Return the entries for a model card."""
         return {"queries": len(self.queries), "records": handle(self.db).core.keyed}
 
 
 class RefreshCallback(TrainerCallback):
-    """Reindexes the records of a `DatabaseLoss(encode_keys=True)` when its index is stale.
+    """Callback of the trainer that encodes and indexes the records of a `DatabaseLoss(encode_keys=True)` again.
 
     After every `every` steps of the optimizer it encodes `sample` records by the current model and measures the share
-    of the nearest records that are still candidates. If the share is below `recall`, it reindexes. The trainer's logs
+    of the nearest records that the index still finds. If the share is below `recall`, it reindexes. The trainer's logs
     show the last measurement as "index_recall" and the number of reindexes as "reindexes". Without `recall` the loss's
     own policy, `reindex=`, decides.
 
     Args:
         loss: the loss.
-        recall: least share of the nearest records that must be candidates.
+        recall: least share of the nearest records that the index must find.
         every: number of steps between measurements.
         sample: number of records that a measurement encodes.
     """

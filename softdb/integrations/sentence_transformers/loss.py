@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TEMPERATURE = 0.05  # the library's default: its losses multiply cosines by 20
-MARK = -(1 << 62)  # the first number of a label that holds rows in place of ids
-MODEL_BATCH = 32  # texts that go through the model together
-BLOCK = 512  # records that a view encodes at once
+MARK = -(1 << 62)  # first number of a label from `labelled`, whose other numbers are rows in place of ids
+MODEL_BATCH = 32  # number of texts that go through the model together
+BLOCK = 512  # number of records that a view encodes at once
 
 
 class DatabaseLoss(torch.nn.Module):
@@ -35,8 +35,8 @@ class DatabaseLoss(torch.nn.Module):
 
         loss = log Σ_i exp(s(f(x), k_i) / T) - log Σ_{i right} exp(s(f(x), k_i) / T)
 
-    `softdb.nn.retrieval_loss` of the vectors f(x) that the model f computes of a batch of texts x. The first sum is
-    over the database, not over the batch, so the loss does not depend on the batch's size, and no text of a record is
+    It is `softdb.nn.retrieval_loss` of the vectors f(x) that the model f computes from a batch of texts x. The sum Σ_i
+    is over the database, not the batch, so the loss does not depend on the batch's size, and no text of a record is
     encoded or tokenised. Give it to `SentenceTransformerTrainer(loss=…)` with a dataset of a column of texts and a
     column "label", or call it in your own loop. The stored keys and their index do not change. Cost of a step: q texts
     forward and backward through the model, and 3 q n d for the database; memory does not grow with n.
@@ -87,7 +87,7 @@ class DatabaseLoss(torch.nn.Module):
         self.k = None if k is None else check.integer(k, "k")
         check.tolerance(rtol, 0.0, 0.95, max_draws, k)
         if not encode_keys and (field is not None or reindex is not None or overfetch != 1):
-            raise BadInput("field, reindex and overfetch need encode_keys=True; give it, or leave them out")
+            raise BadInput("field, reindex and overfetch need encode_keys=True; give all, or none of them")
         if encode_keys and rtol is not None:
             raise BadInput("rtol estimates over stored keys, which encode_keys does not use; give only one of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where
@@ -125,7 +125,7 @@ class DatabaseLoss(torch.nn.Module):
         )  # fmt: skip
 
     def _ids(self, labels: Any) -> Any:
-        """Return the ids of labels, one or several for each query."""
+        """Convert labels to ids, one or several for each query. Raises BadInput."""
         if labels is None:
             raise BadInput("there are no labels; give the ids of the right records as the dataset's column 'label'")
         if not isinstance(labels, Tensor):
@@ -136,8 +136,8 @@ class DatabaseLoss(torch.nn.Module):
             return labels.tolist()
         if labels.shape[1] < 2 or not bool((labels[:, 0] == MARK).all()):
             raise BadInput(
-                f"labels have shape {tuple(labels.shape)}; expected (q,) int ids, or what labelled(dataset, db, "
-                "column) makes of ids that are str, or several for a query"
+                f"labels have shape {tuple(labels.shape)}; expected (q,) int ids, or, for str ids or several ids for a "
+                "query, labels from labelled(dataset, db, column)"
             )
         rows = labels[:, 1:].cpu().numpy()
         known = self.db.core.store.read(np.unique(rows[rows >= 0]), payloads=False)
@@ -203,8 +203,8 @@ class _TrainedModel(torch.nn.Module):
 def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
     """Return the dataset with its column of ids replaced by labels for `DatabaseLoss`.
 
-    The ids may be str or int, one or a list for each query; this call looks them up. As a tensor cannot hold str, the
-    labels are the records' permanent row numbers after a mark.
+    The ids may be str or int, one or a list for each query. As a tensor cannot hold str, this call looks up the rows of
+    the records: a label is the number `MARK`, followed by rows.
 
     Raises BadInput for an empty dataset, a missing column, a query without an id, and ids that are not stored.
     """
@@ -223,7 +223,7 @@ def labelled(dataset: Dataset, db: SoftDB, column: str) -> Dataset:
 
 
 def require_model(model: object, db: object, width: str | None = None) -> None:
-    """Raise BadInput unless these are a SentenceTransformer and an open database, with `width` of the same width."""
+    """Raise BadInput for another class of `model` or `db` or, if `width` is given, for vectors of different widths."""
     handle = _require(db)
     if not isinstance(model, SentenceTransformer):
         raise BadInput(f"model is {shown(model)}; expected a SentenceTransformer")

@@ -23,9 +23,9 @@ from softdb.scoring import unit
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TEXT_BATCH = 4096  # records whose texts are read together
-CHUNK = 1024  # queries compared at once: CHUNK times n scores in memory
-ROUNDING = 1e-6  # rounding error of a float32 vector's length
+TEXT_BATCH = 4096  # number of records whose texts are read together
+CHUNK = 1024  # number of queries compared at once: CHUNK · n scores are in memory
+ROUNDING = 1e-6  # largest rounding error of the length of a float32 vector
 _KNOWN = inspect.signature(util.mine_hard_negatives).parameters
 
 
@@ -62,7 +62,7 @@ def mine_hard_negatives(
             and cache_folder, which concern the embedding of the corpus.
 
     Cost: q queries through the model, and q n d. Raises BadInput for arguments that the library does not know or
-    refuses, an empty dataset, texts of no record, and a model of another width; Closed.
+    refuses, an empty dataset, texts that no record has, and a model of another width; Closed.
     """
     require_model(model, db, "dim")
     if unknown := sorted(set(options) - set(_KNOWN)):
@@ -81,8 +81,8 @@ def mine_hard_negatives(
     needed = wanted if corpus is None else [*dict.fromkeys([*corpus, *wanted])]
     if missing := [text for text in needed if text not in row_of]:
         raise BadInput(
-            f"{len(missing)} texts, such as {shown(missing[0])}, are of no record with a key; insert them, or name "
-            "the field of the records' texts by field="
+            f"{len(missing)} texts, such as {shown(missing[0])}, belong to no record with a key; insert such records, "
+            "or name the field that holds the texts by field="
         )
     stored = _StoredCorpus(model, db, row_of, _depth(dataset, options) if use_faiss else None, where)
     try:
@@ -114,7 +114,7 @@ def _depth(dataset: Dataset, options: dict[str, Any]) -> int:
 
 
 class _StoredCorpus:
-    """A model for the library's function, which looks documents up in the database in place of encoding them."""
+    """A model for the library's function; for documents it returns their stored keys in place of encoding them."""
 
     def __init__(
         self, model: SentenceTransformer, db: SoftDB, row_of: dict[str, int], depth: int | None, where: Any
@@ -140,13 +140,13 @@ class _StoredCorpus:
         return keys
 
     def similarity(self, queries: Any, keys: Tensor) -> Tensor:  # (q, d), (n, d) -> (q, n)
-        """Return the model's similarity; with an index -inf for documents that the index does not find."""
+        """Return the model's similarities; if an index is used, -inf for documents that the index does not find."""
         if self._depth is None:
             return self._model.similarity(queries, keys)  # type: ignore[no-any-return]
         queries = torch.as_tensor(queries)
         rows = self._db.search(queries, min(self._depth, len(keys)), where=self._where).rows.numpy()  # (q, k)
         places = np.searchsorted(self._rows, rows).clip(max=len(keys) - 1)
-        i, j = np.nonzero(self._rows[places] == rows)  # drops records whose text an earlier record has
+        i, j = np.nonzero(self._rows[places] == rows)  # omits records with the same text as an earlier one
         columns = self._order[places[i, j]]
         scores = torch.full((len(queries), len(keys)), -torch.inf)
         scores[i, columns] = self._model.similarity_pairwise(queries[i], keys[columns]).cpu()

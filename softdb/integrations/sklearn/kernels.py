@@ -24,7 +24,7 @@ KERNELS: dict[str, type[Kernel]] = {  # by scikit-learn's names
     "gaussian": Gaussian, "tophat": Boxcar, "epanechnikov": Epanechnikov, "exponential": Laplacian,
     "linear": Triangular,
 }  # fmt: skip
-MAX_SEARCHED = 2048  # samples in the leave-one-out search for a bandwidth
+MAX_SEARCHED = 2048  # largest number of samples in the leave-one-out search for a bandwidth
 
 
 class NadarayaWatsonRegressor(TargetEstimator):
@@ -32,16 +32,16 @@ class NadarayaWatsonRegressor(TargetEstimator):
 
         ŷ(x) = Σ_i K(‖(x - x_i) / h‖) y_i / Σ_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964)
 
-    `fit` searches one h by `softdb.scores.leave_one_out`, among more than 2,048 samples on an evenly spaced subset of
-    them. Then training through the database (`softdb.nn.KernelRegressor`) refines the h of more than 2,048 samples, or
-    with `per_coordinate` an h for each coordinate: uninformative coordinates get a wide one. The prediction is NaN
-    where a compact kernel reaches no sample.
+    `fit` finds one h by `softdb.scores.leave_one_out`. Of more than 2,048 samples it uses an evenly spaced subset, and
+    then refines h by training through the database (`softdb.nn.KernelRegressor`). With `per_coordinate` this training
+    always follows, and gives uninformative coordinates a wide h. The prediction is NaN where a compact kernel reaches
+    no sample.
 
     Args:
         kernel: "gaussian", "exponential", "epanechnikov", "linear" or "tophat".
         bandwidth: h, or one for each coordinate; None: learnt by `fit`.
         per_coordinate: learn an h for each coordinate.
-        steps, learning_rate, batch_size, random_state: of that training, by Adam.
+        steps, learning_rate, batch_size, random_state: settings of that training, by Adam.
         path: a new directory for the database; None: in memory.
 
     Attributes: `bandwidth_` (a number or (d,)), `db_`, `n_samples_fit_`, `n_features_in_`. See
@@ -70,7 +70,7 @@ class NadarayaWatsonRegressor(TargetEstimator):
         self.random_state, self.path = random_state, path
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
-        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn h.
+        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database; learn the bandwidth.
 
         Raises BadInput for invalid settings, and if no bandwidth can be learnt: all samples are equal, a compact
         kernel does not reach from each sample to another, or "tophat" with `per_coordinate`.
@@ -83,7 +83,7 @@ class NadarayaWatsonRegressor(TargetEstimator):
             )
         samples, targets = self._pairs(X, y, reset=True, ensure_min_samples=1 if h is not None else 2)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
-            raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give one, or one for each")
+            raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give 1, or as many as X")
         values = halves(targets)
         if h is None:
             h = _searched(rounded(samples), targets, kind)
@@ -206,7 +206,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         return samples
 
     def _index(self) -> None:
-        """Build the index for the draws of `rtol`."""
+        """Build the index through which samples are drawn if `rtol` is above 0."""
         if self.rtol:
             self.db_.build_index("ivf")
 
@@ -227,7 +227,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
 
 
 def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> torch.Tensor:  # ()
-    """Return the bandwidth of least leave-one-out error, on an evenly spaced subset of many samples."""
+    """Return the bandwidth with the least leave-one-out error; at most MAX_SEARCHED of the samples are used."""
     n, d = X.shape
     subset = np.unique(np.linspace(0, n - 1, min(n, MAX_SEARCHED), dtype=np.int64))
     h = leave_one_out(torch.from_numpy(X[subset]), torch.from_numpy(y[subset]), kind)

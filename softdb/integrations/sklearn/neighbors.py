@@ -22,11 +22,11 @@ from softdb.errors import BadInput
 from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, joined, rounded
 from softdb.scoring import weighting
 
-MAX_LEFT_OUT = 1024  # samples whose leave-one-out predictions give the temperature
-MAX_MASK = 1 << 26  # bools in the mask of those predictions
+MAX_LEFT_OUT = 1024  # largest number of samples whose leave-one-out predictions determine the temperature
+MAX_MASK = 1 << 26  # largest number of bools in the mask of those predictions
 WEIGHTS = ("softmax", "uniform", "sparsemax", "entmax15", "argmax")
 METRICS = {"euclidean": "l2", "cosine": "cosine"}
-SPAN, STEPS = (-20.0, 4.0), 13  # grid of log T less the log of the mean squared distance: its range and its size
+SPAN, STEPS = (-20.0, 4.0), 13  # grid of log(T / mean squared distance): its range, its number of points
 
 
 class _Neighbors(SampleEstimator):
@@ -73,7 +73,7 @@ class _Neighbors(SampleEstimator):
         return csr_matrix((data, rows.ravel(), starts), shape=(len(rows), self.n_samples_fit_))
 
     def _count(self, n_neighbors: object, among: int = 0) -> int:
-        """Return k. Raises BadInput if it exceeds the number of samples less `among`."""
+        """Return k as an int. Raises BadInput if k exceeds the number of samples minus `among`."""
         count = integer(n_neighbors, "n_neighbors")
         if count > self.n_samples_fit_ - among:
             others = f"n_samples = {self.n_samples_fit_} to choose from{', each without itself' if among else ''}"
@@ -86,7 +86,7 @@ class _Neighbors(SampleEstimator):
 
 
 class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Neighbors):
-    """Transformer of X to the sparse graph of its nearest samples, equal to scikit-learn's KNeighborsTransformer.
+    """Transformer from X to a sparse graph of each row's nearest samples, like scikit-learn's KNeighborsTransformer.
 
     The graph is for estimators with metric="precomputed": KNeighborsClassifier, DBSCAN, TSNE, Isomap. In mode
     "distance" a sample counts as its own neighbour, so each row has n_neighbors + 1 entries.
@@ -133,10 +133,10 @@ class KNeighborsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _
 
 
 class _SoftNeighbors(_Neighbors):
-    """An estimator by the mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
+    """An estimator that predicts the mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
 
     temperature_: float
-    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # of predictions and true values
+    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # loss of predictions (b, v), given the true values
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _SoftNeighbors(_Neighbors):
         return math.exp(_least(lambda log: self._loss(predict(math.exp(log)).double().numpy(), true), math.log(spread)))
 
     def _leave_one_out(self, keys: Tensor, positions: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
-        """Return a function from T to predictions for samples by all other samples, or by the k nearest of them."""
+        """Return a function from T to predictions for samples, each from all other samples or from the k nearest."""
         n, weigher = self.n_samples_fit_, weighting(self.weights)
         if self.n_neighbors is None:
             others = torch.ones(len(keys), n, dtype=torch.bool)
@@ -220,8 +220,8 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         recall: None compares every sample; a share such as 0.95 builds an index for the k nearest.
         path: a new directory for the database; None: in memory.
 
-    Kernels answer X of float32 in float32, several times as fast as any other X, which is answered in float64. Samples
-    are stored in float32: scale data that need more digits.
+    X in float32 is answered in float32, several times as fast as X in another dtype, which is answered in float64.
+    Samples are stored in float32: scale data that need more digits.
     Attributes: `classes_`, `temperature_`, `db_`, `n_samples_fit_`, `n_features_in_`.
 
     >>> import numpy as np
@@ -233,14 +233,14 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     classes_: NDArray[Any]
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsClassifier:
-        """Insert the samples (n, d) and their classes (n,) into a new database, and learn T. Raises BadInput."""
+        """Insert the samples (n, d) and classes (n,) into a new database; learn the temperature. Raises BadInput."""
         samples, labels = self._samples(X, y, reset=True)
         self.classes_, codes = np.unique(labels, return_inverse=True)
         self._start(samples, codes.astype(np.int64), num_classes=len(self.classes_))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> SoftKNeighborsClassifier:
-        """Add samples. Only the first call learns T; without a preceding `fit` it must name all `classes`.
+        """Add samples. Only the first call learns the temperature; without `fit` before, it must name all `classes`.
 
         Raises BadInput for a class that the first call did not name, before it adds anything.
         """
@@ -265,7 +265,7 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         return means / means.sum(axis=1, keepdims=True)  # type: ignore[no-any-return]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (q, d) -> (q,)
-        """Return the most probable class, the first of ties."""
+        """Return the most probable class; of equally probable classes the first."""
         best = self._means(X).argmax(axis=1)  # before `classes_`: raises NotFittedError without a `fit`
         return self.classes_[best]  # type: ignore[no-any-return]
 
@@ -293,13 +293,13 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database, and learn T."""
+        """Insert the samples (n, d) and targets (n,) or (n, outputs) into a new database; learn the temperature."""
         samples, targets = self._pairs(X, y, reset=True)
         self._start(samples, halves(targets))
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Add samples. Only the first call learns T. Raises BadInput for targets of another width."""
+        """Add samples. Only the first call learns the temperature. Raises BadInput for targets of another width."""
         if not hasattr(self, "db_"):
             return self.fit(X, y)
         samples, targets = self._pairs(X, y, reset=False)
@@ -315,7 +315,7 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
 
 
 def _least(loss: Callable[[float], float], middle: float) -> float:
-    """Return the log T of the least loss: a grid, then a bounded search between the neighbours of its minimum."""
+    """Return the log T with the least loss: search a grid, then between the neighbours of the best grid point."""
     grid = middle + np.linspace(*SPAN, STEPS)
     losses = [loss(log) for log in grid]
     best = int(np.argmin(losses))

@@ -15,7 +15,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.opening import open as open_database
 
-FLOATS = [np.float64, np.float32]  # dtypes of X; any other becomes the first
+FLOATS = [np.float64, np.float32]  # allowed dtypes of X; any other dtype is converted to the first
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -59,7 +59,7 @@ class SampleEstimator(BaseEstimator):
         self._index()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the data of a database in memory, or the path of one on disk, unpickled for reading."""
+        """Return the state for a pickle: a database in memory is pickled as its data, another database as its path."""
         state: dict[str, Any] = super().__getstate__()
         db = state.get("db_")
         if db is None or db.path is not None:
@@ -86,7 +86,7 @@ class SampleEstimator(BaseEstimator):
 
 
 class TargetEstimator(RegressorMixin, SampleEstimator):
-    """A regressor for one output or several; the values of the records are the `halves` of the targets."""
+    """A regressor for one output or several; the records' values are the targets, as `halves` represents them."""
 
     def _pairs(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **kwargs: Any
@@ -107,14 +107,14 @@ class TargetEstimator(RegressorMixin, SampleEstimator):
 
 
 def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)
-    """Return X rounded to float32, in its own dtype, so that a stored sample is equal to itself. Raises BadInput."""
+    """Return X rounded to float32, but in its own dtype, so that a sample equals its stored copy. Raises BadInput."""
     if X.size and np.abs(X).max() > MAX_FLOAT32:
         raise BadInput(f"X reaches {np.abs(X).max():.3g}, and keys are float32, at most {MAX_FLOAT32:.3g}; scale it")
     return X if X.dtype == np.float32 else X.astype(np.float32).astype(X.dtype)
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
-    """Return numbers in float32 and their rounding errors, to pool them precisely in float64. Raises BadInput."""
+    """Return y as float32 columns: the rounded values, then the rounding errors. Raises BadInput."""
     if y.size and np.abs(y).max() > MAX_FLOAT32:
         raise BadInput(f"y reaches {np.abs(y).max():.3g}, and values are float32, at most {MAX_FLOAT32:.3g}; scale it")
     high = y.astype(np.float32)
@@ -122,6 +122,6 @@ def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
 
 
 def joined(pooled: NDArray[Any]) -> NDArray[np.float64]:  # (q, 2 v) -> (q, v)
-    """Return the sums of both halves."""
+    """Undo `halves`: return the pooled values plus the pooled rounding errors."""
     high, low = np.split(pooled.astype(np.float64), 2, axis=1)
     return high + low

@@ -1,4 +1,4 @@
-"""Tokens of texts, windows of tokens, the hidden states that enter a model's output head, and the database of them."""
+"""Functions for the kNN-LM: tokens of texts, windows of tokens, hidden states, and the database that stores these."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from softdb.nn.encoded import evaluating
 
 Text: TypeAlias = "str | Sequence[int]"
 
-MAX_CONTEXT = 1024  # tokens in a window, also for models with a longer context
-COMMIT = 1 << 14  # tokens of complete texts in a commit
+MAX_CONTEXT = 1024  # largest number of tokens in a window, also for models with a longer context
+COMMIT = 1 << 14  # a commit stores whole texts until they have this number of tokens
 SAMPLE = 256  # number of stored keys whose distances give the first temperature
-NEAR = 8  # rank of the neighbour whose distance is used
+NEAR = 8  # rank of the neighbour whose distance gives the first temperature
 
 
 class Window(NamedTuple):
@@ -31,7 +31,7 @@ class Window(NamedTuple):
 
 
 class HiddenStates:
-    """An encoder whose vector of a text is the hidden state after its last token. Its name identifies the model."""
+    """An encoder from a text to the model's hidden state after the text's last token. `name` identifies the model."""
 
     def __init__(self, model: Any, tokenizer: Any, head: torch.nn.Module) -> None:
         self.model, self.tokenizer, self.head = model, tokenizer, head
@@ -53,7 +53,7 @@ class HiddenStates:
 
 
 class _Reached(Exception):
-    """Raised by the hook to skip the head once it has the hidden states."""
+    """Exception by which the hook ends a forward pass before the head, once the hidden states are known."""
 
 
 @torch.no_grad()
@@ -86,8 +86,8 @@ def head_of(model: Any, tokenizer: Any) -> Any:
         raise BadInput(f"{name} has no output head that predicts the next token; load it with AutoModelForCausalLM")
     if tokenizer is not None and len(tokenizer) > len(weight):
         raise BadInput(
-            f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own, or "
-            "resize_token_embeddings first"
+            f"the tokenizer has {len(tokenizer)} tokens but the head of {name} {len(weight)}; give the model's own "
+            "tokenizer, or call resize_token_embeddings first"
         )
     return head
 
@@ -118,7 +118,7 @@ def tokens_of(texts: Any, tokenizer: Any, head: Any) -> list[list[int]]:
 
 
 def windows_of(tokens: list[list[int]], context: int) -> list[Window]:
-    """Split texts into windows; each token but a text's first is predicted once, after half a context or more."""
+    """Split texts into windows that overlap by half a context; each token but a text's first is predicted once."""
     windows = []
     for ids in tokens:
         start, first = 0, 1
@@ -141,7 +141,7 @@ def prompts_of(texts: Sequence[str], tokenizer: Any, head: Any) -> list[list[int
 
 
 def padded(tokens: list[list[int]], device: Any, left: bool = False) -> dict[str, Tensor]:  # b lists -> (b, t)
-    """Return the arguments of a model, padded right, or left for generation."""
+    """Return token ids and their mask for a model, padded on the right, or with `left` (to generate) on the left."""
     input_ids, mask = torch.zeros(2, len(tokens), max(map(len, tokens)), dtype=torch.int64)
     for ids, id_row, mask_row in zip(tokens, input_ids, mask, strict=True):
         used = slice(len(id_row) - len(ids), None) if left else slice(len(ids))
@@ -150,7 +150,7 @@ def padded(tokens: list[list[int]], device: Any, left: bool = False) -> dict[str
 
 
 def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tuple[Tensor, list[int]]:
-    """Return keys (m, d) and labels (m,) of texts, in their order."""
+    """Return the keys (m, d) and labels (m,) of the records for texts, in the order of the texts' tokens."""
     windows = windows_of(tokens, context_of(model))
     order = sorted(range(len(windows)), key=lambda i: len(windows[i].tokens))
     keys: list[Tensor] = [torch.empty(0)] * len(windows)
@@ -163,7 +163,7 @@ def records_of(model: Any, head: Any, tokens: list[list[int]], size: int) -> tup
 
 
 def unstored(db: SoftDB, tokens: list[list[int]], lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of texts to store in a commit each, without those that are in the database already."""
+    """Yield ranges (low, high) of texts that the database lacks; each range is for one commit. Raises BadInput."""
     low, start, stored = 0, 0, len(db)
     if stored > sum(lengths):
         raise BadInput(f"the database holds {stored} records but these texts make {sum(lengths)}; give another path")

@@ -44,7 +44,7 @@ from softdb.scoring import NegativeL2
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-QUERIES = 512  # hidden states in a soft query
+QUERIES = 512  # number of hidden states in one soft query
 MAX_LR = 10.0  # Adam changes log T and the logit of λ by about lr in a step
 
 
@@ -103,7 +103,7 @@ class KNNLanguageModel(LogitsProcessor):
 
     Args:
         model: a causal model with an output head, such as AutoModelForCausalLM loads; it is not trained.
-        db: a database as from `from_corpus`: keys of the width of the head's input, num_classes the vocabulary's size.
+        db: a database as `from_corpus` creates: its keys are as wide as the head's input, its classes are the tokens.
         tokenizer: the model's tokenizer; without it texts are lists of token ids.
         k: sum over the k nearest records, as the paper does; rtol: estimate the sum over all records to a tolerance,
             which is cheaper with an index; neither: sum over all records exactly.
@@ -210,7 +210,7 @@ class KNNLanguageModel(LogitsProcessor):
         return torch.cat(blocks)
 
     def perplexity(self, texts: Sequence[Text], *, memory: bool = True, batch_size: int = 8) -> float:
-        """Return exp of the mean -log p over every token but each text's first; with `memory=False` the model's.
+        """Return exp of the mean -log p over all tokens but each text's first; with `memory=False` p is p_model.
 
         Raises BadInput for texts without a token to predict.
         """
@@ -236,7 +236,7 @@ class KNNLanguageModel(LogitsProcessor):
             loss = mean over tokens of -log(λ p_memory(y | h) + (1 - λ) p_model(y | h)),  by Adam
 
         The gradient to T goes through the soft query: exact, over the k nearest, or drawn, as the class was set up.
-        Texts of the database itself would have distance 0 to it and teach λ = 1. The model does not change.
+        Texts that are in the database would have distance 0 to its records, and teach λ = 1. The model does not change.
 
         Args:
             texts: some thousand tokens are enough; memory holds their hidden states, d numbers each.
@@ -331,8 +331,8 @@ class KNNLanguageModel(LogitsProcessor):
         if self._hidden is None or self._hidden.ndim != 3 or len(self._hidden) != len(scores):
             states = "none" if self._hidden is None else f"of shape {tuple(self._hidden.shape)}"
             raise BadInput(
-                f"scores are of {len(scores)} rows but the hidden states before them are {states}; expected one row "
-                "each from a forward pass of this model just before, not closed"
+                f"scores have {len(scores)} rows but the hidden states of the last forward pass are {states}; call "
+                "generate with this model, before close()"
             )
         logs = self.log_probs(self._hidden[:, -1], scores).to(scores)
         return logs.masked_fill(scores == -torch.inf, -torch.inf)

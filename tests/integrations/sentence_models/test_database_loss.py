@@ -174,7 +174,7 @@ def test_a_model_of_another_width_is_refused(model: SentenceTransformer, db: sof
     [
         (None, "there are no labels"),
         (torch.ones(2), "dtype torch.float32"),
-        (torch.tensor([[1, 2], [3, 4]]), "what labelled"),
+        (torch.tensor([[1, 2], [3, 4]]), "labels from labelled"),
         (["r1"], "positives are 1 for 2 queries"),
         ([["r1"], []], "query 1 has no positives"),
     ],

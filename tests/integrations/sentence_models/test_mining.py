@@ -85,7 +85,7 @@ def test_bad_input(model: SentenceTransformer, db: softdb.SoftDB) -> None:
         ({"cache_folder": "there"}, "embed the corpus, which is stored already"),
         ({"output_format": "pairs"}, "Invalid output_format"),
         ({"num_negatives": 0}, "num_negatives must be at least 1"),
-        ({"corpus": ["w1 w2 nowhere"]}, "1 texts, such as 'w1 w2 nowhere', are of no record"),
+        ({"corpus": ["w1 w2 nowhere"]}, "1 texts, such as 'w1 w2 nowhere', belong to no record"),
         ({"corpus": ["w1"], "use_faiss": True}, "the index searches all records"),
         ({"field": "gloss"}, "record 'r0' has no text"),
     ):

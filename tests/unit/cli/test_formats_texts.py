@@ -245,7 +245,7 @@ def test_a_text_may_be_the_id_and_only_null_means_none(tmp_path: Path) -> None:
 
 def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "keys.npy", VECTORS)
-    with pytest.raises(softdb.BadInput, match=r"keys.npy holds no texts; leave out the text 'text'"):
+    with pytest.raises(softdb.BadInput, match=r"keys.npy holds no texts; do not name a text \('text'\)"):
         read_records(tmp_path / "keys.npy", fields=Fields(text="text"))
     with pytest.raises(softdb.BadInput, match=r"record 'r0': field 'no' is None, not a text; its fields are \['text'"):
         list(read_records(of_qdrant(tmp_path), fields=Fields(text="no")))
