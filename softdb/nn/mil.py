@@ -62,7 +62,7 @@ class MILPooling(torch.nn.Module):
                 f"bags have shape {tuple(bags.shape)}; expected (b, n, {self.dim}); pad short bags, and pass their "
                 "lengths as valid_len"
             )
-        # the scores are the keys, and the query of each bag is 1, so that its dot product with a key is the score
+        # keys are the scores and queries are 1, so that the dot product of query and key is the score
         ones = bags.new_ones(len(bags), 1, 1)
         pooled = attention(ones, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
         return pooled.output.squeeze(1), pooled.weights.squeeze(1)

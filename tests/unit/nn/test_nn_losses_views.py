@@ -120,7 +120,7 @@ def test_losses_of_answers_take_views_and_memories() -> None:
 def test_what_views_and_memories_do_not_take_is_said() -> None:
     db, _, queries, positives = small()
     view, memory = nn.View(db, torch.nn.Linear(4, 4), metric="dot"), nn.Memory(db)
-    with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or ask the database"):
+    with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or pass its database"):
         retrieval_loss(view, queries, positives, rtol=0.1)
     with pytest.raises(BadInput, match="a Memory takes no where"):
         info_nce(memory, queries, positives, where={"a": 1})
