@@ -153,7 +153,7 @@ class Attention(torch.nn.MultiheadAttention):
         if self.db is None:
             if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
                 raise BadInput(
-                    "where, k, rtol, generator or temperature are given without a database; leave them out, or pass db="
+                    "where, k, rtol, generator or temperature are given without a database; leave them out or pass one"
                 )
             if key is None or value is None:
                 raise BadInput("key or value is missing; give both, or make the module with a database")

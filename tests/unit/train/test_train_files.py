@@ -88,7 +88,7 @@ def test_an_id_of_a_table_is_what_the_database_knows(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=r"'7' \(p\.jsonl line 1\)"):  # typed: 7 and "7" differ
             pairs.resolve(db)
         pairs = read_pairs(write(path, "query\tpositives".replace("\t", ","), 'x,"r1, r2"'))
-        with pytest.raises(BadInput, match=r"'r1, r2' \(p\.csv line 2\); insert .*; several ids are a JSON list"):
+        with pytest.raises(BadInput, match=r"'r1, r2' \(p\.csv line 2\); insert .*; write several ids as a JSON list"):
             pairs.resolve(db)
         pairs = read_pairs(write(tmp_path / "p.jsonl", "", {"query": [1, 2], "positives": 8}))
         with pytest.raises(BadInput, match=r"p\.jsonl line 2: the query has 2 numbers but this database is 1 wide"):
