@@ -66,7 +66,7 @@ class Core(Protocol[S]):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory or several directories."""
+        """Directory of the database; None for a database in memory, or a cluster with several directories."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class Core(Protocol[S]):
         """Raise Closed after `close`."""
 
     def encoder(self) -> check.Encoder | None:
-        """Return the encoder of the keys, or None."""
+        """Return the encoder of the keys; None if no encoder is known."""
 
     def stored(self, ids: list[Id]) -> Allowed:  # n -> (n,)
         """Return True for each id that is stored, with a key or without."""
@@ -126,7 +126,7 @@ class Core(Protocol[S]):
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, Allowed | None, Tensor | None, S]:
-        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
 
     def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
         """Convert the error of a device to DeviceFailed."""

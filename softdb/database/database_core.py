@@ -73,7 +73,7 @@ class DatabaseCore(Core[Stored]):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory."""
+        """Directory of the database; None for a database in memory."""
         return self.store.path
 
     @property
@@ -208,7 +208,7 @@ class DatabaseCore(Core[Stored]):
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, NDArray[np.bool_] | None, Tensor | None, Stored]:
-        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
 
         def prepare() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
             tensor = self.as_queries(queries, width)
@@ -302,7 +302,7 @@ class DatabaseCore(Core[Stored]):
                 yield self.records(snapshot, [entries[row] for row in batch.tolist() if row in entries])
 
     def records(self, snapshot: Snapshot, entries: list[RecordEntry]) -> Records:
-        """Join catalogue entries with the keys and values of a snapshot."""
+        """Join entries of the catalogue with their keys and values in a snapshot."""
         schema, rows = self.store.schema, np.array([entry.row for entry in entries], np.int64)
         keyed = snapshot.keyed(rows)
         positions = np.where(keyed, snapshot.positions(rows), -1)

@@ -33,7 +33,7 @@ D = TypeVar("D", bound="SoftDB")
 class SoftDB(Verbs):
     """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
-    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
+    Made by `softdb.open`. Safe to use from several threads, and a context manager. Its methods take batches.
     """
 
     core: DatabaseCore  # the interface for other folders of softdb
@@ -45,7 +45,7 @@ class SoftDB(Verbs):
 
     @property
     def mode(self) -> str:
-        """ "rw", or "r" for a handle that only reads."""
+        """Access mode: "rw", or "r" for a handle that only reads."""
         return self._store.mode
 
     @property
@@ -59,13 +59,13 @@ class SoftDB(Verbs):
 
     @property
     def generation(self) -> int:
-        """Number that grows with every change; of a reader, the generation that it sees until `refresh()`."""
+        """Number of the newest commit that this handle sees. A reader sees later commits only after `refresh()`."""
         self._store.require_open()
         return self._store.snapshot.generation
 
     @verb
     def refresh(self) -> int:
-        """See the commits of other processes, and return the generation. A writer's handle is always current."""
+        """Make other processes' commits visible, and return the generation. A writer's handle is always current."""
         self._finder.refresh()
         return self._store.refresh()
 

@@ -85,13 +85,13 @@ class Questions:
                 have gradients. Answers are in the queries' precision; a list is float32.
             k: number of records, default 10; not with `radius`.
             texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
-                Texts are q str. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
+                Pass q texts. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
                 without a key. "hybrid": the best of `fetch_k` (default 4 k) records by text and as many by vector.
                 "vector": embed the texts with the encoder. None: "vector" for queries alone; for texts "hybrid" with
                 queries or an encoder, else "text". With mode "text" or "hybrid" the texts may be given as queries.
-            fusion: of "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's, each
-                scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or a
-                weight w, a number or a tensor to learn: score + w BM25.
+            fusion: for mode "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's,
+                each scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or
+                a weight w, a number or a tensor to learn: score + w BM25.
             where: a filter on the payload; see `softdb.filters.grammar`.
             exact: ignore the index and compare all records.
             radius: in place of k, find every record that is near enough, always exactly: for "l2" a largest distance,
@@ -109,7 +109,7 @@ class Questions:
             group_size: number of best records of each group, default 1, group after group; the answer is as wide as
                 the query with the most hits.
 
-        Cost: q n d without an index (or few matches); with one, its probes and exact scores of some 100 candidates.
+        Cost: q n d without an index, or if few records match; with an index, its probes and about 100 exact scores.
 
             db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
             db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records

@@ -30,7 +30,7 @@ class Verbs(Questions):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory."""
+        """Directory of the database; None for a database in memory."""
         return self.core.path
 
     @property
@@ -178,7 +178,7 @@ class Verbs(Questions):
     def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
         """Yield all records, or those that match a filter, in batches, in the order of their last insertion.
 
-        The scan yields the records of its start, except those deleted or replaced before the scan reached them.
+        The scan yields the records that were stored when it began, except those deleted or replaced before their turn.
         """
         return self.core.scan(check.integer(batch_size, "batch_size"), where)
 
@@ -215,6 +215,6 @@ class Verbs(Questions):
     def scan_arrow(self, batch_size: int = 10_000, where: dict[str, Any] | None = None) -> Any:
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
-        The reader gives the records of its start, as `scan` does.
+        As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
         """
         return arrow.reader(self.core, self.scan(batch_size, where))

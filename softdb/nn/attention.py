@@ -214,7 +214,7 @@ class Attention(torch.nn.MultiheadAttention):
         self,
         db: Verbs,
         pooled: Pooled,
-        weights: Tensor,  # (q·h, k + states - 1), whose sums may differ from 1
+        weights: Tensor,  # (q·h, k + number of learnt keys), whose sums may differ from 1 after dropout
         states: Sequence[State],
     ) -> Tensor:  # (q·h, head_dim)
         """Return W_v Σ w v + (Σ w) b_v of each head over candidates and learnt keys, with the weights after dropout."""
@@ -330,7 +330,7 @@ class Attention(torch.nn.MultiheadAttention):
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return list(zip(weights, biases, strict=True))
 
-    def _heads(self, query: Tensor) -> Tensor:  # (N, L, E) -> (N·L, heads, head_dim) divided by √head_dim, float32+
+    def _heads(self, query: Tensor) -> Tensor:  # (N, L, E) -> (N·L, heads, head_dim) / √head_dim, at least float32
         q: Tensor = F.linear(query.flatten(0, 1), *self._projections()[0])
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.5
         return q.view(-1, self.num_heads, self.head_dim)
@@ -344,7 +344,7 @@ def _with_bias(column: Tensor, bias: Tensor) -> Tensor:  # (N, heads, S, ·), (1
     return torch.cat([column, bias.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
 
 
-def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + states - 1)
+def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + number of learnt keys)
     """Return the weights of candidates and learnt keys, in that order, that sum to 1 over both together."""
     lses = torch.stack([state.lse for state in states], dim=1)
     shares, _ = softmax(lses, 1.0, lses > -torch.inf)

@@ -16,7 +16,7 @@ from softdb.errors import BadInput
 
 
 class Masks(NamedTuple):
-    """Blocked positions, and the numbers to add to scores; each (N or 1, heads or 1, L or 1, n) or None."""
+    """Records that queries may not attend to, and numbers to add to scores; each (N or 1, heads or 1, L or 1, n)."""
 
     blocked: Tensor | None  # bool
     added: Tensor | None  # floating

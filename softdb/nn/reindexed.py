@@ -33,7 +33,7 @@ class Reindexed(torch.nn.Module, ABC):
     policy: Policy
     steps: int  # training steps so far
     _stale: StaleIndex
-    _since: int  # last step at which candidates became current without a reindexing
+    _since: int  # last step at which candidates became current otherwise, by a commit
     _build: Build[ReindexReport] | None  # reindexing that runs in the background
     _last_queries: Tensor | None  # the latest queries, for `measure`
     _recall: float | None  # result of the latest `measure`

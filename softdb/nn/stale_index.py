@@ -61,7 +61,7 @@ class Version:
         return None if self.index is None else Searcher(self.index)
 
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
-        """Return the mask of vectors whose records are live and allowed, the same object each time, as indexes need."""
+        """Return the mask of vectors whose records are live and allowed. Cached: indexes compare masks by identity."""
         mask = snapshot.live if allowed is None else allowed
 
         def computed() -> Live:
@@ -95,7 +95,7 @@ class Version:
         return np.where(places < 0, -1, self.rows[places])
 
     def draw(self, drawing: Drawing, keep: Live | None = None) -> tuple[Rows, Floats] | None:  # (n,) -> (q, w), (q, w)
-        """Draw rows (-1 = none) with probabilities p by the index's codes; return them and log(1 / p); None without."""
+        """Draw rows by the index's codes; return rows (-1 = none) and log(1 / probability); None without codes."""
         sketches = None if self.index is None else self.index.sketches
         if self._searcher is None or not isinstance(sketches, Sketches) or not isinstance(self.vectors, Snapshot):
             return None

@@ -239,7 +239,7 @@ class View(Reindexed):
                 and folded.metric is self.metric
             )
             version = self._current(encoding) if indexable else None
-            snapshot, allowed = self.db.core.view(where)  # after the version, whose rows it must all have
+            snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
         if version is not None and request.score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = Encoded(
@@ -363,7 +363,7 @@ class View(Reindexed):
         return self
 
     def _start(self) -> None:
-        """Make the locks and the state that copies do not share."""
+        """Make new locks, and reset the state that copies of a view do not share."""
         self._first, self._running = threading.Lock(), threading.RLock()
         self._build, self._last_queries = None, None
 

@@ -37,7 +37,7 @@ Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 class Epoch(NamedTuple):
     """Results of one epoch, with measures on the held-out queries that choose the best epoch; None without patience."""
 
-    loss: float  # mean over the queries, each at its step
+    loss: float  # mean over the training queries, each before its own step
     recall_1: float | None
     recall_10: float | None
     mrr_100: float | None
@@ -47,8 +47,8 @@ class Fitted(NamedTuple):
     """A trained projection and its measures on held-out queries. Prints as a table."""
 
     projection: QueryProjection  # of the best epoch
-    before: Ranking  # of the held-out queries, unprojected
-    after: Ranking  # of the held-out queries, projected
+    before: Ranking  # measures of the held-out queries without the projection
+    after: Ranking  # measures of the held-out queries with the projection
     history: list[Epoch]
     best: int  # number of epochs that the projection was trained
 
@@ -219,7 +219,7 @@ def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
 
 
 class _Training:
-    """State of a training run."""
+    """A training run: its data, projection, optimiser, random numbers and history."""
 
     def __init__(
         self,

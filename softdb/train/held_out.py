@@ -132,7 +132,7 @@ def split(
 
 
 def _held_out_mask(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
-    """Return the caller's mask. Raises BadInput if a held-out query shares a right record with a training query."""
+    """Check and return the caller's mask. Raises BadInput if a held-out and a training query share a right record."""
     mask, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
     if mask.dtype != np.bool_ or mask.shape != (m,):
         raise BadInput(
