@@ -50,7 +50,7 @@ class DatabaseCore(Core[Stored]):
         store: FilteredStore,
         encoder: check.Encoder | None,
         devices: Sequence[torch.device] | None = None,
-        dtype: torch.dtype | None = None,  # of the columns on a device
+        dtype: torch.dtype | None = None,  # dtype of the columns on a device; None: as stored
     ) -> None:
         self.store, self.finder = store, Finder(store, Board.of(devices, dtype))
         self.encoders = {store.keyed.since: encoder}  # generation since which keys are in use -> their encoder
@@ -161,7 +161,7 @@ class DatabaseCore(Core[Stored]):
     def _search_fast(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
         """Search for k records with little overhead, for single queries.
 
-        Returns None if the search needs the other path, or that path should raise BadInput.
+        Returns None if `search` must take its general path, which may also raise BadInput.
         """
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None

@@ -154,7 +154,7 @@ class SoftDB(Verbs):
         return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the path; the other process opens it for reading."""
+        """Pickle the path; unpickling opens the database for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
         since, encoder = self._store.keyed.since, self.core.encoder()

@@ -78,7 +78,7 @@ class Attention(torch.nn.MultiheadAttention):
     ) -> None:
         embed_dim, num_heads = check.integer(embed_dim, "embed_dim"), check.integer(num_heads, "num_heads")
         if embed_dim % num_heads:
-            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose heads that divide the width")
+            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose a num_heads that divides embed_dim")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BadInput(f"dropout is {shown(dropout)}; expected a share of the weights, from 0 to 1")
         widths = widths_of(db, kdim, vdim)
@@ -153,7 +153,7 @@ class Attention(torch.nn.MultiheadAttention):
         if self.db is None:
             if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
                 raise BadInput(
-                    "where, k, rtol, generator or temperature are given without a database; leave them out or pass one"
+                    "where, k, rtol, generator or temperature are given without a database; omit them or pass db"
                 )
             if key is None or value is None:
                 raise BadInput("key or value is missing; give both, or make the module with a database")
@@ -168,7 +168,7 @@ class Attention(torch.nn.MultiheadAttention):
                 weights = weights.mean(dim=1)
         else:
             if key is not None or value is not None:
-                raise BadInput("key or value is given, but the records of the database are both; leave them out")
+                raise BadInput("key or value is given, but the database holds keys and values; leave both out")
             if is_causal or average_attn_weights:
                 raise BadInput(
                     "is_causal and average_attn_weights mean nothing for a database: records have no order, and each "

@@ -95,7 +95,7 @@ class Encoding:
 
     @property
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Value that changes when a parameter of the encoder is changed in place, or replaced."""
+        """Identity and version of each parameter: differs after a parameter was changed in place, or replaced."""
         parameters = self.encoder.parameters() if isinstance(self.encoder, torch.nn.Module) else ()
         return tuple((id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in parameters)
 
@@ -150,7 +150,7 @@ def copyable(encoder: Encode) -> torch.nn.Module:
     if not isinstance(encoder, torch.nn.Module):
         raise BadInput(
             f"encoder is {shown(encoder)}, which cannot be copied while training goes on; make it an nn.Module to "
-            "reindex in the background, or reindex at once"
+            "reindex in the background, or use another policy"
         )
     return encoder
 
@@ -225,7 +225,7 @@ class Encoded(OfGeneration):
         return self.encoding.size if self.graph else 0
 
     def encoded(self, block: Block) -> Block:
-        """Return the block with encoded keys."""
+        """Return the block with encoded keys in place of the stored keys."""
         encode = self.encoding.of if self.graph else self.encoding.evaluated
         keys = encode(block.keys, self.rows(block.positions.numpy()))
         return Block(block.positions, keys, block.values if self.schema.has_values else keys)

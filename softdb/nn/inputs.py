@@ -120,6 +120,6 @@ def batch_of(
             f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); pass one of these"
         )
     if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {dtype}; convert one of them")
+        raise BadInput(f"{name} is {tensor.dtype} but the parameters are {dtype}; convert one of them")
     tensor = tensor if tensor.ndim == 3 else tensor.unsqueeze(0 if batch_first else 1)
     return tensor if batch_first else tensor.transpose(0, 1)

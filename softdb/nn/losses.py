@@ -169,7 +169,7 @@ def info_nce(
     reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
     if not count and not in_batch:
-        raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; set one of them")
+        raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; change one of the two")
     pool = count if among is None else check.integer(among, "among")
     if pool < count:
         raise BadInput(f"among is {pool} but negatives {count}; pass among of {count} or more")

@@ -129,7 +129,7 @@ class Memory(Reindexed):
         devices = {parameter.device for parameter in self.parameters()}
         if len(devices) > 1:
             placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.named_parameters())
-            raise BadInput(f"the memory has {placed}; move it as a whole, memory.to(device)")
+            raise BadInput(f"the memory has {placed}; move both with memory.to(device)")
         return devices.pop()
 
     def __len__(self) -> int:

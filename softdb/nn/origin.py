@@ -138,7 +138,7 @@ class Origin:
             return torch.zeros(*numbers.shape, self.db.core.schema.dim)
         return self.snapshot.keys_at(self.positions[numbers])
 
-    def values(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, v) in the column's dtype, or int64 labels (…)
+    def values(self, numbers: Rows) -> Tensor:  # (…) indices -> (…, v) in the column's dtype, or int64 labels (…)
         """Return a copy of the stored values; zeros for a record that is no longer in the files."""
         if not self.snapshot.size:
             schema = self.db.core.schema
@@ -189,7 +189,7 @@ class Followed:
     def places(
         self,
         digests: object,  # (m, DIGEST) bytes that `digests` of another memory returned
-        columns: list[Tensor],  # (m, …) of the same state
+        columns: list[Tensor],  # (m, …) keys and values from the same state_dict
     ) -> Rows:  # (n,), -1 = missing
         """Return, for each parameter, the index of its record in another memory's state, matched by the id's digest.
 

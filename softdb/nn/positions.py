@@ -83,7 +83,7 @@ class LearnedPositions(torch.nn.Module):
         return x + self.weight[span.start : span.stop].to(x)
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
+        """Return max_len and the width."""
         return f"{self.max_len}, {self.dim}"
 
 

@@ -38,7 +38,7 @@ class Positives(NamedTuple):
         return self.source.scored(self.request, positions)[:2]
 
     def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
-        """Mask of the positions that are positives of their query."""
+        """Return the mask of the positions that are positives of their query."""
         mask: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
         return mask
 

@@ -47,7 +47,7 @@ class Pairs:
         if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
             raise BadInput(
                 f"{self.name} line {self.lines[0]}: the query has {len(self.queries[0])} numbers but this database is "
-                f"{dim} wide; embed the queries as its keys are"
+                f"{dim} wide; embed queries with the encoder of its keys"
             )
         if not self.typed:
             texts = sorted({name for ids in self.positives for name in ids if isinstance(name, str)})
