@@ -149,8 +149,8 @@ def copyable(encoder: Encode) -> torch.nn.Module:
     """Return the encoder. Raises BadInput unless it is an nn.Module, which can be copied."""
     if not isinstance(encoder, torch.nn.Module):
         raise BadInput(
-            f"encoder is {shown(encoder)}, which cannot be copied while training goes on; make it an nn.Module to "
-            "reindex in the background, or use another policy"
+            f"encoder is {shown(encoder)}, which cannot be copied while training goes on; make it an nn.Module, "
+            "or do not reindex in the background"
         )
     return encoder
 

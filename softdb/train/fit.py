@@ -214,7 +214,7 @@ def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
         vectors = vectors.clone()  # autograd cannot save an inference tensor
     bad = (~vectors.isfinite().all(1)).nonzero()
     if len(bad):
-        raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training computes in; scale the query")
+        raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training uses; scale the query")
     return vectors
 
 

@@ -147,7 +147,7 @@ def packed(content: dict[str, Any]) -> bytes:
 def unpacked(path: Path, kind: str) -> dict[str, Any]:
     """Read a file with torch.load, only tensors and plain values. Raises BadInput unless the file holds a dict."""
     if not path.is_file():
-        raise BadInput(f"{path} does not exist; give the file of a {kind}")
+        raise BadInput(f"{path} is not there; give the file of a {kind}")
     try:
         content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
     except (*BROKEN, pickle.UnpicklingError) as error:
