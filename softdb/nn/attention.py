@@ -78,7 +78,7 @@ class Attention(torch.nn.MultiheadAttention):
     ) -> None:
         embed_dim, num_heads = check.integer(embed_dim, "embed_dim"), check.integer(num_heads, "num_heads")
         if embed_dim % num_heads:
-            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; num_heads must divide embed_dim")
+            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose num_heads dividing embed_dim")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BadInput(f"dropout is {shown(dropout)}; expected a share of the weights, from 0 to 1")
         widths = widths_of(db, kdim, vdim)

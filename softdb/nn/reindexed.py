@@ -79,7 +79,7 @@ class Reindexed(torch.nn.Module, ABC):
         """
         self.db.core.require_open()
         if background and self.reindexing:
-            raise BadInput("a reindexing is under way in the background; wait for it, or use background=False")
+            raise BadInput("a reindexing is under way in the background; wait for it, or reindex in the foreground")
         if not background:
             self._stop("reindex() was called")  # its older vectors would replace the current ones
         work = self._work(background)
