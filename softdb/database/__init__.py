@@ -1,7 +1,7 @@
 """`SoftDB`, the only stateful class: it checks arguments, then calls store, index and answers. No mathematics.
 
-May touch the public parts of store, index and answers. Begin with `handle.py`: `SoftDB` has the verbs of a database,
-`Verbs` and `Questions` those that a cluster has, too. Other folders work with `Core`.
+This folder may use the public parts of store, index and answers. Begin with `handle.py`: `SoftDB` has the methods of a
+database, `Verbs` and `Questions` those that a cluster has, too. Other folders use `Core`.
 """
 
 from softdb.database.core import Core

@@ -31,7 +31,7 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
         try:
             table = table.append_column(name, pyarrow.array(column))
         except (pyarrow.ArrowException, OverflowError) as error:
-            raise BadInput(f"field {name!r} is no column ({error}); take the whole payload instead") from None
+            raise BadInput(f"field {name!r} is no column ({error}); export the whole payload instead") from None
     if names is None:
         return table
     id_types = ["id_is_int"] if converter.mixed and "id" in names else []
@@ -39,13 +39,13 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
 
 
 def reader(core: Core[Any], batches: Iterable[Records]) -> Any:
-    """Return records as a `pyarrow.RecordBatchReader`."""
+    """Return a `pyarrow.RecordBatchReader` that converts one batch of records at a time."""
     converter = _Converter(core, None)
     return _pyarrow().RecordBatchReader.from_batches(converter.schema, map(converter.batch, batches))
 
 
 class _Converter:
-    """Converts records to record batches of one schema."""
+    """Converts records to Arrow record batches, all with the schema of the database."""
 
     def __init__(self, core: Core[Any], names: list[str] | None) -> None:
         pa = _pyarrow()

@@ -52,9 +52,9 @@ class SearchArguments(NamedTuple):
 
 
 class Core(Protocol[S]):
-    """Records of one database, or of a cluster's shards."""
+    """Internal interface to the records of one database, or of all shards of a cluster."""
 
-    device: torch.device | None = None  # of queries that are not tensors; None: the CPU
+    device: torch.device | None = None  # where queries that are not tensors are answered; None: the CPU
 
     @property
     def schema(self) -> Schema:
@@ -66,7 +66,7 @@ class Core(Protocol[S]):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory or several directories."""
+        """Directory of the database; None for a database in memory, or a cluster with several directories."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -88,37 +88,37 @@ class Core(Protocol[S]):
         """Raise Closed after `close`."""
 
     def encoder(self) -> check.Encoder | None:
-        """Return the encoder of the keys, or None."""
+        """Return the encoder of the keys; None if no encoder is known."""
 
     def stored(self, ids: list[Id]) -> Allowed:  # n -> (n,)
         """Return True for each id that is stored, with a key or without."""
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:  # n -> (n,)
-        """Rows of ids; -1 for an id not stored, without a key (an error if required), or not matched by `where`."""
+        """Return rows of ids; -1 if not stored, without a key (if required: an error), or not matched by `where`."""
 
     def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
-        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        """Return values (q, k, v), or labels (q, k), by row; zeros for -1. Raises StaleRead for a deleted record."""
 
     def sample_keys(self, count: int) -> Tensor:
-        """At most `count` of the keys, to compare two databases by."""
+        """Return at most `count` stored keys, with which two databases can be told apart."""
 
     def get(self, ids: list[Id]) -> Records:
-        """Records of ids, in that order. Raises UnknownId."""
+        """Return the records with these ids, in the order of the ids. Raises UnknownId."""
 
     def count(self, where: dict[str, Any] | None) -> int:
-        """Number of records that match a filter, with a key or without."""
+        """Return the number of records that match a filter, with a key or without."""
 
     def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Records that match a filter, in batches of at most `size`."""
+        """Yield the records that match a filter, in batches of at most `size`."""
 
     def search(self, search: SearchArguments) -> Hits:
         """Search with the arguments of `Questions.search`. Raises BadInput."""
 
     def stats(self) -> Stats:
-        """Size and state of the database."""
+        """Return the size and state of the database."""
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them, all or none. Raises as `insert`, `upsert` or `update`."""
+        """Check records and write them, all or none. Raises the errors of `insert`, `upsert` or `update`."""
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""
@@ -126,7 +126,7 @@ class Core(Protocol[S]):
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, Allowed | None, Tensor | None, S]:
-        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
 
     def device_failed(self, verb: str, error: Exception) -> DeviceFailed:
         """Convert the error of a device to DeviceFailed."""
@@ -138,7 +138,7 @@ class Core(Protocol[S]):
         return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Check queries, encode texts, and return (q, width). Raises BadInput."""
+        """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
         vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder()))
         dim = self.schema.dim
         if width in (None, dim):
@@ -159,7 +159,7 @@ class Core(Protocol[S]):
         generator: torch.Generator | None = None,
         need_weights: bool = False,
     ) -> tuple[Request, S]:
-        """Return a checked soft query and its source; arguments as `attend`. Raises BadInput."""
+        """Check the arguments of `attend`; return the request and its source. Raises BadInput."""
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         by = score_of(self.schema.metric) if score is None else score
@@ -175,7 +175,7 @@ class Core(Protocol[S]):
 
 
 def with_one_encoder(store: FilteredStore, prepare: Callable[[], T]) -> T:
-    """Call `prepare`, again if the database was re-embedded meanwhile: queries and keys must have the same encoder."""
+    """Call `prepare`, and repeat it if the database was re-embedded meanwhile: queries and keys need one encoder."""
     loader = store.loader
     while True:
         keyed = loader.loaded.keyed

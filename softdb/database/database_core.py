@@ -43,17 +43,17 @@ Rows = NDArray[np.int64]
 
 
 class DatabaseCore(Core[Stored]):
-    """Store, finder and encoders of one database. `search` and `request` check arguments; elsewhere the caller does."""
+    """Store, finder and encoders of one database. Only methods that take queries or new records check arguments."""
 
     def __init__(
         self,
         store: FilteredStore,
         encoder: check.Encoder | None,
         devices: Sequence[torch.device] | None = None,
-        dtype: torch.dtype | None = None,  # of the columns on a device
+        dtype: torch.dtype | None = None,  # dtype of the columns on a device; None: as stored
     ) -> None:
         self.store, self.finder = store, Finder(store, Board.of(devices, dtype))
-        self.encoders = {store.keyed.since: encoder}  # by the generation since which their keys are in use
+        self.encoders = {store.keyed.since: encoder}  # generation since which keys are in use -> their encoder
         self.devices = devices
 
     @property
@@ -73,7 +73,7 @@ class DatabaseCore(Core[Stored]):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory."""
+        """Directory of the database; None for a database in memory."""
         return self.store.path
 
     @property
@@ -112,11 +112,11 @@ class DatabaseCore(Core[Stored]):
         if isinstance(error, torch.cuda.OutOfMemoryError):
             advice = "ask fewer queries at once, free memory there, or go on with db.to('cpu')"
         else:
-            advice = "a device that was lost comes back in a new process alone; go on with db.to('cpu')"
+            advice = "a device that was lost works again only in a new process; go on with db.to('cpu')"
         return DeviceFailed(f"{verb.strip('_')}: {self.finder.place} failed ({reason}); nothing is lost: {advice}")
 
     def encoder(self) -> check.Encoder | None:
-        """Return the encoder of the keys of the generation that this handle sees, or None."""
+        """Return the encoder of the keys in the generation that this handle sees, or None."""
         keyed = self.store.keyed
         encoder = self.encoders.get(keyed.since)
         if encoder is None and keyed.encoder is not None:
@@ -126,7 +126,7 @@ class DatabaseCore(Core[Stored]):
     # -- questions -------------------------------------------------------------------------------------------------
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
-        """Check queries, encode texts, and return (q, width). Raises BadInput."""
+        """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
         if self.finder.devices is not None:
             self.finder.devices.require_process()
         return super().as_queries(queries, width)
@@ -159,9 +159,9 @@ class DatabaseCore(Core[Stored]):
         return source.hits(query)
 
     def _search_fast(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
-        """Search for k records on a short path for single queries.
+        """Search for k records with little overhead, for single queries.
 
-        Returns None where only the full path can answer, or should raise BadInput.
+        Returns None if `search` must take its general path, which may also raise BadInput.
         """
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
@@ -185,7 +185,7 @@ class DatabaseCore(Core[Stored]):
         group_by: str | None = None,
         exact: bool = False,
     ) -> tuple[Query, Stored]:
-        """Return a checked query and its source, of one generation; arguments as `search`."""
+        """Check arguments of `search`; return the query and its source, both of the same generation."""
         tensor, metric = self.as_queries(queries), self.store.loader.loaded.keyed.schema.metric
         ids = check.excluded(exclude_ids, len(tensor))
         if not ids and group_by is None:
@@ -208,7 +208,7 @@ class DatabaseCore(Core[Stored]):
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, NDArray[np.bool_] | None, Tensor | None, Stored]:
-        """Return checked queries (q, width), the positions that a filter allows, the checked mask, and the source."""
+        """Check queries and mask; return queries (q, width), the filter's mask of positions, `mask`, and the source."""
 
         def prepare() -> tuple[Tensor, NDArray[np.bool_] | None, Stored]:
             tensor = self.as_queries(queries, width)
@@ -221,18 +221,18 @@ class DatabaseCore(Core[Stored]):
         return tensor, allowed, mask, source
 
     def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:
-        """Return the records of a generation as a source for queries on a device; None: the CPU."""
+        """Return the records of a snapshot as a source for queries on a device; None: the CPU."""
         placed = None if device is None else self.finder.columns(snapshot, device)
         return Stored(snapshot, self.store.schema, self.finder, self.store.read, placed)
 
     # -- records ---------------------------------------------------------------------------------------------------
 
     def view(self, where: dict[str, Any] | None = None) -> tuple[Snapshot, NDArray[np.bool_] | None]:
-        """Return the generation that this handle sees, and the positions (size,) that a filter allows; None: all."""
+        """Return the snapshot that this handle sees, and a mask (size,) of positions that match `where`; None: all."""
         return (self.store.loader.loaded.snapshot, None) if where is None else self.store.matching(where)
 
     def matching(self, where: dict[str, Any] | None = None) -> Rows:
-        """Rows of the records that a filter matches, with a key or without, ascending."""
+        """Return the rows of the records that match a filter, with a key or without, ascending."""
         return self.store.snapshot.all_rows if where is None else self.store.matching_rows(where)[1]
 
     def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
@@ -240,9 +240,9 @@ class DatabaseCore(Core[Stored]):
         return self.store.locate(ids).rows >= 0
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
-        """Return the newest generation and the rows (n,) of ids in it; -1 for an id not stored, or without a key.
+        """Return the newest snapshot and the rows (n,) of ids in it; -1 for an id not stored, or without a key.
 
-        If required, raises UnknownId for an id not stored, and BadInput for a record without a key.
+        With `required`, raises UnknownId for an id not stored, and BadInput for a record without a key.
         """
         snapshot, rows, *_ = (self.store.require if required else self.store.locate)(ids)
         keyless = ~snapshot.keyed(rows)
@@ -251,7 +251,7 @@ class DatabaseCore(Core[Stored]):
         return snapshot, np.where(keyless, -1, rows)
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Rows (n,) of ids; -1 if not stored or without a key (an error if required), or not matched by `where`."""
+        """Return rows of ids; -1 if not stored, without a key (if required: an error), or not matched by `where`."""
         snapshot, rows = self.locate(ids, required)
         if where is None:
             return rows
@@ -262,7 +262,7 @@ class DatabaseCore(Core[Stored]):
         return np.where((positions >= 0) & allowed[positions], rows, -1)
 
     def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
-        """Values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        """Return values (q, k, v), or labels (q, k), by row; zeros for -1. Raises StaleRead for a deleted record."""
         snapshot, schema = self.store.snapshot, self.store.schema
         if not snapshot.size:
             return torch.zeros(*rows.shape, schema.pooled_dim)
@@ -272,7 +272,7 @@ class DatabaseCore(Core[Stored]):
         return snapshot.values_at(positions)
 
     def sample_keys(self, count: int) -> Tensor:
-        """At most `count` of the keys, spread evenly."""
+        """Return at most `count` of the stored keys, spread evenly over the records."""
         snapshot = self.store.snapshot
         live = np.flatnonzero(snapshot.live)
         if not len(live):
@@ -280,16 +280,16 @@ class DatabaseCore(Core[Stored]):
         return snapshot.keys_at(live[np.linspace(0, len(live) - 1, min(count, len(live))).astype(np.int64)])
 
     def get(self, ids: list[Id]) -> Records:
-        """Records of ids, in that order. Raises UnknownId."""
+        """Return the records with these ids, in the order of the ids. Raises UnknownId."""
         snapshot, rows, *parts = self.store.require(ids, whole=True)
         return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts)))
 
     def count(self, where: dict[str, Any] | None) -> int:
-        """Number of records that match a filter, with a key or without."""
+        """Return the number of records that match a filter, with a key or without."""
         return self.store.snapshot.records if where is None else len(self.store.matching_rows(where)[1])
 
     def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Yield records of the generation of the call, less those deleted or replaced before the scan reaches them."""
+        """Yield the records that exist at the call, except those deleted or replaced before the scan reaches them."""
         snapshot = self.store.snapshot
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self.store.matching_rows(where)
         return self._scan(size, snapshot, rows)
@@ -302,7 +302,7 @@ class DatabaseCore(Core[Stored]):
                 yield self.records(snapshot, [entries[row] for row in batch.tolist() if row in entries])
 
     def records(self, snapshot: Snapshot, entries: list[RecordEntry]) -> Records:
-        """Join catalogue entries with the keys and values of a snapshot."""
+        """Join entries of the catalogue with their keys and values in a snapshot."""
         schema, rows = self.store.schema, np.array([entry.row for entry in entries], np.int64)
         keyed = snapshot.keyed(rows)
         positions = np.where(keyed, snapshot.positions(rows), -1)
@@ -319,7 +319,7 @@ class DatabaseCore(Core[Stored]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them, again if the database was re-embedded meanwhile, maybe with another width."""
+        """Check records and write them; start again if the database was re-embedded meanwhile: its width may differ."""
         store, done = self.store, False
         with telling(progress) as callback:
             while not done:
@@ -332,7 +332,7 @@ class DatabaseCore(Core[Stored]):
                     done = write(checker.batch(*given, callback), keyed)
 
     def _update_if(self, keyed: Keyed, parts: RecordParts) -> bool:
-        """Update unless the database was re-embedded since `keyed`. Runs on the store's thread."""
+        """Update, and return True; False if the database was re-embedded since `keyed`. Runs on the store's thread."""
         if self.store.keyed is not keyed:
             return False
         self.store.update(*parts)
@@ -345,7 +345,7 @@ class DatabaseCore(Core[Stored]):
         return self.store.delete_matching({} if where is None else where)
 
     def rewrite(self, rows: Rows, keys: Tensor | None, values: Tensor | None) -> tuple[Snapshot, Rows]:
-        """Update the records at rows (m,) in one transaction; return the new snapshot and the new rows (m,).
+        """Update the records at rows (m,) in one transaction; return the new snapshot and the records' new rows (m,).
 
         Raises StaleRead, and writes nothing, if a record was deleted or replaced.
         """
@@ -360,12 +360,12 @@ class DatabaseCore(Core[Stored]):
             self.put(WriteKind.UPDATE, Given(ids, keys, values, None, None), None)
             return self.locate(ids)
 
-        return self.store.run(update)  # on the store's thread, so that no other write comes between
+        return self.store.run(update)  # on the store's thread, so that no other write happens in between
 
     # -- maintenance -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Size and state of the database."""
+        """Return the size and state of the database."""
         return stats(self.store, self.finder.report(), self.finder.device_report())
 
     def compact(self) -> CompactReport:

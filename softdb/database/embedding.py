@@ -12,11 +12,11 @@ from softdb.check import Array, Schema
 from softdb.errors import BadInput, MissingDependency
 from softdb.index.choose import Progress
 
-BATCH_TEXTS = 256  # texts that are given to the encoder in one call
+BATCH_TEXTS = 256  # number of texts that the encoder gets in one call
 
 
 def telling(progress: Progress | bool | None) -> contextlib.AbstractContextManager[Progress]:
-    """Return a callback for progress: the callable itself, a bar for True, one that does nothing for None and False."""
+    """Return a context manager that gives a progress callback: `progress` itself, a bar for True, else a no-op."""
     if callable(progress):
         return contextlib.nullcontext(progress)
     if not (progress is None or isinstance(progress, bool)):
@@ -37,10 +37,10 @@ def embedded(
     schema: Schema,
     progress: Progress,
 ) -> Array:  # (n, d)
-    """Return the keys of n texts in the stored dtype. Raises BadInput."""
+    """Encode n texts, and return the keys in the stored dtype. Raises BadInput."""
     if None in texts:
         raise BadInput(
-            f"text {texts.index(None)} is None, which cannot be embedded; give such records apart, with keys=[None, …]"
+            f"text {texts.index(None)} is None, which cannot be embedded; give these records apart, with keys=[None, …]"
         )
     blocks: list[Array] = []
     for low in range(0, len(texts), BATCH_TEXTS):

@@ -33,10 +33,10 @@ D = TypeVar("D", bound="SoftDB")
 class SoftDB(Verbs):
     """A durable database of embedded keys and values that answers exact, approximate and soft queries.
 
-    Made by `softdb.open`. Safe to use from several threads; a context manager; every verb takes batches.
+    Made by `softdb.open`. Safe to use from several threads, and a context manager. Its methods take batches.
     """
 
-    core: DatabaseCore  # for other folders of softdb
+    core: DatabaseCore  # the interface for other folders of softdb
 
     def __init__(self, core: DatabaseCore) -> None:
         self.core, self._store, self._finder = core, core.store, core.finder
@@ -45,12 +45,12 @@ class SoftDB(Verbs):
 
     @property
     def mode(self) -> str:
-        """ "rw", or "r" for a handle that only reads."""
+        """Access mode: "rw", or "r" for a handle that only reads."""
         return self._store.mode
 
     @property
     def device(self) -> torch.device:
-        """Device of the handle's columns, its index, and queries that are not tensors; the first of several.
+        """Device of the handle's columns and index, and of queries that are not tensors; with several GPUs the first.
 
         Set by `softdb.open`, `to` and `build_index(device=)`. A query tensor is answered on its own device: from the
         columns of that device if there are any, else from the host's.
@@ -59,13 +59,13 @@ class SoftDB(Verbs):
 
     @property
     def generation(self) -> int:
-        """Number that grows with every change; of a reader, the generation that it sees until `refresh()`."""
+        """Number of the newest commit that this handle sees. A reader sees later commits only after `refresh()`."""
         self._store.require_open()
         return self._store.snapshot.generation
 
     @verb
     def refresh(self) -> int:
-        """See the commits of other processes, and return the generation. A writer's handle is always current."""
+        """Make other processes' commits visible, and return the generation. A writer's handle is always current."""
         self._finder.refresh()
         return self._store.refresh()
 
@@ -90,7 +90,7 @@ class SoftDB(Verbs):
         commit; the files do not change. A column that does not fit is streamed in blocks; see `stats().device`.
 
         Args:
-            device: "cpu", "cuda", "cuda:1", or a list of GPUs that each take a run of the records.
+            device: "cpu", "cuda", "cuda:1", or a list of GPUs, each of which takes a part of the records.
             dtype: of the copies: "float32", "float16" or "bfloat16"; None: the stored dtype. A narrower dtype rounds
                 the records: relative errors are up to 2⁻¹¹ of a component in float16, 2⁻⁸ in bfloat16, and at most
                 the same share of ‖q‖‖k‖ in a dot product.
@@ -106,13 +106,13 @@ class SoftDB(Verbs):
 
     @verb
     def snapshot(self, path: str | os.PathLike[str]) -> SnapshotReport:
-        """Copy the newest generation, consistent during writes, to another directory: a complete database.
+        """Copy the newest generation, as a complete database, to another directory; other threads may write meanwhile.
 
         Args:
             path: a directory that does not exist or is empty. A database in memory can be saved, too.
 
-        Raises BadInput for another path, and WriteFailed if the disk refuses: then the copy is removed, and this handle
-        stays usable.
+        Raises BadInput for any other path, and WriteFailed if the copy cannot be written: it is then removed, and this
+        handle stays usable.
         """
         return backup(self._store, check.folder(path, "path", "the path of a new directory"))
 
@@ -128,7 +128,7 @@ class SoftDB(Verbs):
         Cost: one fsync for each column file that has changed, and one for the catalogue.
 
         Raises:
-            WriteFailed: the disk refused; the changes since the last flush are undone.
+            WriteFailed: writing to disk failed; the changes since the last flush are undone.
             ReadOnly, Closed: this handle does not write.
         """
         self._store.flush()
@@ -136,7 +136,7 @@ class SoftDB(Verbs):
     def close(self) -> None:
         """Close files and release the lock; later calls raise Closed. Safe to call twice.
 
-        Raises WriteFailed if changes of a relaxed database could not be written to disk.
+        Raises WriteFailed if changes of a database with `durability="relaxed"` could not be written to disk.
         """
         self.core.close()
 
@@ -154,7 +154,7 @@ class SoftDB(Verbs):
         return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the path; the other process opens it for reading."""
+        """Pickle the path; unpickling opens the database for reading."""
         if self._store.path is None:
             raise BadInput("a database in memory cannot be pickled; give it a path")
         since, encoder = self._store.keyed.since, self.core.encoder()
@@ -169,9 +169,9 @@ class SoftDB(Verbs):
             db.index_field("year", "lang")
             db.search(queries, where={"year": {"$gte": 2020}, "lang": "de"})
 
-        Stored in the database; declaring a field twice changes nothing. Answers do not depend on it. Equality, order,
-        `$in`, `$exists` and their negations use the index, `$contains` does not. Cost: one pass over the payloads now,
-        and on every insert 1 to 3 µs and 20 to 30 bytes for each record and field.
+        The declaration is stored in the database; declaring a field twice changes nothing. Answers stay the same.
+        Equality, order, `$in`, `$exists` and their negations use the index, `$contains` does not. Cost: one pass over
+        the payloads now, and on every insert 1 to 3 µs and 20 to 30 bytes for each record and field.
         """
         self._store.index_fields(field_names(names))
 
@@ -182,23 +182,23 @@ class SoftDB(Verbs):
 
     @verb
     def order_fields(self) -> None:
-        """Cache the sort order of up to four declared fields now, rather than once many filters use a field.
+        """Cache the sort order of up to four declared fields now, instead of after many filters have used a field.
 
-        A filter on a range then takes a slice of that order. Cost: some 0.1 µs and 4 bytes for each record and field.
+        A filter on a range then reads a slice of that order. Cost: about 0.1 µs and 4 bytes for each record and field.
         """
         self._store.order_fields()
 
     @verb
     def index_text(self, tokenizer: Literal["words", "trigram"] = "words") -> None:
-        """Index the texts of all records for full-text search; stored in the database and updated by every write.
+        """Index the texts of all records for full-text search. The database stores the index; every write updates it.
 
         Args:
             tokenizer: "words": runs of letters and digits of any script, without case and diacritics. "trigram": every
                 three characters, which finds a word within longer ones, and searches languages that put no blanks
                 between words; words of fewer than three characters match nothing.
 
-        An index of that tokenizer stays, another one is rebuilt. Cost: 3 µs for a record of ten words now and with
-        every insert (60 µs by trigrams), and about as many bytes as the texts.
+        An existing index is kept if it has this tokenizer, else rebuilt. Cost: for a record of ten words 3 µs (trigrams
+        60 µs), now and with every insert, and about as many bytes as the texts.
         """
         self._store.index_text(check.one_of(tokenizer, "tokenizer", ("words", "trigram")))
 
@@ -249,9 +249,9 @@ class SoftDB(Verbs):
             kind: "auto" (the fastest on a sample), "ivf" (lists with 4-bit codes), "hnsw" (a graph over bytes), "flat"
                 (no index, only codes for estimates), or on a GPU "ivf-sq8" (lists with a byte for each number).
             recall: share of the true k nearest that searches should find; sets the search effort by measurement.
-            k: number of nearest records that the recall is for.
-            queries: (q, d) typical queries; None: stored keys that are held out. Half of them tune the index, the other
-                half measure the reported recall.
+            k: number of nearest records by which the recall is measured.
+            queries: (q, d) typical queries; None: stored keys that are held out. Half of the queries tune the index,
+                the other half measure the reported recall.
             memory: limit for codes and ids, in bytes or as text such as "200MB".
             progress: called with the stage, the amount done and the total.
             background: return a `softdb.index.background.Build` at once: `.done`, `.progress`, `.cancel()`, and
@@ -260,8 +260,8 @@ class SoftDB(Verbs):
                 "ivf" has 8-bit codes, "hnsw" does not exist, and memory is the GPU's; a CPU can read the cache, too.
 
         Raises:
-            BadInput: no index fits the memory, or none of these reaches the recall; the message names values that
-                would do. Or another build is running; or the device is unknown, or has no such index.
+            BadInput: no index fits the memory, or no index that fits reaches the recall (the message names values that
+                work); or another build is running; or the device is unknown, or has no index of this kind.
             MissingDependency: FAISS, or its GPU build, is not installed.
         """
         if self._store.mode != "rw":
@@ -293,11 +293,11 @@ class SoftDB(Verbs):
     def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
         """Measure the index's recall, set its search effort to reach the target, and return the report.
 
-        Use it after many changes, or for queries of another kind. Its codes stay. Cost: exact search of 512 queries.
+        Call it after many changes, or for queries of another kind. The codes stay. Cost: exact search of 512 queries.
 
         Args:
             recall: share of the true k nearest to find; None: as before.
-            k: number of nearest records that the recall is for; None: as before.
+            k: number of nearest records by which the recall is measured; None: as before.
             queries: (q, d) typical queries; None: stored keys that are held out.
         """
         if self._store.mode != "rw":
@@ -308,14 +308,14 @@ class SoftDB(Verbs):
 
     @verb
     def watch(self, share: float = 0.01, window: int = 500) -> None:
-        """Configure the monitoring of recall, which is on from the beginning.
+        """Configure the monitoring of recall, which is on by default.
 
         Now and then a query of a batch is also searched exactly, after the batch was answered. `stats().index` shows
-        the measured recall (`live_recall`) and the number of checked queries. A `RecallWarning` says that the recall is
-        significantly below the target, once until the index is built or tuned again.
+        the measured recall (`live_recall`) and the number of checked queries. A `RecallWarning` is given if the recall
+        is significantly below the target, but only once until the index is built or tuned again.
 
         Args:
-            share: time for the checks, as a share of the time of searches; 0: no checks.
+            share: time that checks may take, as a share of the time of searches; 0: no checks.
             window: number of the latest checks that count.
         """
         self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
@@ -332,20 +332,20 @@ class SoftDB(Verbs):
     ) -> ReembedReport:
         """Replace every key by the embedding of another encoder, also of another width; nothing else changes.
 
-        New keys are gathered on disk, batch by batch; until all are ready, every answer is by the old keys. Then one
+        New keys are collected on disk, batch by batch; until all are ready, all answers use the old keys. Then one
         commit changes keys, width and encoder. If the process is killed, the encoder fails or the disk is full, the
-        database is unchanged; call it again with an encoder of the same name to continue. Other threads and processes
-        read and write meanwhile, and their records are embedded, too. Readers see the new keys after `refresh()`.
+        database is unchanged; call `reembed` again with an encoder of the same name to continue. Other threads and
+        processes may read and write meanwhile; new records are embedded, too. Readers see new keys after `refresh()`.
 
             db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
 
         Args:
-            encoder: n texts -> (n, d). Without an attribute `name` it cannot be recognised, so each run starts afresh.
+            encoder: n texts -> (n, d). For an encoder without an attribute `name` each run starts from the beginning.
             field: None: the text of a record or, without a text, the field "text" of its payload. Else the name of a
                 field of the payload, or a callable that returns the text of a `Record`.
             missing: text to embed for a record without a text; None: raise BadInput before any text is embedded.
                 A record without a key gets one if it has a text, except in a database with values.
-            batch_size: texts that the encoder gets at once, and that are stored with one sync.
+            batch_size: number of texts that the encoder gets at once, and that are stored with one sync.
             progress: called with the stage, the amount done and the total; True draws a bar.
 
         Cost: the time of the encoder; 2 syncs for each batch; disk space for the new keys twice and the values once
@@ -369,5 +369,5 @@ def _reopen(
     dtype: torch.dtype | None,
 ) -> SoftDB:
     store = FilteredStore(path, "r", None)
-    # the encoder is of the old keys if the database was re-embedded since
+    # drop the encoder if it belongs to old keys, because the database was re-embedded since
     return SoftDB(DatabaseCore(store, encoder if store.keyed.since == since else None, devices, dtype))

@@ -61,7 +61,7 @@ class RecordChecker(NamedTuple):
         texts: Texts | None,
         progress: Progress,
     ) -> RecordParts:
-        """Check the arguments of `update`. Raises as `update`."""
+        """Check the arguments of `update`, and embed texts. Raises the errors of `update` about its arguments."""
         if keys is None and values is None and payloads is None and texts is None:
             raise BadInput("nothing to change was given; pass keys, values, payloads or texts")
         names, schema = self._identifiers(ids), self.schema
@@ -76,7 +76,7 @@ class RecordChecker(NamedTuple):
     def batch(
         self, ids: Ids, keys: Keys | None, values: Values | None, payloads: Any, texts: Texts | None, progress: Progress
     ) -> Batch:
-        """Check the arguments of `insert`. Raises as `insert`."""
+        """Check the arguments of `insert`, and embed texts. Raises the errors of `insert` about its arguments."""
         names = self._identifiers(ids)
         strings, jsons = check.texts(texts, len(names)), check.payloads(payloads, len(names))
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
@@ -88,7 +88,7 @@ class RecordChecker(NamedTuple):
     def _identifiers(self, ids: Ids) -> list[Id]:
         names = check.identifiers(ids)
         if not names:
-            raise BadInput("ids are an empty batch; give at least one")
+            raise BadInput("ids are an empty batch; give at least one id")
         return names
 
     def _keys(self, keys: Vectors, count: int, progress: Progress) -> Array:
@@ -101,7 +101,7 @@ class RecordChecker(NamedTuple):
     def _keys_of(
         self, keys: Keys | None, texts: list[str | None] | None, count: int, progress: Progress
     ) -> tuple[Array, NDArray[np.bool_]]:  # (n, d), (n,)
-        """Return the keys of new records, zeros for those without a key, and the mask of those with a key."""
+        """Return the keys of new records (zeros for a record without a key), and the mask of records with a key."""
         schema, keyed = self.schema, np.ones(count, np.bool_)
         if keys is None and texts is not None and self.encoder() is not None:
             return embedded(texts, "texts", self.encoder, schema, progress), keyed
@@ -118,7 +118,7 @@ class RecordChecker(NamedTuple):
         return column, keyed
 
     def _values_of(self, values: Any, keyed: NDArray[np.bool_], count: int) -> Array | None:
-        """Return the values of new records, zeros for those without a key."""
+        """Return the values of new records, zeros for a record without a key; None in a database without values."""
         schema = self.schema
         if keyed.all() or (values is not None and not schema.has_values):
             return check.values(values, schema, count)

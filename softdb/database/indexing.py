@@ -1,4 +1,4 @@
-"""Errors of writing the index's file."""
+"""Conversion of operating system errors when the index's file is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions: `search` and the soft queries, of a database or a cluster."""
+"""The methods `search`, `attend` and other soft queries, which a database and a cluster share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softdb.index.placement import DEVICE_ERRORS
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.typing import IdsPerQuery, Vectors
 
-MAX_SAMPLES = 2**31  # records that one call of `sample` may draw
+MAX_SAMPLES = 2**31  # largest number of records that one call of `sample` may draw, over all queries
 
 SearchMode: TypeAlias = Literal["hybrid", "text", "vector"]
 Fuse: TypeAlias = Literal["scores", "ranks"] | float | Tensor
@@ -29,7 +29,7 @@ V = TypeVar("V", bound="Questions")
 
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
-    """Return the method as a public verb: it raises Closed first, and every error begins with the name of the verb."""
+    """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,7 +53,7 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
 
 
 class Questions:
-    """The verbs of queries, which a database and a cluster share; `core` holds the records."""
+    """Methods that answer queries, which a database and a cluster share; `core` gives access to the records."""
 
     core: Core[Source]
 
@@ -85,13 +85,13 @@ class Questions:
                 have gradients. Answers are in the queries' precision; a list is float32.
             k: number of records, default 10; not with `radius`.
             texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
-                Texts are q str. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
+                Pass q texts. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
                 without a key. "hybrid": the best of `fetch_k` (default 4 k) records by text and as many by vector.
                 "vector": embed the texts with the encoder. None: "vector" for queries alone; for texts "hybrid" with
                 queries or an encoder, else "text". With mode "text" or "hybrid" the texts may be given as queries.
-            fusion: of "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's, each
-                scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or a
-                weight w, a number or a tensor to learn: score + w BM25.
+            fusion: for mode "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's,
+                each scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or
+                a weight w, a number or a tensor to learn: score + w BM25.
             where: a filter on the payload; see `softdb.filters.grammar`.
             exact: ignore the index and compare all records.
             radius: in place of k, find every record that is near enough, always exactly: for "l2" a largest distance,
@@ -101,15 +101,15 @@ class Questions:
             diversity: from 0 (nearest records) to 1 (records unlike each other): choose k of the nearest `fetch_k`
                 (default 4 k) by maximal marginal relevance. They come in the order of choosing, with the scores of the
                 query. See `softdb.index.diverse`.
-            offset: number of best records to skip, for the next page. An index searches farther for a later page, so it
-                may find records there that it missed before; with `exact` all pages together are one long answer.
+            offset: number of best records to skip, for the next page. An index searches farther for a later page, so
+                that may show records that were missed before; with `exact` all pages together are one long answer.
             group_by: a field of the payload whose value is a record's group: find the best record of each of the k best
                 groups; `offset` counts groups. Records whose field is missing, null, a list or an object have no group
                 and are not found. See `softdb.attend.grouped` for the cost.
             group_size: number of best records of each group, default 1, group after group; the answer is as wide as
                 the query with the most hits.
 
-        Cost: q n d without an index (or few matches); with one, its probes and exact scores of some 100 candidates.
+        Cost: q n d without an index, or if few records match; with an index, its probes and about 100 exact scores.
 
             db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
             db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
@@ -144,9 +144,9 @@ class Questions:
 
             w_i = exp(s(q, k_i) / T) / Σ_j exp(s(q, k_j) / T),  output = Σ_i w_i v_i,  lse = log Σ_j exp(s(q, k_j) / T)
 
-        Over every record that takes part (exact; cost q n (d + v), memory O(block)); or with `k=` over the k nearest:
-        `exact` is True where that is proven to be equal, `missed_mass` estimates the weight of the other records.
-        Output and lse are differentiable in the queries and in the score's parameters.
+        Without `k` and tolerances the sums are over every record that takes part (exact; cost q n (d + v), memory
+        O(block)). With `k=` they are over the k nearest: `exact` is True for a query whose answer is proven to be the
+        same, `missed_mass` estimates the weight of all other records. Differentiable in queries and score parameters.
 
         Args:
             queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
@@ -157,15 +157,15 @@ class Questions:
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
                 (average pooling), "argmax" (a lookup); None: normalised for a kernel, else softmax.
             k: truncate to the k nearest. A score that no index supports is computed for every record.
-            rtol, atol: estimate from records that are drawn through the index, with an error ‖ô - o‖ of at most
-                atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` is the error that the answer may have, `met` is True where that
-                fits. Exact where that costs less, and where no records can be drawn: without an index of kind "ivf"
-                made on a CPU, for another metric than the score's, or with a mask. Raises BadInput for weights other
-                than softmax, and scores without an index form.
-            confidence: share of the answers whose error is within their `bar`.
+            rtol, atol: estimate the answer from records that are drawn through the index, with an error ‖ô - o‖ of at
+                most atol + rtol max(‖o‖, 0.1 rms‖v‖). `bar` bounds the error of each answer, `met` is True if the bar
+                is within the tolerance. Exact where that costs less, and where no records can be drawn: without an
+                index of kind "ivf" made on a CPU, if its metric is not the score's, or with a mask. Raises BadInput for
+                weights other than softmax, and for scores that no index supports.
+            confidence: share of the answers whose error is at most their `bar`.
             max_draws: draw about this number of records for each query, once, even if the tolerance is not met; `bar`
-                is inf where the draws bound no error. The few records set apart come on top.
-            generator: random numbers of the draws, new with each call; pass one in training. None: the same every time.
+                is inf where the draws bound no error. A few extreme records are pooled in addition.
+            generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
             mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) holds for every query.
             need_weights: return the weights of an exact answer: `weights` (q, n) of `hits`, all records that take part,
@@ -221,7 +221,7 @@ class Questions:
     ) -> Estimate:
         """Kernel density estimate log p(q) = log Σ_i K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962).
 
-        Differentiable in the queries and the bandwidth. -inf if no record takes part, or a compact kernel reaches none.
+        Differentiable in the queries and the bandwidth. -inf if no record takes part, or K is 0 at all records.
         Estimated through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
 
             db.log_density(queries, scores.Gaussian(0.3)).value
@@ -250,13 +250,13 @@ class Questions:
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
     ) -> Estimate:
-        """Estimate the number of records that are near enough: `value` (q,) float64, its `bar`, `met`, `exact`.
+        """Estimate the number of records within a radius of each query: `value` (q,) float64, `bar`, `met`, `exact`.
 
-        A count has no gradient. Exact where that costs less, such as with few records or few near ones.
+        A count has no gradient. It is exact where that costs less, for example if there are few records.
 
         Args:
-            radius: the largest distance for "l2" (not the score -distance²), else the least score.
-            rtol, atol: tolerance: an error of at most atol + rtol max(count, 1).
+            radius: for "l2" the largest distance (not the score -distance²); for "dot" and "cosine" the least score.
+            rtol, atol: the tolerance; the error is at most atol + rtol max(count, 1).
             confidence, max_draws, generator: as in `attend`.
             queries, where: as in `search`.
         """
@@ -280,9 +280,9 @@ class Questions:
         """Draw n records for each query, with replacement, exactly from softmax(score / temperature) over all records.
 
         `log_prob` carries the gradient for REINFORCE: -(reward * samples.log_prob).mean(). Cost: with an index one scan
-        of its coarser codes, and exact scores of some of the records; one pass over all records if the codes are too
-        coarse (`scanned`), and another when `log_prob` is first read. docs/error-bars.md has the equations. Other
-        arguments as `attend`; without a generator torch's default one.
+        of its coarser codes, and exact scores of some records; without an index, or if its codes are too coarse, one
+        pass over all records (`scanned` is then True). If not scanned, reading `log_prob` costs a pass. Equations are
+        in docs/error-bars.md. Other arguments as `attend`; without a generator torch's default generator draws.
         """
         request, source = self.core.request(queries, temperature, score, where=where, mask=mask)
         count = check.integer(n, "n", 1, MAX_SAMPLES // max(1, len(request.queries)))
@@ -291,7 +291,7 @@ class Questions:
 
 
 def _tolerance(rtol: object, atol: object, confidence: object, max_draws: object) -> check.Tolerance:
-    """Return the tolerance of a verb that always estimates. Raises BadInput for rtol None."""
+    """Check the tolerance of a method that always estimates, and return it. Raises BadInput for rtol None."""
     tolerance = check.tolerance(rtol, atol, confidence, max_draws, None)
     if tolerance is None:
         raise BadInput("rtol is None; expected a number above 0, such as 0.05")

@@ -27,8 +27,8 @@ from softdb.store.gathered import Gathered, digest
 
 TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
-READ = 4096  # records whose texts are read at once
-MAX_PASSES = 10  # over records written meanwhile; the remaining ones are embedded during the switch
+READ = 4096  # number of records whose texts are read at once
+MAX_PASSES = 10  # largest number of passes over new records; the switch itself embeds what is left then
 
 Rows = NDArray[np.int64]
 
@@ -41,7 +41,7 @@ def reembed(
     batch_size: int,
     progress: Progress | bool | None,
 ) -> ReembedReport:
-    """Replace every key by another encoder's embedding; see `SoftDB.reembed`."""
+    """Replace every key by another encoder's embedding of the record's text; see `SoftDB.reembed`."""
     core.store.require_writable()
     if not callable(encoder):
         raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
@@ -54,7 +54,7 @@ def reembed(
 
 
 def texts_at(core: DatabaseCore, rows: Rows, field: TextOf = None) -> list[str]:  # (m,) -> m
-    """Return the texts of records; `field` as of `reembed`. Raises BadInput for no text, StaleRead if deleted."""
+    """Return records' texts, with `field` as in `reembed`. Raises BadInput for no text, StaleRead for no record."""
     entries = core.store.read(rows, texts=True)
     if gone := [row for row in rows.tolist() if row not in entries]:
         raise StaleRead(f"{len(gone)} of {len(rows)} records were deleted or replaced during the call; call again")
@@ -70,7 +70,7 @@ def require_field(field: object) -> None:
 
 
 class _Run:
-    """A run of `reembed`."""
+    """One run of `reembed`: embeds all texts, then switches the database to the new keys."""
 
     def __init__(
         self, core: DatabaseCore, encoder: check.Encoder, field: TextOf, missing: str | None, size: int, track: Progress
@@ -79,7 +79,7 @@ class _Run:
         self.encoder, self.name, self.field, self.missing = encoder, name_of(encoder), field, missing
         self.size, self.track = size, track
         self.progress = switching.Progress()
-        self.present = self.embedded = 0  # rows with a new key; those that this run has encoded
+        self.present = self.embedded = 0  # number of rows with a new key; of these embedded by this run
         self.total = self.store.snapshot.records
 
     def report(self) -> ReembedReport:
@@ -107,7 +107,7 @@ class _Run:
     # -- texts -----------------------------------------------------------------------------------------------------
 
     def _require_texts(self) -> str | None:
-        """Check that all records have a text, and return an example; None without records. Raises BadInput."""
+        """Check that all records have a text, and return one of the texts; None without records. Raises BadInput."""
         example, (snapshot, rows) = None, switching.pending(self.store, self.progress)
         for low in range(0, len(rows), READ):
             for text in self._texts(snapshot, rows[low : low + READ])[1]:
@@ -117,7 +117,7 @@ class _Run:
     def _texts(self, snapshot: Snapshot, rows: Rows) -> tuple[Rows, list[str | None], Rows]:
         """Return the rows (m,) that still exist, their texts, and the checksums (m, 2) of payloads and texts.
 
-        The text is None for a record that has no key and gets none.
+        The text is None for a record that has no key and will not get one.
         """
         entries = self.store.read(rows, texts=True)
         rows = rows[[row in entries for row in rows.tolist()]]
@@ -141,14 +141,14 @@ class _Run:
     # -- keys ------------------------------------------------------------------------------------------------------
 
     def _width(self, text: str | None) -> int:
-        """Width d of the new keys: the encoder's `dim`, else that of its output for a text."""
+        """Return the width d of the new keys: the encoder's `dim`, or the width of the encoder's output for `text`."""
         dim = check.attribute(self.encoder, "dim")
         if dim is not None:
             return check.integer(dim, "the encoder's dim", 1, check.MAX_DIM)
         return int(self._matrix([text or "text"], None).shape[1])
 
     def _matrix(self, texts: list[str], width: int | None) -> Array:
-        """Encode texts to keys (n, d) of the stored dtype. Raises BadInput for another shape."""
+        """Encode n texts as keys (n, d) of the stored dtype. Raises BadInput if the output has another shape."""
         vectors: Any = check.encoded(texts, "texts", lambda: self.encoder)
         try:
             shape = tuple(np.shape(vectors))
@@ -161,7 +161,7 @@ class _Run:
         return check.matrix(vectors, "the encoder's vectors", int(shape[1]), self.store.schema.dtype)
 
     def _gather_all(self) -> None:
-        """Gather keys until fewer than a batch of records are written meanwhile."""
+        """Embed all records, then those written meanwhile, until a pass has at most one batch of records."""
         for _ in range(MAX_PASSES):
             snapshot, rows = switching.pending(self.store, self.progress)
             self.gather(snapshot, rows)
@@ -169,7 +169,7 @@ class _Run:
                 return
 
     def gather(self, snapshot: Snapshot, rows: Rows) -> None:
-        """Gather the missing keys of rows (m,) of a generation."""
+        """Embed the texts of rows (m,) of a snapshot, and store the new keys, except keys that are stored already."""
         for low in range(0, len(rows), READ):
             block, texts, crcs = self._texts(snapshot, rows[low : low + READ])
             if len(block):
@@ -192,7 +192,7 @@ class _Run:
             except (BadInput, WriteFailed) as error:
                 error.args = (
                     f"{error.args[0]}; {self.present:,} of {self.total:,} records have their new keys, the database is "
-                    "as it was; repair that, then call reembed again",
+                    "as it was; repair the cause, then call reembed again",
                     *error.args[1:],
                 )
                 raise
@@ -200,14 +200,14 @@ class _Run:
             self._advance(len(batch))
 
     def _advance(self, count: int) -> None:
-        """Report progress by `count` records."""
+        """Add `count` records to the progress, and report the progress."""
         self.present += count
         self.total = max(self.total, self.present)
         self.track("embed", self.present, self.total)
 
 
 def _texts_of(core: DatabaseCore, snapshot: Snapshot, records: list[RecordEntry], field: TextOf) -> list[Any]:
-    """Return the texts of m records, unchecked; None without a text."""
+    """Return what `field` gives as text for each of m records, unchecked; None for a record without a text."""
     if callable(field):
         return [field(record) for record in core.records(snapshot, records)]
     name = "text" if field is None else field

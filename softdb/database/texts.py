@@ -30,7 +30,7 @@ def search_by_text(
     words: check.Words,
     search: SearchArguments,
 ) -> Hits:
-    """Search by text, or by text and vector (hybrid), as `words.mode` says. Raises BadInput."""
+    """Search by text or, if `words.mode` is hybrid, by text and vector. Raises BadInput."""
     k, where, exclude_ids, fetch_k, offset = search.k, search.where, search.exclude_ids, search.fetch_k, search.offset
     start = check.integer(offset, "offset", 0)
     count = start + check.integer(check.DEFAULT_K if k is None else k, "k")
@@ -59,5 +59,5 @@ def search_by_text(
 
 
 def _excluded(matches: ByText, left_out: list[list[Id]]) -> NDArray[np.int64] | None:
-    """Rows that each query leaves out, (q, e) or (1, e); None: no rows."""
+    """Return the rows (q, e), or (1, e) for all queries, that `left_out` excludes; None: no rows are excluded."""
     return check.padded(matches.left_out, [len(names) for names in left_out]) if left_out else None

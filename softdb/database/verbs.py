@@ -1,4 +1,4 @@
-"""`Verbs`: the verbs of records and tables that a database and a cluster share."""
+"""`Verbs`: the methods to write, read and export records, which a database and a cluster share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
 
 class Verbs(Questions):
-    """Verbs that a database and a cluster have in common."""
+    """Methods that a database and a cluster have in common."""
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ class Verbs(Questions):
 
     @property
     def path(self) -> Path | None:
-        """Directory; None for a database in memory."""
+        """Directory of the database; None for a database in memory."""
         return self.core.path
 
     @property
@@ -70,7 +70,7 @@ class Verbs(Questions):
 
     @verb
     def stats(self) -> Stats:
-        """Describe the database and its size. Cost: a walk over its directory; see `dim`, `metric`, `count()`."""
+        """Describe the database and its size. Cost: reads its directory; `dim`, `metric` and `count()` are cheaper."""
         return self.core.stats()
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Verbs(Questions):
         texts: Texts | None = None,
         progress: Progress | bool | None = None,
     ) -> None:
-        """Insert records, and replace stored ones of the same ids, with payload and text. Arguments as `insert`."""
+        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
         self.core.put(WriteKind.UPSERT, Given(ids, keys, values, payloads, texts), progress)
 
     @verb
@@ -138,8 +138,8 @@ class Verbs(Questions):
     ) -> None:
         """Replace the given parts of stored records, all or none. Raises UnknownId for an id that is not stored.
 
-        With an encoder, texts without keys are embedded, so that key and text agree; pass the keys, too, to keep them.
-        To give a record its first key in a database with values, pass its value, too. None among texts removes a text.
+        With an encoder, texts without keys are embedded, so that key and text agree; to keep old keys, pass them, too.
+        To give a record its first key in a database with values, pass its value, too. A text of None removes the text.
         """
         self.core.put(WriteKind.UPDATE, Given(ids, keys, values, payloads, texts), progress)
 
@@ -154,7 +154,7 @@ class Verbs(Questions):
 
     @verb
     def get(self, ids: Ids) -> Records:
-        """Return the records of ids, in that order. Raises UnknownId (a KeyError) naming an id that is not stored."""
+        """Return the records with these ids, in their order. Raises UnknownId (a KeyError) for an id not stored."""
         return self.core.get(check.identifiers(ids, unique=False))
 
     @verb
@@ -171,14 +171,14 @@ class Verbs(Questions):
 
     @verb
     def count(self, where: dict[str, Any] | None = None) -> int:
-        """Return the number of records, or of those that a filter matches, with a key or without."""
+        """Return the number of records, or of records that match a filter, with a key or without."""
         return self.core.count(where)
 
     @verb
     def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
-        """Yield all records, or those that a filter matches, in batches, in the order of their last insertion.
+        """Yield all records, or those that match a filter, in batches, in the order of their last insertion.
 
-        The scan sees the generation of its start, less the records deleted or replaced before it reached them.
+        The scan yields the records that were stored when it began, except those deleted or replaced before their turn.
         """
         return self.core.scan(check.integer(batch_size, "batch_size"), where)
 
@@ -199,8 +199,8 @@ class Verbs(Questions):
             db.to_arrow(["id", "year"])      # fields of the payload, each a column
 
         Args:
-            columns: some of id, key, value, text, payload, and names of fields of the payload; None: the first five, as
-                far as the database has them.
+            columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, text and
+                payload, and value if the database has values.
             where: a filter.
 
         `id` is int64 or string; with ids of both types string, with a further column `id_is_int`. `key` is a fixed-size
@@ -215,6 +215,6 @@ class Verbs(Questions):
     def scan_arrow(self, batch_size: int = 10_000, where: dict[str, Any] | None = None) -> Any:
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
-        Sees the generation of its start, as `scan`.
+        As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
         """
         return arrow.reader(self.core, self.scan(batch_size, where))

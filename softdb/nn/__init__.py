@@ -1,7 +1,7 @@
-"""Torch modules and losses on a database, a view, a memory or a cluster.
+"""Torch modules and losses that read a database, a view, a memory or a cluster.
 
-May touch public calls and `Core`, no private names. Begin reading in `losses.py` and `attention.py`; `view.py` and
-`memory.py` train encoders and stored records.
+This folder may use public calls and `Core`, but no private names of other folders. Begin reading in `losses.py` and
+`attention.py`; `view.py` trains encoders, `memory.py` trains stored keys and values.
 """
 
 from softdb.nn.attention import Attention

@@ -28,11 +28,11 @@ class Attention(torch.nn.MultiheadAttention):
 
         q = W_q x + b_q,  s_i = q·(W_k k_i + b_k) / √d,  head = Σ_i softmax(s / T)_i (W_v v_i + b_v)
 
-    and the output is W_o [head_1 … head_h] + b_o (Vaswani et al. 2017, section 3.2.2). The projections fold: s_i is
-    (W_kᵀ q / √d)·k_i and a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So one request over the
-    stored keys serves all heads: no record is projected, and training the projections never invalidates an index.
+    and the output is W_o [head_1 … head_h] + b_o (Vaswani et al. 2017, section 3.2.2). Only queries and outputs are
+    projected: s_i is (W_kᵀ q / √d)·k_i plus a term that all records share, and the head is W_v Σ_i w_i v_i + b_v. So
+    one request over the stored keys answers all heads, and training the projections never invalidates an index.
     Outputs and gradients are those of torch.nn.MultiheadAttention with the records as keys and values. Cost:
-    q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches a query.
+    q h n (d_k + d_v) for q queries and h heads; with `k=`, h searches for each query.
 
     The records get no gradient. The handle is not in the state_dict, and copies of the module share it.
 
@@ -45,8 +45,8 @@ class Attention(torch.nn.MultiheadAttention):
         add_bias_kv: add a learnt key and value to each head.
         add_zero_attn: add a key and value of zeros to each head.
         kdim: width of keys; default: the database's `dim`, which it must equal.
-        vdim: width of values; default: the database's `value_dim`, or `num_classes` (labels count as one-hot vectors),
-            or `dim` where the key serves as value; it must equal that width.
+        vdim: width of values; default, and with a database the only valid width: its `value_dim`, or `num_classes`
+            (labels count as one-hot vectors), or `dim` if the database has no values, so that keys serve as values.
         batch_first: True: batches are (N, L, E); False: (L, N, E).
         device, dtype: of the parameters.
 
@@ -78,7 +78,7 @@ class Attention(torch.nn.MultiheadAttention):
     ) -> None:
         embed_dim, num_heads = check.integer(embed_dim, "embed_dim"), check.integer(num_heads, "num_heads")
         if embed_dim % num_heads:
-            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose heads that divide the width")
+            raise BadInput(f"embed_dim is {embed_dim} and num_heads {num_heads}; choose num_heads dividing embed_dim")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BadInput(f"dropout is {shown(dropout)}; expected a share of the weights, from 0 to 1")
         widths = widths_of(db, kdim, vdim)
@@ -89,7 +89,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     @property
     def db(self) -> Verbs | None:
-        """The database."""
+        """Database that the module attends to; None if keys and values come with each call."""
         return None if self._handle is None else self._handle.db
 
     def extra_repr(self) -> str:
@@ -123,14 +123,14 @@ class Attention(torch.nn.MultiheadAttention):
         generator: torch.Generator | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
-        """Attend, and return the output and, with need_weights, the weights.
+        """Attend to the records, and return the output; with need_weights also the weights, else None.
 
         Arguments in torch's order. Masks have torch's polarity: True = may NOT attend (the opposite of `db.attend`).
         Float masks are added to the scores; with a database they may hold only 0 and -inf. If a mask blocks every
         record, the head is zeros before the last projection (torch gives zeros or NaN), with zero gradients.
 
-        With a database, every batch entry attends to the same n records, all that have a key, in row order. Without
-        one, memory is that of `softdb.attention`; float masks that add to scores, and dropout, hold all scores.
+        With a database, every batch entry attends to the same n records: those that have a key, in row order. Without
+        a database, dropout and float masks with finite numbers keep all scores in memory; other calls do not.
 
         Args:
             query: queries of all heads.
@@ -144,19 +144,19 @@ class Attention(torch.nn.MultiheadAttention):
             is_causal: torch's hint that attn_mask is causal; accepted without a database, and ignored.
             where: a filter on the payload.
             k: attend only to the k records nearest to each head.
-            rtol: estimate each head's Σ w v to that relative error; see `db.attend`.
+            rtol: estimate each head's Σ w v with a relative error of at most rtol; see `db.attend`.
             generator: random numbers for rtol, new with each call; pass one in training.
             temperature: divides the scores, after √d.
 
-        Raises BadInput for shapes that do not fit, or arguments of the other use; Closed for a closed database.
+        Raises BadInput for shapes that do not fit, and arguments not for this use; Closed for a closed database.
         """
         if self.db is None:
             if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
                 raise BadInput(
-                    "where, k, rtol, generator or temperature are given without a database; leave them out or give one"
+                    "where, k, rtol, generator or temperature are given without a database; omit them or pass db"
                 )
             if key is None or value is None:
-                raise BadInput("key or value is missing; without a database give both, or make the module with one")
+                raise BadInput("key or value is missing; give both, or make the module with a database")
             if is_causal and attn_mask is None:
                 raise BadInput("is_causal is a hint about attn_mask, which is missing; pass the causal mask too")
             inputs = self._inputs(query, key, value)
@@ -168,7 +168,7 @@ class Attention(torch.nn.MultiheadAttention):
                 weights = weights.mean(dim=1)
         else:
             if key is not None or value is not None:
-                raise BadInput("key or value is given, but the records of the database are both; leave them out")
+                raise BadInput("key or value is given, but the database holds keys and values; leave both out")
             if is_causal or average_attn_weights:
                 raise BadInput(
                     "is_causal and average_attn_weights mean nothing for a database: records have no order, and each "
@@ -200,7 +200,7 @@ class Attention(torch.nn.MultiheadAttention):
         folded = self._fold(q)
         pooled = db.attend(folded.queries, score=Dot(), temperature=temperature, **options)
         lse = pooled.lse + folded.bias / temperature
-        # `merge` gives a state without records (lse -inf) no weight, so the bias of its output does not count
+        # `merge` gives a partial result without records (lse -inf) no weight, so its bias has no effect
         states = [State(self._projected(pooled.output, torch.ones_like(lse)), lse), *self._learnt(q, temperature)]
         if pooled.weights is None or not (need_weights or self._drops):
             output, weights = merge(states).output, None
@@ -214,10 +214,10 @@ class Attention(torch.nn.MultiheadAttention):
         self,
         db: Verbs,
         pooled: Pooled,
-        weights: Tensor,  # (q·h, k + states - 1), whose sums may differ from 1
+        weights: Tensor,  # (q·h, k + number of learnt keys), whose sums may differ from 1 after dropout
         states: Sequence[State],
     ) -> Tensor:  # (q·h, head_dim)
-        """Pool the candidates and the learnt states by other weights: W_v Σ w v + (Σ w) b_v of each head."""
+        """Return W_v Σ w v + (Σ w) b_v of each head over candidates and learnt keys, with the weights after dropout."""
         assert pooled.hits is not None  # dropout requires k=
         count = pooled.hits.rows.shape[1]
         record_weights = weights[:, :count]
@@ -246,7 +246,7 @@ class Attention(torch.nn.MultiheadAttention):
         return heads.flatten(0, 1)
 
     def _learnt(self, q: Tensor, temperature: float) -> list[State]:  # (q, h, head_dim) -> (q·h, head_dim) each
-        """Return the states of the learnt key and value (bias_k, bias_v), and of the zero key and value."""
+        """Return partial results (output, lse): of the learnt key and value (bias_k, bias_v), and of the zero ones."""
         states = []
         if self.bias_k is not None and self.bias_v is not None:
             key, value = (bias.to(q.dtype).view(self.num_heads, self.head_dim) for bias in (self.bias_k, self.bias_v))
@@ -323,14 +323,14 @@ class Attention(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _projections(self) -> list[tuple[Tensor, Tensor | None]]:  # weight (E, width) and bias (E,)
-        """Projections of query, key and value, in torch's two ways of storing them."""
+        """Return the projections of query, key and value, which torch stores as one tensor or as three."""
         weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return list(zip(weights, biases, strict=True))
 
-    def _heads(self, query: Tensor) -> Tensor:  # (N, L, E) -> (N·L, heads, head_dim), over √head_dim, at least float32
+    def _heads(self, query: Tensor) -> Tensor:  # (N, L, E) -> (N·L, heads, head_dim) / √head_dim, at least float32
         q: Tensor = F.linear(query.flatten(0, 1), *self._projections()[0])
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.head_dim**-0.5
         return q.view(-1, self.num_heads, self.head_dim)
@@ -344,8 +344,8 @@ def _with_bias(column: Tensor, bias: Tensor) -> Tensor:  # (N, heads, S, ·), (1
     return torch.cat([column, bias.to(column.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
 
 
-def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + states - 1)
-    """Weights of the candidates among candidates and learnt states together, then those of the learnt states."""
+def _columns(weights: Tensor, states: Sequence[State]) -> Tensor:  # (q, k) -> (q, k + number of learnt keys)
+    """Return the weights of candidates and learnt keys, in that order, that sum to 1 over both together."""
     lses = torch.stack([state.lse for state in states], dim=1)
     shares, _ = softmax(lses, 1.0, lses > -torch.inf)
     return torch.cat([weights * shares[:, :1], shares[:, 1:]], dim=1)

@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function so that torch.compile calls it without tracing it: a graph cannot hold files.
+    """Wrap a function so that torch.compile calls the function without tracing it: a graph cannot read files.
 
-    Otherwise dynamo would trace the checks and the catalogue queries, and trace them again for other ids.
+    Otherwise dynamo would trace the checks and the catalogue queries, and trace both again whenever the ids change.
     """
 
     @functools.wraps(function)
@@ -30,7 +30,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function so that it runs without autocast and untraced (see `untraced`)."""
+    """Wrap a function so that it runs without autocast, and without being traced by torch.compile."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

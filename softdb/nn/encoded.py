@@ -1,4 +1,4 @@
-"""Source of encoded keys: candidates come from encodings of an earlier step, scores from the encoder as it is."""
+"""Source of encoded keys: candidates come from vectors of an earlier training step, scores from the current encoder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from softdb.scoring.score import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-GATHERED = 1 << 24  # numbers of encoded candidates gathered at once: 64 MB
+GATHERED = 1 << 24  # largest number of floats in encoded candidates that are gathered at once: 64 MB
 
 Encode = Callable[[Any], Tensor]  # (m, d), or m texts -> (m, d')
 
@@ -72,35 +72,35 @@ def evaluating(encoder: Encode) -> Iterator[None]:
 
 
 def _casts() -> tuple[tuple[str, torch.dtype], ...]:
-    """Autocast dtypes of the calling thread, by device type."""
+    """Return (device type, autocast dtype) for each device type with autocast on in the calling thread."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoder of stored keys, whose output is checked.
+    """An encoder of stored keys or texts, whose output is checked.
 
-    Of a soft query, only the encoder runs under autocast, that of the moment when this object was made. Its output is
-    converted to at least float32; scores and pooling have the precision of the queries.
+    In a soft query only the encoder runs under autocast, with the settings of the thread that made this object. The
+    encoder's output is converted to at least float32; scores and pooling have the precision of the queries.
     """
 
     encoder: Encode
     dim: int  # d'
-    size: int  # records encoded at once
+    size: int  # number of records encoded at once
     read: Resolve  # rows -> ids, for messages
-    lock: Any = field(default_factory=threading.RLock)  # held during encoding, as eval mode is per module, not thread
+    lock: Any = field(default_factory=threading.RLock)  # held during encoding, because threads share the eval mode
     casts: tuple[tuple[str, torch.dtype], ...] = field(default_factory=_casts)
-    texts: Callable[[NDArray[np.int64]], list[str]] | None = None  # of rows; None: the stored keys are encoded
+    texts: Callable[[NDArray[np.int64]], list[str]] | None = None  # reads texts of rows; None: stored keys are encoded
 
     @property
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Value that changes when a parameter of the encoder is changed in place, or replaced."""
+        """Identity and version of each parameter: differs after a parameter was changed in place, or replaced."""
         parameters = self.encoder.parameters() if isinstance(self.encoder, torch.nn.Module) else ()
         return tuple((id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in parameters)
 
     def of(self, keys: Tensor, rows: NDArray[np.int64]) -> Tensor:  # (m, d), (m,) -> (m, d')
-        """Encode the keys with gradient, in the encoder's current mode; `rows` serve error messages.
+        """Encode the keys, or the texts of `rows`, with gradient, in the encoder's current mode.
 
         Raises BadInput if the encoder returns another shape or dtype, NaN or infinity.
         """
@@ -134,13 +134,13 @@ class Encoding:
 
 
 def _like(encoder: Encode) -> Tensor | None:
-    """Return a floating parameter of the encoder, whose dtype and device keys need; None if it has none."""
+    """Return a floating parameter of the encoder, whose dtype and device the input must have; None without any."""
     parameters = encoder.parameters() if isinstance(encoder, torch.nn.Module) else iter(())
     return next((parameter for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def device_of(encoder: Encode) -> torch.device | None:
-    """Device of the encoder's parameters; None if it has none."""
+    """Return the device of the encoder's parameters; None if the encoder has no parameters."""
     like = _like(encoder)
     return None if like is None else like.device
 
@@ -149,14 +149,14 @@ def copyable(encoder: Encode) -> torch.nn.Module:
     """Return the encoder. Raises BadInput unless it is an nn.Module, which can be copied."""
     if not isinstance(encoder, torch.nn.Module):
         raise BadInput(
-            f"encoder is {shown(encoder)}, which cannot be copied while training goes on; make it an nn.Module to "
-            "reindex in the background, or reindex at once"
+            f"encoder is {shown(encoder)}, which cannot be copied while training goes on; make it an nn.Module, "
+            "or do not reindex in the background"
         )
     return encoder
 
 
 def frozen_copy(encoder: Encode) -> Encode:
-    """Return a copy in eval mode that training does not change. Raises BadInput if there can be none."""
+    """Return a copy of the encoder, in eval mode, that training does not change. Raises BadInput if copying fails."""
     module = copyable(encoder)
     try:
         return copy.deepcopy(module).eval()
@@ -168,7 +168,7 @@ def frozen_copy(encoder: Encode) -> Encode:
 
 
 def _as_input(encoder: Encode, keys: Tensor) -> Tensor:
-    """Move keys to the dtype and device of the encoder's parameters; to float32 if it has none."""
+    """Move keys to the dtype and device of the encoder's parameters; to float32 if the encoder has no parameters."""
     like = _like(encoder)
     return keys.float() if like is None else keys.to(like.device).to(like.dtype)
 
@@ -188,7 +188,7 @@ def _shaped(encoded: object, count: int, dim: int | None) -> int:
 
 
 def unindexed(snapshot: Snapshot, version: Version, allowed: Live | None = None) -> Live:  # (size,) -> (size,)
-    """Mask of live and allowed records that are newer than a version."""
+    """Return the mask of live and allowed records that are newer than a version of the stale index."""
     keep = snapshot.live.copy() if allowed is None else snapshot.live & allowed
     if snapshot.contiguous:
         keep[: version.indexed_until] = False
@@ -206,7 +206,7 @@ class Encoded(OfGeneration):
     version: Version | None  # None: every record is compared
     overfetch: int  # number of candidates from the version, as a multiple of k
     read: Resolve
-    stamp: tuple[tuple[int, int], ...]  # of the encoder when this was made
+    stamp: tuple[tuple[int, int], ...]  # the encoding's `stamp` when this source was made
     graph: bool = True  # False: in eval mode, without gradient
 
     @property
@@ -225,7 +225,7 @@ class Encoded(OfGeneration):
         return self.encoding.size if self.graph else 0
 
     def encoded(self, block: Block) -> Block:
-        """Return the block with encoded keys."""
+        """Return the block with encoded keys in place of the stored keys."""
         encode = self.encoding.of if self.graph else self.encoding.evaluated
         keys = encode(block.keys, self.rows(block.positions.numpy()))
         return Block(block.positions, keys, block.values if self.schema.has_values else keys)
@@ -235,16 +235,16 @@ class Encoded(OfGeneration):
         return replace(self, graph=False)
 
     def frozen(self) -> Encoded:
-        """Return this source without a graph. Raises StaleRead if the encoder has changed since it was made."""
+        """Return this source without a graph. Raises StaleRead if the encoder has changed since the source was made."""
         if self.encoding.stamp != self.stamp:
             raise StaleRead(
-                "the encoder was changed since this answer, whose weights need the records encoded again; explain the "
+                "the encoder was changed since this answer, and explaining it encodes the records again; explain the "
                 "answer before the optimiser's step, or repeat the query"
             )
         return self._fixed
 
     def find(self, request: Request) -> Candidates:
-        """Return the k best by the current encoder, of `overfetch` k from the version and of all newer records."""
+        """Find the k best by the current encoder, among `overfetch` k candidates and the unindexed records."""
         request, k = request.detached, min(request.k, self.count)
         version, folded = (None if request.exact else self.version), request.folded
         if version is None or folded is None or folded.metric is not self.metric:
@@ -259,17 +259,17 @@ class Encoded(OfGeneration):
         return Candidates(self._best(request, positions, k), "stale index")
 
     def _split(self, request: Request, version: Version) -> tuple[Live, Live | None]:  # (size,), (n,)
-        """Masks of records newer than the version, and of its vectors that take part; None: all of these."""
+        """Return the masks of records newer than the version, and of the version's vectors to search (None: all)."""
         recent = unindexed(self.snapshot, version, request.allowed)
         all_live = request.allowed is None and self.count - int(np.count_nonzero(recent)) == len(version.rows)
         return recent, None if all_live else version.alive(self.snapshot, request.allowed)
 
     def estimate(self, request: Request) -> Pooled:
-        """Estimate the softmax over all records by drawing some by the version's codes and encoding them.
+        """Estimate the softmax over all records from records that are drawn with the version's codes and then encoded.
 
         A record drawn with probability p counts 1 / p times, so sums are unbiased however the encoder has changed. All
-        records newer than the version are encoded. `bar` is NaN, as codes of stale vectors bound no error. Exact if
-        that encodes no more records, or without codes. Raises BadInput as `estimate_drawn`.
+        records newer than the version are encoded. `bar` is NaN, as codes of stale vectors bound no error. The answer
+        is exact if that encodes no more records, or without codes. Raises BadInput for weights without an estimator.
         """
         if request.pools:
             require_estimator(request)
@@ -284,7 +284,7 @@ class Encoded(OfGeneration):
         return self.exact(request) if drawn is None else self._weighed(request, *drawn, recent)
 
     def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Pooled:
-        """Pool the draws (q, w) by the current encoder, with the standard error that they show."""
+        """Encode and pool the drawn records (q, w) and all recent ones; estimate the standard error from the draws."""
         positions = self.snapshot.positions(rows)
         keys, scores = self._encoded_scores(request, positions)
         live = torch.from_numpy(positions >= 0).to(scores.device)
@@ -313,7 +313,7 @@ class Encoded(OfGeneration):
 
     def _best(self, request: Request, positions: Positions, k: int) -> Positions:  # (q, c) -> (q, k)
         """Return the k best candidates by the current encoder, ties by row. Each record is encoded once."""
-        positions = np.sort(positions, axis=1)  # the same ties by row for every engine; -1 first
+        positions = np.sort(positions, axis=1)  # so that ties go to the lower row with every engine; -1 comes first
         table, places = self._fixed._table(positions, request.queries)
         best = np.empty((len(positions), min(k, positions.shape[1])), np.int64)
         chunk = max(1, GATHERED // max(1, positions.shape[1] * self.encoding.dim))
@@ -334,14 +334,14 @@ class Encoded(OfGeneration):
         return Scored(positions, scores.gather(1, order), keys.gather(1, key_order))
 
     def _encoded_scores(self, request: Request, positions: Positions) -> tuple[Tensor, Tensor]:  # (q, c, d'), (q, c)
-        """Encoded keys of candidates, and their scores, -inf for none."""
+        """Encode candidates; return their keys and their scores, with score -inf for position -1."""
         table, places = self._table(positions, request.queries)
         keys = table[torch.from_numpy(places)]
         none = torch.from_numpy(positions < 0).to(request.queries.device)
         return keys, scores_of(request.score, request.queries, keys).masked_fill(none, -torch.inf)
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Pool the stored values or labels, else the encoded keys."""
+        """Pool the stored values or labels; in a database without values, the encoded keys."""
         if not self.schema.has_values and scored.keys is not None:
             return pool(weights, scored.keys)
         if not self.snapshot.size:
@@ -349,7 +349,7 @@ class Encoded(OfGeneration):
         return pool(weights, self.snapshot.values_at(scored.positions), self.num_classes)
 
     def _table(self, positions: Positions, like: Tensor) -> tuple[Tensor, Positions]:  # (u, d'), as positions
-        """Encoded keys of the distinct records, zeros for -1; and the place of each position's key among them."""
+        """Encode each distinct record once; return the keys (zeros for -1), and each position's index into them."""
         distinct, places = np.unique(positions, return_inverse=True)
         live = distinct[distinct >= 0]
         keys = self.snapshot.keys_at(live) if len(live) else torch.zeros(0, 1)

@@ -1,4 +1,4 @@
-"""Holder of a module's database, which torch does not register as a submodule or parameter."""
+"""Wrapper through which copies of a torch module share one open database."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ D = TypeVar("D", bound=Verbs)
 
 @dataclass(frozen=True)
 class SharedHandle(Generic[D]):
-    """Keeps copies of a module on the same handle: a deep copy of a handle would be another database."""
+    """Wrapper around an open database; a deep copy of the wrapper shares the database instead of copying it."""
 
     db: D
 

@@ -55,7 +55,7 @@ def hard_attention(
         where: a filter on the payload.
         generator: random numbers of the draws; None: torch's default generator.
 
-    Raises BadInput as `db.sample`.
+    Raises BadInput in the same cases as `db.sample`.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2, value_dim=1)
@@ -86,12 +86,12 @@ def reinforce(
     log_prob: Tensor,  # (q, n)
     baseline: Tensor | float | None = None,  # one number, (q, 1) or (q, n)
 ) -> Tensor:  # ()
-    """Loss -mean (r - b) log p, whose gradient is an unbiased estimate of minus that of the expected reward.
+    """Return the loss -mean (r - b) log p, for rewards r, baselines b and probabilities p of the draws.
 
-    Williams 1992, section 4. A baseline b must not depend on the draw that it is subtracted from; a good baseline
-    lowers the variance. Neither reward nor baseline gets a gradient. Terms without a record (log p = -inf) count as 0.
-    The value of the loss means nothing; watch the reward. Raises BadInput for shapes that do not fit, such as a
-    baseline (q,).
+    Its gradient is an unbiased estimate of minus the gradient of the expected reward (Williams 1992, section 4). The
+    baseline of a draw must not depend on that draw; a good baseline lowers the variance. Neither reward nor baseline
+    gets a gradient. Draws without a record (log p = -inf) count as 0. The value of the loss means nothing; watch the
+    reward. Raises BadInput for shapes that do not fit, such as a baseline (q,).
     """
     for tensor, name in ((reward, "reward"), (log_prob, "log_prob")):
         if not isinstance(tensor, Tensor):
@@ -127,8 +127,8 @@ class MovingBaseline(torch.nn.Module):
     """The moving mean of the rewards of earlier steps, as a baseline for `reinforce`.
 
     b_t = Σ_{i<t} μ^(t-1-i) mean(r_i) (1 - μ) / (1 - μ^(t-1)), with b_1 = 0. Only earlier rewards count, so the baseline
-    does not depend on the draws that it is subtracted from. The divisor corrects the start (Kingma and Ba 2015, section
-    3). In evaluation the mean does not change. The state_dict holds the mean and the number of steps.
+    does not depend on the draws of its own step. The divisor corrects the bias of the first steps (Kingma and Ba 2015,
+    section 3). In eval mode the mean does not change. The state_dict holds the mean and the number of steps.
 
     Args:
         momentum: μ, weight of the past, at least 0 and below 1.
@@ -179,7 +179,7 @@ def straight_through(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (q, v)
-    """Value of one drawn record, with the gradient of a softmax: the straight-through Gumbel-softmax estimator.
+    """Return the value of one drawn record, with the gradient of a softmax (straight-through Gumbel-softmax).
 
         z_i = s(q, k_i) / T + g_i,  g_i ~ Gumbel(0, 1);  forward v_argmax z,  backward Σ_i softmax(z / τ)_i v_i
 
@@ -196,7 +196,7 @@ def straight_through(
         relaxation: τ, of the softmax whose gradient is used.
         k: draw among the k nearest.
 
-    Raises BadInput as `db.attend`.
+    Raises BadInput in the same cases as `db.attend`.
     """
     relaxation, generator = check.positive(relaxation, "relaxation"), check.generator(generator)
     count = None if k is None else check.integer(k, "k")
@@ -222,7 +222,7 @@ def _drawn_weights(
 ) -> Tensor:  # (q, m)
     """Return 1 at the drawn record and 0 elsewhere, with the gradient of the softmax."""
     noise = -torch.empty(scores.shape, dtype=scores.dtype).exponential_(generator=generator).log().to(scores.device)
-    perturbed = scores + temperature * noise  # z T rather than z, which a small temperature makes overflow
+    perturbed = scores + temperature * noise  # this is z T: z itself would overflow at a small T
     soft, _ = softmax(perturbed, temperature * relaxation, scores > -torch.inf)
     hard = torch.zeros_like(soft)
     if hard.shape[1]:

@@ -16,7 +16,7 @@ from softdb.errors import BadInput
 
 
 class Masks(NamedTuple):
-    """Blocked positions, and the numbers to add to scores; each (N or 1, heads or 1, L or 1, n) or None."""
+    """Records that queries may not attend to, and numbers to add to scores; each (N or 1, heads or 1, L or 1, n)."""
 
     blocked: Tensor | None  # bool
     added: Tensor | None  # floating
@@ -30,7 +30,7 @@ def masks_of(
     num_heads: int,
     batched: bool,  # key_padding_mask is (N, n), not (n,)
 ) -> Masks:
-    """Combine both masks. Raises BadInput for a shape, dtype or number that does not fit."""
+    """Combine key_padding_mask and attn_mask. Raises BadInput for a shape, dtype or number that does not fit."""
     batch, length = query.shape[:2]
     masks = []
     if key_padding_mask is not None:
@@ -60,7 +60,7 @@ def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
 
 
 def _split(mask: Tensor) -> Masks:
-    """Return the positions that a mask blocks, and the numbers that it adds to the others, None if all are 0."""
+    """Split a mask into the positions that it blocks and the numbers that it adds to scores (None if all are 0)."""
     if mask.dtype is torch.bool:
         return Masks(mask, None)
     blocked = mask == -torch.inf
@@ -75,7 +75,7 @@ def records_blocked(
     attn_mask: Tensor | None,
     num_heads: int,
 ) -> Tensor | None:  # (n,) or (N·L·heads, n) bool
-    """Combine both masks over the records of a database. Raises BadInput for floats that would add to scores."""
+    """Combine both masks over a database's n records, True = blocked. Raises BadInput for floats added to scores."""
     masks = masks_of(query, n, key_padding_mask, attn_mask, num_heads, False)
     if masks.added is not None:
         raise BadInput(
@@ -89,7 +89,7 @@ def records_blocked(
 
 
 def widths_of(db: Verbs | None, kdim: int | None, vdim: int | None) -> tuple[int | None, int | None]:
-    """Return kdim and vdim, taken from the database if there is one. Raises BadInput if they do not fit it."""
+    """Return kdim and vdim, taken from the database if there is one. Raises BadInput if they differ from its widths."""
     kdim = None if kdim is None else check.integer(kdim, "kdim")
     vdim = None if vdim is None else check.integer(vdim, "vdim")
     if db is None:
@@ -117,9 +117,9 @@ def batch_of(
     batch = f"(N, L, {width})" if batch_first else f"(L, N, {width})"
     if tensor.ndim not in (2, 3) or tensor.shape[-1] != width:
         raise BadInput(
-            f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); encode it alike"
+            f"{name} has shape {tuple(tensor.shape)} but this module takes {batch} or (L, {width}); pass one of these"
         )
     if tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise BadInput(f"{name} is of {tensor.dtype} but the parameters of {dtype}; convert one of them")
+        raise BadInput(f"{name} is {tensor.dtype} but the parameters are {dtype}; convert one of them")
     tensor = tensor if tensor.ndim == 3 else tensor.unsqueeze(0 if batch_first else 1)
     return tensor if batch_first else tensor.transpose(0, 1)

@@ -80,24 +80,24 @@ def retrieval_loss(
     Karpukhin et al. 2020, equation 2, with every record as a negative and any number of positives. Differentiable in
     the queries, and in the score's parameters.
 
-    Neither k nor rtol: over every record; cost q n d. With `rtol=` the first term is `db.log_partition`: its bar is
-    within rtol of the sum, its gradient has a bias of the same order, and the loss may be a little below 0. With `k=`
-    the first sum is over the k nearest and the positives, each record once: a lower bound of the loss over all; cost of
-    the search, then q (k + m) d for m positives. All ids are looked up in one catalogue query.
+    Without k and rtol the loss is exact, over every record; cost q n d. With `rtol=` the first term is estimated by
+    `db.log_partition` to that tolerance: its gradient has a bias of that order, and the loss may be a little below 0.
+    With `k=` the first sum is over the k nearest and the positives, each record once: a lower bound of the exact loss.
+    Cost with k: the search, then q (k + m) d for m positives. All ids are looked up in one catalogue query.
 
-    A kernel as score has its plain normalisation, as in `attend`. If the kernel is 0 at all positives of a query, the
-    query's loss is infinite, with zero gradients.
+    With a kernel as score, the kernel replaces exp(s / T), as in `attend`. If the kernel is 0 at all positives of a
+    query, the query's loss is infinite, with zero gradients.
 
     Args:
-        db: the database, a `View` or a `Memory`; a Memory always sees the k nearest (its own k) and the positives.
+        db: the database, a `View` or a `Memory`; a Memory without k= uses its own k.
         queries: (q, d) with their graph, or q texts if the database has an encoder.
         positives: ids; at least one for each query, and any number of them.
         temperature: divides the scores; None: 1, or the Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
-        rtol: estimate the normaliser to that relative error.
-        max_draws: with rtol, see `log_partition`; of a View without rtol, see `View.attend`.
-        generator: random numbers of the draws, new with each call; pass one in training.
+        rtol: estimate the normaliser with this relative error.
+        max_draws: number of draws: with rtol see `log_partition`, for a View without rtol see `View.attend`.
+        generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
 
@@ -146,7 +146,7 @@ def info_nce(
     generator: torch.Generator | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:  # (), or (q,) for "none"
-    """InfoNCE against hard negatives from the database and the other queries' positives.
+    """Return the InfoNCE loss against hard negatives from the database and the other queries' positives.
 
         loss = -log( Σ_{i positive} exp(s_i / T) / Σ_{i positive or negative} exp(s_i / T) )
 
@@ -161,15 +161,15 @@ def info_nce(
         in_batch: True: the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: number of nearest records to skip, which may be unlabelled positives.
         among: draw the negatives at random among this number of the nearest; None: take the very nearest.
-        temperature: divides the scores; None: 0.07, or 1 for a kernel, which has a bandwidth, or the Memory's own.
+        temperature: divides the scores; None: a Memory's own temperature, else 1 for a kernel and 0.07 for the rest.
         generator: random numbers of the draw among the nearest; None: torch's default generator.
 
-    Raises UnknownId and BadInput as `retrieval_loss`; BadInput for no negatives at all, or among < negatives.
+    Raises the errors of `retrieval_loss`, and BadInput for no negatives at all, or among < negatives.
     """
     reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
     if not count and not in_batch:
-        raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; set one of them")
+        raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; change one of the two")
     pool = count if among is None else check.integer(among, "among")
     if pool < count:
         raise BadInput(f"among is {pool} but negatives {count}; pass among of {count} or more")
@@ -229,7 +229,7 @@ def label_loss(
         require_shape(logits, "logits", (len(true), classes))
     pooled = _output(db, queries, asking)
     if len(true) != len(pooled):
-        raise BadInput(f"labels are {len(true)} for {len(pooled)} queries; give one for each")
+        raise BadInput(f"labels are {len(true)} for {len(pooled)} queries; give one label for each query")
     true = true.to(pooled.device).unsqueeze(1)
     probability = pooled.gather(1, true)
     zero = probability < torch.finfo(probability.dtype).tiny  # its gradient 1 / p would be infinite
@@ -292,13 +292,13 @@ def _likelihood(
     positions: Rows,  # (q, k) positives and other records without duplicates, -1 = none
     scores: Tensor,  # (q, k)
 ) -> Tensor:  # (q,)
-    """-log of the positives' share among the records."""
+    """Return -log of the positives' share of Σ exp(score / T) over the records at `positions`."""
     masks = (torch.from_numpy(mask).to(scores.device) for mask in (targets.wins(positions), positions >= 0))
     return _surprise(*(softmax(scores, targets.request.temperature, mask)[1] for mask in masks))
 
 
 def _surprise(positives_lse: Tensor, lse: Tensor) -> Tensor:  # (q,), (q,) -> (q,)
-    """-log of the positives' share, from their lse and that of all records; infinite if the share is 0."""
+    """Return lse - positives_lse, which is -log of the positives' share; infinite if the share is 0."""
     zero = positives_lse == -torch.inf
     return (lse.masked_fill(zero, 0) - positives_lse.masked_fill(zero, 0)).masked_fill(zero, torch.inf)
 

@@ -1,4 +1,4 @@
-"""Memory whose parameters are the stored keys and values of a database; `commit` writes them back."""
+"""Torch module whose parameters are the stored keys and values of a database; `commit` writes them back."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from softdb.reports import MemoryReport, ReindexReport
 from softdb.scoring import score_of
 from softdb.typing import Numbers, Vectors
 
-BLOCK = 1 << 14  # keys copied at once
-RECENT_QUERIES = 64  # last queries kept, to measure recall
-REBUILD_SHARE = 0.5  # share of the records written since the index was built, from which on `commit` rebuilds it
+BLOCK = 1 << 14  # number of keys copied at once
+RECENT_QUERIES = 64  # number of latest queries kept to measure recall on
+REBUILD_SHARE = 0.5  # `commit` rebuilds the index once this share of all records was written since its last build
 SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
@@ -46,10 +46,10 @@ class Memory(Reindexed):
     dense (n, d) one, so time and memory of a step hardly depend on the number of records. Train with
     torch.optim.SparseAdam, Adagrad or SGD (`check` refuses other optimisers), then `commit()`.
 
-    Candidates, `overfetch` k of them, come from an index of earlier keys, and are scored by the current keys: a key
-    that moved far may be missed, but no score is wrong. The index is the database's, which holds the keys of the last
-    commit, until `reindex` indexes a copy of the current keys. Without an index, or below 10,000 records, every current
-    key is compared and nothing is ever stale.
+    `overfetch` k candidates come from an index of earlier keys, and are scored by the current keys: a key that moved
+    far may be missed, but no score is wrong. At first the index is the database's, which holds the keys of the last
+    commit; `reindex` replaces it by an index of a copy of the current keys. Without an index, or below 10,000 records,
+    every current key is compared, and candidates are never stale.
 
     The memory holds the records that existed when it was made. Records that others delete or replace are no longer
     found; records that others insert are not found before `reload`. Copies of a memory share the handle and follow each
@@ -60,7 +60,7 @@ class Memory(Reindexed):
 
     Parameters are float32 whatever the database stores (or float64 for checks, which compares every key). They start in
     RAM and move with `memory.to(device)`; answers are on the device of the queries. On a GPU every current key is
-    compared, in one pass, and nothing is ever stale; `commit` writes the GPU's parameters in the stored dtype. Memory:
+    compared, so candidates are never stale; `commit` writes the GPU's parameters in the stored dtype. Memory:
     n (d + v) trained numbers. Cost: a search for `overfetch` k records (on a GPU q n d), then q k (d + v).
     Sources: Lample et al. 2019 (arXiv 1907.05242) for sparse training, Guu et al. 2020 (REALM, section 3.3) for
     candidates from stale keys.
@@ -68,13 +68,13 @@ class Memory(Reindexed):
     Args:
         db: the database.
         keys: True: train the keys; False: read them from the database.
-        values: True: train the values; None: if they are vectors. Where the key serves as value, the trained key does.
-        k: records pooled for each query; with fewer, all of them.
+        values: True: train the values; None: train the values if they are vectors. Without values, keys are pooled.
+        k: number of records pooled for each query; if the memory has fewer, all of them.
         temperature: divides the scores.
-        reindex: a policy, as of a `View`; call `step()` after each step of the optimiser.
-        overfetch: candidates scored for each of the k.
+        reindex: policy that says when to reindex, as for a `View`; call `step()` after each step of the optimiser.
+        overfetch: number of candidates to score, as a multiple of k.
 
-    Raises BadInput for a database without such columns, and Closed for a closed one.
+    Raises BadInput if the database lacks the columns to be trained, and Closed for a closed database.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, value_dim=2)
@@ -113,7 +113,7 @@ class Memory(Reindexed):
         trained, every = chosen(db.core.schema, keys, values), np.arange(len(self))
         for name, train, stored in zip(("keys", "values"), trained, (origin.keys, origin.values), strict=True):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
-        self._touched = torch.zeros(len(self), dtype=torch.bool)  # had a gradient since the last commit
+        self._touched = torch.zeros(len(self), dtype=torch.bool)  # (n,) True: had a gradient since the last commit
         self._moved = 0  # records written since the database's index was built
         self._gradient_hooks: list[RemovableHandle] = []
         self._watch()
@@ -129,11 +129,11 @@ class Memory(Reindexed):
         devices = {parameter.device for parameter in self.parameters()}
         if len(devices) > 1:
             placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.named_parameters())
-            raise BadInput(f"the memory has {placed}; move it as a whole, memory.to(device)")
+            raise BadInput(f"the memory has {placed}; move both with memory.to(device)")
         return devices.pop()
 
     def __len__(self) -> int:
-        """Number of records held."""
+        """Return the number of records in this memory."""
         return len(self._followed.origin.rows)
 
     def extra_repr(self) -> str:
@@ -160,11 +160,11 @@ class Memory(Reindexed):
         return pooled if not isinstance(queries, Tensor) or queries.device == device else on(pooled, queries.device)
 
     def source(self) -> Parameters:
-        """Return the records with their current keys and values, as a source. Raises Closed."""
+        """Return the records with their current keys and values, as the source of a request. Raises Closed."""
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
     def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
-        """Return a checked request on the parameters' device, and its source; temperature None: the memory's."""
+        """Check queries; return a request on the parameters' device, and its source. temperature=None: the memory's."""
         device = self.device
         vectors, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
         heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
@@ -173,7 +173,7 @@ class Memory(Reindexed):
         return request, source
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise BadInput for an optimiser that lacks these parameters, takes no sparse gradients, or moves all rows."""
+        """Raise BadInput for an optimiser that lacks these parameters, refuses sparse gradients, or moves every row."""
         own = {id(parameter) for parameter in self.parameters()}
         groups = [group for group in optimizer.param_groups if any(id(item) in own for item in group["params"])]
         name = type(optimizer).__name__
@@ -186,9 +186,9 @@ class Memory(Reindexed):
                 raise BadInput(f"this {name} has {option}={group[option]}, which changes every record; use {SPARSE}")
 
     def measure(self, k: int = 10, sample: int = 64) -> float:
-        """Share of the k nearest, by the current keys, that are among the overfetch · self.k candidates.
+        """Measure the share of the k nearest, by the current keys, that are among the overfetch · self.k candidates.
 
-        Measured on the last queries, at most `sample` of them (64 are kept; before any, on keys). Cost 64 n d.
+        Uses the latest queries, at most `sample` (64 are kept); before the first query, 64 keys. Cost 64 n d.
         """
         source = self.source()
         k = min(check.integer(k, "k"), source.count)
@@ -205,27 +205,27 @@ class Memory(Reindexed):
         return self._recall
 
     def report(self) -> MemoryReport:
-        """Return the age of the stale index, its cost, and the number of records with gradients since a commit."""
+        """Report the stale index's age and build time, and how many records had gradients since the last commit."""
         seconds, touched = self._stale.now.seconds, int(self._touched.sum())
         counts = len(self), self.steps, self.age, self._recall, self.reindexing, self._reindexes
         return MemoryReport(*counts, seconds, self._seconds, touched)
 
     def commit(self, *, everything: bool = False, reindex: bool | None = None) -> int:
-        """Write the records that training has changed to the database, all or none, and return how many.
+        """Write the records that training has changed to the database, all or none, and return their number.
 
         Durable when this returns. Writes the records that had a gradient since the last commit and differ from the
-        stored ones in any bit of the stored dtype. They keep ids and payloads and get new rows, as with `db.update`. To
-        the index they are new records; once half of all records were written since it was built, it is rebuilt with the
-        same target recall. After a commit candidates come from the database's index, if it has one. Cost: reads the
-        records that had a gradient, writes the changed ones.
+        stored ones in any bit of the stored dtype. They keep ids and payloads and get new rows, as with `db.update`.
+        The index treats them as new records; once half of all records were written since the index was built, it is
+        rebuilt with the same target recall. After a commit candidates come from the database's index, if there is one.
+        Cost: reads the records that had a gradient, writes the changed ones.
 
         Args:
-            everything: compare every record, also those changed without a gradient, as by hand or by momentum.
+            everything: compare every record, also those changed without a gradient, for example by hand.
             reindex: True: rebuild the index in any case; False: never; None: once half of the records were written, and
                 no other build is running.
 
         Raises:
-            StaleRead: others have deleted or replaced a trained record; nothing was written. `reload` drops it.
+            StaleRead: another writer deleted or replaced a trained record, and nothing was written; call `reload`.
             ReadOnly: the database is open for reading; open it with mode="rw", make a memory and load the state_dict.
             BadInput: training has made a parameter NaN, infinite, or too large for float16, or with reindex=True
                 another build is running; nothing was written.
@@ -257,11 +257,11 @@ class Memory(Reindexed):
         return len(changed)
 
     def reload(self) -> int:
-        """Take in the records that others inserted, deleted and replaced, and return the number of records.
+        """Drop deleted and replaced records, append inserted ones, and return the number of records.
 
-        The other records keep their parameters, committed or not, and their order; new records follow at the end. If
-        anything changed, `keys` and `values` are new parameters: make a new optimiser. A memory with a stale index is
-        reindexed, and raises BadInput before any change for keys that are NaN, infinite or too large.
+        The other records keep their parameters, committed or not, and their order. If anything changed, `keys` and
+        `values` are new parameters: make a new optimiser. If the memory has a stale index, `reload` reindexes, and
+        raises BadInput before any change for keys that are NaN, infinite or too large.
         """
         self.db.refresh()
         origin = self._at_newest()
@@ -293,7 +293,7 @@ class Memory(Reindexed):
         return len(self)
 
     def _committed(self, reindex: bool | None) -> None:
-        """Reset the age after a commit, and rebuild the database's index where it is due."""
+        """Reset the age of the candidates after a commit, and rebuild the database's index if that is due."""
         report = self.db.core.finder.report()
         if report is None or report.kind == "flat":
             self._moved = 0
@@ -321,7 +321,7 @@ class Memory(Reindexed):
         return functools.partial(self._copied, self._stale, keys, self.steps)
 
     def _copied(self, stale: StaleIndex, keys: Tensor, step: int, progress: Progress) -> ReindexReport:
-        """Index a copy of the keys of a step."""
+        """Make the next version of the stale index from the keys of a training step."""
 
         def block(low: int) -> Tensor:
             progress("copying", low, len(keys))
@@ -330,13 +330,13 @@ class Memory(Reindexed):
         return self._counted(stale.replace(np.arange(len(keys)), map(block, range(0, len(keys), BLOCK)), step))
 
     def _forget(self) -> None:
-        """Drop the stale index, and a build of it that is running."""
+        """Drop the stale index, and stop a running build of its next version."""
         old, self._build = self._stale, None
         self._stale = old.emptied()
-        old.close()  # last, so that queries of other threads find an open one
+        old.close()  # after the swap, so that queries in other threads find an open index
 
     def _watch(self) -> None:
-        """Register hooks that mark the rows with gradients."""
+        """Register hooks that record in `_touched` which parameters get gradients."""
         while self._gradient_hooks:
             self._gradient_hooks.pop().remove()
         for parameter in self.parameters():
@@ -349,7 +349,7 @@ class Memory(Reindexed):
             return
         if parameter.grad.is_sparse:
             self._touched.index_fill_(0, parameter.grad._indices()[0], True)
-        else:  # a dense gradient: the loss uses the parameter itself
+        else:  # a dense gradient: the loss uses the whole parameter
             self._touched[:] = True
 
     def _apply(self, *args: Any, **kwargs: Any) -> Memory:

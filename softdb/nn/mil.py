@@ -1,4 +1,4 @@
-"""Multiple-instance learning: one vector for a bag of instances, by attention."""
+"""Multiple-instance learning: pool a bag of instances into one vector, by attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MILPooling(torch.nn.Module):
     ) -> tuple[Tensor, Tensor]:  # (b, dim), (b, n)
         """Return the bags' vectors, and the weight of each instance in its bag.
 
-        `valid_len` is the number of instances in each bag; None: all n. The padding after them must be finite.
+        `valid_len` is the number of instances in each bag; None: all n. The padding after the instances must be finite.
         """
         if not isinstance(bags, Tensor) or not bags.is_floating_point():
             raise BadInput(f"bags are {shown(bags)}; expected a floating tensor (b, n, {self.dim})")
@@ -62,7 +62,7 @@ class MILPooling(torch.nn.Module):
                 f"bags have shape {tuple(bags.shape)}; expected (b, n, {self.dim}); pad short bags, and pass their "
                 "lengths as valid_len"
             )
-        # the scores are the keys, and the query of each bag is 1, so that its dot product with a key is the score
+        # keys are the scores and queries are 1, so that the dot product of query and key is the score
         ones = bags.new_ones(len(bags), 1, 1)
         pooled = attention(ones, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
         return pooled.output.squeeze(1), pooled.weights.squeeze(1)

@@ -1,4 +1,4 @@
-"""Records behind the parameters of a memory, in one generation of the database."""
+"""Link between the parameters of a memory and their records, in one generation of the database."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
-BLOCK = 1 << 14  # records read or compared at once
+BLOCK = 1 << 14  # number of records read or compared at once
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
 Names = NDArray[np.bytes_]  # digests of ids, DIGEST bytes each
-DIGEST = 16  # bytes; two of 10⁹ ids are alike with probability 10⁻²¹
-RECORDS = "records"  # key of the ids' digests in a state_dict
-UNKNOWN = b""  # digest of a record that is gone
+DIGEST = 16  # bytes of an id's digest; among 10⁹ ids two have the same digest with probability 10⁻²¹
+RECORDS = "records"  # name of the ids' digests in a state_dict
+UNKNOWN = b""  # digest of a deleted or replaced record
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The records behind n parameters, in their order, and a snapshot of the database. Immutable.
+    """The record of each of n parameters, in the parameters' order, and a snapshot of the database. Immutable.
 
-    Copies share the object, and with it the handle; a pickle opens the database for reading.
+    A deep copy is the same object, with the same handle; unpickling opens the database for reading.
     """
 
     db: SoftDB
@@ -40,13 +40,13 @@ class Origin:
 
     @classmethod
     def newest(cls, db: SoftDB) -> Origin:
-        """Return the origin of all records, in row order. Raises Closed."""
+        """Return an origin of all records that have a key, in row order. Raises Closed."""
         db.core.require_open()
         snapshot = db.core.view()[0]
         return cls(db, snapshot.rows(np.flatnonzero(snapshot.live)), snapshot)
 
     def now(self) -> Origin:
-        """Return these records as of the newest generation that the handle sees. Raises Closed, StaleRead."""
+        """Return an origin of the same records in the generation that the handle now sees. Raises Closed, StaleRead."""
         self.db.core.require_open()
         snapshot = self.db.core.view()[0]
         if self.snapshot.generation < self.db.core.reembedded <= snapshot.generation:
@@ -55,7 +55,7 @@ class Origin:
 
     def written(
         self,
-        numbers: Rows,  # (m,) of the parameters
+        numbers: Rows,  # (m,) indices of the parameters to write
         keys: Tensor | None,  # (n, d), None: unchanged
         values: Tensor | None,  # (n, v), None: unchanged
     ) -> Origin:
@@ -66,7 +66,7 @@ class Origin:
         return Origin(self.db, rows, snapshot)
 
     def names(self) -> Names:
-        """Digests of the records' ids (n,), UNKNOWN for a record that is gone; they depend on the ids alone."""
+        """Return digests (n,) of the records' ids; UNKNOWN for a deleted or replaced record."""
         names = np.zeros(len(self.rows), f"S{DIGEST}")
         for low in range(0, len(names), BLOCK):
             rows = self.rows[low : low + BLOCK]
@@ -76,12 +76,12 @@ class Origin:
 
     @cached_property
     def positions(self) -> Rows:
-        """Positions of the records, (n,), -1 for one that is gone from the files."""
+        """Positions (n,) of the records in the snapshot; -1 for a record that is no longer in the files."""
         return self.snapshot.positions(self.rows)
 
     @cached_property
     def present(self) -> Live:
-        """Mask of records that were neither deleted nor replaced, (n,)."""
+        """Mask (n,) of the records that were neither deleted nor replaced."""
         if not self.snapshot.size:
             return np.zeros(len(self.rows), np.bool_)
         return (self.positions >= 0) & self.snapshot.live[self.positions]
@@ -93,7 +93,7 @@ class Origin:
 
     @cached_property
     def _allowed(self) -> Live | None:
-        """Mask of the positions (size,) of these records; None if they are all records of the database."""
+        """Mask (size,) of the snapshot's positions that hold these records; None if these are all of its records."""
         if self.count == self.snapshot.count:
             return None
         allowed = np.zeros(self.snapshot.size, np.bool_)
@@ -102,7 +102,7 @@ class Origin:
 
     @cached_property
     def _parameters(self) -> Rows:
-        """Parameter of each position (size,), -1 = none."""
+        """Index (size,) of the parameter for each position of the snapshot; -1 = no parameter."""
         parameters = np.full(self.snapshot.size, -1, np.int64)
         parameters[self.positions[self.present]] = np.flatnonzero(self.present)
         return parameters
@@ -124,22 +124,22 @@ class Origin:
         k: int,
         certain: int | None = None,
     ) -> tuple[Rows, str]:  # (q, k)
-        """Return the k parameters, at most `count`, with the nearest stored keys, and the finder's name.
+        """Return the indices of the k parameters with the nearest stored keys, and the finder's name. k <= `count`.
 
-        The recall of the index holds for the first `certain` of them; None: for all.
+        The index keeps its target recall for the `certain` nearest of these k; None: for all k.
         """
         query = Query(queries, k, self.metric, self._allowed, certain=certain, pairwise=False)
         candidates = self.db.core.finder.find(self.snapshot, query)
         return self._parameters[candidates.positions], candidates.finder
 
-    def keys(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, d) in the column's dtype
-        """Copy stored keys; zeros for a record that is gone from the files."""
+    def keys(self, numbers: Rows) -> Tensor:  # (…) indices of parameters -> (…, d) in the column's dtype
+        """Return a copy of the stored keys; zeros for a record that is no longer in the files."""
         if not self.snapshot.size:
             return torch.zeros(*numbers.shape, self.db.core.schema.dim)
         return self.snapshot.keys_at(self.positions[numbers])
 
-    def values(self, numbers: Rows) -> Tensor:  # (…) of parameters -> (…, v) in the column's dtype, or int64 labels (…)
-        """Copy stored values; zeros for a record that is gone from the files."""
+    def values(self, numbers: Rows) -> Tensor:  # (…) indices -> (…, v) in the column's dtype, or int64 labels (…)
+        """Return a copy of the stored values; zeros for a record that is no longer in the files."""
         if not self.snapshot.size:
             schema = self.db.core.schema
             empty = torch.zeros(*numbers.shape, schema.pooled_dim)
@@ -148,11 +148,11 @@ class Origin:
 
     def changed(
         self,
-        numbers: Rows,  # (m,) of the parameters
+        numbers: Rows,  # (m,) indices of the parameters to compare
         keys: Tensor | None,  # (n, d), None: not trained
         values: Tensor | None,  # (n, v)
     ) -> Rows:
-        """Return the parameters that differ from the stored numbers in any bit of the stored dtype. Cost m (d + v)."""
+        """Return the indices, out of `numbers`, whose key or value differs from the stored one in the stored dtype."""
         differ = np.zeros(len(numbers), np.bool_)
         for low in range(0, len(numbers), BLOCK):
             block = numbers[low : low + BLOCK]
@@ -171,29 +171,29 @@ class Origin:
 
 @dataclass
 class Followed:
-    """The origin that a memory shares with its copies, so that each sees the rows that another has written."""
+    """The origin that a memory shares with its copies, so that each copy uses the rows that another has written."""
 
     origin: Origin
-    names: Names  # (n,) as `Origin.names`, from when the memory was made
+    names: Names  # (n,) digests of the ids, from `Origin.names` when the memory was made
 
     @classmethod
     def of(cls, origin: Origin) -> Followed:
-        """Follow the records of an origin. Cost: reads n ids."""
+        """Make a `Followed` of an origin, with the digests of its ids. Cost: reads n ids."""
         return cls(origin, origin.names())
 
     def digests(self) -> Tensor:  # (n, DIGEST) bytes
-        """Digests of the records' ids for a state_dict; zeros for a record that is gone."""
+        """Return the digests of the records' ids for a state_dict; zeros for a deleted or replaced record."""
         names = np.where(self.origin.present, self.names, UNKNOWN).astype(self.names.dtype)
         return torch.from_numpy(names.view(np.uint8).reshape(-1, DIGEST))
 
     def places(
         self,
-        digests: object,  # (m, DIGEST) bytes, as `digests` of another memory
-        columns: list[Tensor],  # (m, …) of the same state
+        digests: object,  # (m, DIGEST) bytes that `digests` of another memory returned
+        columns: list[Tensor],  # (m, …) keys and values from the same state_dict
     ) -> Rows:  # (n,), -1 = missing
-        """Positions of the parameters' records in the state of another memory.
+        """Return, for each parameter, the index of its record in another memory's state, matched by the id's digest.
 
-        Raises BadInput unless both hold the same records; records that are gone from one of them do not count.
+        Raises BadInput unless both hold the same records; deleted and replaced records are ignored.
         """
         if not isinstance(digests, Tensor) or digests.ndim != 2 or digests.shape[1] != DIGEST:
             raise BadInput(
@@ -201,7 +201,7 @@ class Followed:
             )
         if any(len(column) != len(digests) for column in columns):
             raise BadInput(
-                f"the state has {len(digests)} records and columns of {[len(column) for column in columns]} rows"
+                f"the state has {len(digests)} records but columns of {[len(column) for column in columns]} rows"
             )
         saved = np.ascontiguousarray(digests.cpu().to(torch.uint8).numpy()).view(self.names.dtype).reshape(-1)
         places = np.full(len(self.names), -1, np.int64)
@@ -223,11 +223,11 @@ class Followed:
 
 
 def in_order(
-    column: Tensor,  # (m, …) of a state
-    places: Rows,  # (n,) of a memory's records in it, -1 = missing
+    column: Tensor,  # (m, …) keys or values from a state_dict
+    places: Rows,  # (n,) index in `column` of each of the memory's records, -1 = missing
     current: Tensor,  # (n, …)
 ) -> Tensor:  # (n, …)
-    """Return the column in the order of the memory; records that the state lacks keep their current numbers."""
+    """Return the column in the order of the memory's records; missing records keep their current keys or values."""
     if np.array_equal(places, np.arange(len(column))):
         return column
     ordered = column.detach()[places] if len(column) else current.to(column).clone()

@@ -48,7 +48,7 @@ class Parameters(Source):
     keys: torch.nn.Parameter | None  # (n, d); None: as stored
     values: torch.nn.Parameter | None  # (n, v); None: as stored
     version: Version  # a copy of earlier keys; number 0: none
-    overfetch: int  # candidates scored for each of the k
+    overfetch: int  # number of candidates scored, as a multiple of k
 
     @property
     def live(self) -> Live:
@@ -79,7 +79,7 @@ class Parameters(Source):
     def stale(self) -> bool:
         """True if candidates come from earlier keys; False if all current keys are compared.
 
-        Always False on a GPU, which reads all keys that fit there in some milliseconds.
+        Always False on a GPU, where comparing all keys takes a few milliseconds.
         """
         keys = self.keys
         if keys is None or len(keys) < FEWEST or keys.dtype is not torch.float32 or keys.device.type != "cpu":
@@ -102,7 +102,7 @@ class Parameters(Source):
         return stored(positions) if trained is None else trained.detach()[positions]
 
     def find(self, request: Request) -> Candidates:
-        """Return the k nearest by the current keys, of overfetch · k candidates; without an index, of all records.
+        """Find the k nearest by the current keys among overfetch · k candidates; without an index, among all records.
 
         Cost: a search, and q k overfetch d; without an index q n d.
         """
@@ -124,7 +124,7 @@ class Parameters(Source):
         return Candidates(ordered(self._columns, queries.float().numpy(), candidates, k, origin.metric)[0], finder)
 
     def _nearest(self, queries: Tensor, k: int) -> Positions:  # (q, k)
-        """Compare all live keys on their device."""
+        """Return the k nearest live parameters; compares all current keys, on the device of the keys."""
         keys = self._keys
         if keys.device.type == "cpu":
             return nearest(self._columns, Query(queries, k, self.origin.metric))
@@ -166,7 +166,7 @@ class Parameters(Source):
         return Scored(positions, scores.masked_fill(torch.from_numpy(missing).to(scores.device), -torch.inf), keys)
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Return the weighted sums of the candidates' values, with sparse gradients to them."""
+        """Return the weighted sums of the candidates' values, with sparse gradients to the values."""
         schema, keys = self.origin.db.core.schema, scored.keys
         if not schema.has_values and keys is not None:
             return pool(weights, keys)

@@ -28,7 +28,7 @@ class SinusoidalPositions(torch.nn.Module):
         max_len: length of the longest sequence; None: unlimited.
         dropout: share of the sums dropped in training, as in the paper's section 5.4.
 
-    Raises BadInput for a width or share out of range, for x of another width, and beyond max_len.
+    Raises BadInput for a width or share out of range, for x of another width, and for positions of max_len or more.
 
     >>> SinusoidalPositions(4)(torch.zeros(1, 2, 4)).round(decimals=3)
     tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
@@ -59,7 +59,7 @@ class LearnedPositions(torch.nn.Module):
 
     W (max_len, d) starts as a normal distribution of standard deviation 0.02 (Devlin et al. 2019).
 
-    Raises BadInput for sizes below 1, for x of another width, and for positions from max_len on.
+    Raises BadInput for sizes below 1, for x of another width, and for positions of max_len or more.
 
     >>> LearnedPositions(max_len=10, dim=4)(torch.zeros(2, 7, 4), offset=3).shape
     torch.Size([2, 7, 4])
@@ -83,7 +83,7 @@ class LearnedPositions(torch.nn.Module):
         return x + self.weight[span.start : span.stop].to(x)
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
+        """Return max_len and the width."""
         return f"{self.max_len}, {self.dim}"
 
 
@@ -123,11 +123,11 @@ class RotaryPositions(torch.nn.Module):
 
 
 def _span(x: Tensor, dim: int, offset: int, max_len: int | None) -> range:  # (…, n, d) -> n positions
-    """Return the positions of a sequence. Raises BadInput."""
+    """Return the positions offset … offset + n - 1. Raises BadInput for another shape, or a position beyond max_len."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise BadInput(f"x is {shown(x)}; expected a floating tensor (…, n, {dim})")
     if x.ndim < 2 or x.shape[-1] != dim:
-        raise BadInput(f"x has shape {tuple(x.shape)} but these positions are made for (…, n, {dim}); encode it alike")
+        raise BadInput(f"x has shape {tuple(x.shape)} but these positions are made for (…, n, {dim}); pass that width")
     first = check.integer(offset, "offset", low=0)
     stop = first + x.shape[-2]
     if max_len is not None and stop > max_len:
@@ -139,7 +139,7 @@ def _span(x: Tensor, dim: int, offset: int, max_len: int | None) -> range:  # (�
 
 
 def _angles(x: Tensor, span: range, dim: int) -> Tensor:  # (n, ⌈d / 2⌉) float64, on the device of x
-    """Angles p / 10000^(2i / d)."""
+    """Return the angle p / 10000^(2i / d) for each position p and pair i of coordinates."""
     even = torch.arange(0, dim, 2, dtype=torch.float64, device=x.device)
     positions = torch.arange(span.start, span.stop, dtype=torch.float64, device=x.device)
     return torch.outer(positions, torch.pow(BASE, -even / dim))

@@ -77,7 +77,7 @@ class ProductKeys(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw codebooks uniformly within ±1/√(d/2), and values normally with deviation 1/√v, as the paper's code."""
+        """Draw codebooks uniformly within ±1/√(d/2), and values normally with standard deviation 1/√v."""
         self.query.reset_parameters()
         if self.norm is not None:
             self.norm.reset_parameters()
@@ -120,7 +120,7 @@ class ProductKeys(torch.nn.Module):
             raise BadInput(f"inputs are {shown(inputs)}; expected a floating tensor (…, {self.dim})")
         if inputs.shape[-1] != self.dim:
             raise BadInput(
-                f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); encode them alike"
+                f"inputs have shape {tuple(inputs.shape)} but this memory takes (…, {self.dim}); pass that width"
             )
         dtype = self.query.weight.dtype
         double = torch.float64 in (inputs.dtype, dtype)  # autocast does not convert float64
@@ -147,7 +147,7 @@ def _pairs(
     k: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # (p,), (p,)
-    """Pairs (i, j) that may be among the k best sums: (i + 1)(j + 1) - 1 other pairs are at least as good as each."""
+    """Return the pairs (i, j) with (i + 1)(j + 1) ≤ k: any other pair has k pairs at least as good as itself."""
     with torch.inference_mode(False):  # the tensors are cached, and a later call may need gradients
         rank = torch.arange(1, count + 1)
         i, j = (rank.unsqueeze(1) * rank <= k).nonzero(as_tuple=True)

@@ -23,13 +23,13 @@ from softdb.typing import Vectors
 KERNELS: dict[str, type[Kernel]] = {
     kernel.__name__.lower(): kernel for kernel in (Gaussian, Laplacian, Epanechnikov, Triangular, Boxcar)
 }
-MAX_FLOATS = 1 << 25  # keys and values that `fit` holds in memory as float64: 256 MB
-TILE = 1 << 20  # weights computed at once, of a chunk of records to all others
-NARROW = 1 << 10  # squared key length in bandwidths up to which float32 errs by some 1e-4 in a logit
+MAX_FLOATS = 1 << 25  # largest number of floats in keys and values that `fit` holds in memory, as float64: 256 MB
+TILE = 1 << 20  # number of weights computed at once: records in a chunk times all records
+NARROW = 1 << 10  # largest squared key length, in bandwidths, for float32: the error of a logit is then about 1e-4
 
 
 class _NadarayaWatson(torch.nn.Module):
-    """The mean of the records' values, weighted by a kernel of their distance."""
+    """The mean of the records' values, weighted by a kernel of the records' distances to the query."""
 
     labels: ClassVar[bool]  # True: values are labels, predicted as probabilities; False: vectors
 
@@ -85,16 +85,16 @@ class _NadarayaWatson(torch.nn.Module):
     ) -> Tensor:  # (q, v)
         """Return the weighted means of the k nearest or of all records; zeros if no record has a weight.
 
-        Arguments and errors as of `SoftDB.attend`. Differentiable in the queries and the bandwidth.
+        Arguments and errors are those of `SoftDB.attend`. Differentiable in the queries and the bandwidth.
         """
         return self.db.attend(queries, score=self.kernel, k=k, where=where, mask=mask).output
 
     def leave_one_out(self, places: Tensor | None = None) -> tuple[Tensor, Tensor]:  # (b,) -> (b, v), (b, v)
         """Predict the values of stored records from all other records, and return predictions and true values.
 
-        A duplicate counts as another record. `places` are the records' int64 places in row order; None: all.
-        Differentiable in the bandwidth; train it by the distance of the two. Cost b n (d + v), and a mask of b n bits;
-        the database must not change meanwhile. Raises BadInput for places out of range.
+        A duplicate counts as another record. `places` are the records' int64 indices in row order; None: all.
+        Differentiable in the bandwidth: minimise the distance of predictions and true values. Cost b n (d + v), and a
+        mask of b n bytes; the database must not change meanwhile. Raises BadInput for an index out of range.
         """
         snapshot, _ = self.db.core.view()  # `scan` would read every payload too
         chosen = torch.arange(snapshot.count) if places is None else _places(places, snapshot.count)
@@ -113,15 +113,15 @@ class _NadarayaWatson(torch.nn.Module):
         return predicted, (torch.nn.functional.one_hot(true, width) if self.labels else true).to(predicted)
 
     def fit(self, *, steps: int = 100, lr: float = 0.1, batch_size: int = 1024, seed: int = 0) -> list[float]:
-        """Train the bandwidth with Adam by the leave-one-out error, mean ‖predicted - true‖²; return it for each step.
+        """Train the bandwidth with Adam; return the leave-one-out error, mean ‖predicted - true‖², of each step.
 
         The objective is that of `softdb.scores.leave_one_out`, which searches a single bandwidth and needs all
         distances. This function can also train a bandwidth for each coordinate, on `batch_size` records a step, drawn
         by `seed`. It finds a local minimum: a compact kernel must start so wide that most records reach another one.
 
-        Cost steps · batch_size n (d + v); the Gaussian kernel's steps are several times as fast as others', with up to
-        2^25 numbers of keys and values, which are held in memory. Raises BadInput for settings out of range, fewer than
-        two records, and a bandwidth that is not learnt; Closed for a closed database.
+        Cost steps · batch_size n (d + v). The Gaussian kernel is several times faster than others if keys and values
+        are at most 2^25 numbers, which it keeps in memory. Raises BadInput for settings out of range, fewer than two
+        records, and a bandwidth that is not learnt; Closed for a closed database.
         """
         count, width = check.integer(steps, "steps"), check.integer(batch_size, "batch_size")
         lr = check.positive(lr, "lr")
@@ -153,7 +153,7 @@ class _NadarayaWatson(torch.nn.Module):
         return errors
 
     def _centred(self) -> tuple[Tensor, Tensor] | None:  # (n, d), (n, v) float64
-        """Keys and values less their means, which leaves the error unchanged; None above MAX_FLOATS numbers."""
+        """Return keys and values minus their means (the error stays the same); None for more than MAX_FLOATS floats."""
         (snapshot, _), schema = self.db.core.view(), self.db.core.schema
         if snapshot.count * (schema.dim + schema.pooled_dim) > MAX_FLOATS:
             return None
@@ -166,7 +166,7 @@ class _NadarayaWatson(torch.nn.Module):
         return keys - keys.mean(dim=0), values - values.mean(dim=0)
 
     def _bandwidth(self, bandwidth: Bandwidth | None, per_coordinate: bool) -> Tensor:  # () or (d,) float64
-        """Return the bandwidth, checked; without one, that of Silverman's rule."""
+        """Check the given bandwidth and return it; for None compute one by Silverman's rule."""
         (snapshot, _), dim = self.db.core.view(), self.db.core.schema.dim
         if bandwidth is None:
             keys = snapshot.keys_at(np.flatnonzero(snapshot.live)) if snapshot.count else torch.zeros(0, dim)
@@ -192,7 +192,7 @@ class KernelRegressor(_NadarayaWatson):
         per_coordinate: True: h has a number for each coordinate, from Silverman's rule or equal at first.
         learnable: True: the bandwidth is a parameter.
 
-    Raises BadInput for a database without such values, an unknown kernel, a bandwidth that does not fit, and if
+    Raises BadInput for a database without vectors as values, an unknown kernel, a bandwidth that does not fit, and if
     Silverman's rule does not apply (fewer than two records, or all keys equal).
 
     >>> import softdb
@@ -217,7 +217,7 @@ class KernelClassifier(_NadarayaWatson):
 
     These are the probabilities of Bayes' rule under kernel densities of the classes that share h, with the classes'
     shares as prior. `fit` trains the bandwidth by the leave-one-out Brier score, Σ_c (p(c | x_i) - [y_i = c])² (Brier
-    1950). Arguments as of `KernelRegressor`; the database has `num_classes` in place of `value_dim`.
+    1950). Arguments are those of `KernelRegressor`; the database has `num_classes` in place of `value_dim`.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=1, num_classes=2)
@@ -266,7 +266,7 @@ def _gaussian_step(
         mean = weights @ values
         residual = mean - values[chunk]
         error += float(residual.square().sum())
-        # slopes: half of dE/dz, as the residual is g / 2
+        # slopes is dE/dz divided by 2, because residual is g / 2
         slopes = torch.addmm((residual * mean).sum(dim=1, keepdim=True), residual, values.mT, beta=-1).mul_(weights)
         column += slopes.sum(dim=0)
         slope -= 2 * (queries * (slopes @ keys)).sum(dim=0)

@@ -33,10 +33,10 @@ class Reindexed(torch.nn.Module, ABC):
     policy: Policy
     steps: int  # training steps so far
     _stale: StaleIndex
-    _since: int  # last step at which candidates became current without a reindexing
-    _build: Build[ReindexReport] | None  # in the background
-    _last_queries: Tensor | None  # for `measure`
-    _recall: float | None  # as last measured
+    _since: int  # last step at which candidates became current otherwise, by a commit
+    _build: Build[ReindexReport] | None  # reindexing that runs in the background
+    _last_queries: Tensor | None  # the latest queries, for `measure`
+    _recall: float | None  # result of the latest `measure`
 
     def _begin(self, reindex: object, stale: StaleIndex) -> None:
         self.policy, self._stale = policy_of(reindex), stale
@@ -79,7 +79,7 @@ class Reindexed(torch.nn.Module, ABC):
         """
         self.db.core.require_open()
         if background and self.reindexing:
-            raise BadInput("a reindexing is under way in the background; wait for it, or reindex at once")
+            raise BadInput("a reindexing is under way in the background; wait for it, or reindex in the foreground")
         if not background:
             self._stop("reindex() was called")  # its older vectors would replace the current ones
         work = self._work(background)
@@ -96,15 +96,15 @@ class Reindexed(torch.nn.Module, ABC):
 
     @abstractmethod
     def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """Share of the k nearest, by the current vectors, that are candidates."""
+        """Measure the share of the k nearest records, by the current vectors, that are among the candidates."""
 
     @abstractmethod
     def _work(self, background: bool) -> Work | None:
-        """Return a function that makes and counts the next version of the stale index; None if none is needed."""
+        """Return a function that makes the next version of the stale index; None if no stale index is needed."""
 
     @abstractmethod
     def _lags(self) -> bool:
-        """Return True if candidates come from earlier vectors."""
+        """Return True if candidates come from the vectors of an earlier training step."""
 
     def _counted(self, report: ReindexReport) -> ReindexReport:
         self._reindexes += 1
@@ -112,7 +112,7 @@ class Reindexed(torch.nn.Module, ABC):
         return report
 
     def _finished(self) -> None:
-        """Release a build that has ended. Raises its error."""
+        """Release the background build if it has ended. Raises the error of a failed build."""
         if self._build is not None and self._build.done:
             build, self._build = self._build, None
             with contextlib.suppress(Cancelled):  # the caller of cancel() knows
@@ -129,21 +129,21 @@ class Policy(Protocol):
     """Decides when to reindex; called once after every training step."""
 
     def after_step(self, view: Reindexed) -> str:
-        """Reindex or measure if it is due, and return "kept", "measured", "reindexed" or "started"."""
+        """Reindex or measure if the policy says so; return "kept", "measured", "reindexed" or "started"."""
 
 
 @dataclass(frozen=True)
 class Never:
-    """Never reindex: for training the encoder of the queries alone, or with `reindex()` by hand."""
+    """Never reindex: use it to train only the encoder of the queries, or to call `reindex()` yourself."""
 
     def after_step(self, view: Reindexed) -> str:
-        """Do nothing."""
+        """Return "kept"."""
         return "kept"
 
 
 @dataclass(frozen=True)
 class EverySteps:
-    """Reindex every n training steps, and wait for it. Each time all records are encoded and indexed."""
+    """Reindex every n training steps, and wait for the new index. Each time all records are encoded and indexed."""
 
     n: int
 
@@ -151,7 +151,7 @@ class EverySteps:
         check.integer(self.n, "n")
 
     def after_step(self, view: Reindexed) -> str:
-        """Reindex when the vectors are n steps old."""
+        """Reindex if the indexed vectors are n steps old."""
         if view.age < self.n:
             return "kept"
         view.reindex()
@@ -160,9 +160,9 @@ class EverySteps:
 
 @dataclass(frozen=True)
 class OnRecall:
-    """Measure the recall of the candidates every `every` steps, and reindex if it is too low. See `View.measure`."""
+    """Measure the recall of the candidates every `every` steps, and reindex if it is below `target`."""
 
-    target: float = 0.9  # least share of the true nearest that should be candidates
+    target: float = 0.9  # least share of the true nearest records that should be candidates
     every: int = 100  # steps between measurements
     sample: int = 4096  # number of records to measure on
     k: int = 2  # number of nearest records to look for
@@ -185,11 +185,11 @@ class OnRecall:
 class InBackground(EverySteps):
     """Reindex every n training steps in a thread, with a copy of the encoder, while training goes on.
 
-    A reindexing that takes longer than n steps is followed by the next at once; two never run together.
+    After a reindexing that took longer than n steps the next one starts at once; two never run at the same time.
     """
 
     def after_step(self, view: Reindexed) -> str:
-        """Start a reindexing when the vectors are n steps old and no other one runs."""
+        """Start a reindexing if the indexed vectors are n steps old and no other reindexing runs."""
         if view.age < self.n or view.reindexing:
             return "kept"
         view.reindex(background=True)
@@ -197,7 +197,7 @@ class InBackground(EverySteps):
 
 
 def policy_of(reindex: object) -> Policy:
-    """Return the policy; a number n is EverySteps(n), None is Never(). Raises BadInput for anything else."""
+    """Convert the argument `reindex` to a policy: n to EverySteps(n), None to Never(). Raises BadInput otherwise."""
     if reindex is None:
         return Never()
     if isinstance(reindex, int) and not isinstance(reindex, bool):

@@ -1,4 +1,4 @@
-"""Index of the records' vectors at some training step. Candidates come from it while the vectors change."""
+"""Index of the records' vectors at an earlier training step, which finds candidates while the vectors change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from softdb.lazy import cached_property
 from softdb.reports import ReindexReport
 from softdb.store import Segment, Snapshot
 
-CACHED_MASKS = 4  # masks of live vectors that a version caches, n bytes each
-FEWEST = 10_000  # records from which on an index is built: fewer are searched exactly in a millisecond
-TUNED_FOR = 10  # k that the recall of an index is tuned for
+CACHED_MASKS = 4  # number of masks of live vectors that a version caches, n bytes each
+FEWEST = 10_000  # smallest number of records to build an index for; exact search of fewer takes a millisecond
+TUNED_FOR = 10  # number of nearest vectors, k, that an index's recall is tuned for
 
 Rows = NDArray[np.int64]
 Live = NDArray[np.bool_]
@@ -39,14 +39,14 @@ Live = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Version:
-    """A complete set of vectors. Immutable, so a search uses the same vectors from beginning to end."""
+    """The vectors of all records at one training step, and their index. Immutable, so a search sees one version."""
 
     number: int  # 1 for the first; 0: nothing was indexed yet
     rows: Rows  # (n,) row of each vector
     vectors: Snapshot | Tensor | None  # columns, or (n, d) on the GPU of the encoder; None: no vectors
-    index: Index | None  # of the vectors; None: all are compared, as on a GPU
+    index: Index | None  # of the vectors; None: every vector is compared, for example on a GPU
     metric: Metric
-    seconds: float  # time to make this version
+    seconds: float  # time that making this version took
     step: int = 0  # training step of the vectors
 
     _alive: Recent[Live] = field(default_factory=lambda: Recent(CACHED_MASKS), init=False, repr=False, compare=False)
@@ -61,7 +61,7 @@ class Version:
         return None if self.index is None else Searcher(self.index)
 
     def alive(self, snapshot: Snapshot, allowed: Live | None = None) -> Live:  # (size,) over positions -> (n,)
-        """Mask of the vectors whose records are live and allowed. Cached, as indexes recognise a mask by identity."""
+        """Return the mask of vectors whose records are live and allowed. Cached: indexes compare masks by identity."""
         mask = snapshot.live if allowed is None else allowed
 
         def computed() -> Live:
@@ -95,7 +95,7 @@ class Version:
         return np.where(places < 0, -1, self.rows[places])
 
     def draw(self, drawing: Drawing, keep: Live | None = None) -> tuple[Rows, Floats] | None:  # (n,) -> (q, w), (q, w)
-        """Rows drawn by the codes, -1 = none, and the logs of their inverse probabilities; None without codes."""
+        """Draw rows by the index's codes; return rows (-1 = none) and log(1 / probability); None without codes."""
         sketches = None if self.index is None else self.index.sketches
         if self._searcher is None or not isinstance(sketches, Sketches) or not isinstance(self.vectors, Snapshot):
             return None
@@ -106,9 +106,9 @@ class Version:
         places, logs = sample.positions, -np.log(sample.chances)
         return (np.where(places < 0, -1, self.rows[places]), logs) if eligible.inside else None
 
-    def vectors_at(self, places: Rows) -> Tensor:  # (m,) places in `rows` -> (m, d)
-        """Copy the vectors at some places."""
-        assert self.vectors is not None  # without vectors there are no places
+    def vectors_at(self, places: Rows) -> Tensor:  # (m,) indices into `rows` -> (m, d)
+        """Return a copy of the vectors at the given indices."""
+        assert self.vectors is not None  # without vectors there are no indices
         return self.vectors[places] if isinstance(self.vectors, Tensor) else self.vectors.keys_at(places)
 
 
@@ -116,12 +116,12 @@ NOTHING = Version(0, np.zeros(0, np.int64), None, None, Metric.DOT, 0.0)
 
 
 class StaleIndex:
-    """The vectors of records at some step, in memory and indexed, to find candidates.
+    """Index of the records' vectors at an earlier training step, in memory, to find candidates.
 
     While an encoder or the keys are trained, candidates come from this index and scores from the current vectors.
-    `replace` makes a new version; until a single reference is swapped, the old version answers. Safe to use from
-    several threads. Vectors on a GPU stay there and are all compared, without an index. Memory: n d numbers, twice that
-    while the next version is made. A deep copy shares the version, not later ones; a pickle has no version.
+    `replace` makes a new version; until that is complete, the old version answers searches. Safe to use from several
+    threads. Vectors on a GPU stay there, and every vector is compared, without an index. Memory: n d numbers, twice
+    that while the next version is made. A deep copy shares the current version, not later ones; a pickle has none.
 
         index = StaleIndex("l2")
         index.replace(rows, (encoder(block) for block in blocks))
@@ -129,9 +129,9 @@ class StaleIndex:
 
     Args:
         metric: "dot", "cosine" or "l2".
-        recall: share of a version's true nearest that its index is tuned to find.
-        kind: kind of index, as of `db.build_index`, from 10,000 vectors on; "auto" is measured and chosen once.
-        dtype: "float32" or "float16", of the vectors in memory.
+        recall: share of the true nearest vectors that the index is tuned to find.
+        kind: kind of index for 10,000 vectors or more, see `db.build_index`; "auto": the first build chooses the kind.
+        dtype: type of the vectors in memory, "float32" or "float16".
     """
 
     def __init__(self, metric: str | Metric, recall: float = 0.95, kind: str = "auto", dtype: str = "float32") -> None:
@@ -155,10 +155,10 @@ class StaleIndex:
         blocks: Iterable[Tensor],  # (m, d), n vectors in all, in the order of the rows
         step: int = 0,  # training step of the vectors
     ) -> ReindexReport:
-        """Make the next version and use it from then on; after an error the old version stays.
+        """Make the next version, and use it from then on; after an error the old version stays.
 
-        Cost: copies the vectors and builds the index, later ones of the kind that "auto" chose first. Raises BadInput
-        for vectors that do not fit the rows, NaN or infinity; Closed once closed.
+        Cost: copies the vectors and builds the index. Raises BadInput for vectors that do not fit the rows, or that
+        are NaN or infinite; Closed if this index was closed, also during the call.
         """
         with self._lock:
             start, before, rows = time.perf_counter(), self.now, np.array(rows, np.int64)
@@ -166,7 +166,7 @@ class StaleIndex:
             index = None
             if vectors is not None and not isinstance(vectors, Tensor) and len(rows) >= FEWEST and self._kind != "flat":
                 index, report = build(vectors, self._metric, Target(self._target, TUNED_FOR, kind=self._kind))
-                self._kind = self._kind if index is None else report["kind"]  # None: comparing all is as fast
+                self._kind = self._kind if index is None else report["kind"]  # no index: comparing all is as fast
             self._require_open()
             number, seconds = before.number + 1, time.perf_counter() - start
             self._now = Version(number, rows, vectors, index, self._metric, seconds, step)
@@ -177,14 +177,14 @@ class StaleIndex:
         self._closed, self._now = True, NOTHING
 
     def _columns(self, count: int, blocks: Iterable[Tensor]) -> Snapshot | Tensor | None:
-        """Collect the vectors on the device of the first block; None if there are none."""
+        """Copy the blocks into one column, on the device of the first block; None without vectors."""
         column, done, dtype = torch.empty(0, 0), 0, getattr(torch, self.dtype)
         for block in blocks:
             self._require_open()
             if not len(block):
                 continue
             if done + len(block) > count:
-                raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one for each")
+                raise BadInput(f"there are {count} rows but at least {done + len(block)} vectors; give one per row")
             if not column.numel():
                 column = torch.empty(count, block.shape[1], dtype=dtype, device=block.device)
             target, vectors = column[done : done + len(block)], block.detach()
@@ -196,7 +196,7 @@ class StaleIndex:
                 raise BadInput(f"vectors hold NaN or infinity in {dtype}; repair them or their encoder")
             done += len(block)
         if done < count:
-            raise BadInput(f"there are {count} rows but only {done} vectors; give one for each")
+            raise BadInput(f"there are {count} rows but only {done} vectors; give one per row")
         if not count or column.device.type != "cpu":
             return column if count else None
         return Snapshot.of(0, (Segment(0, 0, None, column.numpy(), None),), np.ones(count, np.bool_))

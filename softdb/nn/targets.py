@@ -1,4 +1,4 @@
-"""Check the targets of losses: records that each query should find, hard negatives, class labels, tensors."""
+"""Check the targets of losses: positives of each query, class labels, tensors; and find hard negatives."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Positives(NamedTuple):
     positions: Rows  # (q, m) positives of each query, without duplicates, -1 = none
 
     def scored(self, positions: Rows) -> tuple[Rows, Tensor]:  # (q, k), -1 = none -> (q, k), (q, k)
-        """Return the positions in the order of the source, and their scores, -inf for none."""
+        """Score the records at `positions`; return positions, in an order that the source chooses, and their scores."""
         return self.source.scored(self.request, positions)[:2]
 
     def wins(self, positions: Rows) -> NDArray[np.bool_]:  # (q, k), -1 = none -> (q, k)
-        """Mask of the positions that are positives of their query."""
+        """Return the mask of the positions that are positives of their query."""
         mask: NDArray[np.bool_] = (positions[:, :, None] == self.positions[:, None, :]).any(2) & (positions >= 0)
         return mask
 
@@ -54,7 +54,7 @@ def positives_of(
     tolerance: check.Tolerance | None = None,
     generator: torch.Generator | None = None,
 ) -> Positives:
-    """Check the arguments of a loss over positives. All ids are looked up in one catalogue query.
+    """Check the arguments of a loss, and look up the positives' positions, all in one catalogue query.
 
     Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside
     `where`, or if positives and queries differ in number; StaleRead for a positive that is replaced during the call.
@@ -92,21 +92,21 @@ def refuse(db: Records, options: dict[str, Any]) -> None:
     """Raise BadInput if an option is set that a View or a Memory does not take."""
     names = [name for name, value in options.items() if value is not None]
     if names:
-        raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(names)}; leave it out, or ask the database")
+        raise BadInput(f"a {type(db).__name__} takes no {' and no '.join(names)}; leave it out, or pass its database")
 
 
 def database(db: object) -> SoftDB:
-    """Return the open database, also of a View or a Memory. Raises BadInput for anything else, such as a cluster."""
+    """Return `db` or, for a View or Memory, its database. Raises BadInput for anything else, such as a cluster."""
     verbs = handle(db)
     if not isinstance(verbs, SoftDB):
         raise BadInput(
-            f"db is {shown(db)}; this needs every record in one place: give one database, as snapshot() makes"
+            f"db is {shown(db)}; this needs every record in one place: give one database, such as a snapshot()"
         )
     return verbs
 
 
 def handle(db: object) -> Verbs:
-    """Return the open database or cluster, also of a View or a Memory. Raises BadInput for anything else; Closed."""
+    """Return `db` or, for a View or Memory, its database. Raises BadInput if that is no database or cluster; Closed."""
     verbs = db.db if isinstance(db, View | Memory) else db
     if not isinstance(verbs, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database")
@@ -115,7 +115,7 @@ def handle(db: object) -> Verbs:
 
 
 def listed(positives: Any, queries: int) -> list[list[Id]]:
-    """Return the distinct ids of each query, from an id or a list of ids for each. Raises BadInput if one has none."""
+    """Return the distinct ids of each query, given as one id or a list. Raises BadInput for a query without ids."""
     lists = [_items(query) for query in _items(positives)]
     if len(lists) != queries:
         raise BadInput(
@@ -129,14 +129,14 @@ def listed(positives: Any, queries: int) -> list[list[Id]]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of an iterable, or a single id, as a list."""
+    """Convert an iterable to a list; put anything else, such as a single id, into a list of one item."""
     if isinstance(value, np.ndarray | Tensor):
         value = (check.dense(value, "positives") if isinstance(value, Tensor) else value).tolist()
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
 
 
 def live(positions: Rows, like: Tensor) -> Tensor:
-    """Mask of the positions that name a record, on the device of another tensor."""
+    """Return the mask of the positions that are not -1, on the device of the tensor `like`."""
     return torch.from_numpy(positions >= 0).to(like.device)
 
 
@@ -157,7 +157,7 @@ def mined(targets: Positives, count: int, skip: int, pool: int, generator: torch
 
 
 def without(candidates: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q, k)
-    """Replace candidates that are among the positions of their query by -1."""
+    """Replace by -1 each candidate that is also in the query's row of `positions`."""
     return np.where((candidates[:, :, None] == positions[:, None, :]).any(2), -1, candidates)
 
 
@@ -183,4 +183,4 @@ def require_shape(tensor: Any, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise BadInput(f"{name} are {shown(tensor)}; expected a floating tensor {shape}")
     if tuple(check.dense(tensor, name).shape) != shape:
-        raise BadInput(f"{name} have shape {tuple(tensor.shape)}; expected {shape}, as the answer")
+        raise BadInput(f"{name} have shape {tuple(tensor.shape)}; expected {shape}, the answer's shape")

@@ -18,13 +18,13 @@ from softdb.nn.targets import database, require_shape
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
-REPEATS = 3  # further estimates with other draws, for the standard error
+REPEATS = 3  # number of further estimates, with other draws, for the standard error
 
 
 class GradientReport(NamedTuple):
     """Errors of soft queries against exact ones; one number for each query."""
 
-    mass: Tensor  # (q,) share of the exact weights that the candidates have; 1 if exact
+    mass: Tensor  # (q,) sum of the exact weights of the candidates; 1 if the soft query was exact
     effective: Tensor  # (q,) exp(entropy) of the exact weights: the number of equal weights with that entropy
     cosine: Tensor  # (q,) between the gradient to the query and the exact gradient; NaN if either is 0
     gradient_error: Tensor  # (q,) ‖ĝ - g‖ / ‖g‖
@@ -116,13 +116,13 @@ class Telemetry:
             ...
         telemetry.history[-1]["cosine"]
 
-    It has its own random numbers, so training stays the same to the bit. A measured step costs a `gradient_report` of
-    `sample` queries, other steps nothing.
+    Telemetry draws its own random numbers, so the training results stay the same to the bit. A measured step costs a
+    `gradient_report` of `sample` queries, other steps nothing.
 
     Args:
         every: number of steps from one measurement to the next; the first step is measured.
         sample: number of queries of the batch to measure, drawn at random.
-        seed: of its random numbers.
+        seed: seed of Telemetry's random numbers.
     """
 
     history: list[dict[str, float]]  # of each measurement: step, seconds, queries, and the means of GradientReport
@@ -166,7 +166,7 @@ def _differentiated(
     upstream: Tensor,  # (q, v)
     options: dict[str, Any],
 ) -> tuple[Pooled, Tensor]:  # and (q, d)
-    """Return the answer, and the gradient of u·o to the queries."""
+    """Return the answer of `db.attend`, and the gradient of Σ upstream · output with respect to the queries."""
     leaf = queries.clone().requires_grad_()
     pooled = db.attend(leaf, **options)
     return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]

@@ -1,4 +1,4 @@
-"""View of a database through an encoder of its keys, to train the encoder."""
+"""`View`: a database whose stored keys pass through an encoder that is being trained."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from softdb.reports import ReindexReport, ViewReport
 from softdb.scoring import Score, ScoreFunction, query_width, score_of
 from softdb.typing import Numbers, Vectors
 
-RECENT_QUERIES = 256  # last queries kept, to measure recall
+RECENT_QUERIES = 256  # number of latest queries kept to measure recall on
 
 
 class View(Reindexed):
-    """A database whose keys are f(k), f an encoder in training: candidates by an earlier f, scores by the current f.
+    """A database whose keys are f(k), with f an encoder in training. An earlier f finds candidates, the current scores.
 
         s_i = s(q, f(k_i)),  w = softmax(s / T),  output = Σ w_i v_i,  lse = log Σ exp(s_i / T)
 
     Candidates come from a stale index, which holds all f(k_i) of some training step in memory. `overfetch` k candidates
     are encoded again and scored; the best k by these scores are pooled, with gradient to the queries and the encoder.
-    So a stale index costs recall, but no score or gradient is wrong. `reindex` says when to renew it (as ATLAS, Izacard
-    et al. 2022, section 2.4); call `step()` after each optimizer.step(). Records inserted since the last reindexing are
-    encoded and compared with each query; deleted records are not found.
+    So a stale index costs recall, but no score or gradient is wrong. `reindex` says when to renew the index (as ATLAS,
+    Izacard et al. 2022, section 2.4); call `step()` after each optimizer.step(). Records inserted since the last
+    reindexing are encoded and compared with each query; deleted records are not found.
 
     A linear encoder with the dot product needs no view, see `softdb.nn.Attention`. For the cosine or L2 use
     nn.View(db, torch.nn.Linear(d, d), metric="cosine").
 
-    Pools the stored values or labels; where the key serves as value, f(k). Candidates are chosen with the encoder in
-    eval mode; scores with gradient use its current mode. Threads take turns with the encoder of a view; a direct call
-    of the encoder at the same time may meet it in eval mode. Autocast affects only the encoder: scores and pooling have
-    the precision of the queries. The encoder is a submodule. The handle and the stale index are not in the state_dict;
+    The view pools the stored values or labels; without these, f(k). The encoder finds candidates in eval mode and
+    computes scores with gradient in its current mode. Threads take turns with a view's encoder; a direct call of the
+    encoder at the same time may run in eval mode. Autocast affects only the encoder: scores and pooling have the
+    precision of the queries. The encoder is a submodule. The handle and the stale index are not in the state_dict;
     copies share the handle. Loading a state_dict or a pickle, or moving to another device, invalidates the index, which
-    is then rebuilt when it is needed. Encodings made on a GPU stay there, n d' numbers, and all are compared. Answers
-    are on the device of the queries. Nothing is written: the database may be open for reading only.
+    is then rebuilt when it is needed. The n d' numbers of encodings made on a GPU stay there, and every encoding is
+    compared. Answers are on the device of the queries. A view writes nothing, so the database may be read-only.
 
     Cost: reindexing encodes and indexes n records, n d' numbers in memory; `attend(k=)` is a search, then encodes up to
     q overfetch k records, and q k of them again with gradient.
@@ -61,15 +61,15 @@ class View(Reindexed):
         db: the database.
         encoder: an nn.Module, or a callable, (m, d) stored keys -> (m, d'), or m texts -> (m, d'). A record's vector
             must not depend on the other records of the batch.
-        texts: True: encode the records' texts; False: their keys.
-        field: of the texts, see `SoftDB.reembed`.
+        texts: True: encode the records' texts; False: encode the records' keys.
+        field: field of the payload that holds the texts, see `SoftDB.reembed`.
         metric: "dot", "cosine" or "l2" between queries and f(k); None: the database's.
-        dim: d', to be checked against the encoder's output; None: the width of that output.
+        dim: the expected width d' of the encoder's output; None: any width.
         reindex: a policy, `EverySteps(n)` (or n), `OnRecall(target)`, `InBackground(n)`, or None = `Never()`.
-        overfetch: candidates scored for each of the k.
-        recall: share of the true nearest among the indexed vectors that the index is tuned to find.
-        batch_size: records encoded at once.
-        max_age: training steps after which `attend(k=)` and `search` refuse a stale index with StaleRead.
+        overfetch: number of candidates to score, as a multiple of k.
+        recall: share of the true nearest indexed vectors that the index is tuned to find.
+        batch_size: number of records encoded at once.
+        max_age: age in training steps above which `attend(k=)` and `search` refuse a stale index with StaleRead.
         index: kind of index, see `SoftDB.build_index`; "ivf" is built faster than "auto".
 
     Raises BadInput for arguments that do not fit the database or each other.
@@ -140,32 +140,32 @@ class View(Reindexed):
         max_draws: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Pooled:
-        """Answer the soft query: over the k best candidates, by `max_draws` drawn records, or exactly over all records.
+        """Answer the soft query from the k best candidates, from about `max_draws` drawn records, or from all records.
 
         With `max_draws` the codes of the stale index draw about that many records for each query. They are encoded and
         weighted by their inverse probabilities, so Σ e^s, Σ e^s v and their gradients are unbiased however stale the
         index is; a staler index adds variance. `stderr` is estimated from the draws. `bar` is NaN, as the codes bound
-        no error: a record that is near only since training moved it may never be drawn. Exact if that encodes no more
-        records, and without codes (below 10,000 records, kind "flat", on a GPU).
+        no error: a record that is near only since training moved it may never be drawn. The answer is exact if that
+        encodes no more records, or if there are no codes (below 10,000 records, kind "flat", on a GPU).
 
         Without k and max_draws every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and
         n encodings, memory for the activations of one block and, with a gradient, q v numbers for each block. With k
-        `missed_mass` is NaN, unknown. A kernel has its plain normalisation, as in `SoftDB.attend`.
+        `missed_mass` is NaN, unknown. With a kernel as score, the kernel replaces exp(s / T), as in `SoftDB.attend`.
 
         Args:
             queries: numbers as wide as f(k), or a tensor with its graph.
             temperature: divides the scores.
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
-            score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: that of
-                the metric. A score that ranks otherwise is computed for every record (finder "scan").
+            score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
+                metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
             where: a filter on the payload.
             max_draws: number of records to draw for each query.
-            generator: random numbers of the draws, new with each call; pass one in training. None: the same every time.
+            generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
 
         Raises:
             BadInput: arguments, or the encoder's output, cannot be used; the message names the record.
-            StaleRead: the stale index is older than `max_age`; or, by `explain()` of an answer over every record, the
-                encoder was changed since.
+            StaleRead: the stale index is older than `max_age`. `explain()` of an answer over every record raises it if
+                the encoder has changed since the answer.
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
@@ -187,9 +187,9 @@ class View(Reindexed):
         where: dict[str, Any] | None = None,
         exact: bool = False,
     ) -> Hits:
-        """Return the k best candidates by the current f(k), best first; `exact` compares every record.
+        """Return the k best candidates by the current f(k), best first; with `exact` every record is a candidate.
 
-        Scores carry the gradient to queries and encoder. Raises as `attend`.
+        Scores carry the gradient to queries and encoder. Raises the errors of `attend`.
         """
         k = check.integer(k, "k")
         request, source = self.request(queries, k=k, where=where, exact=exact)
@@ -199,9 +199,9 @@ class View(Reindexed):
         return Hits(rows, scored.scores, source.resolve)
 
     def indexed_nearest(self, queries: Numbers, k: int = 10) -> Tensor:  # (q, d') -> (q, k) rows
-        """Return the k nearest by the indexed vectors, all of which are compared; -1 = none. Encodes nothing.
+        """Return the rows of the k records whose indexed vectors are nearest; -1 = none. Encodes no record.
 
-        After `reindex()` this is exact search by the current f(k). Cost: q n d'. Raises as `attend`.
+        Compares every indexed vector, so after `reindex()` this is exact search by the current f(k). Cost: q n d'.
         """
         version, snapshot = self._current(self._encoding(), stale=True), self.db.core.view()[0]
         vectors = check.queries(queries, self.dim, None, "the encoded keys of this view are compared with queries")
@@ -221,12 +221,12 @@ class View(Reindexed):
         tolerance: check.Tolerance | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Request, Encoded]:
-        """Return a checked request and the encoded records as its source; `exact` finds by comparing every record."""
+        """Return a checked request and its source, the encoded records; with `exact` every record is compared."""
         self.db.core.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
-        encoding = self._encoding()  # outside `precise`: keeps the caller's autocast
+        encoding = self._encoding()  # before `precise`, which turns off the caller's autocast
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             vectors = check.queries(queries, query_width(score, self.dim), None, taker)
@@ -239,7 +239,7 @@ class View(Reindexed):
                 and folded.metric is self.metric
             )
             version = self._current(encoding) if indexable else None
-            snapshot, allowed = self.db.core.view(where)  # after the version, so the snapshot has all of its rows
+            snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
         if version is not None and request.score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = Encoded(
@@ -268,12 +268,12 @@ class View(Reindexed):
         return functools.partial(self._make, self._stale, encoding, self.steps)
 
     def measure(self, k: int = 2, sample: int = 4096) -> float:
-        """Share of the k nearest by the current f that are among the overfetch · k nearest of the stale index.
+        """Measure the share of the k nearest, by the current f, among the overfetch · k nearest by the stale index.
 
-        Measured for the last queries (before any, for encoded records) among `sample` random records of the stale
-        index. A sample smaller than the database overestimates the recall: its k nearest correspond to the k n / sample
-        nearest of all n, which are easier to find. So choose a small k. Misses of the index itself do not count. Cost:
-        `sample` encodings.
+        Uses the latest queries (before the first query, encoded records) and `sample` random records of the stale
+        index. A sample smaller than the database overestimates the recall: the k nearest of the sample correspond to
+        the k n / sample nearest of all n, which are easier to find. So choose a small k. Records that the index misses
+        because its search is approximate do not count. Cost: `sample` encodings.
         """
         encoding, snapshot = self._encoding(), self.db.core.view()[0]
         version = self._current(encoding, stale=True)
@@ -299,7 +299,7 @@ class View(Reindexed):
         return self._recall
 
     def report(self) -> ViewReport:
-        """Return the age of the stale index and its cost."""
+        """Return the age and size of the stale index, and the time spent on reindexing."""
         self.db.core.require_open()
         version, snapshot = self._stale.now, self.db.core.view()[0]
         return ViewReport(
@@ -310,7 +310,7 @@ class View(Reindexed):
     # -- the stale index -----------------------------------------------------------------------------------------------
 
     def _make(self, stale: StaleIndex, encoding: Encoding, step: int, progress: Progress) -> ReindexReport:
-        """Make the next version of the stale index, by the encoder of a training step."""
+        """Encode all records as the next version of the stale index; `step` is the encoder's training step."""
         snapshot = self.db.core.view()[0]
         positions = np.flatnonzero(snapshot.live)
         rows = snapshot.rows(positions)
@@ -323,7 +323,7 @@ class View(Reindexed):
         return self._counted(stale.replace(rows, map(block, range(0, len(rows), self.batch_size)), step))
 
     def _current(self, encoding: Encoding, stale: bool = False) -> Version:
-        """Return the version in use; make the first one. Raises StaleRead beyond max_age, unless `stale`."""
+        """Return the version in use, or make the first. Raises StaleRead if older than max_age, unless `stale`."""
         if self._stale.now is NOTHING:
             with self._first:
                 if self._stale.now is NOTHING:
@@ -363,7 +363,7 @@ class View(Reindexed):
         return self
 
     def _start(self) -> None:
-        """Make the locks and the state that copies do not share."""
+        """Make new locks, and reset the state that copies of a view do not share."""
         self._first, self._running = threading.Lock(), threading.RLock()
         self._build, self._last_queries = None, None
 
@@ -377,6 +377,6 @@ class View(Reindexed):
 
 
 def _outdated(view: View, keys: Any) -> None:
-    """Drop the stale index: the parameters were loaded or moved, so its vectors are of others or elsewhere."""
+    """Drop the stale index: after the parameters were loaded or moved to another device its vectors are useless."""
     view._stop("other parameters were loaded")
     view._stale = view._stale.emptied()

@@ -1,6 +1,6 @@
 """Training of a projection of the queries and of an encoder of the keys, from Python.
 
-May touch what `nn` may, and the user's files: projections and checkpoints. Begin in `fit.py`.
+This folder may use what `nn` may, and the user's files: projections and checkpoints. Begin reading in `fit.py`.
 """
 
 from softdb.train.applied import TextTowers, apply

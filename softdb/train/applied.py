@@ -18,21 +18,21 @@ from softdb.reports import ReembedReport
 from softdb.train.keys import KeyEncoder
 from softdb.train.projection import QueryProjection
 
-BATCH_KEYS = 4096  # keys encoded and stored at once
+BATCH_KEYS = 4096  # number of keys encoded and stored at once
 
 
 def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool | None = None) -> ReembedReport:
-    """Replace every key k of a database by f(k), f being the `keys` of a projection, in one commit.
+    """Replace every key k of a database by f(k), in one commit; f is `projection.keys`.
 
-    Works like `SoftDB.reembed`, but from the stored keys instead of texts: until the commit every answer is by the old
-    keys; after a crash, call it again to continue; a second call does nothing. From then on project the queries. The
-    index is dropped: build another.
+    Works like `SoftDB.reembed`, but from the stored keys instead of texts: until the commit all answers use the old
+    keys. After a crash, call `apply` again to continue; after success another call does nothing. From then on project
+    the queries. The index is dropped: build another.
 
-    The database stores `projection.name` as the name of its encoder, so that no other encoder embeds texts. To use the
-    encoder of the old keys, open the database with `TextTowers(projection, encoder)`.
+    The database stores `projection.name` as the name of its encoder, so that no other encoder embeds texts. To embed
+    texts with the encoder of the old keys, open the database with `TextTowers(projection, encoder)`.
 
-    Cost: n encodings, and that of `reembed`. Raises BadInput for a projection without `keys`, or trained for keys of
-    another width or encoder; and as `reembed`.
+    Cost: n encodings, and the cost of `reembed`. Raises BadInput for a projection without `keys`, or trained for keys
+    of another width or encoder; and the errors of `reembed`.
     """
     keys = _keys_of(projection)
     if db.encoder_name == projection.name:
@@ -47,7 +47,7 @@ def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool 
 
 
 class TextTowers:
-    """Encoder of texts for a database whose keys `apply` has changed; give it to `softdb.open`.
+    """Encoder of texts for a database whose keys `apply` has changed; pass it to `softdb.open` as encoder.
 
     Texts of records become f(e(text)), texts of queries W e(text) + b, with e the encoder of the old keys.
 
@@ -75,7 +75,7 @@ class TextTowers:
 
 
 class _OfKeys:
-    """Encoder of keys that are given as hexadecimal texts, since `reembed` encodes texts."""
+    """Encoder of keys that come as hexadecimal texts, because `reembed` passes texts to its encoder."""
 
     def __init__(self, keys: KeyEncoder, name: str) -> None:
         self.keys, self.name, self.dim = keys, name, keys.outer_bias.numel()
@@ -88,7 +88,7 @@ class _OfKeys:
 
 
 def _as_text(record: Record) -> str | None:
-    """Return the key of a record as a hexadecimal text; None without a key."""
+    """Return the key of a record as a hexadecimal text; None for a record without a key."""
     return None if record.key is None else np.asarray(record.key, np.float32).tobytes().hex()
 
 

@@ -19,9 +19,9 @@ from softdb.train.held_out import Split
 from softdb.train.projection import packed, unpacked
 
 FORMAT = "softdb checkpoint 1"
-SAMPLE = 1024  # stored keys that are compared
-COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # change while an index stays the same
-DIGESTS = {"pairs": "the pairs differ", "keys": "the keys differ", "index": "the index differs"}  # messages
+SAMPLE = 1024  # number of stored keys that the digest of the database includes
+COUNTERS = ("unindexed", "live_recall", "live_checked", "building", "device")  # may change though the index does not
+DIGESTS = {"pairs": "the pairs differ", "keys": "the keys differ", "index": "the index differs"}  # messages of `read`
 
 
 def identity(
@@ -31,19 +31,19 @@ def identity(
     sides: Split,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the facts that a resumed run must match: settings, pairs, the database, with k or rtol its index.
+    """Return the facts that a resumed run must match: settings, pairs, database and, with k or rtol, the index.
 
-    Stored keys enter by a digest of up to 1,024 of them, spread evenly, and of the rows of the right records. So at the
-    same generation a difference in other keys alone is not noticed.
+    The stored keys are represented by a digest of up to 1,024 keys, spread evenly, and of the rows of the right
+    records. So a difference in other keys alone, at the same generation, is not noticed.
     """
     digest = hashlib.sha256(queries.detach().cpu().contiguous().numpy().tobytes())
     digest.update(json.dumps(positives).encode())
-    if settings["holdout"] is None:  # the caller chose the held-out queries
+    if settings["holdout"] is None:  # None: the caller chose the held-out queries
         digest.update(sides.train.numpy().tobytes())
     stats = db.stats()
     facts = {name: getattr(stats, name) for name in ("dim", "dtype", "metric", "generation", "records")}
     run = {**settings, **facts, "pairs": digest.hexdigest(), "keys": _keys(db, positives)}
-    if settings.get("k") is not None or settings.get("rtol") is not None:  # else the index is not used
+    if settings.get("k") is not None or settings.get("rtol") is not None:  # other runs do not use the index
         report = {} if stats.index is None else stats.index.asdict()
         index = {name: fact for name, fact in report.items() if name not in COUNTERS}
         run["index"] = json.dumps(index, sort_keys=True, default=str)
@@ -51,7 +51,7 @@ def identity(
 
 
 def _keys(db: Verbs, positives: list[list[Id]]) -> str:
-    """Digest of a sample of the stored keys, and of the rows of the right records."""
+    """Return a digest of a sample of the stored keys and of the rows of the right records."""
     digest = hashlib.blake2b(db.core.sample_keys(SAMPLE).cpu().numpy().tobytes(), digest_size=16)
     rows = db.core.located([name for ids in positives for name in ids])
     digest.update((rows if isinstance(db, SoftDB) else rows >= 0).tobytes())  # rows of a cluster's shards may change
@@ -59,7 +59,7 @@ def _keys(db: Verbs, positives: list[list[Id]]) -> str:
 
 
 def require_writable(path: Path) -> None:
-    """Raise BadInput if `write_whole` could not write the file. Call it before the work whose result is written."""
+    """Raise BadInput if the file could not be written. Call this before the work whose result will be written."""
     if path.is_dir():
         raise BadInput(f"{path} is a folder; give a file")
     try:
@@ -72,7 +72,7 @@ def may_write(path: Path | None, resume: bool, database: Path | None) -> None:
     """Raise BadInput if a checkpoint would be overwritten, cannot be written, or is missing with `resume`."""
     if path is None:
         if resume:
-            raise BadInput("resume is True, but no checkpoint is named; give its file")
+            raise BadInput("resume is True, but no checkpoint is named; pass the path of its file")
         return
     if not path.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {path.parent} to write {path.name} into; make it first")
@@ -86,12 +86,12 @@ def may_write(path: Path | None, resume: bool, database: Path | None) -> None:
 
 
 def write(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    """Replace the checkpoint by the state of a run. A crash leaves the old or the new checkpoint, complete."""
+    """Replace the checkpoint file by the state of a run. After a crash the file is the old or the new one, complete."""
     write_whole(path, packed({"format": FORMAT, "run": run, "state": state}))
 
 
 def read(path: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a run. Raises BadInput if the file is of another run, and names the first difference."""
+    """Read the state of a run. Raises BadInput, naming the first difference, if the file belongs to another run."""
     content = unpacked(path, "checkpoint")
     saved, state = content.get("run"), content.get("state")
     if content.get("format") != FORMAT or not isinstance(saved, dict) or not isinstance(state, dict):

@@ -27,7 +27,7 @@ from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
 from softdb.typing import Vectors
 
-MAX_LR = 1000.0  # Adam moves each parameter by about lr a step
+MAX_LR = 1000.0  # largest learning rate allowed; Adam moves each parameter by about lr in a step
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
 Progress = Callable[[str, int, int], None]
@@ -35,9 +35,9 @@ Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 
 
 class Epoch(NamedTuple):
-    """One round over the training queries. Measures are of the queries that choose the epoch; None without patience."""
+    """Results of one epoch, with measures on the held-out queries that choose the best epoch; None without patience."""
 
-    loss: float  # mean over the queries, each at its step
+    loss: float  # mean over the training queries, each before its own step
     recall_1: float | None
     recall_10: float | None
     mrr_100: float | None
@@ -47,14 +47,14 @@ class Fitted(NamedTuple):
     """A trained projection and its measures on held-out queries. Prints as a table."""
 
     projection: QueryProjection  # of the best epoch
-    before: Ranking  # of the held-out queries, unprojected
-    after: Ranking  # of the held-out queries, projected
+    before: Ranking  # measures of the held-out queries without the projection
+    after: Ranking  # measures of the held-out queries with the projection
     history: list[Epoch]
     best: int  # number of epochs that the projection was trained
 
     @property
     def fell(self) -> list[str]:
-        """Names of the measures that are lower after than before, of recall_1, recall_10 and mrr_100."""
+        """Names of the measures, out of recall_1, recall_10 and mrr_100, that are lower after training than before."""
         return [name for name in MEASURES if getattr(self.after, name) < getattr(self.before, name)]
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class _Settings:
     hidden: int | None  # width of the hidden layer of the encoder of keys; None: keys are not trained
     batch_size: int
     lr: float
-    holdout: Any  # a share; None: the caller chose the queries
+    holdout: Any  # share of the queries; None: the caller chose the held-out queries
     patience: int | None
     criterion: str
     seed: int
@@ -85,7 +85,7 @@ class _Settings:
         check.tolerance(self.rtol, 0.0, 0.95, None, self.k)
         if self.hidden is not None and self.rtol is not None:
             raise BadInput(
-                f"rtol is {self.rtol:g} but keys are trained, too, through a stale index; give k, or neither"
+                f"rtol is {self.rtol:g}, but training keys allows no rtol; give k in place of rtol, or neither"
             )
         self.temperature, self.lr = check.positive(self.temperature, "temperature"), check.positive(self.lr, "lr")
         if self.lr > MAX_LR:
@@ -136,32 +136,32 @@ def fit(
         db: the database, which may be read-only.
         queries: (m, d) numbers, or m texts if the database has an encoder.
         positives: the ids of each query's right records.
-        temperature: of the softmax; scores that are cosines need a small one.
+        temperature: T, which divides the scores; scores that are cosines need a small one.
         k: normalise over the k nearest and the positives only.
-        rtol: estimate the normaliser to this tolerance, with new random numbers each step; cheaper only with an IVF
-            index. Without k and rtol the loss is exact, over every record.
+        rtol: estimate the normaliser with this relative error, with new random numbers each step; cheaper only with an
+            IVF index. Without k and rtol the loss is exact, over every record.
         bias: True: the projection has a bias b.
         keys: train an encoder of the keys, too, f(k) = k + B relu(A k + a) + b (`KeyEncoder`), through a `View`; a
-            number is the width of its hidden layer, True stands for d. It is `projection.keys`; `softdb.train.apply`
-            replaces the stored keys by f(k). Without k every record is encoded at each step, forward and backward; with
-            k candidates come from an index that is rebuilt for each epoch. Not with rtol.
+            number is the width of f's hidden layer, True stands for d. The result has f as `projection.keys`;
+            `softdb.train.apply` replaces the stored keys by f(k). Without k every record is encoded at each step,
+            forward and backward; with k candidates come from an index that is rebuilt for each epoch. Not with rtol.
         epochs: maximum number of rounds over the training queries.
         batch_size: queries in each step.
         lr: Adam's learning rate.
         holdout: the share of the queries that is held out, or (m,) bool, True = held out. With a share, queries that
-            share a positive, or are equal, stay on one side, so that no right record of a held-out query is trained on.
+            share a positive, or are equal, are all held out or all trained on: no positive is on both sides.
         patience: stop after this number of epochs without a better `criterion`, and keep the best epoch; half of the
             held-out queries choose it, and only the other half is reported. None: train all epochs and keep the last.
         criterion: the measure that chooses the best epoch, "recall_1", "recall_10" or "mrr_100".
-        seed: of the split, the order of the queries and the draws of `rtol`.
+        seed: seed of the split, of the order of the queries and of the draws for `rtol`.
         checkpoint: a file that is replaced atomically after each epoch.
-        resume: continue from the checkpoint, with the same result to the bit as without the break; epochs may be
+        resume: continue from the checkpoint, with the same result, to the bit, as an uninterrupted run; epochs may be
             higher. Settings, pairs, database and, with k or rtol, its index must be unchanged; up to 1,024 stored keys
             are compared.
         progress: called with the current stage, the number of steps done, and the total.
 
-    The result holds recall@1, recall@10 and MRR@100 of the held-out queries before and after; a TrainingWarning names
-    those that fell.
+    The result holds recall@1, recall@10 and MRR@100 of the held-out queries before and after training; a
+    TrainingWarning names the measures that fell.
 
     Cost of a step: a soft query of the batch, forward and backward: batch_size n d if exact. Each epoch adds an exact
     search of the queries that choose it.
@@ -202,7 +202,7 @@ def fit(
 
 
 def _hidden(keys: object, db: Verbs) -> int | None:
-    """Width of the hidden layer of the encoder of keys; None if keys are not trained."""
+    """Return the width of the key encoder's hidden layer, from the argument `keys`; None if keys are not trained."""
     if isinstance(keys, bool):
         return db.dim if keys else None
     return check.integer(keys, "keys", 1, check.MAX_DIM)
@@ -214,12 +214,12 @@ def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
         vectors = vectors.clone()  # autograd cannot save an inference tensor
     bad = (~vectors.isfinite().all(1)).nonzero()
     if len(bad):
-        raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training computes in; scale it")
+        raise BadInput(f"query {int(bad[0])} is NaN or infinite in float32, which training uses; scale the query")
     return vectors
 
 
 class _Training:
-    """State of a training run."""
+    """A training run: its data, projection, optimiser, random numbers and history."""
 
     def __init__(
         self,
@@ -258,12 +258,12 @@ class _Training:
         return [self.positives[i] for i in numbers.tolist()]
 
     def epoch(self, epochs: int, progress: Progress | None) -> None:
-        """Train one round over the training queries, and save the weights if they are the best so far."""
+        """Train once on each training query, measure, and save the weights if they are the best so far."""
         train, size = self.sides.train, self.settings.batch_size
         shuffled = train[torch.randperm(len(train), generator=self.order)]
         steps, number, total = -(-len(shuffled) // size), len(self.history), 0.0
         if self.view is not None and self.settings.k is not None:
-            self.view.reindex()  # by the weights that a checkpoint holds, so that a resumed run is the same to the bit
+            self.view.reindex()  # with the weights in the checkpoint, so that a resumed run gives the same result
         for step, batch in enumerate(torch.split(shuffled, size), 1):
             loss = self.step(batch)
             if not math.isfinite(loss):
@@ -285,7 +285,7 @@ class _Training:
 
     @torch.enable_grad()
     def step(self, batch: Tensor) -> float:
-        """Make a step of Adam on a batch of queries, and return their mean loss before it."""
+        """Make one Adam step on a batch of queries, and return the batch's mean loss before the step."""
         settings, queries = self.settings, self.projection(self.queries[batch])
         loss = retrieval_loss(
             self.view or self.db, queries, self.right(batch), temperature=settings.temperature, k=settings.k,
@@ -318,5 +318,5 @@ class _Training:
         except BROKEN as error:
             raise BadInput(
                 f"{file} is a checkpoint whose parts are missing or broken ({check.shown(str(error))}); begin "
-                "anew with another"
+                "anew with another checkpoint"
             ) from None

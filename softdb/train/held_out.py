@@ -18,18 +18,18 @@ from softdb.nn.targets import handle, listed
 from softdb.nn.view import View
 from softdb.train.pairs import require_known
 
-DEPTH = 100  # number of ranks that are searched
-BATCH = 256  # queries searched at once
-VIEW_BATCH = 1024  # of a view, which encodes all keys for each batch
+DEPTH = 100  # number of nearest records in which a right record is looked for
+BATCH = 256  # number of queries searched at once
+VIEW_BATCH = 1024  # number of queries searched at once in a view, which encodes all keys for each batch
 
 
 class Ranking(NamedTuple):
-    """Recall of held-out queries by exact search."""
+    """Recall and reciprocal rank with which exact search finds the right records of held-out queries."""
 
     recall_1: float  # share of the queries whose nearest record is a right record
     recall_10: float  # share of the queries with a right record among the ten nearest
-    mrr_100: float  # mean of 1 / rank of the first right record, 0 beyond rank 100
-    queries: int
+    mrr_100: float  # mean of 1 / rank of the first right record, with 0 for a rank above 100
+    queries: int  # number of queries
 
 
 def ranking(
@@ -60,7 +60,7 @@ def ranked(
     projection: torch.nn.Module | None,
     view: View | None = None,
 ) -> Ranking:
-    """Rank checked queries, as `ranking`; an id that is not stored is never found. `view`: search its current keys."""
+    """Compute the `Ranking` of checked queries; ids that are not stored are never found. `view`: search this view."""
     blocks: list[np.ndarray] = []
     size = BATCH if view is None else VIEW_BATCH
     for start in range(0, len(queries), size):
@@ -79,7 +79,7 @@ def ranked(
 
 
 def _ranks(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p) with -2 = none -> (q,)
-    """Rank of the first right row of each query, from 1 on; infinity without any."""
+    """Return the rank, counted from 1, of the first right row among each query's rows; infinity if there is none."""
     if not rows.shape[1]:
         return np.full(len(rows), np.inf)
     hit = np.zeros(rows.shape, np.bool_)
@@ -89,10 +89,10 @@ def _ranks(rows: np.ndarray, right: np.ndarray) -> np.ndarray:  # (q, k), (q, p)
 
 
 class Split(NamedTuple):
-    """Numbers of the queries to train on, to choose the best epoch by, and to measure with."""
+    """Indices of the queries that train, of those that choose the best epoch, and of those that are reported."""
 
     train: Tensor
-    choose: Tensor  # empty if the last epoch is taken
+    choose: Tensor  # empty if the last epoch is always used
     test: Tensor
 
 
@@ -103,13 +103,13 @@ def split(
     choose: bool,
     seed: int,
 ) -> Split:
-    """Hold a share of the queries out; with `choose`, half of them choose the epoch.
+    """Split the queries into training and held-out ones; with `choose`, half of the held-out ones choose the epoch.
 
-    Queries that share a positive, or are equal, form a group, and a whole group goes to one side: no right record of a
-    held-out query is ever trained on. Groups come in random order; a group too large for the room on a side goes to
-    another side.
+    Queries that share a positive, or are equal, form a group, and all queries of a group go to the same side: no right
+    record of a held-out query is ever trained on. Groups are assigned in random order; a group that no longer fits on
+    a held-out side goes to another side.
 
-    Raises BadInput if a side stays empty, or a right record is on both sides of the caller's choice.
+    Raises BadInput if a side stays empty, or if the caller's mask puts queries of one right record on both sides.
     """
     m = len(positives)
     sides: list[list[int]] = [[], [], []]
@@ -132,7 +132,7 @@ def split(
 
 
 def _held_out_mask(holdout: Any, positives: list[list[Id]]) -> NDArray[np.bool_]:  # (m,)
-    """Return the caller's mask. Raises BadInput if a held-out query shares a right record with a training query."""
+    """Check and return the caller's mask. Raises BadInput if a held-out and a training query share a right record."""
     mask, m = np.asarray(holdout.cpu() if isinstance(holdout, Tensor) else holdout), len(positives)
     if mask.dtype != np.bool_ or mask.shape != (m,):
         raise BadInput(
@@ -164,7 +164,7 @@ def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -
 
 
 def _groups(queries: Tensor, positives: list[list[Id]]) -> list[list[int]]:  # (m, d), m lists
-    """Connected components of queries that share a positive or are equal, by union-find."""
+    """Return the groups of queries connected by equal queries or a shared positive, found by union-find."""
     parent = list(range(len(positives)))
 
     def root(i: int) -> int:

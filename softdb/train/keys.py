@@ -16,7 +16,7 @@ class KeyEncoder(torch.nn.Module):
     Args:
         dim: d, the width of the keys, before and after.
         hidden: h; None: d.
-        seed: of the initial A and a; B and b start as zeros.
+        seed: seed of the random initial A and a; B and b start as zeros.
 
     >>> KeyEncoder(2)(torch.tensor([[3.0, 4.0]])).tolist()
     [[3.0, 4.0]]

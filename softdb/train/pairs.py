@@ -18,7 +18,7 @@ from softdb.database import Verbs
 from softdb.errors import BadInput
 from softdb.formats import Fields, Line, is_vector, read_rows
 
-NAMED = 3  # unknown ids that a message names
+NAMED = 3  # largest number of unknown ids that a message names
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -30,7 +30,7 @@ class Pairs:
     positives: list[list[Id]]  # m lists of at least one
     lines: list[int]  # m line numbers in the file
     name: str  # of the file
-    typed: bool  # False: all ids came as text, as in CSV
+    typed: bool  # False: all ids came as text, because CSV has no types
 
     @property
     def is_text(self) -> bool:
@@ -38,7 +38,7 @@ class Pairs:
         return isinstance(self.queries, list) and isinstance(self.queries[0], str)
 
     def resolve(self, db: Verbs) -> None:
-        """Convert ids that came as text to integers where the database stores these, and check that all are stored.
+        """Convert text ids to integers where the database stores only the integer; check that all ids are stored.
 
         Raises BadInput naming the first unknown ids and their lines, or the first line if queries and keys differ in
         width.
@@ -47,7 +47,7 @@ class Pairs:
         if isinstance(self.queries, list) and not self.is_text and len(self.queries[0]) != dim:
             raise BadInput(
                 f"{self.name} line {self.lines[0]}: the query has {len(self.queries[0])} numbers but this database is "
-                f"{dim} wide; embed the queries as its keys are"
+                f"{dim} wide; embed queries with the encoder of its keys"
             )
         if not self.typed:
             texts = sorted({name for ids in self.positives for name in ids if isinstance(name, str)})
@@ -59,14 +59,14 @@ class Pairs:
 
 
 def require_known(db: Verbs, positives: list[list[Id]], places: list[str] | None = None) -> None:
-    """Raise BadInput naming the first ids that are not stored, and their places (None: the queries' numbers)."""
+    """Raise BadInput naming the first ids that are not stored, with `places[i]` (None: "query i") for query i's ids."""
     flat = [(name, i) for i, ids in enumerate(positives) for name in ids]
     missing = np.flatnonzero(db.core.located([name for name, _ in flat]) < 0)
     if len(missing):
         first = [flat[i] for i in missing[:NAMED]]
         named = ", ".join(f"{check.shown(name)} ({f'query {i}' if places is None else places[i]})" for name, i in first)
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        hint = "; several ids are a JSON list" if "," in str(first[0][0]) else ""
+        hint = "; write several ids as a JSON list" if "," in str(first[0][0]) else ""
         raise BadInput(f"these ids are not in the database: {named}{more}; insert them, or leave those pairs out{hint}")
 
 
@@ -90,7 +90,7 @@ def read_pairs(
         queries: (m, d) numbers, the queries in the order of the lines, whose field `query` must then be absent.
 
     Give all right records of a query in one line: in another line they would count as wrong records. Raises BadInput
-    naming file and line.
+    naming the file and the line.
     """
     path = Path(path)
     if isinstance(queries, np.ndarray | Tensor) and queries.ndim != 2:
@@ -132,7 +132,7 @@ def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     if first is not None and isinstance(value, str) != isinstance(first, str):
         raise BadInput("texts and lists of numbers are mixed; give queries of one kind")
     if first is not None and not isinstance(value, str) and len(value) != len(first):
-        raise BadInput(f"the query has {len(value)} numbers, {len(first)} in the lines before; mend it")
+        raise BadInput(f"the query has {len(value)} numbers but earlier lines have {len(first)}; correct the line")
     return value
 
 
@@ -148,4 +148,4 @@ def _field(line: Line, name: str, typed: bool) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadInput(f"{check.shown(value)} begins with [ but is not a JSON list; mend it") from None
+        raise BadInput(f"{check.shown(value)} begins with [ but is not a JSON list; correct it") from None

@@ -20,7 +20,7 @@ from softdb.train.keys import KeyEncoder
 from softdb.typing import Vectors
 
 FORMAT = "softdb projection 1"
-TRAINED = "softdb train"  # first words of a trained encoder's name
+TRAINED = "softdb train"  # beginning of a trained encoder's name
 BROKEN = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OSError, MemoryError)
 
 
@@ -34,7 +34,7 @@ class QueryProjection(torch.nn.Linear):
         dim: d, the width of queries and keys.
         bias: True: there is a bias b.
         hidden: width of the hidden layer of `keys`, a `KeyEncoder`; None: no `keys`.
-        seed: of the initial `keys`.
+        seed: seed for the initial parameters of `keys`.
 
     >>> QueryProjection(2)(torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
@@ -74,7 +74,7 @@ class QueryProjection(torch.nn.Linear):
         if vectors.shape[1] != self.in_features:
             raise BadInput(
                 f"the projection is of queries {self.in_features} wide but this database is {vectors.shape[1]} wide; "
-                "use the one that was trained for it"
+                "use the projection that was trained for it"
             )
         with check.precise():
             return self(vectors.float())  # type: ignore[no-any-return]
@@ -93,7 +93,7 @@ def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: di
 
 
 def load(path: str | os.PathLike[str]) -> QueryProjection:
-    """Read a projection that `save` wrote, with its `metadata`. Raises BadInput for another file.
+    """Read a projection, with its `metadata`, from a file that `save` wrote. Raises BadInput for any other file.
 
     projection = softdb.train.load("projection.pt")
     db.search(projection(queries), k=10)
@@ -129,7 +129,7 @@ def _is_projection(state: object) -> bool:
     if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors):
         return False
     if not all(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes() for tensor in tensors):
-        return False  # an expanded tensor: a small file could claim gigabytes
+        return False  # an expanded tensor: a small file would take gigabytes of memory
     sizes = {"d": len(state["weight"]) if state["weight"].ndim == 2 else 0}
     sizes["h"] = len(state["keys.inner"]) if keys and state["keys.inner"].ndim else 0
     shapes = {"weight": "dd", "bias": "d", **{f"keys.{name}": shape for name, shape in KEYS.items()}}
@@ -145,7 +145,7 @@ def packed(content: dict[str, Any]) -> bytes:
 
 
 def unpacked(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file with torch.load, weights and plain numbers only. Raises BadInput for another file."""
+    """Read a file with torch.load, only tensors and plain values. Raises BadInput unless the file holds a dict."""
     if not path.is_file():
         raise BadInput(f"{path} is not there; give the file of a {kind}")
     try:

@@ -233,7 +233,7 @@ def test_bad_queries_and_mixed_devices_are_refused(device: torch.device) -> None
     with pytest.raises(BadInput, match="queries hold NaN or infinity, first in query 1"):
         memory(torch.tensor([[1.0] * D, [70000.0] * D]).half().to(device))
     memory.values = torch.nn.Parameter(memory.values.detach().cpu())
-    with pytest.raises(BadInput, match=r"the memory has keys on \w+:0 and values on cpu; move it as a whole"):
+    with pytest.raises(BadInput, match=r"the memory has keys on \w+:0 and values on cpu; move both with"):
         memory(torch.randn(2, D))
     memory.to(device)
     memory(torch.randn(2, D))

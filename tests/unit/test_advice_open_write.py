@@ -114,7 +114,7 @@ def test_records_need_keys_or_texts(folder: Path) -> Steps:
         assert [db["d"].key is None, db["e"].key is None, db["f"].key is None] == [False, True, True]
 
 
-@advice("which cannot be embedded; give such records apart, with keys=[None, …]")
+@advice("which cannot be embedded; give these records apart, with keys=[None, …]")
 def test_no_text_is_not_embedded(folder: Path) -> Steps:
     with softdb.open(None, encoder=HashedNGrams(8)) as db:
         yield lambda: db.insert(["a", "b"], texts=["a fox", None])

@@ -293,7 +293,7 @@ def test_the_kernels_of_a_device_find_the_same(
 FULL, LOST = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), torch.AcceleratorError("CUDA error: unspecified")
 
 
-@pytest.mark.parametrize(("error", "way"), [(FULL, "fewer queries at once"), (LOST, "comes back in a new process")])
+@pytest.mark.parametrize(("error", "way"), [(FULL, "fewer queries at once"), (LOST, "only in a new process")])
 @pytest.mark.parametrize("where", ["softdb.device.placed.pooled", "softdb.device.resident.Shard.keys_at"])
 def test_a_device_that_fails_loses_no_record(
     error: Exception, way: str, where: str, rng: np.random.Generator, monkeypatch: Any

@@ -162,7 +162,7 @@ def test_positives_that_cannot_be(
         (retrieval_loss, {"max_draws": 5}, "max_draws bounds an estimate"),
         (retrieval_loss, {"rtol": -1.0}, "rtol is -1.0; expected"),
         (info_nce, {"negatives": -1}, "negatives is -1; expected"),
-        (info_nce, {"negatives": 0, "in_batch": False}, "which leaves no negatives; set one"),
+        (info_nce, {"negatives": 0, "in_batch": False}, "which leaves no negatives; change one"),
         (info_nce, {"among": 3}, "among is 3 but negatives 16"),
         (info_nce, {"skip": 0.5}, "skip is 0.5; expected"),
     ],

@@ -122,7 +122,7 @@ def test_losses_of_answers_take_views_and_memories() -> None:
 def test_arguments_that_views_and_memories_lack_are_refused() -> None:
     db, _, queries, positives = small()
     view, memory = nn.View(db, torch.nn.Linear(4, 4), metric="dot"), nn.Memory(db)
-    with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or ask the database"):
+    with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or pass its database"):
         retrieval_loss(view, queries, positives, rtol=0.1)
     with pytest.raises(BadInput, match="a Memory takes no where"):
         info_nce(memory, queries, positives, where={"a": 1})

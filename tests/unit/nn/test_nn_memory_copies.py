@@ -80,7 +80,7 @@ def test_a_state_of_other_records_is_refused_before_anything_changes() -> None:
     state = memory.state_dict()
     with pytest.raises(BadInput, match="the state's 'records' are None"):
         memory.load_state_dict({"keys": torch.ones(N, D), "values": state["values"]}, strict=False)
-    with pytest.raises(BadInput, match=rf"the state has {N} records and columns of \[{N - 1}, {N}\] rows"):
+    with pytest.raises(BadInput, match=rf"the state has {N} records but columns of \[{N - 1}, {N}\] rows"):
         memory.load_state_dict({**state, "keys": torch.ones(N - 1, D)})
     assert torch.equal(memory.keys, keys)  # type: ignore[arg-type]
     assert memory.report().uncommitted == 0
