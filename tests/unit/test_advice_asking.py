@@ -138,7 +138,7 @@ def test_few_records_are_searched_exactly(folder: Path) -> Steps:
         assert db.search([[1, 0]], k=1).ids == [["a"]]
 
 
-@advice("give that, or kind='flat', which takes none")
+@advice("give that memory, or kind='flat', which takes none")
 def test_an_index_takes_memory(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with many() as db:

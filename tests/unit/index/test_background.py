@@ -283,7 +283,7 @@ def test_a_build_that_fails_says_so_to_whoever_asks_and_to_the_log(caplog: pytes
                 build.result(SECONDS)
         assert repr(build) == "<Build: failed>"
         db.close()  # joins the thread, which logs last
-    assert "the index was not built, the old one serves on: the lamp is out" in caplog.text
+    assert "the index was not built, the old index stays in use: the lamp is out" in caplog.text
 
 
 def test_an_error_of_ours_names_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     db.close()
     assert build.done
     assert not builders()
-    with pytest.raises(Cancelled, match="the database was closed; the old index serves on"):
+    with pytest.raises(Cancelled, match="the database was closed; the old index stays in use"):
         build.result()
     with softdb.open(tmp_path / "db") as db:
         assert index_report(db).kind == "ivf"
@@ -477,8 +477,8 @@ def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
             answer = receive.recv()
             child.join(SECONDS)
             assert not build.done
-        said = "the build was cancelled while adding 100 %: it goes on in the parent process alone"
-        assert answer == (True, f"{said}; the old index serves on", expected, [])
+        said = "the build was cancelled while adding 100 %: it continues in the parent process only"
+        assert answer == (True, f"{said}; the old index stays in use", expected, [])
         assert build.result().kind == "ivf"
         agrees(db, queries)
 

@@ -304,7 +304,7 @@ def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.Mo
         db.insert(range(20_000), keys)
         monkeypatch.setattr(lists.Lists, "levels", (1,))
         monkeypatch.setattr(lists, "LEAST", 1)
-        with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+ of 0.99; give about \d+ bytes"):
+        with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+, expected 0.99; give about \d+ bytes"):
             db.build_index(recall=0.99, queries=queries, memory=20_000 * 38 + 160_000)
         assert db.stats().index is None
 

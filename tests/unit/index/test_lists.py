@@ -276,7 +276,7 @@ def test_an_index_of_faiss_codes_is_left_aside(tmp_path: Path, caplog: pytest.Lo
     entry = cache.save(tmp_path / "index", old, 1)
     assert entry["file"].endswith(".faiss")
     assert cache.load(tmp_path / "index", entry, Metric.DOT, D) is None
-    assert "4-bit codes are FAISS'" in caplog.text
+    assert "made its 4-bit codes" in caplog.text
     assert len(caplog.records) == 1
 
 
