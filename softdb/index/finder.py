@@ -314,7 +314,7 @@ class Finder:
             self._looked = False
 
     def report(self) -> IndexReport | None:
-        """Return a report on the index, unindexed records and a running build; None if there is no index and no build."""
+        """Return a report on the index, unindexed records and a running build; None without an index or a build."""
         snapshot, build = self._store.snapshot, self._build
         building = "" if build is None or build.done else str(build.progress)
         index = self._current(snapshot)

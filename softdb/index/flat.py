@@ -257,7 +257,7 @@ class Scan:
         queries: Tensor,  # (q, d); products are computed in this dtype
         least: Tensor,  # (q,) float64
     ) -> Iterator[tuple[Rows, Rows, NDArray[np.float64]]]:
-        """Yield for each block the pairs that may score `least`: query number, position and float64 score, (p,) each."""
+        """Yield for each block the pairs that may score `least`: query number, position, float64 score, (p,) each."""
         probe, prepared = Probe(self.metric, queries), None
         constant = probe.full(queries.new_zeros(len(queries)))  # (q,) exact score minus approximate score
         for block in self.blocks(len(queries)):

@@ -511,7 +511,7 @@ def test_where_nothing_can_be_drawn_the_answer_is_exact(db: softdb.SoftDB, queri
         ({"weights": "entmax15"}, "the weights are entmax15, for which there is no estimate"),
         ({"weights": "uniform"}, "the weights are uniform, for which there is no estimate"),
         ({"score": lambda q, k: q @ k.T}, "goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian"),
-        ({"score": Laplacian(0.3)}, "whose values no index knows"),
+        ({"score": Laplacian(0.3)}, "which no index can estimate"),
     ],
 )
 def test_what_has_no_estimator_is_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:
