@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
     columns: Snapshot
     keep: Array  # (size,) bool over positions, True = takes part
-    mask: Array | None  # (q, live) bool, True = takes part
+    mask: Array | None  # (q, live records) bool, True = takes part
     metric: Metric
     temperature: float
     num_classes: int | None

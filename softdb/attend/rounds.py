@@ -249,7 +249,7 @@ def error_of(
     """Return the error bar of the output (or of Z relative to Z), and the largest bar that meets the tolerance."""
     eps = float(np.finfo(np.float32).eps)
     size = np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
-    if not pools:  # log Z is rounded to float32
+    if not pools:  # add the rounding of log Z to float32
         wide = error.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700))
         return wide, np.full_like(wide, tolerance.rtol)
     length = np.sqrt(np.einsum("qv,qv->q", spread.output, spread.output))

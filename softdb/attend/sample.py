@@ -132,9 +132,7 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
 def require_softmax(request: Request) -> None:
     """Raise BadInput unless the weighting is softmax."""
     if not isinstance(request.weighting, Softmax):
-        raise BadInput(
-            f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights: use softmax"
-        )
+        raise BadInput(f"the weighting is {shown(request.weighting)}; sampling draws by softmax weights: use softmax")
 
 
 def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)

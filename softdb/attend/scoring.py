@@ -113,7 +113,7 @@ def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
     """Return the indices of the k largest scores, largest first, ties sorted by index."""
     values, places = scores.topk(k)
     last = values[:, -1:]
-    unsure = (scores == last).sum(1) > (values == last).sum(1)  # topk chooses among ties arbitrarily
+    unsure = (scores == last).sum(1) > (values == last).sum(1)  # ties beyond the k-th: topk chooses any of them
     for i in unsure.nonzero()[:, 0].tolist():
         places[i] = scores[i].sort(descending=True, stable=True).indices[:k]
     places = places.sort(dim=1).values

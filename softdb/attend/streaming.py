@@ -52,7 +52,7 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
     if passed is not None:
         queries, what, lacking = passed
         output, lse = Fused.apply(queries, *source.trained, what)  # type: ignore[no-untyped-call]
-        if not bool(lse.isnan().any()):  # NaN: a score overflows; torch answers
+        if not bool(lse.isnan().any()):  # NaN: a score overflowed, so torch computes the answer below
             return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -87,7 +87,7 @@ def _hides_parameters(request: Request, source: SourceRecords) -> bool:
     if block is None:
         return False
     scores = request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries))
-    return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses other types
+    return isinstance(scores, Tensor) and scores.requires_grad  # other types raise BadInput later
 
 
 def _stream_encoded(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)

@@ -106,7 +106,7 @@ class Build(Generic[Report]):
         try:
             self._thread.start()
             self._begun = True
-        except RuntimeError as error:  # the system gives no more threads
+        except RuntimeError as error:  # the system cannot start another thread
             self._error, self._thread, self._work, self._ended = error, None, None, True
             self._finished.set()
             raise
@@ -145,7 +145,7 @@ class Build(Generic[Report]):
         except BaseException as error:
             self._error = error  # errors of any kind; result() raises them
         finally:  # no calls before `_ended` is set, as an interrupt may end a call
-            self._work = self._on_progress = self._runner = None  # release what they refer to
+            self._work = self._on_progress = self._runner = None  # release the objects that the callbacks refer to
             self._ended = True
             self._finished.set()
 

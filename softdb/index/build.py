@@ -29,8 +29,8 @@ from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of,
 from softdb.kernels import available
 from softdb.store import Snapshot
 
-SMALL = 20_000  # records below which comparing all, in about a millisecond, is faster than any index
-LEAST = 1000  # fewest records that an index can be trained on
+SMALL = 20_000  # with fewer records no index is built: comparing all takes about a millisecond
+LEAST = 1000  # least number of records that can train an index
 QUERIES = 1024  # number of queries: one half for tuning, the other half for the reported recall
 BLOCK = 10_000  # records added at once; a build can be cancelled after each block
 TRAINED = 1 << 14  # least number of records in the sample that trains the codes
@@ -42,13 +42,13 @@ AIMS = 4  # largest number of times that the goal is set; it is raised while hel
 
 
 class Target(NamedTuple):
-    """The recall that an index must reach, and the kind that it may have."""
+    """Requirements on an index: its recall among the k nearest, its kind, and its memory."""
 
     recall: float
     k: int
-    queries: Tensor | None = None  # to measure with; None: stored keys
+    queries: Tensor | None = None  # queries that measure recall; None: stored keys
     kind: str = "auto"
-    memory: int | None = None  # most bytes of the index; None: no limit
+    memory: int | None = None  # largest size of the index in bytes; None: no limit
 
 
 def checked(
@@ -73,7 +73,7 @@ def build(
     metric: Metric,
     target: Target,
     progress: Progress | None = None,
-    devices: Devices | None = None,  # to build on; None: the CPU
+    devices: Devices | None = None,  # devices to build on; None: the CPU
 ) -> tuple[Index | None, dict[str, Any]]:
     """Build an index over a snapshot. Return the index, or None if exact search is faster, and a report.
 
@@ -105,7 +105,7 @@ def build(
         lists = index.lists if isinstance(index, Lists | IVF) else None
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, on_progress)
-        ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
+        ranked = [other for other in ranked if other.size > option.size]  # only larger codes can reach a higher recall
     assert index is not None
     assert option is not None
     if memory is not None and not index.report["met"] and kind == "auto":
@@ -237,7 +237,7 @@ class _FullTrial:
 
     def recall(self, effort: int, fetch_k: int) -> float:
         """Return the mean recall of a setting for the half of the queries that is used for tuning."""
-        return round(float(self.recalls(effort, fetch_k).mean()), 9)  # 0.99 is not 0.9899999999999999
+        return round(float(self.recalls(effort, fetch_k).mean()), 9)  # so that 0.9899999999999999 meets a goal of 0.99
 
     def recalls(self, effort: int, fetch_k: int, held_out: bool = False) -> NDArray[np.float64]:
         """Return the recall (q / 2,) of a setting for each query of one half."""

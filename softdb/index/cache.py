@@ -88,7 +88,7 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         if engine is None:
             raise ValueError(f"its kind is {entry['kind']!r}, which this version of softdb cannot read")
         index = engine.loaded(metric, np.frombuffer(codes, np.uint8), dim)
-        longest = entry.get("longest")  # older versions wrote neither
+        longest = entry.get("longest")  # older versions stored neither `longest` nor `room`
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
     except (NoKey, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         _log.warning("index ignored, search is exact: %s; build_index() makes a new one", error)

@@ -61,7 +61,7 @@ def faiss_module() -> Any:
     """Import and return FAISS. Raises MissingDependency, whose message names the extras to install."""
     try:
         import faiss
-    except (ImportError, RuntimeError):  # the GPU build without its libraries raises the latter
+    except (ImportError, RuntimeError):  # RuntimeError: FAISS for GPUs without its libraries
         raise MissingDependency(
             "an approximate index needs FAISS; pip install 'softdb[cpu]', or 'softdb[gpu]' (never both). "
             "Exact search needs neither"
@@ -116,10 +116,10 @@ class Reach(NamedTuple):
     apart: Rows  # (m,) rows of the records set apart, ascending
     scales: Floats  # (m,) ‖v - centre‖ / `value_radius` for each of these rows, at least 1
     means: Floats  # (lists, v) mean value in each list; for labels their shares, (lists, 0) if classes are many
-    centre: Numbers  # (v,) mean of some values; (0,) for labels
-    value_radius: float  # the largest ‖v - centre‖
-    witnesses: Rows  # (w,) rows whose checksums prove that the statistics are of these records
-    checksums: NDArray[np.uint32]  # (w,) of their keys and values
+    centre: Numbers  # (v,) mean of a sample of the values; (0,) for labels
+    value_radius: float  # the largest ‖v - centre‖ of records that are not set apart
+    witnesses: Rows  # (w,) sampled rows; `checksums` show whether the statistics belong to a database
+    checksums: NDArray[np.uint32]  # (w,) CRC-32 over key and value of each witness
 
 
 class Index(ABC):
@@ -200,7 +200,7 @@ class Index(ABC):
 
     def add(
         self,
-        rows: Rows,  # (n,) ascending, none below `covered`
+        rows: Rows,  # (n,) ascending, all at least `covered`
         keys: NDArray[np.floating],  # (n, d)
     ) -> None:
         """Add records to the index. Call `seal` after the last call of `add`."""

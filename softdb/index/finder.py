@@ -42,7 +42,7 @@ class Finder:
     def __init__(
         self,
         store: Store,
-        devices: Devices | None = None,  # to compute on; None: the CPU
+        devices: Devices | None = None,  # devices that compute; None: the CPU
     ) -> None:
         self._store = store
         self.devices = devices
@@ -56,7 +56,7 @@ class Finder:
         self._compacted = 0  # the generation of the last compaction
         self._build: Build[IndexReport] | None = None  # the last build
         self.watch = Watch()
-        self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
+        self._lock = threading.Lock()  # held while a thread loads, extends, saves or replaces the index
         fork.watch(self)
 
     @property
@@ -164,7 +164,7 @@ class Finder:
         k: int,
         queries: Tensor | None,
         memory: object = None,  # bytes, or text such as "200MB"
-        devices: Devices | None = None,  # to build on, and to compute on from then on; None: the CPU
+        devices: Devices | None = None,  # devices that build the index and then compute; None: the CPU
     ) -> Callable[[Progress], IndexReport]:
         """Return a function that builds, measures, saves and uses a new index. The old index is used until then."""
         devices = self._in_place_of(devices)

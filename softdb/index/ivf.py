@@ -83,7 +83,7 @@ class IVF(Index):
 
 
 class IVFSQ8(IVF):
-    """The same inverted lists with 8-bit scalar codes, under the name that the engine has on GPUs, "ivf-sq8"."""
+    """Inverted lists with 8-bit scalar codes, under the name "ivf-sq8" that the engine has on GPUs."""
 
     kind: ClassVar[str] = "ivf-sq8"
 

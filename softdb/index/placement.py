@@ -64,7 +64,7 @@ class PlacedColumns(ColumnPass, Protocol):
 
     @property
     def placed(self) -> PlacedColumns:
-        """These columns: the attribute is None for columns on the host."""
+        """This object itself. For columns on the host the attribute of this name is None."""
         return self
 
     @property
@@ -97,7 +97,7 @@ class PlacedColumns(ColumnPass, Protocol):
 
     @property
     def value_size(self) -> float:
-        """Size of the values, as `Snapshot.value_size` defines it."""
+        """Root mean square of ‖v‖ over a sample of the values v."""
 
     def keys_at(self, positions: Rows) -> Tensor:
         """Return the keys at positions, as `Snapshot.keys_at` does, in a tensor on the device."""

@@ -30,11 +30,11 @@ RARE = 0.05  # value of min(1, 2 s) at which the linear threshold is exact (`of_
 ROUNDS = 25  # largest number of steps of Newton's method
 
 Doubles: TypeAlias = NDArray[np.float64]
-Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # η -> logarithm of the rate, and its derivative
+Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # linear predictor -> log of the rate, its derivative
 
 
 class Rule(NamedTuple):
-    """The coefficients a, b, c, d, and a', d' with a filter."""
+    """Coefficients of the fitted rule: a, b, c and d of the module's docstring; with a filter a' and d'."""
 
     gap: float = 1.0
     linear: float = 0.0
@@ -67,7 +67,7 @@ def _normal_edge(records_per_match: float) -> float:
 
 def fitted(
     scores: Floats,  # (q, lists) scores of the centroids
-    gaps: Floats,  # (q, lists) g; not finite where there is none
+    gaps: Floats,  # (q, lists) g of the module's docstring; not finite if a query has no threshold t
     sizes: Rows,  # (lists,)
     nearest: Rows,  # (q, k) the list that holds each of the k nearest, -1 = none
 ) -> tuple[Rule, float]:

@@ -24,7 +24,7 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
-FIRST = 500  # records drawn for a query in the first round
+FIRST = 500  # number of records drawn for a query in the first round
 NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the newest cost in the moving mean; factor of a mean above 1 at each use
 PLAIN = 0.05  # share of the draws that are uniform (kPlain of draw.cc)
 FEWEST = 10_000  # with fewer records comparing all costs less than any draw
@@ -140,7 +140,7 @@ class Sampler:
             layout.radii, most_errors, turns, centroids,
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
-        self._native = native().Sketch(*self._held)  # keeps a reference to the arrays
+        self._native = native().Sketch(*self._held)  # refers to the arrays, which `_held` keeps alive
         self._costs: dict[object, float] = {}  # kind of queries -> mean cost of draws, over comparing all records
 
     def knows(self, kind: object) -> bool:

@@ -29,7 +29,7 @@ LISTED = 1 << 16  # largest number of a filter's matches whose positions are cac
 
 
 class Searcher:
-    """Searches by one index, and caches for them. Safe to use from several threads."""
+    """Searches one index, and caches data that its searches share. Safe to use from several threads."""
 
     def __init__(self, index: Index, planner: Planner | None = None) -> None:
         self.index = index
@@ -170,7 +170,7 @@ class _Eligible:
     def __init__(self, snapshot: Snapshot, index: Index, keep: Live, coverage: _Coverage) -> None:
         self.filtered = keep is not snapshot.live
         self.count = int(np.count_nonzero(keep))
-        self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, if they are few
+        self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # positions of the records, if few
         self.until, self.aligned, self.places = coverage.until, coverage.aligned, coverage.places
         self.inside = int(np.count_nonzero(keep[: self.until]))  # number of these records in the index
         every = self.inside == index.count

@@ -107,7 +107,7 @@ class Sketches(Index):
 
     @property
     def sketches(self) -> Index:
-        """The index itself."""
+        """This index itself: estimates draw from its codes."""
         return self
 
     @property

@@ -63,7 +63,7 @@ class Watch:
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def follow(self, index: Index) -> None:
-        """Watch the index that replaces a smaller or larger version of itself; keep the measurements."""
+        """Watch a copy that replaced the index after records were added or removed; keep the measurements."""
         with self._lock:
             self._report = index.report
 
