@@ -93,7 +93,7 @@ def _hides_parameters(request: Request, source: SourceRecords) -> bool:
 def _stream_encoded(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
     """Answer block by block by autograd, for a source that trains an encoder. Backward computes each block again."""
     if not isinstance(request.weighting, Softmax | Uniform):
-        raise BadInput(f"the weighting is {request.weighting.name}; an encoded pass needs softmax or uniform; pass k=")
+        raise BadInput(f"the weighting is {request.weighting.name}; trained encoders need softmax or uniform; pass k=")
     queries, width = request.queries, source.width if request.pools else 0
     nothing = queries[:, :1] * 0
     parts = [State(nothing.expand(-1, width), nothing[:, 0] - torch.inf)]

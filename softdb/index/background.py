@@ -80,9 +80,9 @@ class Build(Generic[Report]):
         """
         seconds = _seconds(timeout)
         if self._runs_here():
-            raise BadInput("result() was called by the build's own progress callback, and would wait for ever")
+            raise BadInput("result() was called by the build's own progress callback, where it would wait for ever")
         if not self._wait(seconds):
-            raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait on, or cancel()")
+            raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait again or cancel()")
         if self._error is not None:
             raise self._error
         assert self._report is not None

@@ -83,10 +83,10 @@ def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = 
         data = memoryview(_signed(folder, entry))
         codes = data[: entry.get("codes")]  # entries of older versions lack `codes`: the file holds nothing else
         if entry["metric"] != metric.value:
-            raise ValueError(f"its metric is {entry['metric']!r}; expected {metric.value!r}")
+            raise ValueError(f"the index has the metric {entry['metric']!r}; expected {metric.value!r}")
         engine = _ENGINES.get((entry["kind"], entry["file"].rpartition(".")[2]))
         if engine is None:
-            raise ValueError(f"its kind is {entry['kind']!r}, which this version of softdb cannot read")
+            raise ValueError(f"the index is of kind {entry['kind']!r}, which this version of softdb cannot read")
         index = engine.loaded(metric, np.frombuffer(codes, np.uint8), dim)
         longest = entry.get("longest")  # older versions stored neither `longest` nor `room`
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
@@ -120,9 +120,9 @@ def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link")
     if not hmac.compare_digest(_signature(entry).encode(), str(entry.get("hmac")).encode("utf-8", "replace")):
-        raise ValueError("it does not carry this user's signature")
+        raise ValueError("the index file does not carry this user's signature")
     if missing := {"kind", "metric", "bytes", "sha256", *_ATTRIBUTES} - set(entry):
-        raise ValueError(f"its entry was written by another version of softdb and lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"its entry, written by another version of softdb, lacks {', '.join(sorted(missing))}")
     with files.open_regular(folder / name) as file:
         data = file.read(entry["bytes"] + 1)
     if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
@@ -164,12 +164,12 @@ def _private(path: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
+            raise ValueError("the key file is not a regular file")
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("another user owns it or may write to it")
+            raise ValueError("another user owns the key file or may write to it")
         key = os.read(descriptor, _KEY_BYTES + 1)
         if len(key) != _KEY_BYTES:
-            raise ValueError(f"its size is not {_KEY_BYTES} bytes; remove it")
+            raise ValueError(f"the key file does not hold {_KEY_BYTES} bytes")
         return key
     finally:
         os.close(descriptor)
@@ -181,5 +181,5 @@ def _key_path() -> Path:
     try:
         state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     except RuntimeError as error:
-        raise NoKey(f"there is no place for a signing key ({error}); set SOFTDB_KEY_FILE") from None
+        raise NoKey(f"there is no directory for a signing key: {error}; set SOFTDB_KEY_FILE") from None
     return Path(state) / "softdb" / "index.key"

@@ -175,7 +175,7 @@ class Index(ABC):
         """Read the bytes that `dump` wrote. Raises ValueError if the keys have another width than `dim`."""
         inner = faiss_module().deserialize_index(data)
         if dim is not None and inner.d != dim:
-            raise ValueError(f"its keys are {inner.d} wide; expected {dim}")
+            raise ValueError(f"the keys of the index are {inner.d} wide; expected {dim}")
         return cls(metric, inner)
 
     def dump(self) -> NDArray[np.uint8]:

@@ -39,7 +39,7 @@ class IVF(Index):
         """Read the bytes that `dump` wrote. Raises ValueError for an index of an earlier version of softdb."""
         index = super().loaded(metric, data, dim)
         if isinstance(index, IVF) and isinstance(index.inner, faiss_module().IndexIVFFastScan):
-            raise ValueError("an earlier version of softdb made its 4-bit codes; build the index again")
+            raise ValueError("an earlier version of softdb made its 4-bit codes")
         return index
 
     @classmethod

@@ -76,12 +76,12 @@ def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
         try:
             array = np.load(file, allow_pickle=False)
         except (EOFError, MemoryError) as error:
-            raise ValueError(f"{name} is cut off") from error
+            raise ValueError(f"the field {name} is incomplete") from error
         shape = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
         if (array.dtype, array.shape, len(axes)) != (np.dtype(f"<{dtype}"), shape, array.ndim):
-            raise ValueError(f"{name} has a dtype or shape that does not fit the index")
+            raise ValueError(f"the field {name} has a dtype or shape that does not fit the index")
         if not np.isfinite(array).all():
-            raise ValueError(f"{name} is not finite")
+            raise ValueError(f"the field {name} is not finite")
         fields[name] = array if axes else float(array)
     apart = fields["apart"]
     if file.read(1) or (apart < 0).any() or (apart >= index.covered).any() or (np.diff(apart) <= 0).any():

@@ -76,11 +76,11 @@ class Sketches(Index):
         try:
             arrays = [np.load(file, allow_pickle=False) for _ in range(FORM)]
         except (EOFError, OSError, MemoryError) as error:
-            raise ValueError("it is incomplete") from error
+            raise ValueError("the index file is incomplete") from error
         turns, turn_scales, centroids, scales, words, origin, units, *sketched, rule = arrays[:11]
         layout = CodeBlocks(*arrays[11:])
         if units.shape != (4,):
-            raise ValueError("an earlier version of softdb wrote it")
+            raise ValueError("an earlier version of softdb wrote the index file")
         inner = Quantizer(Matrix(turns, turn_scales), Matrix(centroids, scales), words, origin, *units[:2].tolist())
         sketch = Quantizer(Matrix(*sketched[:2]), inner.centroids, sketched[2], origin, *units[2:].tolist())
         _check(metric, (inner, sketch), layout, rule, dim)
@@ -197,13 +197,13 @@ def _check(
     blocks = len(layout.blocks)
     forms: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {
         "rotation": (inner.rotation.numbers, np.int8, (parts * word, d)),
-        "its scales": (inner.rotation.scales, np.float32, (turned,)),
+        "scales of the rotation": (inner.rotation.scales, np.float32, (turned,)),
         "centroids": (inner.centroids.numbers, np.int8, (lists, d)),
-        "their scales": (inner.centroids.scales, np.float32, (lists,)),
+        "scales of the centroids": (inner.centroids.scales, np.float32, (lists,)),
         "words": (inner.words, np.float32, (parts, word, BLOCK)),
         "origin": (inner.origin, np.float32, (d,)),
         "coarse rotation": (sketch.rotation.numbers, np.int8, (coarse * length, d)),
-        "its scales of rows": (sketch.rotation.scales, np.float32, (coarse * length,)),
+        "scales of the coarse rotation": (sketch.rotation.scales, np.float32, (coarse * length,)),
         "coarse words": (sketch.words, np.float32, (coarse, length, BLOCK)),
         "rule": (rule, np.float64, (len(Rule._fields),)),
         "sizes": (layout.sizes, np.int64, (lists,)),
@@ -221,13 +221,13 @@ def _check(
     }
     for name, (array, dtype, shape) in forms.items():
         if array.dtype != dtype or array.shape != shape:
-            raise ValueError(f"its {name} are {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
+            raise ValueError(f"the index has {name} {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
     if dim is not None and d != dim:
-        raise ValueError(f"its keys are {d} wide; expected {dim}")
+        raise ValueError(f"the keys of the index are {d} wide; expected {dim}")
     ends = np.concatenate([[0], np.cumsum(-(-layout.sizes // BLOCK))])
     fits = (layout.sizes >= 0).all() and (layout.starts == ends).all() and blocks >= max(1, ends[-1])
     if parts % 8 or coarse % 8 or not lists or not fits:
-        raise ValueError("its lists do not fit together")
+        raise ValueError("the sizes of the lists in the index file do not match")
 
 
 def _no_records(inner: Quantizer, sketch: Quantizer) -> Coded:

@@ -46,7 +46,7 @@ def native() -> ModuleType:
     """Return the module of kernels. Raises RuntimeError if there are none (see `available`)."""
     module = loaded()
     if module is None:
-        raise RuntimeError("native kernels are missing; call available() before native()")
+        raise RuntimeError("native kernels are missing; expected a check of `available` before")
     return module
 
 

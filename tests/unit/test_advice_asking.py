@@ -175,7 +175,7 @@ def test_one_index_is_built_at_once(folder: Path) -> Steps:
             build.result()
 
 
-@advice("wait on, or cancel()", TimeoutError)
+@advice("wait again or cancel()", TimeoutError)
 def test_a_build_may_take_longer(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     go = threading.Event()

@@ -89,7 +89,7 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
             assert repr(build) == "<Build: adding 100 %>"
             assert db.stats().index == IndexReport("flat", building="adding 100 %")
             with pytest.raises(
-                TimeoutError, match=r"not built after 0.01 seconds \(adding 100 %\); wait on, or cancel"
+                TimeoutError, match=r"not built after 0.01 seconds \(adding 100 %\); wait again or cancel"
             ):
                 build.result(0.01)
             assert builders() == ["softdb-build"]
@@ -317,7 +317,7 @@ def test_waiting_for_oneself_is_refused() -> None:
     with filled() as db:
         builds.append(db.build_index("ivf", background=True, progress=waits))
         ready.set()
-        with pytest.raises(softdb.BadInput, match="progress callback, and would wait for ever"):
+        with pytest.raises(softdb.BadInput, match="progress callback, where it would wait for ever"):
             builds[0].result(SECONDS)
 
 
