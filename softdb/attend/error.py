@@ -104,7 +104,7 @@ def parts_of_error(parts: Sequence[ErrorEstimate], union: ErrorEstimate, pools: 
 
 
 def _variance(part: ErrorEstimate, shift: Numbers) -> Numbers:  # (q, v)
-    """Return Σ ‖y‖² of a part after `shift` = o_part - o is added to each v - o_part."""
+    """Return Σ ‖y‖² of a part relative to the merged answer o, where `shift` = o_part - o."""
     along, far = np.einsum("qv,qv->q", shift, part.first), np.einsum("qv,qv->q", shift, shift)
     variance: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
     return variance

@@ -1,4 +1,4 @@
-"""A build of an index that reports progress and can be cancelled, in its own thread or in the caller's."""
+"""Build an index in the caller's thread or in another one, report progress, and allow the build to be cancelled."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Build(Generic[Report]):
             raise
 
     def stop(self, reason: str) -> None:
-        """Cancel, and wait until the build has stopped."""
+        """Cancel the build for a reason, which its error names, and wait until the build has stopped."""
         self._stop = self._stop or reason
         if self._runs_here() or not self._begun:  # called in a progress callback: stops after it
             return

@@ -1,4 +1,4 @@
-"""Building an index: the choice of engine and codes, and tuning until the measured recall meets the target."""
+"""Build an index: choose engine and codes, and tune the index until its measured recall meets the target."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, 
 
 
 class _FullTrial:
-    """Measure settings of an index of all records. One half of the queries tunes, the other half is held out.
+    """Measures settings of an index of all records. One half of the queries is for tuning, the other half is held out.
 
     Tuning ignores outliers of norm, so that the index also finds the nearest of the other records when a filter or a
     deletion excludes the outliers.

@@ -98,7 +98,7 @@ def choose(fit: list[Option], trial: SampledTrial, goal: float, progress: Progre
 
 
 class SampledTrial:
-    """A trial on a sample. If the sample holds a share s of the records, each query looks for its s k nearest.
+    """Measures options on a sample. If the sample holds a share s of the records, each query looks for its s k nearest.
 
     Neighbours are farther apart in a sample than among all records, so codes separate them more easily: finding the
     k nearest in a sample would need fewer candidates than finding the k nearest of all records.

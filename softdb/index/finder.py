@@ -104,7 +104,7 @@ class Finder:
         return result
 
     def searcher(self, index: Index) -> Searcher:
-        """Return the searcher by an index. It is cached, and caches outliers and positions itself."""
+        """Return the searcher by an index. It is cached until another index is in use."""
         known = self._searcher
         if known is None or known.index is not index:
             known = self._searcher = Searcher(index)

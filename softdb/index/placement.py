@@ -48,7 +48,7 @@ class ColumnPass(Protocol):
 
 
 class TensorPass(ColumnPass, Protocol):
-    """Keys and values that are plain tensors on a device, which also searches them."""
+    """Keys and values that are plain tensors on a device. The device computes softmaxes and searches."""
 
     def nearest(self, what: SoftmaxPass, k: int) -> Rows | None:  # (q, k), -1 = none
         """Return the positions of the k nearest, best first, ties by position. Return None if a score overflows."""

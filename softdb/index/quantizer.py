@@ -166,8 +166,8 @@ class Coded(NamedTuple):
     squares: Floats  # (n,) |r|²
     radii: Floats  # (n,) |r| or a little more
     sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
-    gains: NDArray[np.uint8]  # (n,) factors of the coarser codes, for large scores along the residual
-    errors: NDArray[np.uint8]  # (n,) errors of the coarser codes, rounded up
+    gains: NDArray[np.uint8]  # (n,) factors of the coarser codes, at least 1, in steps of 1 / GAIN
+    errors: NDArray[np.uint8]  # (n,) errors of the coarser codes in steps of `error_step`, rounded up
     corrections: NDArray[np.float16]  # (n,) offsets of the coarser codes with a factor of 1
 
     def take(self, which: NDArray[Any]) -> Coded:

@@ -1,4 +1,4 @@
-"""Search by an index on the CPU, and merge the matches with unindexed records and outliers, compared exactly."""
+"""Search by an index on the CPU. Compare unindexed records and outliers exactly, and merge them into the matches."""
 
 from __future__ import annotations
 
