@@ -100,8 +100,8 @@ def _take_part(products: Floats, positions: Rows, found: Rows, scores: Floats) -
 def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: Outliers | None) -> Outliers:
     """Return at most `room` outliers of an index. Return `known`, from an earlier search, if they are the same.
 
-    A scan of the keys before position `until`, cost n d, finds the outliers of a new index, of an index to which records
-    were added, and of an index half of whose outliers were deleted.
+    A scan of the keys before position `until`, cost n d, finds the outliers of a new index, after records were added,
+    and after half of the outliers were deleted.
     """
     longest = index.longest
     if longest is None or 2 * np.count_nonzero(_live(snapshot, longest) >= 0) < len(longest):

@@ -95,7 +95,7 @@ class DrawnAnswer(NamedTuple):
 
 
 class DrawnSample(NamedTuple):
-    """Records drawn for each query and scored exactly, the heaviest first, and the answers computed from the records."""
+    """Records drawn for each query and scored exactly, the heaviest first, and the answers computed from them."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
