@@ -208,7 +208,7 @@ def test_a_build_in_the_foreground_is_shown_too() -> None:
         ({"kind": "magic"}, "build_index: kind is 'magic'; choose one of"),
         ({"recall": 0}, "build_index: recall is 0; expected a share above 0"),
         ({"k": 0}, "k is 0"),
-        ({"memory": 10}, "memory is 10 bytes, which no index of kind 'ivf' meets"),
+        ({"memory": 10}, "memory is 10 bytes, but the smallest index of kind 'ivf'"),
         ({"queries": [[1.0]]}, "queries are 1 wide but this database's keys are 16 wide"),
         ({"background": 1}, "background is 1; expected True or False"),
     ],
