@@ -213,7 +213,7 @@ def test_arrays_that_do_not_fit_together_are_refused(place: int, damage: str) ->
 
 def test_an_index_of_other_keys_is_refused() -> None:
     index, _ = made()
-    with pytest.raises(ValueError, match="keys 24 wide"):
+    with pytest.raises(ValueError, match="keys of the index are 24 wide"):
         Lists.loaded(Metric.DOT, index.dump(), D + 1)
     with pytest.raises(ValueError, match="EOF"):
         Lists.loaded(Metric.DOT, index.dump()[:-1], D)
