@@ -219,7 +219,7 @@ def test_an_index_of_other_keys_is_refused() -> None:
         Lists.loaded(Metric.DOT, index.dump()[:-1], D)
     arrays = arrays_of(index)
     arrays[12] = arrays[12] + 1  # starts
-    with pytest.raises(ValueError, match="do not fit together"):
+    with pytest.raises(ValueError, match="lists in the index file do not match"):
         Lists.loaded(Metric.DOT, written(arrays), D)
 
 
