@@ -1,7 +1,7 @@
-"""Answers over records: hits, exact, nearest, estimated, sampled, counted, explained.
+"""Compute answers over records: hits, soft answers (exact, truncated, estimated), samples, counts and explanations.
 
-Each is one function of a `Source`, which has it as a method, and a `Query` or a `Request`. Computes; touches no files.
-Begin with request.py and source.py, then exact.py and streaming.py.
+Each kind of answer is a function of a `Source` and a `Query` or `Request`, and a method of the source. Nothing here
+reads or writes files. Begin with request.py and source.py, then read exact.py and streaming.py.
 """
 
 from softdb.attend.by_text import TextQuery, fused_hits, text_hits

@@ -1,8 +1,8 @@
-"""The soft query in blocks of plain torch operations: any score, any device, any dtype.
+"""Soft queries in blocks of plain torch operations, for any score, device and dtype.
 
-Forward is one pass with an online softmax (Milakov and Gimelshein 2018), or for sparse weightings some passes, by
-Newton's method; backward recomputes each block's scores (Dao et al. 2022, algorithm 4) and goes through the score by
-autograd.
+The forward pass reads the records once, with an online softmax (Milakov and Gimelshein 2018). A sparse weighting reads
+them several times, once for each step of Newton's method. The backward pass recomputes the scores of each block (Dao et
+al. 2022, algorithm 4) and differentiates the score by autograd.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from softdb.scoring import Score, ScoreFunction, Sparse, fold
 from softdb.scoring.once import Once
 from softdb.scoring.score import alike
 
-BLOCK_BYTES = 8 << 20  # keys and values of a block: they stay in cache while every query passes over them
-BLOCK_ROWS = 1 << 16
-TILE = 1 << 19  # scores computed at once: queries of a chunk times records of a block
-STEPS = 60  # most iterations of Newton's method for the threshold of a sparse weighting; about 10 suffice
+BLOCK_BYTES = 8 << 20  # bytes of keys and values in a block, which stay in the cache for all queries
+BLOCK_ROWS = 1 << 16  # largest number of records in a block
+TILE = 1 << 19  # largest number of scores computed at once: queries in a chunk times records in a block
+STEPS = 60  # largest number of Newton steps for the threshold of a sparse weighting; about 10 suffice
 
 
 class Tile(NamedTuple):
-    """A chunk of the queries and a block of records, which are scored together."""
+    """A chunk of queries and a block of records that are scored together."""
 
-    chunk: slice  # of the queries
+    chunk: slice  # slice of the queries
     positions: Tensor  # (m,) ascending
     keys: Tensor  # (m, d)
     values: Tensor  # (m, v) or labels (m,)
-    dead: Tensor | None  # (chunk, m) bool; None: all take part
+    dead: Tensor | None  # (chunk, m) bool, True = does not take part; None: all take part
 
 
 def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
-    """Yield every pair of a chunk of queries and a block of records that take part."""
+    """Yield every combination of a chunk of queries and a block of records that take part."""
     queries, width = request.queries, source.width if request.pools else 0
     bytes_a_record = queries.element_size() * (queries.shape[1] + width)
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_record, len(source.live)))
@@ -62,8 +62,8 @@ def tiles(request: Request, source: SourceRecords) -> Iterator[Tile]:
 
 def scored_tiles(
     request: Request, source: SourceRecords, score: Score | ScoreFunction | None = None
-) -> Iterator[tuple[Tile, Tensor]]:  # (chunk, m), -inf where dead
-    """Yield the tiles with their scores; by the request's own score if `score` is None."""
+) -> Iterator[tuple[Tile, Tensor]]:  # scores (chunk, m), -inf where `dead`
+    """Yield each tile with its scores, computed by `score` or, if None, by the request's score."""
     score = request.score if score is None else score
     for tile in tiles(request, source):
         scores = scores_of(score, request.queries[tile.chunk], tile.keys)
@@ -71,9 +71,9 @@ def scored_tiles(
 
 
 def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, m) or (q, k)
-    """Scores of shared keys (…, m, d), or of each query's own keys (q, k, d). Raises BadInput for a wrong shape or NaN.
+    """Return scores of shared keys (…, m, d), or of each query's own keys (q, k, d). Raises BadInput for shapes or NaN.
 
-    A plain callable need only accept shared keys: with own keys it is called once for each query.
+    A plain callable only has to accept shared keys. If each query has its own keys, it is called once for each query.
     """
     separate = keys.ndim > queries.ndim
     if not separate or isinstance(score, torch.nn.Module) or fold(score, queries[:1].detach()) is not None:
@@ -95,7 +95,7 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
 
 
 class _Places:
-    """Ranks of records among the live ones, for ascending positions. A table of all ranks would take 8 n bytes."""
+    """Ranks of records among live records, counted block by block, as a table of all ranks would take 8 n bytes."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -110,17 +110,17 @@ class _Places:
 
 
 class Solved(NamedTuple):
-    """Answer of a soft query, and the state that its gradient needs."""
+    """The answer of a soft query, and the state that its gradient needs."""
 
     output: Tensor  # (q, v)
     lse: Tensor  # (q,)
-    mean: Tensor  # (q, v): Σ u v / Σ u, from which values pull the gradient; the output itself for softmax
-    empty: Tensor  # (q,) bool: nothing takes part
-    of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores of a chunk (c, m) -> weights w and pulls u
+    mean: Tensor  # (q, v) Σ u v / Σ u, which the gradient needs; equals `output` for softmax
+    empty: Tensor  # (q,) bool, True = no record takes part
+    of: Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # scores (c, m) -> weights w, gradient factors u
 
 
 def softmax_over(request: Request, source: SourceRecords) -> Solved:
-    """One pass of the online softmax; w = u = exp((s - top) / T) / total."""
+    """Answer a softmax request in one pass over the records; w = u = exp((s - top) / T) / total."""
     queries, temperature = request.queries, request.temperature
     q, width = len(queries), source.width if request.pools else 0
     output, top, total = queries.new_zeros(q, width), queries.new_full((q,), -torch.inf), queries.new_zeros(q)
@@ -141,7 +141,7 @@ def softmax_over(request: Request, source: SourceRecords) -> Solved:
     lse = (total.log() + top / temperature).masked_fill(empty, -torch.inf)
 
     def of(scores: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        # by top and total, as s / T - lse loses digits where s / T is large; clamped, as a score computed twice may
+        # from top and total, as s / T - lse loses digits where s / T is large; clamped, as a score computed twice may
         # differ in its last digit, which a tiny temperature makes infinite
         weights = (scores - top[chunk].unsqueeze(1)).clamp_(max=0).div_(temperature).exp_()
         weights.div_(total[chunk].unsqueeze(1))
@@ -151,7 +151,7 @@ def softmax_over(request: Request, source: SourceRecords) -> Solved:
 
 
 def sparse_over(request: Request, source: SourceRecords) -> Solved:
-    """Sparsemax or entmax15 over the source's records. Cost q n (d + v), and q n d for each of some 10 Newton steps."""
+    """Answer a sparsemax or entmax15 request. Cost q n (d + v), and q n d for each of about 10 Newton steps."""
     by, queries, temperature = request.weighting, request.queries, request.temperature
     assert isinstance(by, Sparse)
     q, wide = len(queries), torch.promote_types(queries.dtype, torch.float64)
@@ -162,7 +162,7 @@ def sparse_over(request: Request, source: SourceRecords) -> Solved:
     top = top.masked_fill(empty, 0)
 
     def below(scores: Tensor, chunk: slice) -> Tensor:
-        """Return z minus its maximum, at most 0: a score computed twice may differ in its last digit."""
+        """Return scores / T minus the largest, clamped to 0, as a score computed twice may differ in its last digit."""
         return (scores - top[chunk].unsqueeze(1)).clamp_(max=0).to(wide).div_(temperature)
 
     tau = queries.new_full((q, 1), -1, dtype=wide)
@@ -201,19 +201,19 @@ def sparse_over(request: Request, source: SourceRecords) -> Solved:
 
 
 class Blocks(torch.autograd.Function):
-    """The request over every record of a source: output (q, v) and lse (q,)."""
+    """Differentiable answer over every record of a source: output (q, v) and lse (q,)."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        queries: Tensor,  # the request's
-        keys: Tensor | None,  # (n, d), the source's own, if they require a gradient
-        values: Tensor | None,  # (n, v), likewise
+        queries: Tensor,  # (q, d), queries of the request
+        keys: Tensor | None,  # (n, d), keys of the source if they require a gradient
+        values: Tensor | None,  # (n, v), values of the source if they require a gradient
         request: Request,
         source: SourceRecords,
-        *parameters: Tensor,  # of the score, those that require gradients
+        *parameters: Tensor,  # parameters of the score that require gradients
     ) -> tuple[Tensor, Tensor]:
-        """Answer by the request's weighting."""
+        """Compute output and lse with the request's weighting."""
         request = replace(request, queries=queries)
         with torch.autocast(queries.device.type, enabled=False):
             solved = (sparse_over if isinstance(request.weighting, Sparse) else softmax_over)(request, source)
@@ -223,7 +223,7 @@ class Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the queries, of the columns that require them, and of each parameter."""
+        """Return gradients for the queries, for keys and values if they require one, and for each parameter."""
         queries, _, _, *parameters = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
             grads = _backward(ctx, output_grad, lse_grad)
@@ -235,7 +235,7 @@ class Blocks(torch.autograd.Function):
 
 
 def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v), (c, m), (m, v) or labels (m,)
-    """output += Σ w v."""
+    """Add Σ w v to `output`. For labels add each weight to the column of its class."""
     if values.is_floating_point():
         output.addmm_(weights, values.to(weights.dtype))
     else:
@@ -243,7 +243,7 @@ def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v
 
 
 def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
-    """Gradients of the queries, of keys and values if they require them, and of each parameter.
+    """Return gradients for the queries, for keys and values if they require one, and for each parameter.
 
     ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.
     """

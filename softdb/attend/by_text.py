@@ -1,4 +1,4 @@
-"""Hits by text, and by text and vector together: two lists of candidates, one order."""
+"""Search by text, and hybrid search: merge the hits by text and the hits by vector into one sorted list."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from softdb.index.placement import RecordColumns
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-RANKED = 60  # the constant of reciprocal ranks
-SHARE = 0.2  # of the text's score in a sum of scores that are scaled to 0 … 1
+RANKED = 60  # constant c of reciprocal rank fusion, Σ 1 / (c + rank)
+SHARE = 0.2  # weight of the text score in the sum of text and vector scores, both scaled to 0 … 1
 
 Floats = NDArray[np.float64]
 
 
 class TextQuery(NamedTuple):
-    """Texts, the number of records wanted for each, and the records that take part."""
+    """A search by text: the texts, the number of records wanted for each, and the records that take part."""
 
     texts: TextScores
     k: int
-    keep: Live | None  # (m,) records with a text that take part; None: all
-    left_out: Positions | None  # (q, e) rows, or (1, e) for every query; -1 = none
+    keep: Live | None  # (m,) bool over the records with a text, True = takes part; None: all
+    left_out: Positions | None  # rows to exclude, (q, e), or (1, e) for every query; -1 = none
 
     def best(self, i: int, k: int) -> tuple[Positions, Floats]:  # (≤ k,), (m,)
-        """Places of the k best records of the i-th text, and the scores of all."""
+        """Return indices into `texts.rows` of the k best records for text number i, and the scores of all m records."""
         scores, keep, rows = self.texts.scores(i), self.keep, self.texts.rows
         if self.left_out is not None:
             others = ~np.isin(rows, self.left_out[min(i, len(self.left_out) - 1)])
@@ -41,7 +41,7 @@ class TextQuery(NamedTuple):
 
 
 def text_hits(query: TextQuery) -> tuple[Tensor, Tensor]:  # (q, k) rows, (q, k) float64
-    """Rows and BM25 scores, best first, equal ones by row."""
+    """Return rows and BM25 scores for each text, best first, ties sorted by row."""
     rows = np.full((len(query.texts.words), query.k), -1)
     scores = np.full(rows.shape, -np.inf)
     for i in range(len(rows)):
@@ -51,7 +51,7 @@ def text_hits(query: TextQuery) -> tuple[Tensor, Tensor]:  # (q, k) rows, (q, k)
 
 
 def _best(scores: Floats, k: int, keep: Live | None) -> Positions:
-    """Positions of the k best scores above 0, (m,) -> (≤ k,)."""
+    """Return the indices of the k best scores above 0, best first, (m,) -> (≤ k,)."""
     places = np.flatnonzero(scores if keep is None else scores * keep)
     if len(places) > k:
         positive = scores[places]
@@ -62,18 +62,18 @@ def _best(scores: Floats, k: int, keep: Live | None) -> Positions:
 def fused_hits(
     fusion: Fusion,
     by_text: TextQuery,
-    query: Query,  # by vector
+    query: Query,  # the search by vector
     nearest: Positions,  # (q, c) rows of the nearest by vector, best first, -1 = none; c ≥ k
     columns: RecordColumns,
 ) -> tuple[Tensor, Tensor]:  # (q, ≤ k) rows, (q, ≤ k) scores
-    """The k best of both lists, each c deep, with exact scores of both kinds; see `SoftDB.search`.
+    """Merge the c best records by text and the c nearest by vector; return the k best (see `SoftDB.search`).
 
-    A record without a text has text score 0, one without a key the least vector score of the candidates.
+    A record without a text has text score 0. A record without a key has the least vector score of the candidates.
     """
     count, queries, texts = nearest.shape[1], query.queries, by_text.texts
     if not count:
         return torch.from_numpy(nearest).to(queries.device), queries[:, :0]
-    rows = np.concatenate([nearest, np.full_like(nearest, -1)], 1)  # (q, 2 c), each row once
+    rows = np.concatenate([nearest, np.full_like(nearest, -1)], 1)  # (q, 2 c), no row twice
     scores, ranks = np.zeros(rows.shape), np.full((2, *rows.shape), np.inf)
     ranks[0, :, :count] = np.arange(1, count + 1)
     for i, own_rows in enumerate(rows):
@@ -96,11 +96,11 @@ def fused_hits(
 def _summed(
     fusion: Fusion,
     query: Query,
-    scores: Tensor,  # (q, c) BM25
+    scores: Tensor,  # (q, c) BM25 scores
     rows: Positions,  # (q, c)
     columns: RecordColumns,
 ) -> Tensor:  # (q, c)
-    """Vector scores with gradient, plus the weight times the text's."""
+    """Return weighted sums of vector scores, with gradient, and text scores."""
     positions = columns.positions(rows)
     positions[(positions >= 0) & ~columns.live[positions]] = -1
     vectors = score_rows(score_of(query.metric), query.queries, columns, positions)

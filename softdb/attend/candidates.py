@@ -1,4 +1,4 @@
-"""Candidates of a search: in chunks that fit into memory, less those that are excluded, as rows and exact scores."""
+"""Candidates of a search: split queries into chunks that fit into memory, drop excluded records, score the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
 def chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tuple[Tensor, Positions | None]]:
-    """Chunks of at most `count` queries, at least 1, each with the records that it excludes."""
+    """Split queries into chunks of at most max(1, count), each with the records that its queries exclude."""
     if len(queries) <= count:
         return [(queries, excluded)]
     parts = torch.split(queries, max(1, count))
@@ -30,10 +30,10 @@ def chunks(queries: Tensor, excluded: Positions | None, count: int) -> list[tupl
 def without(
     positions: Positions,  # (q, c) best first
     scores: Floats | None,  # (q, c)
-    excluded: Positions | None,  # (q, e) or (1, e)
-    k: int | None,  # None: all
+    excluded: Positions | None,  # (q, e), or (1, e) for every query; -1 = none
+    k: int | None,  # number of positions to keep; None: all
 ) -> tuple[Positions, Floats | None]:  # (q, k), (q, k)
-    """The first k positions that are not excluded, and their scores."""
+    """Return the first k positions of each query that are not excluded, and their scores."""
     if excluded is not None:
         drop = np.zeros(positions.shape, np.bool_)
         for column in excluded.T:
@@ -50,9 +50,9 @@ def scored(
     snapshot: RecordColumns,
     metric: Metric,
     positions: Positions,  # (q, k)
-    scores: Floats | None,  # (q, c ≥ k) where the finder computed them
+    scores: Floats | None,  # (q, c ≥ k) if the finder computed them, else None
 ) -> tuple[Tensor, Tensor]:  # (q, k), (q, k)
-    """Rows and exact scores, with gradient to the queries. Scores of the finder serve unless a gradient is needed."""
+    """Return rows and exact scores, best first, with gradients for the queries. Reuse `scores` if none is needed."""
     score = score_of(metric)
     if snapshot.placed is None and metric_in_place(score, queries, snapshot) is not None:
         if scores is None:
@@ -65,7 +65,7 @@ def scored(
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Rows and scores (q_i, k_i) of all parts concatenated, padded to the widest."""
+    """Concatenate rows and scores (q_i, k_i) of all parts, padded with -1 and -inf to the largest k_i."""
     if len(parts) == 1:
         return parts[0]
     width = max(rows.shape[1] for rows, _ in parts)

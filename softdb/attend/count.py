@@ -1,4 +1,4 @@
-"""Number of records within a radius, estimated from some that are drawn through the index."""
+"""Count the records within a radius, exactly or by an estimate from records that are drawn through the index."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from softdb.index.query import Query
 from softdb.index.sampler import FEWEST, Drawable, Drawing, Sampler
 from softdb.kernels import native
 
-FIRST, GROWTH = 400, 4  # records drawn for a query in the first round; factor of each further round
-BOUNDARY = 1.0  # record that codes may put on the wrong side without a draw that shows it
+FIRST, GROWTH = 400, 4  # number of records drawn for a query in the first round; factor for each further round
+BOUNDARY = 1.0  # number of records by which a count may be wrong although no draw shows it; added to the bar
 
-EXACTLY = 16  # queries that are counted exactly at once
-GATHERED = 1 << 24  # numbers of keys gathered at once for that, where they cannot be read in place
+EXACTLY = 16  # number of queries that are counted exactly at the same time
+GATHERED = 1 << 24  # numbers of keys gathered at once for exact counts, if keys cannot be read in place
 
 Numbers = NDArray[np.float64]
 
 
 @torch.no_grad()
 def count_by_scores(source: SourceRecords, request: Request, least: float) -> Estimate:
-    """Number of records that score at least `least`, by scoring all. Cost q n d."""
+    """Count the records that score at least `least`, by scoring all records. Cost q n d."""
     value = torch.zeros(len(request.queries), dtype=torch.float64)
     for tile, scores in scored_tiles(request.detached, source):
         value[tile.chunk] += (scores >= least).sum(1).to(value)
@@ -45,15 +45,15 @@ def count_by_scores(source: SourceRecords, request: Request, least: float) -> Es
 def count_drawn(
     source: IndexedRecords,
     request: Request,
-    least: float,  # records count from this score on
+    least: float,  # least score of a record that counts
 ) -> Estimate:
-    """Number of records that score at least `least`, estimated from draws among those that codes leave undecided.
+    """Estimate the number of records that score at least `least`, from draws of records that codes leave undecided.
 
-    ĉ = Σ h + Σ (1[s ≥ least] - h) / p, the first sum over all records, the other over those drawn; h is about the
-    chance that a record lies inside, given its code (Särndal, Swensson and Wretman 1992, chapter 6). The variance is at
-    least the one that codes predict, so that few draws, or none, do not pass for certainty; the bar covers records that
-    draws may not show (docs/error-bars.md). Draws grow until the bar fits; a pass over every record answers where that
-    costs less. Unindexed records are compared exactly.
+    ĉ = Σ h + Σ (1[s ≥ least] - h) / p. The first sum is over all records, the second over the drawn records. h is about
+    the probability, given its code, that a record scores at least `least` (Särndal, Swensson and Wretman 1992, chapter
+    6). The variance is at least the one that codes predict, so that few draws are not taken for certainty. The bar
+    covers records that draws may not show (docs/error-bars.md). The number of draws grows until the bar meets the
+    tolerance. All records are scored instead if that costs less. Unindexed records are scored exactly.
     """
     tolerance = request.tolerance
     assert tolerance is not None
@@ -77,13 +77,13 @@ def count_drawn(
 
 
 def count_exactly(source: IndexedRecords, request: Request, least: float) -> NDArray[np.int64]:  # (q,)
-    """Number of records that score at least `least`, exactly. Cost q n d."""
+    """Count the records that score at least `least` exactly. Cost q n d."""
     ball = _Ball(request, source, Tolerance(0.0, 0.0, 0.0, None), least, request.keep(source.live))
     return ball.exactly(np.arange(len(request.queries)), ball.keep).astype(np.int64)
 
 
 class _Ball(NamedTuple):
-    """The records that count."""
+    """A count in progress: the request, the least score, the tolerance, and the records that take part."""
 
     request: Request
     source: IndexedRecords
@@ -92,11 +92,11 @@ class _Ball(NamedTuple):
     keep: Live  # (size,) the records that take part
 
     def allowed(self, counts: Numbers) -> Numbers:  # (q,) -> (q,)
-        """The largest error that meets the tolerance."""
+        """Return the largest error that meets the tolerance, for each count."""
         return self.tolerance.atol + self.tolerance.rtol * np.maximum(counts, 1)
 
     def exactly(self, which: Positions, keep: Live) -> Numbers:  # (w,)
-        """Exact counts of some of the queries, among some of the records."""
+        """Count exactly for the queries `which`, among the records in the mask `keep`."""
         score, columns = self.request.score, self.source.columns
         counts = []
         for few in np.array_split(which, -(-len(which) // EXACTLY)):
@@ -110,7 +110,7 @@ class _Ball(NamedTuple):
         return np.concatenate(counts)
 
     def too_dear(self, sampler: Sampler, queries: int, drawn: int, records: int) -> bool:
-        """Return True if a pass over every record costs less than drawing."""
+        """Return True if scoring every record costs less than a round of draws."""
         d = self.request.queries.shape[1]
         draws = draw_cost(queries, sampler.slots, sampler.parts, min(drawn, records), d, 0)
         return draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False))
@@ -118,7 +118,7 @@ class _Ball(NamedTuple):
     def estimated(
         self, sampler: Sampler, eligible: Drawable, indexed_until: int, which: Positions, drawn: int
     ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
-        """Counts and their error bars."""
+        """Draw records for the queries `which`; return estimated counts and their error bars."""
         confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()
         doubt = math.log(1 / (1 - confidence))
         prepared_queries = prepared(queries[which], sampler.index.metric)

@@ -1,4 +1,4 @@
-"""Error estimates of drawn answers: sums that merge over parts of the records, and the bar that follows from them."""
+"""Error estimates of answers from draws: sums that can be merged over parts of the records, and the error bar."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Numbers = NDArray[np.float64]
 
 
 class ErrorEstimate(NamedTuple):
-    """Sums over the terms of the error of a drawn answer: of each candidate, w its weight and p its probability,
+    """Sums over the error terms y and r of an answer from draws. For a candidate with weight w, probability p, value v,
 
         y = √(1 - p) (w (v - o) - h (m - o)),   r = √(1 - p) (w - h)
 
-    where a correction lowers w by h, m the mean value of the candidate's list; h = 0 where there is none. Of parts that
-    share no record the sums merge into those of the whole (`joined`).
+    where o is the answer, h the control (0 without a correction) and m the mean value of the candidate's list. The sums
+    of parts that share no record can be merged (`joined`).
     """
 
     output: Numbers  # (q, v) the answer
@@ -36,18 +36,18 @@ class ErrorEstimate(NamedTuple):
     first: Numbers  # (q, v) Σ r y
     signed: Floats  # (q, SIGNS, v) Σ ±y
     roots: Numbers  # (q, SIGNS) Σ ±r
-    unseen: Numbers  # (q,) the largest term w / p that a record not drawn may be
-    hidden: Numbers  # (q,) Σ w² / p over records that draws may not show
-    missed: Numbers  # (q,) their expected Σ w
-    alone: Numbers  # (q,) their expected Σ w²
-    thinned: Numbers  # (q,) the largest term of a record set apart that was thinned out; 0 if none was
-    usual: Numbers  # (q,) root mean square of ‖v - o‖, weighted by the shares of candidates in `hidden`
-    drift: Numbers  # (q,) length of the mean of v - o, weighted alike
+    unseen: Numbers  # (q,) bound on the term w / p of any undrawn record
+    hidden: Numbers  # (q,) Σ w² / p over records with code errors so rare that no draw may show them
+    missed: Numbers  # (q,) expected Σ w of the records in `hidden`
+    alone: Numbers  # (q,) expected Σ w² of the records in `hidden`
+    thinned: Numbers  # (q,) the largest term of a record that thinning may drop; 0 if there is none
+    usual: Numbers  # (q,) root mean square distance ‖v - o‖ of a value from the answer, weighted as in `hidden`
+    drift: Numbers  # (q,) length of the mean of v - o, weighted as in `hidden`
     reach: Numbers  # (q,) largest distance of a value from the answer
 
     @classmethod
     def of(cls, figures: Figures, answer: DrawnAnswer) -> ErrorEstimate:
-        """The estimate that the kernel summed."""
+        """Return the error estimate from the sums that the kernel computed."""
         return cls(
             answer.output, figures.lse, figures.noise, figures.noises, figures.variance, figures.variances,
             answer.first, answer.signed, answer.roots, figures.unseen, figures.hidden, figures.missed, figures.alone,
@@ -56,17 +56,17 @@ class ErrorEstimate(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Distance that a drawn answer may have from the one over all records."""
+    """Errors that an answer from draws may have, compared with the answer over all records."""
 
-    bar: Numbers  # (q,) quantile of ‖ô - o‖
+    bar: Numbers  # (q,) quantile of the output's error ‖ô - o‖
     stderr: Numbers  # (q,)
-    lse_bar: Numbers  # (q,) quantile of |Ẑ / Z - 1|
+    lse_bar: Numbers  # (q,) quantile of the normaliser's error |Ẑ / Z - 1|
     lse_stderr: Numbers  # (q,)
-    blind: Numbers  # (q,) the share of `lse_bar` for records that were not drawn
+    blind: Numbers  # (q,) the share of `lse_bar` that is due to undrawn records
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
-    """Error estimate of an exact answer: all sums are 0."""
+    """Return the error estimate of an exact answer, in which all sums are 0."""
     (q, v), signs = output.shape, native().SIGNS
     none, signed = np.zeros(q), np.zeros((q, signs, v), np.float32)
     no_sums = np.zeros((q, v)), signed, np.zeros((q, signs))
@@ -74,10 +74,10 @@ def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
 
 
 def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
-    """Error estimate of the union of parts that share no record. Associative and commutative up to rounding.
+    """Merge the error estimates of parts that share no record. Associative and commutative up to rounding.
 
-    With z = Z_part / Z and the shift s = o_part - o, each sum is moved to the new centre and scaled: r becomes z r, y
-    becomes z (y + r s); Σ ‖y‖² = z² (Σ ‖y‖² + 2 s·Σ r y + ‖s‖² Σ r²), and so on. Σ ‖y‖⁴ grows as the square of that.
+    o is the merged answer. With z = Z_part / Z and s = o_part - o, r of a part becomes z r and y becomes z (y + r s).
+    So Σ ‖y‖² becomes z² (Σ ‖y‖² + 2 s·Σ r y + ‖s‖² Σ r²), and so on; Σ ‖y‖⁴ is scaled by the square of its growth.
     """
     lses = np.stack([part.lse for part in parts])  # (parts, q)
     top = np.where(np.isneginf(lses.max(0)), 0, lses.max(0))
@@ -85,7 +85,7 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
         lse = top + np.log(np.exp(lses - top).sum(0))
     shares = np.exp(lses - np.where(np.isneginf(lse), 0, lse))  # (parts, q)
     output = sum(share[:, None] * part.output for share, part in zip(shares, parts, strict=True))
-    moved = [_moved(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
+    moved = [_recentre(part, share, part.output - output) for share, part in zip(shares, parts, strict=True)]
     sums = (sum(column) for column in zip(*(sums_of[:7] for sums_of in moved), strict=True))
     noise, noises, variance, variances, first, signed, roots = sums
     unseen, hidden, missed, alone, thinned, usual, drift, reach = zip(*(sums_of[7:] for sums_of in moved), strict=True)
@@ -97,26 +97,26 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
 
 
 def parts_of_error(parts: Sequence[ErrorEstimate], union: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
-    """Share of each part in the squared error of the union: of its output, or of Z relative to it."""
+    """Return the contribution of each part to the squared error of the merged output, or of Z relative to Z."""
     shares = [np.exp(part.lse - np.where(np.isneginf(union.lse), 0, union.lse)) for part in parts]
     errors = [_variance(part, part.output - union.output) if pools else part.noise for part in parts]
     return np.stack([share**2 * error for share, error in zip(shares, errors, strict=True)])
 
 
 def _variance(part: ErrorEstimate, shift: Numbers) -> Numbers:  # (q, v)
-    """Σ ‖y‖² of a part around an answer that is shifted by `shift`."""
+    """Return Σ ‖y‖² of a part relative to the merged answer o, where `shift` = o_part - o."""
     along, far = np.einsum("qv,qv->q", shift, part.first), np.einsum("qv,qv->q", shift, shift)
     variance: Numbers = np.maximum(part.variance + 2 * along + far * part.noise, 0)
     return variance
 
 
-def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
-    """The sums of a part around the answer of the union."""
+def _recentre(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ...]:  # (q,), (q, v)
+    """Shift and scale the sums of one part, so that they refer to the merged answer."""
     square = share**2
     far = np.einsum("qv,qv->q", shift, shift)
     signed = share[:, None, None].astype(np.float32) * part.signed
     signed += (share[:, None, None] * part.roots[:, :, None] * shift[:, None, :]).astype(np.float32)
-    least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # what is infinite stays so
+    least, lesser = np.maximum(share, 1e-300), np.maximum(square, 1e-300)  # not 0, so that infinite sums stay infinite
     scaled = (
         (least, part.unseen),
         (lesser, part.hidden),
@@ -135,18 +135,18 @@ def _moved(part: ErrorEstimate, share: Numbers, shift: Numbers) -> tuple[Any, ..
 
 
 def bars(spread: ErrorEstimate, confidence: float) -> Bars:
-    """Standard errors and error bars; docs/error-bars.md derives them.
+    """Return standard errors and error bars; docs/error-bars.md derives them.
 
-    The error that draws show: √F stderr, F the quantile of an F distribution with ν and m degrees of freedom.
-    ‖ô - o‖² is distributed as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ, which is about
+    The error that draws show is √F stderr, where F is the quantile of an F distribution with ν and m degrees of
+    freedom. ‖ô - o‖² is distributed as Σ λ χ², λ the eigenvalues of the error's covariance C = Σ y yᵀ. This is about
     stderr² χ²_ν / ν with ν = tr(C)² / tr(C²) (Satterthwaite 1946): one direction gives 1.96 stderr, many give 1.1.
     tr(C²) is Σ ‖y‖⁴ plus, for pairs of draws, the mean of (x·x')² over x = Σ ±y of groups with random signs
     (Hutchinson 1989). C is estimated from m = (Σ ‖y‖²)² / Σ ‖y‖⁴ draws.
 
-    The error that draws do not show, with L = log(1 / (1 - confidence)): the weights of undrawn records sum to at most
-    √(2 L Σ w² / p) with that confidence (Bernstein's inequality for the lower side of a sum of positive terms), to at
-    most L times the largest term, and to about `missed` by their codes. Their values lie about `usual` from the answer,
-    and at most `reach`. Records thinned out add L / 3 times the largest of their terms.
+    For the error that draws do not show, L = log(1 / (1 - confidence)). With that confidence the weights of undrawn
+    records sum to at most √(2 L Σ w² / p) (Bernstein's inequality for the lower side of a sum of positive terms) and to
+    at most L times the largest term; by their codes they sum to about `missed`. Undrawn values are about `usual`, and
+    at most `reach`, away from the answer. Thinned records add L / 3 times the largest of their terms.
     """
     figures = np.zeros((native().FIGURES, len(spread.lse)))
     for row, name in enumerate(Figures._fields):
@@ -159,11 +159,11 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
 
 @functools.lru_cache(maxsize=16)
 def normal_quantile(confidence: float) -> float:
-    """Quantile of the standard normal distribution."""
+    """Return the quantile of the standard normal distribution at `confidence`."""
     return statistics.NormalDist().inv_cdf(confidence)
 
 
 def f_quantile(confidence: float, above: float, below: float) -> float:
-    """Quantile of the F distribution with `above` and `below` degrees of freedom, to a tenth."""
+    """Return a quantile of the F distribution with `above` and `below` degrees of freedom, right to a tenth."""
     quantile: float = native().f_quantile(normal_quantile(confidence), above, below)
     return quantile

@@ -1,4 +1,4 @@
-"""The answer estimated to a tolerance: draws that grow until the error bar fits, or a pass over every record."""
+"""Estimate answers to a tolerance: draw more records until the error bar is small enough, or read all records."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from softdb.scoring import Softmax
 
 
 def estimate(source: SourceRecords, request: Request) -> Pooled:
-    """The exact answer, of a source without codes to draw by. Raises BadInput as `estimate_drawn`."""
+    """Return the exact answer, for a source without codes. Raises BadInput for requests that have no estimator."""
     if request.pools:
         require_estimator(request)
     return exact(source, request)
 
 
 def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
-    """The softmax over all records, to the request's tolerance.
+    """Estimate the softmax answer over all records to the request's tolerance.
 
-    Each round draws records for the queries whose error bar does not fit yet, by one scan of all codes, scores them
-    exactly and pools them with the inverse of their probabilities. Unindexed records are all pooled. A pass over every
-    record answers queries for which it costs less, and all queries if nothing can be drawn: without an index, with an
-    index of another metric, or with a mask. Raises BadInput for weightings and scores that have no estimator, unless
-    the log-normaliser alone is wanted.
+    Each round scans all codes once and draws records for the queries whose error bar exceeds the tolerance. The drawn
+    records are scored exactly and pooled with weights divided by their probabilities. Unindexed records are all pooled.
+    A pass over every record answers the queries for which it costs less. It answers all queries if no record can be
+    drawn: without an index, with an index of another metric, or with a mask. Raises BadInput for weightings and scores
+    that have no estimator, unless only the log-normaliser is computed.
     """
     if request.pools:
         require_estimator(request)
@@ -54,7 +54,7 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
             answers.append((task.which[done], np.flatnonzero(done), answer))
         spent += estimator.cost(task)
         expected = estimator.cost(task) + sum(estimator.cost(more) for more in further) + full_cost * len(to_pass) / q
-        if tasks and not bounded and expected > full_cost * len(task.which) / q:  # the other queries would cost as much
+        if tasks and not bounded and expected > full_cost * len(task.which) / q:  # scoring all costs less
             passed += [other.which for other in (*tasks, *further)]
             break
         tasks += further
@@ -67,33 +67,32 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
 
 
 def log_partition(source: SourceRecords, request: Request) -> Estimate:
-    """log Z, Z = Σ exp(s / T) over all records, to the request's tolerance; no values are pooled."""
+    """Estimate log Z, Z = Σ exp(s / T) over all records, to the request's tolerance, without pooling values."""
     pooled = source.estimate(replace(request, pools=False))
     return Estimate(pooled.lse, pooled.bar, pooled.met, pooled.exact, pooled.missing)
 
 
 def require_estimator(request: Request) -> None:
-    """Raise BadInput if no index could draw for the request."""
+    """Raise BadInput if the request's weighting or score has no estimator, whatever the index."""
     if not isinstance(request.weighting, Softmax):
         raise BadInput(
             f"the weights are {type(request.weighting).__name__.lower()}, for which there is no estimate; a tolerance "
-            "goes with softmax and with a gaussian kernel: leave it out for the exact answer, or give k"
+            "goes with softmax and with a gaussian kernel: omit the tolerance for the exact answer, or give k"
         )
     folded = request.detached.folded
     if folded is None or folded.scale is None:
         raise BadInput(
-            f"the score is {shown(request.score)}, whose values no index knows, so nothing can be drawn for it; a "
-            "tolerance goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian: leave it out for the exact "
-            "answer, or give k"
+            f"the score is {shown(request.score)}, which no index can estimate; a tolerance goes with Dot, ScaledDot, "
+            "Cosine, General, NegativeL2 and Gaussian: omit the tolerance for the exact answer, or give k"
         )
 
 
 def _joined(
     estimator: Estimator,
-    parts: list[tuple[Positions, Positions, Estimated]],  # queries, and their lines in an answer
-    exact_queries: Positions,  # (r,) those answered exactly
+    parts: list[tuple[Positions, Positions, Estimated]],  # queries, their indices in the answer, the answer
+    exact_queries: Positions,  # (r,) numbers of the queries that were answered exactly
 ) -> Pooled:
-    """The answer to all queries, from answers to some of them."""
+    """Combine answers to some of the queries into the answer to all queries."""
     request, source = estimator.request, estimator.source
     device, answer = request.queries.device, Estimated.joined(len(request.queries), parts)
     certain = torch.zeros(len(request.queries), dtype=torch.bool, device=device)
@@ -104,7 +103,7 @@ def _joined(
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:
-    """The exact answer, as an estimate without error."""
+    """Return the exact answer in the form of an estimate whose error is 0."""
     pooled = exact(source, request)
     none = torch.full((len(request.queries), 1), -1, device=pooled.lse.device)
     nothing = torch.zeros_like(pooled.lse.detach())

@@ -1,4 +1,4 @@
-"""The answer over every record that takes part: in one stream, with all weights, or proven from the nearest alone."""
+"""Exact soft answers: in one pass over the records, with all weights, or from the nearest records with a proof."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from softdb.errors import BadInput
 from softdb.scoring import Argmax, Softmax, Sparse, Uniform
 from softdb.scoring.score import alike
 
-FIRST, GROWTH, MOST = 32, 8, 2048  # candidates tried before a pass over every record: 32, 256, 2048
+FIRST, GROWTH, MOST = 32, 8, 2048  # numbers of candidates tried before a pass over every record: 32, 256, 2048
 GATHERED = 1 << 24  # numbers of candidate keys gathered at once: 64 MB
 
 
 def exact(source: SourceRecords, request: Request) -> Pooled:
-    """The exact answer.
+    """Return the exact answer of a soft query.
 
-    Dense weightings: one pass over the records, cost q n (d + v), memory O(block). Argmax: the nearest. Sparsemax and
-    entmax15: the k nearest, k grown until the threshold proves that no other record has weight; where thousands share
-    it, passes over the records that find the threshold.
+    Dense weightings need one pass over the records: cost q n (d + v), memory O(block). Argmax needs the nearest record.
+    Sparsemax and entmax15 need the k nearest; k grows until the threshold proves that no other record has weight. If
+    thousands of records have weight, several passes over the records find the threshold.
     """
     by = request.weighting
     if request.need_weights:
@@ -42,20 +42,20 @@ def exact(source: SourceRecords, request: Request) -> Pooled:
             return nearest(source, request, support, complete=True)
     elif not isinstance(by, Softmax | Uniform):
         raise BadInput(
-            f"the weighting {shown(by)} needs all scores at once, which no exact query holds; pass k=, or "
+            f"the weighting {shown(by)} needs all scores at once, which an exact query does not store; pass k=, or "
             "use one of softdb.weights"
         )
     return answered(request, source, source.stream(request), "all")
 
 
 def log_normaliser(source: SourceRecords, request: Request) -> Tensor:  # (q,)
-    """log Z of the softmax over every record, exactly. Nothing is pooled: cost q n d."""
+    """Return the exact log Z of the softmax over every record, without pooling values. Cost q n d."""
     return source.stream(replace(request, pools=False))[1]
 
 
 @torch.no_grad()
 def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates | None:
-    """The records that have weight, with proof that no other has; None if they are more than MOST."""
+    """Find the records with weight, and prove that no other record has weight. None: they are more than MOST."""
     q, taking_part = len(request.queries), request.taking_part(source)
     supports = np.full((q, 0), -1, np.int64)
     unproven, k, finder = np.arange(q), FIRST, "flat"
@@ -70,7 +70,7 @@ def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates 
         width = int((support >= 0).sum(1).max(initial=0))
         if width > supports.shape[1]:
             supports = np.pad(supports, ((0, 0), (0, width - supports.shape[1])), constant_values=-1)
-        # the nearest come first, and ties with the last weight nothing: what has weight is a prefix but for rounding
+        # candidates are sorted, so but for rounding those with weight come first
         order = np.argsort(support < 0, axis=1, kind="stable")[:, :width]
         supports[unproven[proven], :width] = np.take_along_axis(support, order, 1)
         unproven, k = unproven[~proven], k * GROWTH
@@ -80,7 +80,7 @@ def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates 
 def _weigh(
     request: Request, source: SourceRecords, candidates: Candidates, by: Sparse, taking_part: Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights (q, k) of candidates, and True for queries in which no other record can have weight, (q,)."""
+    """Return the weights (q, k) of candidates, and a mask (q,), True = no other record can have weight."""
     positions, weights, proven = candidates.positions, [], []
     chunk = max(1, GATHERED // max(1, positions.shape[1] * request.queries.shape[1]))
     for low in range(0, len(positions), chunk):
@@ -98,7 +98,7 @@ def _weigh(
 
 
 class AllScores(NamedTuple):
-    """Scores and values of every record that takes part, in row order."""
+    """Positions, scores and values of every record that takes part, sorted by row."""
 
     positions: Positions  # (n,)
     scores: Tensor  # (q, n), -inf where masked, with gradients to the queries and the score
@@ -106,9 +106,9 @@ class AllScores(NamedTuple):
 
 
 def all_scores(source: SourceRecords, request: Request) -> AllScores:
-    """The scores of all records. Cost q n d, memory q n and a copy of the values."""
+    """Return the scores of all records that take part. Cost q n d, memory q n and a copy of the values."""
     queries = request.queries
-    columns: dict[int, list[Tensor]] = {}  # by the first position of the block
+    columns: dict[int, list[Tensor]] = {}  # scores by the first position of their block
     positions, values = [np.empty(0, np.int64)], []
     with torch.autocast(queries.device.type, enabled=False):
         for tile, scores in scored_tiles(request, source):
@@ -124,7 +124,7 @@ def all_scores(source: SourceRecords, request: Request) -> AllScores:
 
 
 def _dense(request: Request, source: SourceRecords) -> Pooled:
-    """The exact answer with the weights (q, n) of all records, in row order. Cost q n (d + v)."""
+    """Return the exact answer with the weights (q, n) of all records, sorted by row. Cost q n (d + v)."""
     positions, scores, values = all_scores(source, request)
     live = torch.ones_like(scores, dtype=torch.bool)
     if request.mask is not None:
@@ -138,7 +138,7 @@ def _dense(request: Request, source: SourceRecords) -> Pooled:
 
 
 def shared_scores(source: SourceRecords, request: Request, positions: Positions) -> Tensor:  # (u,) -> (q, u)
-    """Scores of the same records for every query."""
+    """Score the same records, at `positions`, for every query."""
     queries, columns = request.queries, source.columns
     keys = queries.new_zeros(0, queries.shape[1])
     if columns is not None and columns.size:

@@ -1,9 +1,9 @@
-"""The fused soft query on a CPU: kernels over contiguous parts of the records, one thread a part.
+"""Soft queries by fused kernels on a CPU. Each thread handles a contiguous part of the records.
 
-Bytes moved: keys and values once forward, once backward, whatever the number of queries; operations: 2 q n (d + v)
-forward, 2 q n (2 d + v) backward. A block whose weights all lie below exp(-17.3) / n of the largest is not pooled: all
-such blocks together move the normaliser by less than 2⁻²⁵, the rounding of float32, and the output by less than
-2⁻²⁵ max‖v‖.
+The forward pass reads keys and values once, and so does the backward pass, for any number of queries. The operations
+are 2 q n (d + v) forward and 2 q n (2 d + v) backward. A block is not pooled if all of its weights are below
+exp(-17.3) / n of the largest weight. All such blocks together change the normaliser by less than 2⁻²⁵, the rounding of
+float32, and the output by less than 2⁻²⁵ max‖v‖.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from softdb.store import Snapshot
 
 Array: TypeAlias = NDArray[Any]
 
-WORTH = 1 << 16  # products below which the call costs more than torch takes
-PIECE = 1 << 18  # records visited by one kernel call: a few milliseconds, so that Ctrl-C is handled in between
-CHUNK = 1024  # queries that share a pass; their sums are float64
+WORTH = 1 << 16  # with fewer products torch is faster than a kernel call
+PIECE = 1 << 18  # records in one kernel call: a few milliseconds, so that Ctrl-C is handled between calls
+CHUNK = 1024  # largest number of queries in one pass over the records, as their sums take float64 memory
 
 
 class Pass(NamedTuple):
-    """A request as the kernels take it: the softmax of metric(q, k) / temperature over stored columns."""
+    """A request in the form of the kernels: the softmax of metric(q, k) / temperature over stored columns."""
 
     columns: Snapshot
     keep: Array  # (size,) bool over positions, True = takes part
-    mask: Array | None  # (q, live) bool, True = takes part
+    mask: Array | None  # (q, live records) bool, True = takes part
     metric: Metric
     temperature: float
     num_classes: int | None
@@ -48,37 +48,37 @@ class Pass(NamedTuple):
 
     @property
     def labels(self) -> bool:
-        """True if the values are labels: the answer is the weight of each class."""
+        """True if the values are labels, so that the answer is the total weight of each class."""
         return self.pools and self.num_classes is not None
 
     def chunk(self, part: slice) -> Pass:
-        """The pass for some of the queries."""
+        """Return the pass for a slice of the queries."""
         return self if self.mask is None else self._replace(mask=self.mask[part])
 
 
 class _PassSums(NamedTuple):
-    """Result of a pass: the answer, and the state that its gradient needs."""
+    """Result of a forward pass: the answer, and the state that the backward pass needs."""
 
     output: Array  # (q, v) float32
     top: Array  # (q,) float32, the largest score
-    total: Array  # (q,) float64, Σ exp((s - top) / T); 0 where nothing takes part
+    total: Array  # (q,) float64, Σ exp((s - top) / T); 0 for a query without records
 
 
 def kernel_form(request: Request) -> tuple[Fold, float] | None:
-    """The request as the softmax of scale · metric(q, k), and the scale; None if it has no such form."""
+    """Return the fold and the scale, if the request is a softmax of scale · metric(q, k); else None."""
     if isinstance(request.weighting, Sparse) or request.streamed_score is not request.score:
         return None
     folded = request.folded
     if folded is None or folded.scale is None:
         return None
     if isinstance(folded.scale, Tensor) and folded.scale.requires_grad and torch.is_grad_enabled():
-        return None  # the kernels have no gradient for it
+        return None  # the kernels compute no gradient for the scale
     scale = float(folded.scale) / request.temperature
-    return (folded, scale) if 1e-30 < scale < 1e30 else None  # beyond what float32 holds
+    return (folded, scale) if 1e-30 < scale < 1e30 else None  # else outside the range of float32
 
 
 def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
-    """Queries for the kernels, their pass, and the term to add to its lse; None if torch has to answer."""
+    """Return queries for the kernels, the pass, and a term to add to its lse. None: torch has to answer."""
     queries, columns = request.queries, source.columns
     if (
         columns is None
@@ -104,7 +104,7 @@ def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tens
 
 
 def _trains(request: Request, source: SourceRecords) -> bool:
-    """Return True if the kernels have every gradient that the source's own columns require."""
+    """Return True if the kernels can compute all gradients that the source's keys and values require."""
     if not torch.is_grad_enabled() or source.trained == (None, None):
         return True
     metric, columns = attribute(request.score, "metric"), source.columns
@@ -114,17 +114,17 @@ def _trains(request: Request, source: SourceRecords) -> bool:
 
 
 class Fused(torch.autograd.Function):
-    """A pass over every record: output (q, v) and lse (q,), NaN where a score overflows."""
+    """Differentiable pass over every record: output (q, v) and lse (q,), NaN if a score overflows."""
 
     @staticmethod
     def forward(
         ctx: Any,
         queries: Tensor,  # (q, d)
-        keys: Tensor | None,  # (n, d), the source's own, given where it wants a gradient
-        values: Tensor | None,  # (n, v), likewise
+        keys: Tensor | None,  # (n, d), keys of the source if they require a gradient
+        values: Tensor | None,  # (n, v), values of the source if they require a gradient
         what: Pass,
     ) -> tuple[Tensor, Tensor]:
-        """Answer in chunks of queries."""
+        """Compute output and lse, one chunk of the queries after the other."""
         plain = np.ascontiguousarray(queries.detach().numpy())
         sums = []
         for chunk in _chunks(plain):
@@ -138,7 +138,7 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the queries, and of the columns that want them."""
+        """Return gradients for the queries, and for keys and values if they require one."""
         queries, *saved = ctx.saved_tensors
         columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
@@ -160,7 +160,7 @@ def _chunks(queries: Array) -> list[slice]:
 
 
 def forward(queries: Array, what: Pass) -> _PassSums:  # (q, d) float32
-    """One pass over every record that takes part."""
+    """Read every record that takes part once, and return the answer for all queries."""
     q, layout = len(queries), _PassLayout(queries, what)
     attention = layout.attention(queries)
     floats = attention.scratch(layout.value_width)
@@ -186,15 +186,15 @@ def backward(
     queries: Array,  # (q, d) float32
     what: Pass,
     sums: _PassSums,
-    grads: Sequence[Array],  # of output (q, v) and lse (q,), float32
-    column_grads: Sequence[Array | None] = (None, None),  # (n, d), for dot products, and (n, v) float32, added to
+    grads: Sequence[Array],  # gradients for output (q, v) and lse (q,), float32
+    column_grads: Sequence[Array | None] = (None, None),  # (n, d) and (n, v) float32, to add to
 ) -> Array:  # (q, d) float32
-    """The gradient of the queries, and of the columns where it is asked for.
+    """Return the gradient for the queries. Add the gradients for keys and values to `column_grads` unless it is None.
 
-    Threads share the records, so that each adds to rows of its own.
+    Keys have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
     """
     layout, (output_grad, lse_grad) = _PassLayout(queries, what), grads
-    # a gradient is a difference of keys: seen from the mean query, cancellation loses no digits
+    # a gradient is a difference of keys: relative to the mean query, cancellation loses no digits
     centre = queries.mean(0) if what.metric is Metric.L2 else None
     seen = queries if centre is None else queries - centre
     attention = layout.attention(seen, centre)
@@ -203,7 +203,7 @@ def backward(
     output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32)
     offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64)).astype(np.float32)
     inverse_total = np.where(empty, 0, 1 / np.where(empty, 1, sums.total)).astype(np.float32)
-    top = np.where(empty, np.float32(np.inf), sums.top)  # so that no record matters
+    top = np.where(empty, np.float32(np.inf), sums.top)  # so that all weights are 0
     pooled_grad = np.ascontiguousarray(output_grad.T) if what.labels else output_grad
 
     def work(pieces: Iterator[Any]) -> tuple[Array, Array]:
@@ -225,14 +225,14 @@ LOWEST = np.finfo(np.float32).min  # below every score
 
 
 def _aligned(size: int) -> Array:
-    """Memory of one thread, (size,) float32, aligned to a cache line."""
+    """Allocate memory for one thread: (size,) float32, aligned to a cache line."""
     memory = np.empty(size + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4
     return memory[start : start + size]
 
 
 class _PassLayout:
-    """Division of the records into pieces for the kernels, and of pieces among threads."""
+    """Splits the records into pieces for kernel calls, and assigns pieces to threads."""
 
     def __init__(self, queries: Array, what: Pass) -> None:
         self.what = what
@@ -243,7 +243,7 @@ class _PassLayout:
         self.threads = workers(products * len(what.keep))
 
     def attention(self, queries: Array, centre: Array | None = None) -> Any:
-        """Kernel arguments common to all pieces."""
+        """Return the native object that holds the kernel arguments common to all pieces."""
         what = self.what
         negligible = -(25 * math.log(2) + math.log(max(1, len(what.keep))))
         return native().Attention(
@@ -251,13 +251,13 @@ class _PassLayout:
         )
 
     def shares(self) -> list[Iterator[Any]]:
-        """The pieces in equal shares of the records, one a thread."""
+        """Return an iterator over pieces for each thread. All threads get equal numbers of positions."""
         size = len(self.what.keep)
         bounds = [size * i // self.threads for i in range(self.threads + 1)]
         return [self.pieces(low, high) for low, high in itertools.pairwise(bounds)]
 
     def pieces(self, low: int, high: int) -> Iterator[Any]:
-        """The records at positions from low to high that take part."""
+        """Yield pieces of the records that take part, at positions from low to high - 1."""
         what, piece = self.what, native().Piece
         place = 0 if what.mask is None else int(np.count_nonzero(what.columns.live[:low]))
         for segment, start in zip(what.columns.segments, what.columns.starts.tolist(), strict=False):

@@ -1,4 +1,4 @@
-"""The best groups of records for each query, by the best record in each: search with `group_by=`."""
+"""Search with `group_by=`: find the best groups for each query, ranked by the best record of each group."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from softdb.attend.scoring import score_rows
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-FETCHED = 2, 8  # records fetched, in multiples of the hits wanted, by the first and second search of all queries
+FETCHED = 2, 8  # records fetched by the first and the second search, over the number of hits wanted
 
 Codes = NDArray[np.int32]
 
 
 def grouped(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m) rows, (q, m) scores
-    """Rows and scores of the best `group_size` records of each of the k best groups, group by group.
+    """Return rows and scores of the best `group_size` records in each of the k best groups, group by group.
 
-    Cost: a search for 2 (k + offset) group_size records; a second for four times as many, for queries whose records
-    are of too few groups; then, for each query that still lacks some, searches among the records of incomplete groups,
-    each twice as deep as the last. Every search yields at least one new record, so the searches end.
+    Cost: a search for 2 (k + offset) group_size records. Queries whose records belong to too few groups search again
+    for four times as many. A query that still lacks records searches among the records of incomplete groups, each time
+    twice as deep. Every search yields at least one new record, so the searches end.
     """
     assert query.groups is not None
     (groups, in_group), snapshot, original = query.groups, source.snapshot, query
@@ -50,36 +50,36 @@ def grouped(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (
             result = source.finder.find(snapshot, replace(query, queries=chunk, k=fetched + more))
             for line in without(result.positions, None, excluded_rows, fetched)[0]:
                 chosen, start = best[missing[start]], start + 1
-                chosen.groups = {}  # this search finds the earlier hits again
+                chosen.groups = {}  # the second search finds the hits of the first again
                 chosen.take(line, groups)
                 chosen.ended |= bool((line < 0).any()) or fetched == count
     for i, chosen in enumerate(best):
         own = None if excluded is None else excluded[i : i + 1]
         if not chosen.complete:
             _complete(chosen, fetched, replace(query, queries=queries[i : i + 1], excluded=own), source)
-    return _shown(original, source, best)
+    return _score_groups(original, source, best)
 
 
 class _Chosen:
-    """The best groups of one query so far, best first, and the best records of each."""
+    """The best groups found so far for one query, best first, and the best records of each group."""
 
     def __init__(self, most: int, size: int) -> None:
         self.most, self.size = most, size
         self.groups: dict[int, list[int]] = {}
-        self.ended = False  # True once no record remains
+        self.ended = False  # True if no other record exists
 
     @property
     def complete(self) -> bool:
-        """True if no record can be added or replaced."""
+        """True if no record can be added."""
         return self.ended or (len(self.groups) == self.most and not self.incomplete)
 
     @property
     def incomplete(self) -> list[int]:
-        """Groups that may take more records."""
+        """Groups with fewer than `size` records."""
         return [group for group, members in self.groups.items() if len(members) < self.size]
 
     def take(self, positions: Positions, groups: Codes) -> None:
-        """Add the new ones of some positions (c,), best first, all worse than those taken before."""
+        """Add positions (c,), best first, to their groups while groups have room. Earlier positions are better."""
         positions = positions[positions >= 0]
         for position, group in zip(positions.tolist(), groups[positions].tolist(), strict=True):
             members = self.groups.get(group)
@@ -91,20 +91,20 @@ class _Chosen:
                 members.append(position)
 
     def addable(self, allowed: Live, groups: Codes) -> Live:
-        """Mask of the allowed records that could still be added."""
+        """Return the mask of the allowed records that could still be added."""
         flags = np.zeros(int(groups.max()) + 1, np.bool_)
         if len(self.groups) == self.most:
             flags[self.incomplete] = True
         else:
             flags[:] = True
             flags[list(set(self.groups) - set(self.incomplete))] = False
-        keep: Live = allowed & flags[groups]  # -1 is not allowed
+        keep: Live = allowed & flags[groups]  # records without a group (-1) are not allowed
         keep[[position for members in self.groups.values() for position in members]] = False
         return keep
 
 
 def _complete(chosen: _Chosen, fetched: int, query: Query, source: IndexedRecords) -> None:  # query (1, d)
-    """Search until the groups of a query are complete."""
+    """Search until the groups of one query are complete."""
     assert query.groups is not None
     snapshot, groups = source.snapshot, query.groups.codes
     live = query.excluding_by_filter(snapshot.size).keep(snapshot.live)
@@ -119,8 +119,8 @@ def _complete(chosen: _Chosen, fetched: int, query: Query, source: IndexedRecord
         chosen.ended = fetched == remaining or bool((line < 0).any())
 
 
-def _shown(query: Query, source: IndexedRecords, best: list[_Chosen]) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
-    """Rows and scores, with gradient, of the groups from the offset on, padded to the longest line."""
+def _score_groups(query: Query, source: IndexedRecords, best: list[_Chosen]) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
+    """Return rows and scores, with gradient, of each query's groups after `query.offset`, padded to equal length."""
     queries, columns, metric = query.queries, source.columns, query.metric
     lines = [[place for own in [*chosen.groups.values()][query.offset :] for place in own] for chosen in best]
     width = max(map(len, lines), default=0)
@@ -132,7 +132,7 @@ def _shown(query: Query, source: IndexedRecords, best: list[_Chosen]) -> tuple[T
         chunk, own = queries[start : start + size], positions[start : start + size]
         if query.group_size == 1:
             parts.append(scored(chunk, columns, metric, own, None))
-        else:  # group by group
+        else:  # in the order of the groups, not sorted by score
             rows = torch.from_numpy(columns.rows(own)).to(chunk.device)
             parts.append((rows, score_rows(score_of(metric), chunk, columns, own)))
     return joined(parts)

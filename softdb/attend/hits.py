@@ -1,4 +1,4 @@
-"""Hits of a search: the candidates, without the excluded ones, scored with gradient and sorted."""
+"""Compute the hits of a search: find candidates, drop excluded records, score them with gradient, and sort."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from softdb.index.placement import RecordColumns
 from softdb.index.query import Query
 from softdb.scoring import score_of
 
-MASKED = 64  # excluded records from which on a filter is cheaper than fetching as many more candidates
-RANGED = 256  # queries whose range is found at once
+MASKED = 64  # if more records are excluded, a filter is cheaper than fetching that many additional candidates
+RANGED = 256  # number of queries in one radius search
 
 
 def hits(source: IndexedRecords, query: Query) -> Hits:  # (q, k)
-    """Hits, best first; in the order of choosing if they are diverse; else group by group."""
+    """Return the hits, best first. Diverse hits are in the order of choice; grouped hits are group by group."""
     if query.groups is not None:
         return Hits(*grouped(query, source), source.resolve)
     query = query.excluding_by_filter(source.snapshot.size, MASKED)
@@ -59,7 +59,7 @@ def _diverse(
     columns: RecordColumns,
     candidates: Positions,  # (q, c)
 ) -> Positions:  # (q, k)
-    """The k candidates chosen for diversity, in the order of choosing."""
+    """Choose k candidates by maximal marginal relevance, and return them in the order of choice."""
     with torch.no_grad():
         score = score_of(query.metric)
         scores, order = score_rows(score, queries, columns, candidates).sort(dim=1, descending=True, stable=True)
@@ -70,7 +70,7 @@ def _diverse(
 
 
 def _in_radius(query: Query, source: IndexedRecords) -> tuple[Tensor, Tensor]:  # (q, m), (q, m)
-    """The records whose shown score reaches `query.least`, best first; m is the largest number of a query."""
+    """Return the records whose score is at least `query.least`, best first; m: largest number of hits of a query."""
     parts = chunks(query.queries, query.excluded, RANGED)
     return joined([_near_enough(replace(query, queries=chunk, excluded=own), source) for chunk, own in parts])
 

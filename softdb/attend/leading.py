@@ -1,4 +1,4 @@
-"""Leading dimensions of plain tensors, folded into entries with records of their own, and masks of their keys."""
+"""Reshape the leading dimensions of plain tensors into (entries, queries), and build masks of their keys."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of leading dimensions as (u, q): u entries with records of their own, each with q queries.
+    """Mapping of leading dimensions to (u, q): u entries, each with its own records and q queries.
 
-    Where keys and values are shared, a leading dimension only means more queries of the same records.
+    A leading dimension in which keys and values do not differ only means more queries to the same records.
     """
 
     lead: tuple[int, ...]
     m: int
     n: int
     own: tuple[int, ...]  # leading dimensions in which keys or values differ
-    shared: tuple[int, ...]  # the others
+    shared: tuple[int, ...]  # leading dimensions in which keys and values do not differ
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Layout:  # (…, m, d_q), (…, n, d), (…, n, v)
-        """The layout of queries, keys and values that broadcast to each other."""
+        """Return the layout for queries, keys and values whose leading dimensions broadcast."""
         lead = np.broadcast_shapes(*(tensor.shape[:-2] for tensor in (query, key, value)))
         same = [key.shape[i] == value.shape[i] == 1 for i in range(len(lead))]
         own = tuple(i for i, alike in enumerate(same) if not alike)
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def moved(self) -> tuple[int, ...]:
-        """Sizes of the leading dimensions, their own first, and m."""
+        """Sizes of the leading dimensions, those of `own` first, then `shared`, then m."""
         return (*(self.lead[i] for i in (*self.own, *self.shared)), self.m)
 
     @property
@@ -58,24 +58,24 @@ class Layout:
         return math.prod(self.lead[i] for i in self.own)
 
     def apart(self, tensor: Tensor, last: int) -> Tensor:  # broadcasts to (…, m, last) -> (own …, shared …, m, last)
-        """A tensor of the queries with its own dimensions first."""
+        """Expand a tensor that belongs to the queries, and permute its dimensions: `own` first, then `shared`."""
         end = len(self.lead)
         return tensor.expand(*self.lead, self.m, last).permute(*self.own, *self.shared, end, end + 1)
 
     def queries(self, query: Tensor) -> Tensor:  # (…, m, d_q) -> (u, q, d_q)
-        """Queries, folded."""
+        """Reshape queries to (u, q, d_q)."""
         moved = self.apart(query, query.shape[-1])
         return moved.reshape(self.entries, math.prod(moved.shape[len(self.own) : -1]), query.shape[-1])
 
     def records(self, records: Tensor) -> Tensor:  # (…, n, d) -> (u, n, d)
-        """Keys or values, folded."""
+        """Reshape keys or values to (u, n, d)."""
         end = len(self.lead)
         moved = records.permute(*self.own, *self.shared, end, end + 1).flatten(len(self.own), end)
         own = (self.lead[i] for i in self.own)
         return moved.expand(*own, *moved.shape[-2:]).reshape(self.entries, *moved.shape[-2:])
 
     def back(self, tensor: Tensor) -> Tensor:  # (u, q) or (u, q, *) -> (…, m) or (…, m, *)
-        """Results in the caller's leading dimensions."""
+        """Reshape results to the caller's leading dimensions."""
         order = (*self.own, *self.shared)
         apart = tensor.reshape(*self.moved, *tensor.shape[2:])
         return apart.permute(*(order.index(i) for i in range(len(order))), *range(len(order), apart.ndim))
@@ -83,7 +83,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TakingPart:
-    """Mask of the keys that take part in each query, made when first used."""
+    """The keys that take part in each query, as arguments from which `rows` computes masks."""
 
     layout: Layout
     mask: Tensor | None  # (own …, shared …, m, n) bool
@@ -92,10 +92,8 @@ class TakingPart:
     device: torch.device
 
     @classmethod
-    def of(
-        cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device
-    ) -> TakingPart | None:  # None: all
-        """Return the mask of checked arguments. Raises BadInput."""
+    def of(cls, layout: Layout, mask: Any, valid_len: Any, causal: bool, device: torch.device) -> TakingPart | None:
+        """Check the arguments and return the mask; None if all keys take part. Raises BadInput."""
         if mask is None and valid_len is None and not causal:
             return None
         return cls(
@@ -107,7 +105,7 @@ class TakingPart:
         )
 
     def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
-        """Mask of the keys for queries low … high - 1, counted over u and q."""
+        """Return the mask of the keys for queries low … high - 1, numbered over all entries."""
         places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
         keys = torch.arange(self.layout.n, device=self.device)
         live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)
@@ -119,7 +117,7 @@ class TakingPart:
 
 
 def _mask(mask: Any, layout: Layout) -> Tensor:
-    """A bool tensor that broadcasts to (…, m, n)."""
+    """Check a mask. Return a bool tensor that broadcasts to (…, m, n). Raises BadInput."""
     checked = as_tensor(mask, "mask")
     if checked.dtype is not torch.bool:
         raise BadInput(f"mask has dtype {checked.dtype}; expected bool, True where the key takes part")
@@ -134,7 +132,7 @@ def _mask(mask: Any, layout: Layout) -> Tensor:
 
 
 def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
-    """Valid lengths, aligned with the leading dimensions."""
+    """Check valid lengths. Return them reshaped to match the leading dimensions. Raises BadInput."""
     b = layout.lead[0] if layout.lead else 1
     lengths = as_tensor(valid_len, "valid_len")
     if tuple(lengths.shape) not in ((b,), (b, layout.m)):
@@ -142,7 +140,7 @@ def _lengths(valid_len: Any, layout: Layout) -> Tensor:  # (b, 1 …, m or 1, 1)
             f"valid_len has shape {tuple(lengths.shape)}; expected ({b},) or ({b}, {layout.m}) for leading dimensions "
             f"{layout.lead} and {layout.m} queries"
         )
-    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # refuses all but whole numbers
+    valid_mask(lengths.reshape(-1)[:0], 1, layout.n)  # raises BadInput unless lengths are whole numbers
     lengths = lengths.long()
     if lengths.numel():
         valid_mask(torch.stack(lengths.aminmax()), 1, layout.n)  # checking the extremes checks all

@@ -1,4 +1,4 @@
-"""The answer truncated to the k nearest, and the estimated mass of the others."""
+"""Answers truncated to the k nearest records, and the estimated weight of all other records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from softdb.index.placement import RecordColumns
 from softdb.pool import missed_mass
 from softdb.scoring import Softmax, Uniform
 
-SAMPLED = 1024  # records drawn to estimate the mass beyond the k nearest: 3 % of that mass's own spread
+SAMPLED = 1024  # number of records drawn to estimate the missed mass, to 3 % of the spread of their weights
 
 
 def nearest(
@@ -23,10 +23,10 @@ def nearest(
     candidates: Candidates | None = None,  # None: the k nearest
     complete: bool = False,  # True: no other record has weight
 ) -> Pooled:
-    """The answer over candidates.
+    """Return the answer over candidates.
 
-    Exact where nothing else takes part, or where the k nearest are certain and the last of them proves that no other
-    record has weight. Cost of the search, then q k (d + v), and q SAMPLED d for the missed mass.
+    The answer is exact for queries without other records. It is also exact if every record was compared and the worst
+    candidate has no weight. Cost: the search, then q k (d + v), and q SAMPLED d for the missed mass.
     """
     if candidates is None:
         candidates = source.find(request)
@@ -46,20 +46,20 @@ def nearest(
 def _missed(
     request: Request, source: SourceRecords, positions: Positions, others: Tensor, exact: Tensor, lse: Tensor
 ) -> Tensor | None:
-    """Share of the weight beyond the candidates, (q,); None if it cannot be estimated."""
+    """Return the share (q,) of the weight that other records than the candidates have; None if it is unknown."""
     if bool(exact.all()):
         return torch.zeros_like(lse)
     if isinstance(request.weighting, Uniform):
         share = others / request.taking_part(source).to(others.device).clamp(min=1)
     elif isinstance(request.weighting, Softmax) and source.columns is not None:
         share = _estimated(request, source.columns, positions, others, lse)
-    else:  # more records may take all weight from these in a sparse weighting
+    else:  # sparse: other records could have any share of the weight
         return None
     return share.to(lse.dtype).masked_fill(exact, 0)
 
 
 def _estimated(request: Request, snapshot: RecordColumns, positions: Positions, others: Tensor, lse: Tensor) -> Tensor:
-    """Share of the softmax mass of the others, (q,), estimated from a uniform sample of them."""
+    """Estimate the share (q,) of the softmax weight of records other than the candidates from a uniform sample."""
     sample = _uniform(snapshot, request.allowed)  # (m,) ascending
     with torch.no_grad():
         scores = request.score(request.queries.detach(), snapshot.keys_at(sample).to(lse.device))
@@ -74,12 +74,12 @@ def _estimated(request: Request, snapshot: RecordColumns, positions: Positions, 
 
 
 def _uniform(snapshot: RecordColumns, allowed: Live | None) -> Positions:
-    """Up to SAMPLED positions drawn uniformly from those that take part, ascending; the same for one generation."""
+    """Draw up to SAMPLED positions uniformly from the records that take part. Each generation has a fixed draw."""
     keep = snapshot.live if allowed is None else snapshot.live & allowed
     random = np.random.default_rng(snapshot.generation)
     drawn = random.choice(snapshot.size, min(snapshot.size, SAMPLED), replace=False, shuffle=False)
     taking_part = drawn[keep[drawn]]
-    if len(taking_part) < SAMPLED // 2:  # few take part: draw among them alone
+    if len(taking_part) < SAMPLED // 2:  # few take part: draw from these records only
         among = np.flatnonzero(keep)
         taking_part = random.choice(among, min(len(among), SAMPLED), replace=False, shuffle=False)
     return np.sort(taking_part)

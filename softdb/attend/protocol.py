@@ -1,4 +1,4 @@
-"""Protocols of sources of records: the columns that they give, and the answers that they may override."""
+"""Interfaces of sources of records: their columns, and the answers that they may compute themselves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ S = TypeVar("S", bound="SourceRecords")
 
 
 class SourceRecords(Protocol):
-    """Records in order. Positions count them, 0 … size - 1, dead ones included; -1 is none."""
+    """Numbered records. Positions are 0 … size - 1, dead records included; -1 means no record."""
 
     @property
     def live(self) -> Live:
-        """Positions that hold a record, (size,) bool."""
+        """Mask (size,) of the positions that hold a record."""
 
     @property
     def count(self) -> int:
@@ -34,100 +34,100 @@ class SourceRecords(Protocol):
 
     @property
     def width(self) -> int:
-        """v, the width of an answer."""
+        """Width v of an answer."""
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes, where values are labels."""
+        """Number of classes if values are labels, else None."""
 
     @property
     def resolve(self) -> Resolve:
-        """Ids and payload texts of rows; those deleted since are absent."""
+        """Function from rows to ids and payload texts. Records that were deleted since are missing in its result."""
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """The allowed live records from a position on, in order, at most `size` at a time."""
+        """Yield the allowed live records from position `start` on in blocks of at most `size`, sorted by position."""
 
     def find(self, request: Request) -> Candidates:
-        """The k nearest of each query by the request's score."""
+        """Find the k nearest records of each query by the request's score."""
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores of candidates (q, k), with their gradients."""
+        """Return the scores of candidates (q, k), with gradients."""
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """The weighted sum of candidates' values (q, v), with its gradients."""
+        """Return the weighted sums (q, v) of candidates' values, with gradients."""
 
-    # -- answers that a source of remote records computes where they lie ----------------------------------------------
+    # -- answers that a source of remote records computes remotely ----------------------------------------------------
 
     def stream(self, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-        """As `softdb.attend.streaming.stream`."""
+        """Return output and lse over every record, as `softdb.attend.streaming.stream` does."""
 
     def estimate(self, request: Request) -> Pooled:
-        """As `softdb.attend.estimate.estimate`."""
+        """Return an answer to the request's tolerance, as `softdb.attend.estimate.estimate` does."""
 
     def heaviest(self, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:
-        """As `softdb.attend.result.heaviest`."""
+        """Return the `count` heaviest records and the entropy (q,), as `softdb.attend.result.heaviest` does."""
 
-    missing: tuple[int, ...] = ()  # shards that did not answer
+    missing: tuple[int, ...] = ()  # numbers of the shards that did not answer
 
     # -- defaults: records in this process, keys compared as they are stored ------------------------------------------
 
     @property
     def columns(self) -> RecordColumns | None:
-        """Keys and values in memory that kernels read in place; None: only `blocks` gives them."""
+        """Keys and values in memory that kernels read in place. None: read them through `blocks`."""
         return None
 
     @property
     def placed(self) -> ColumnPass | None:
-        """The columns on devices; None: `columns` or `blocks` gives them."""
+        """The columns on devices. None: read `columns` or `blocks`."""
         return None
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source's own keys (n, d) and values (n, v), if they require a gradient."""
+        """The source's keys (n, d) and values (n, v), each None unless it requires a gradient."""
         return None, None
 
     @property
     def encodes(self) -> int:
-        """Number of records that `encoded` takes at once if its keys have a graph; 0 if they have none."""
+        """Largest block for `encoded` if the keys it returns carry gradients; 0 if they carry none."""
         return 0
 
     def encoded(self, block: Block) -> Block:
-        """Return a block with its keys as they are compared."""
+        """Return a block whose keys have passed through the source's encoder, if it has one."""
         return block
 
     def frozen(self: S) -> S:
-        """Return the same records without a graph. Raises StaleRead if they have changed since."""
+        """Return the same records without gradients. Raises StaleRead if the records have changed since."""
         return self
 
     def whole(self: S) -> S:
-        """Return the same records, refusing partial answers: a loss needs all records."""
+        """Return the same records, but raise an error instead of partial answers, as a loss needs all records."""
         return self
 
     def rows(self, positions: Positions) -> Positions:
-        """Permanent row numbers, -1 where there is none."""
+        """Return the permanent row of each position, -1 for none."""
         return positions
 
     def positions(self, rows: Positions) -> Positions:  # (n,) -> (n,)
-        """Positions of rows, -1 for rows that do not exist."""
+        """Return the position of each row, -1 for rows that do not exist."""
         places = np.flatnonzero(self.live)
         known = dict(zip(self.rows(places).tolist(), places.tolist(), strict=True))
         return np.array([known.get(row, -1) for row in rows.tolist()], np.int64)
 
     def read_from(self, pools: bool) -> str:
-        """Suffix of an answer's `finder`: the place where it was computed; "" for this process."""
+        """Return the text to append to an answer's `finder`: where it was computed; "" for this process."""
         return ""
 
 
 class IndexedRecords(SourceRecords, Protocol):
-    """Records of a database, which an index may hold codes of."""
+    """Records of a database, which may have an index."""
 
     @property
     def snapshot(self) -> Snapshot:
-        """Columns of the generation."""
+        """The snapshot whose records these are."""
 
     @property
     def schema(self) -> Schema:
-        """Widths, dtype and metric."""
+        """Widths, dtype and metric of the database."""
 
     @property
     def finder(self) -> Finder:
@@ -138,7 +138,7 @@ class IndexedRecords(SourceRecords, Protocol):
         """Columns of the generation, on the host or on devices."""
 
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
-        """Positions of every record whose score may reach `query.least`."""
+        """Return the positions of every record whose score may be at least `query.least`."""
 
     def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """As `Finder.sampler`."""
+        """Return a sampler, the records that it may draw, and the first unindexed position (see `Finder.sampler`)."""

@@ -1,4 +1,4 @@
-"""The Request, a checked soft query, and its candidates. Every answer is a function of a Request and a Source."""
+"""The class `Request`, a checked soft query, and classes for its candidates. Answers are computed from a request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Live: TypeAlias = NDArray[np.bool_]
 
 
 class LogScore(torch.nn.Module):
-    """log s of a score s ≥ 0, such as a kernel. Its softmax is s / Σ s, even if every s underflows."""
+    """The score log s of a score s ≥ 0, such as a kernel. Its softmax is s / Σ s, even if every s underflows."""
 
     def __init__(self, score: Score | ScoreFunction) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LogScore(torch.nn.Module):
         return scores.masked_fill(nothing, 1).log().masked_fill(nothing, -torch.inf)
 
     def fold(self, queries: Tensor) -> Fold | None:  # (q, d)
-        """The fold of the score, which orders keys alike; the log of a gaussian is a squared distance."""
+        """Return the fold of s, as log s sorts keys as s does. The log of a gaussian is a scaled squared distance."""
         folded = fold(self.score, queries)
         if folded is not None and isinstance(self.score, Gaussian):
             return folded._replace(scale=0.5 / self.score.bandwidth.double() ** 2, bias=0.0)
@@ -61,16 +61,16 @@ class LogScore(torch.nn.Module):
 
 
 def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…, n, d) -> (…, q, n)
-    """Score 0 of every key, with gradients of 0, for average pooling."""
+    """Score every key 0, with gradients of 0, for average pooling."""
     return queries[..., :1] * 0 + keys[..., :1].mT * 0
 
 
 class Population(Protocol):
-    """Records that a request counts."""
+    """The attributes of a source from which a request counts records."""
 
     @property
     def live(self) -> Live:
-        """Positions that hold a record, (size,) bool."""
+        """Mask (size,) of the positions that hold a record."""
 
     @property
     def count(self) -> int:
@@ -81,10 +81,10 @@ class Population(Protocol):
 class Request(Query):
     """A soft query: a `Query` that weighs records by a score. `of` checks the arguments.
 
-    Its k, 0 for all records, are the nearest by the score, whatever the metric.
+    `k` counts the nearest records by `score`, and 0 means all records; the field `metric` is not used.
     """
 
-    score: Score | ScoreFunction  # of which softmax, or another weighting, is taken
+    score: Score | ScoreFunction  # the weighting turns its values into weights
     weighting: Weighting = Softmax()  # noqa: RUF009 - immutable
     temperature: float = 1.0
     _: KW_ONLY
@@ -92,10 +92,10 @@ class Request(Query):
     metric: Metric = Metric.DOT
     allowed: Live | None = None
     mask: Tensor | None = None  # (q, live records) in row order, True = takes part
-    tolerance: Tolerance | None = None  # of an estimate; without k and tolerance the answer is exact
-    seed: int = 0  # of an estimate's draws
-    need_weights: bool = False  # hold the weights of an exact answer
-    pools: bool = True  # False: the log-normaliser alone is wanted
+    tolerance: Tolerance | None = None  # tolerance of an estimate; if k is 0 and tolerance None, the answer is exact
+    seed: int = 0  # seed of an estimate's draws
+    need_weights: bool = False  # True: return the weights of all records with an exact answer
+    pools: bool = True  # False: compute only the log-normaliser
 
     @classmethod
     def of(
@@ -106,9 +106,10 @@ class Request(Query):
         temperature: float = 1.0,
         **parts: Any,
     ) -> Request:
-        """Return a request; `parts` are further fields. Weights None: "normalised" for a kernel, else "softmax".
+        """Check the arguments and return a request; `parts` are further fields of the class.
 
-        Normalised weights become the softmax of the score's logarithm, which cannot underflow.
+        If `weights` is None, they are "normalised" for a kernel, else "softmax". Normalised weights are computed as the
+        softmax of log s, which cannot underflow.
         """
         by = weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights)
         if isinstance(by, Normalised):
@@ -121,22 +122,22 @@ class Request(Query):
         return cls(queries, score, by, temperature, **parts)
 
     def top(self, k: int, exact: bool = False) -> Request:
-        """Return the request truncated to the k nearest."""
+        """Return the request for the k nearest records only."""
         return replace(self, k=k, exact=exact)
 
     @cached_property
     def folded(self) -> Fold | None:
-        """The score as a metric of transformed queries, with their graph; None if no index can find its nearest."""
+        """The score as a metric of transformed queries, which carry gradients; None if no metric can replace it."""
         return fold(self.score, self.queries)
 
     @cached_property
     def detached(self) -> Request:
-        """The request without a graph, for finding candidates and for figures without a gradient."""
+        """The request with queries that require no gradient, for finding candidates and for measurements."""
         return replace(self, queries=self.queries.detach())
 
     @property
     def streamed_score(self) -> Score | ScoreFunction:
-        """The score of a pass over all records; average pooling needs none."""
+        """The score to compute in a pass over all records; for average pooling a score of 0."""
         return indifferent if isinstance(self.weighting, Uniform) else self.score
 
     @property
@@ -145,7 +146,7 @@ class Request(Query):
         return self.queries.requires_grad and torch.is_grad_enabled()
 
     def masks(self, live: Live) -> tuple[Tensor | None, Tensor | None]:
-        """The allowed positions (size,) and the mask (q, size), both over positions."""
+        """Return the allowed positions (size,), and the mask (q, size) with a column for each position, live or not."""
         keep, mask = None if self.allowed is None else torch.from_numpy(self.allowed), self.mask
         if mask is not None and mask.shape[1] < len(live):
             spread = mask.new_zeros(len(mask), len(live))
@@ -154,7 +155,7 @@ class Request(Query):
         return keep, mask
 
     def at(self, which: Positions) -> Request:
-        """The request for some of the queries (ascending), with their gradient."""
+        """Return the request for the queries with numbers `which`, ascending. They keep their gradients."""
         if len(which) == len(self.queries):
             return self
         chosen = torch.from_numpy(which).to(self.queries.device)
@@ -162,11 +163,11 @@ class Request(Query):
         return replace(self, queries=self.queries[chosen], mask=mask)
 
     def shown_scores(self, scores: Tensor) -> Tensor:  # (…) -> (…)
-        """Scores as the user's own score gives them."""
+        """Convert scores back to the scale of the score that the user passed (undo `LogScore`)."""
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
     def taking_part(self, source: Population) -> Tensor:  # (q,)
-        """Number of records that each query may weigh."""
+        """Return the number of records that take part in each query."""
         device = self.queries.device
         if self.mask is None:
             count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source.live)))
@@ -178,20 +179,20 @@ class Request(Query):
 
 
 class Candidates(NamedTuple):
-    """Candidates of a search."""
+    """Candidates that a search found for each query."""
 
     positions: Positions  # (q, k), -1 = none
-    finder: str  # kind of the finder that returned them
+    finder: str  # name of the finder that returned the candidates
 
     @property
     def certain(self) -> bool:
-        """True if every record was compared, so that these are the nearest."""
+        """True if every record was compared, so that the candidates are the true nearest."""
         return self.finder in ("flat", "scan")
 
 
 class Scored(NamedTuple):
-    """Candidates and their scores."""
+    """Candidates of each query and their scores."""
 
     positions: Positions  # (q, k), -1 = none
     scores: Tensor  # (q, k), -inf for none, with gradients
-    keys: Tensor | None = None  # (q, k, d) as compared, if pooling may need them
+    keys: Tensor | None = None  # (q, k, d) encoded keys, if pooling may need them

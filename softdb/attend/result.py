@@ -1,4 +1,4 @@
-"""Assembly of the answer of a soft query, and its explanation by the records that carry it."""
+"""Assemble the answer of a soft query, and explain the answer by its heaviest records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from softdb.scoring import Uniform
 
 
 class Estimated(NamedTuple):
-    """An estimated answer to some of the queries, with its error bars."""
+    """An estimated answer to some of the queries, with error bars."""
 
     output: Tensor  # (q, v)
     lse: Tensor  # (q,)
@@ -29,11 +29,11 @@ class Estimated(NamedTuple):
     positions: Tensor  # (q, k) int64, -1 = none
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
-    drawn: Tensor  # (q,) number of records pooled; `positions` holds the heaviest
+    drawn: Tensor  # (q,) number of records pooled; `positions` holds the heaviest of them
 
     @classmethod
     def joined(cls, q: int, parts: Sequence[tuple[Positions, Positions, Estimated]]) -> Estimated:
-        """The answer to q queries from parts: some queries, their lines in an answer, and that answer."""
+        """Combine answers to some of q queries. Each part: query numbers, their indices in its answer, its answer."""
         first, width = parts[0][2], max(part.positions.shape[1] for *_, part in parts)
         if len(parts) == 1 and len(parts[0][0]) == q:
             return first
@@ -50,11 +50,11 @@ class Estimated(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Known error of an answer that may not be exact."""
+    """The known error of an answer that might not be exact."""
 
     exact: Tensor  # (q,) bool
-    missed_mass: Tensor | None  # (q,); None: unknown where not exact
-    error: Estimated | None = None  # estimate with error bars; None: bars are 0 if exact, else unknown
+    missed_mass: Tensor | None  # (q,); None: unknown for queries that are not exact
+    error: Estimated | None = None  # an estimate with error bars; None: bars are 0 for exact answers, else unknown
 
 
 def answered(
@@ -65,7 +65,7 @@ def answered(
     weighed: tuple[Scored, Tensor] | None = None,  # candidates and their weights (q, k); None: all records
     doubt: Doubt | None = None,  # None: the answer is exact
 ) -> Pooled:
-    """The answer with its error, its records, and a function that explains it."""
+    """Assemble the answer from output and lse, its error, its records, and a function that explains the answer."""
     (output, lse), (exact, missed_mass, error) = state, doubt or (None, None, None)
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
@@ -95,14 +95,14 @@ def answered(
 
 
 def hits_of(request: Request, source: SourceRecords, candidates: Scored, device: torch.device) -> Hits:
-    """Candidates as hits with ids, payloads and the user's scores."""
+    """Return candidates as hits, with ids, payloads, and scores on the scale of the user's score."""
     rows = torch.from_numpy(source.rows(candidates.positions)).to(device)
     return Hits(rows, request.shown_scores(candidates.scores).to(device), source.resolve, source.missing)
 
 
 @torch.no_grad()
 def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
-    """Explanations of each query by its `count` heaviest records. Cost of a search, and of a pass if exact."""
+    """Explain each query's answer by its `count` heaviest records. Cost: a search, and a pass if it is exact."""
     count = min(count, int(request.taking_part(source).amax()) if len(request.queries) else 0)
     if pooled.hits is not None and pooled.weights is not None:
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
@@ -135,8 +135,8 @@ def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int)
     return explanations
 
 
-def heaviest(source: SourceRecords, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # and (q,)
-    """The `count` heaviest records and the entropy of the weights of all. Cost of a search and a pass."""
+def heaviest(source: SourceRecords, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # (q,)
+    """Return the `count` heaviest records, and the entropy of all weights. Cost: a search and a pass over records."""
     top = source.scored(request, source.find(request.top(count, exact=True)).positions)
     if isinstance(request.weighting, Uniform):
         return top, lse

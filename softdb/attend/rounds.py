@@ -1,4 +1,4 @@
-"""Rounds of an estimate: draws, the answer and its error bar, costs, and the next round."""
+"""Rounds of an estimate: draw records, compute the answer and its error bar, and plan the next round by cost."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ from softdb.store import Snapshot
 
 Numbers = NDArray[np.float64]
 
-GROWTH = 2  # least factor of the number of draws from one round to the next
-MARGIN = 1.3  # factor of the draws that the error bar predicts will be needed
-RISK = 1.2  # factor of a round's cost, as another round may follow
-BY_DRAWS = 2.1  # largest bar in standard errors that is explained by the draws alone
-BLIND = 4  # largest growth for a bar due to undrawn records, which falls faster with more draws
-WRONG = 16  # largest growth for a bar that draws do not explain, as after a record heavier than its code allows
-LEAST = 25  # draws below which their spread says nothing about undrawn records
-SLIGHT = 0.01  # share of Ẑ; fewer draws than LEAST suffice if no undrawn record can weigh more
-STEP = 2  # budgets of later rounds are powers of 2^STEP, so that queries share rounds
-AT_ONCE = 1 << 22  # most draws of a round, over all queries
-PROBED = 4  # queries of a large batch that are drawn for first, to learn the cost
-SMALL = 0.1  # share of rms‖v‖: least length of an output that `rtol` is relative to
+GROWTH = 2  # least growth of the number of draws from one round to the next
+MARGIN = 1.3  # safety factor on the number of draws that the error bar predicts
+RISK = 1.2  # safety factor on a round's cost, as another round may follow
+BY_DRAWS = 2.1  # a larger bar, in standard errors, is partly due to undrawn records
+BLIND = 4  # largest growth of the draws if undrawn records dominate the bar: it then falls faster than 1/√draws
+WRONG = 16  # largest growth of the draws in any case, for example after a record heavier than its code allows
+LEAST = 25  # with fewer draws, the spread of drawn records says nothing about undrawn records
+SLIGHT = 0.01  # fewer draws than LEAST suffice if no undrawn record can have a larger share of Ẑ
+STEP = 2  # later rounds draw a power of 2^STEP records, so that queries can share rounds
+AT_ONCE = 1 << 22  # largest number of draws in a round, over all queries
+PROBED = 4  # number of queries of a large batch that are answered first, to measure the cost
+SMALL = 0.1  # `rtol` is relative to ‖output‖, but at least to SMALL · rms‖v‖
 NO_QUERIES: Positions = np.arange(0)
-SHOWN = 1024  # most records that an answer names, the heaviest of those drawn
+SHOWN = 1024  # largest number of drawn records that an answer names: the heaviest
 
 
 class Round(NamedTuple):
-    """Some of the queries, and the number of records to draw for each."""
+    """One round of draws: numbers of queries, and the number of records to draw for each."""
 
     which: Positions  # (q,)
     budget: int
 
 
 class Estimator(NamedTuple):
-    """Source and request of an estimate."""
+    """An estimate in progress: its request, source, sampler and prepared queries."""
 
     request: Request
     source: IndexedRecords
     tolerance: Tolerance
     sampler: Sampler
     eligible: Drawable
-    factor: float  # logits are this times the metric's score
+    factor: float  # logit / score of the metric
     queries: Floats  # (q, d) as the index compares them
-    unindexed: Live | None  # (size,) records that take part but are not in the index
-    taking_part: int  # number of records, unindexed ones included
-    least: int = LEAST  # least number of draws; 0 for a part whose caller counts the draws of all parts
+    unindexed: Live | None  # (size,) mask of the records that take part but are not in the index
+    taking_part: int  # number of records that take part, indexed or not
+    least: int = LEAST  # least number of draws; 0 for a shard, as the caller counts the draws of all shards
 
     @classmethod
     def of(cls, request: Request, source: IndexedRecords) -> Estimator | None:
-        """Return the estimator, or None if nothing can be drawn."""
+        """Return the estimator, or None if no record can be drawn for the request."""
         tolerance, columns = request.tolerance, source.columns
         if tolerance is None or request.mask is not None or not len(request.queries):
             return None
@@ -88,7 +88,7 @@ class Estimator(NamedTuple):
         return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count)
 
     def first(self) -> list[Round]:
-        """First rounds, in parts that fit into memory. Of an unknown kind a few queries come last, to be done first."""
+        """Return the first rounds, split to fit into memory. If costs are unknown, the last, run first, is small."""
         most, every = self.tolerance.most, np.arange(len(self.queries))
         if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
             return self.parts(Round(every, most or FIRST))
@@ -97,15 +97,15 @@ class Estimator(NamedTuple):
 
     @property
     def kind(self) -> object:
-        """Key of queries that cost about the same."""
+        """Key under which costs are remembered: queries with the same key cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        many = min(len(self.queries).bit_length(), PROBED)  # from 16 queries on, a pass costs each about the same
+        many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
         return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
     ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
-        """Mask (q,) of the queries that a round answered, further rounds, and queries for a pass over all records."""
+        """Return the mask (q,) of the queries that a round answered, further rounds, and queries for a pass."""
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
         met = bar <= allowed
@@ -132,36 +132,36 @@ class Estimator(NamedTuple):
         return self.source.width if self.request.pools else 0
 
     def parts(self, task: Round) -> list[Round]:
-        """The round in parts that fit into memory."""
+        """Split a round by queries into rounds that fit into memory."""
         parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
         return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
 
     def too_dear(self, task: Round, together: int = 0) -> bool:
-        """Return True if a pass over every record costs less than a round; False if the user gave the number of draws.
+        """Return True if a pass over every record costs less than the round; False if the user set the number of draws.
 
-        `together`: queries that a pass would serve at once.
+        `together`: number of queries that one pass would answer.
         """
         q = len(task.which)
         together = max(together, q)
         return self.tolerance.most is None and RISK * self.cost(task) > self.pass_cost(together) * q / together
 
     def cost(self, task: Round) -> float:
-        """Cost of a round, in the planner's unit."""
+        """Return the cost of a round in bytes read (see `softdb.index.planner`)."""
         sampler, draws = self.sampler, min(task.budget, self.taking_part)
         return draw_cost(len(task.which), sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
-        """Cost of a pass over every record for `queries` queries, in the planner's unit."""
+        """Return the cost of a pass over every record for `queries` queries, in bytes read."""
         d, v = self.queries.shape[1], self._width
         return pass_cost(queries, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) if queries else 0.0
 
     def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """Answer of a round, its bar, the largest bar that meets the tolerance, and the standard error, (q,) each."""
+        """Run a round. Return the answer, its bar, the largest bar that meets the tolerance, and the standard error."""
         sample = self.sample(task)
         return self.judged(task, sample, *self.pooled(task, sample))
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
-        """Draw records and pool them. `salt` seeds the random signs of the error; merged parts need different ones."""
+        """Draw records and pool them. `salt` seeds random signs; parts that are merged need different salts."""
         confidence, budget = self.tolerance.confidence, task.budget
         drawing = Drawing(self.queries[task.which], self.factor, budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
@@ -169,7 +169,7 @@ class Estimator(NamedTuple):
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
-        """Scores of the drawn records, by the request's score and with its graph, and the answer."""
+        """Return scores of the drawn records, with the gradients of the request's score, and the answer."""
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
         scores, figures, answer = torch.from_numpy(sample.scores), sample.figures, sample.answer
         assert answer is not None
@@ -179,7 +179,7 @@ class Estimator(NamedTuple):
         live = torch.from_numpy(positions >= 0).to(scores.device)
         temperature, log_weights = divisor(request.temperature, scores.dtype), -torch.from_numpy(sample.chances).log()
         weights, lse = softmax(scores + log_weights.to(scores) * temperature, temperature, live)
-        # corrections are constants to the gradient: Z = Z₀ + c, o = (Z₀ o₀ + m) / Z
+        # with a correction c of Z and m of the output, both without gradient: Z = Z₀ + c, o = (Z₀ o₀ + m) / Z
         unit = (torch.from_numpy(figures.base).to(lse) - lse).exp().nan_to_num(0, posinf=0)
         share, output = unit * torch.from_numpy(figures.correction).to(lse), lse.new_zeros(len(lse), 0)
         if self._width:
@@ -191,7 +191,7 @@ class Estimator(NamedTuple):
     def judged(
         self, task: Round, sample: DrawnSample, scores: Tensor, state: State
     ) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """The result of `drawn`, from a sample that is pooled."""
+        """Compute the result of `drawn` from a sample, its scores and its pooled answer."""
         request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
         if self.unindexed is None:
@@ -219,7 +219,7 @@ class Estimator(NamedTuple):
         return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
 
     def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Numbers]:
-        """The answer over unindexed records, too, its error estimate, and the candidates' weights (q, k)."""
+        """Merge unindexed records into the answer. Return it, its error estimate, and candidates' weights (q, k)."""
         assert sample.answer is not None
         spread, weights = ErrorEstimate.of(sample.figures, sample.answer), sample.answer.weights
         if self.unindexed is not None:
@@ -232,7 +232,7 @@ class Estimator(NamedTuple):
 
 
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:
-    """Bytes of a record that a pass reads: its key, and its value if it is pooled and is not the key."""
+    """Return the bytes of a record that a pass reads: its key, and its value if values are pooled and not the keys."""
     segment = snapshot.segments[0]
     values = 0 if segment.values is None or not pools else segment.values[:1].nbytes
     return int(segment.keys[:1].nbytes + values)
@@ -240,16 +240,16 @@ def record_bytes(snapshot: Snapshot, pools: bool) -> int:
 
 def error_of(
     tolerance: Tolerance,
-    pools: bool,  # False: the log-normaliser alone is wanted
+    pools: bool,  # False: only the log-normaliser is computed
     spread: ErrorEstimate,
     error: Bars,
-    precise: bool,  # True where logits are float64
+    precise: bool,  # True if logits are float64
     value_size: Callable[[], float],  # rms‖v‖
 ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
-    """Error bar of the output, or of Z relative to Z, and the largest bar that meets the tolerance."""
+    """Return the error bar of the output (or of Z relative to Z), and the largest bar that meets the tolerance."""
     eps = float(np.finfo(np.float32).eps)
     size = np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
-    if not pools:  # log Z is rounded to float32
+    if not pools:  # add the rounding of log Z to float32
         wide = error.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700))
         return wide, np.full_like(wide, tolerance.rtol)
     length = np.sqrt(np.einsum("qv,qv->q", spread.output, spread.output))

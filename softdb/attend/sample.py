@@ -1,4 +1,4 @@
-"""Exact samples from the softmax distribution: from candidates proposed by codes, or in one pass over all records."""
+"""Sample exactly from the softmax distribution, from candidates that codes propose or in a pass over all records."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import Drawing
 from softdb.scoring import Softmax
 
-POINTS, SURE = 1.3, 4.0  # expected points are POINTS n + SURE (√n + 1) for n samples: fewer than n are rare
-SLOWER = 2  # least time of a pass that samples, in passes that pool
-PROPOSED = 16  # candidates at most are the records over this; beyond, a pass costs less
-EXPECTED = 1500  # candidates of a query, before the first draw
-NEWER = 4096  # most unindexed records that are scored for each query
-MANY = 100  # factor of the expected points beyond which B is too far from log Z
+POINTS, SURE = 1.3, 4.0  # for n samples, POINTS n + SURE (√n + 1) points are expected, so that fewer than n are rare
+SLOWER = 2  # least time of a pass that samples, over that of a pass that pools
+PROPOSED = 16  # at most 1 / PROPOSED of the records may be candidates: with more of them, a pass costs less
+EXPECTED = 1500  # number of candidates of a query, assumed before the first draw
+NEWER = 4096  # largest number of unindexed records that are scored for each query
+MANY = 100  # if points are more than MANY times the wanted number, B is too far from log Z
 
 
 def sample(source: SourceRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
-    """`count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.
+    """Draw `count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.
 
-    Block by block: each sample moves to a record of the block with a chance of the block's share of all weight so far,
-    so that in the end every record has its own share (weighted reservoir sampling, Chao 1982). Cost q n d, memory
-    O(block), and a second pass if the queries require a gradient.
+    The records are read block by block. Each sample moves to a record of the block with a probability equal to the
+    block's share of all weight so far (weighted reservoir sampling, Chao 1982). So every record has probability P(i) in
+    the end. Cost q n d, memory O(block), and a second pass if the queries require a gradient.
     """
     require_softmax(request)
     queries, temperature = request.queries.detach(), request.temperature
@@ -47,7 +47,7 @@ def sample(source: SourceRecords, request: Request, count: int, generator: torch
             logits = scores / temperature
             block_lse = logits.logsumexp(1)
             new_total = torch.logaddexp(total[tile.chunk], block_lse)
-            share = (block_lse - new_total).exp().nan_to_num(0)  # where nothing takes part yet
+            share = (block_lse - new_total).exp().nan_to_num(0)  # NaN while no record takes part
             chances = torch.rand(len(block_lse), count, generator=generator).to(share)
             moves = chances < share.unsqueeze(1)
             lines = moves.any(1).nonzero()[:, 0]
@@ -65,11 +65,11 @@ def sample(source: SourceRecords, request: Request, count: int, generator: torch
 
 
 def sample_drawn(source: IndexedRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
-    """Samples as `sample` draws them, without a pass over all records where codes allow; `log_prob` takes one if read.
+    """Draw samples as `sample` does, if possible without a pass over all records. Reading `log_prob` takes a pass.
 
-    A Poisson process that gives record i points at the rate λ e^(s_i / T - B), B about log Z, has independent records
-    with P(i) = exp(s_i / T) / Z for its points, given their number. Codes bound the rates and propose records, which
-    are accepted by their exact scores. `sample` serves queries with fewer than `count` points, or with so many
+    A Poisson process gives record i points at the rate λ e^(s_i / T - B), B about log Z. Given their number, the points
+    are independent records with P(i) = exp(s_i / T) / Z. Codes bound the rates and propose candidates, which are
+    accepted by their exact scores. `sample` answers queries with fewer than `count` points, and queries with so many
     candidates that a pass costs less.
     """
     require_softmax(request)
@@ -93,8 +93,8 @@ def sample_drawn(source: IndexedRecords, request: Request, count: int, generator
     return Samples(hits_of(request, source, scored, device), scanned.to(device), log_prob)
 
 
-def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q, count), -1 where a pass is needed
-    """Positions sampled independently."""
+def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q, count), -1: the query needs a pass
+    """Sample positions from the points of a Poisson process, without a pass over all records."""
     sampler, source, random = estimator.sampler, estimator.source, np.random.default_rng(seed)
     wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.queries.shape
     kind, positions = ("sample", estimator.kind, round(math.log2(wanted))), np.full((q, count), -1)
@@ -119,10 +119,10 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
         with np.errstate(over="ignore"):
             rates = wanted * np.exp(logits - base)
         chances = -np.expm1(-rates) / np.concatenate([proposed, np.ones(len(unindexed))])
-        if (chances > 1 + 1e-9).any() or not rates.sum() < MANY * wanted:  # a bound that does not hold
+        if (chances > 1 + 1e-9).any() or not rates.sum() < MANY * wanted:  # a bound by codes does not hold
             continue
         accepted = np.flatnonzero(random.random(len(chances)) < chances)
-        first = -np.log1p(random.random(len(accepted)) * np.expm1(-rates[accepted]))  # the first point of each
+        first = -np.log1p(random.random(len(accepted)) * np.expm1(-rates[accepted]))  # first point of each record
         points = np.repeat(accepted, 1 + random.poisson(np.maximum(rates[accepted] - first, 0)))
         if len(points) >= count:
             positions[i] = np.concatenate([drawn.positions[i, live], unindexed])[random.permutation(points)[:count]]
@@ -132,11 +132,11 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
 def require_softmax(request: Request) -> None:
     """Raise BadInput unless the weighting is softmax."""
     if not isinstance(request.weighting, Softmax):
-        raise BadInput(f"the weighting is {shown(request.weighting)}; records are drawn by softmax weights")
+        raise BadInput(f"the weighting is {shown(request.weighting)}; sampling draws by softmax weights: use softmax")
 
 
 def _places(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (q, m) -> (q, count)
-    """Places sampled by inversion of the cumulative weights. The generator is of the CPU, whatever the device."""
+    """Sample indices into m by inverting the cumulative weights. The generator is on the CPU for any device."""
     cumulative = weights.double().cumsum(1)
     chances = torch.rand(len(weights), count, generator=generator, dtype=torch.float64).to(weights.device)
     places = torch.searchsorted(cumulative, chances * cumulative[:, -1:], right=True)

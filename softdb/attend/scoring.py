@@ -1,7 +1,7 @@
-"""Candidates by comparing all records; scores and pooled values of candidates, read in place or by torch.
+"""Score candidates and pool their values, in place by kernels or on copies by torch. Find the k best of all records.
 
-With A_q (k, w) the rows of a column at a query's candidates, `dots` is x -> A_q x and `sums` its transpose, so each is
-the other's gradient, to any order.
+Let A_q (k, w) be the rows of a column (keys or values) for the candidates of query q. `dots` computes A_q x and `sums`
+the transpose A_qᵀ x, so each function is the gradient of the other, to any order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def score_rows(
     snapshot: RecordColumns,
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
-    """Exact scores of candidates, from the stored keys, with gradient to the queries. Cost q k d."""
+    """Return exact scores of candidates from the stored keys, with gradients for the queries. Cost q k d."""
     live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
     if metric is not None:
@@ -47,7 +47,7 @@ def score_rows(
         if bool(scores.detach().isfinite().all()):
             return scores.masked_fill(~live, -torch.inf)
     keys = queries.new_zeros(*positions.shape, queries.shape[1])
-    if snapshot.size:  # a live key pads: a score may not accept a key of zeros
+    if snapshot.size:  # pad with a live key, as a score might not accept a key of zeros
         first = np.argmax(snapshot.live)
         keys = snapshot.keys_at(np.where(positions < 0, first, positions))
     with torch.autocast(queries.device.type, enabled=False):
@@ -61,13 +61,13 @@ def in_place(tensor: Tensor, snapshot: RecordColumns) -> bool:
     return fits and snapshot.size > 0 and available()
 
 
-_METRICS = {id(score_of(metric)): metric for metric in Metric}  # these objects stay
+_METRICS = {id(score_of(metric)): metric for metric in Metric}  # by identity: these objects are never deleted
 
 
 def metric_in_place(
     score: Score | ScoreFunction, queries: Tensor, snapshot: RecordColumns, gradient: bool = False
 ) -> Metric | None:
-    """The metric by which kernels score candidates in place; None if torch has to score."""
+    """Return the metric by which kernels can score candidates in place. None: torch has to score copies."""
     if not in_place(queries, snapshot) or (queries.requires_grad and torch.is_grad_enabled()) is not gradient:
         return None
     return Metric.DOT if type(score) is Dot else _METRICS.get(id(score))
@@ -79,7 +79,7 @@ def pool_rows(
     positions: Positions,  # (q, k), -1 = none
     num_classes: int | None,
 ) -> Tensor:  # (q, v), or (q, num_classes)
-    """The weighted sum of the candidates' stored values, as `softdb.pool.pool`; read in place if possible."""
+    """Return the weighted sums of candidates' values, as `softdb.pool.pool` does. Read values in place if possible."""
     if num_classes is None and snapshot.placed is None and in_place(weights, snapshot):
         return sums(weights, Rowwise(snapshot, positions, True))
     return pool(weights, snapshot.values_at(positions), num_classes)
@@ -87,7 +87,7 @@ def pool_rows(
 
 @torch.no_grad()
 def scan(request: Request, source: SourceRecords) -> Positions:  # (q, k)
-    """Positions of the k best, best first, ties by row, then -1, for scores without an index form. Cost q n d."""
+    """Return positions of the k best by comparing all records, best first, ties by row, -1 = none. Cost q n d."""
     request, k = replace(request.detached, pools=False), min(request.k, source.count)
     queries = request.queries
     best = queries.new_full((len(queries), k), -torch.inf)
@@ -105,15 +105,15 @@ def scan(request: Request, source: SourceRecords) -> Positions:  # (q, k)
 
 
 def plateaus(score: object) -> bool:
-    """True if records at different distances can have equal scores, which an index would order by distance."""
+    """Return True if equal scores can belong to different distances, so that an index would break ties by distance."""
     return isinstance(score, Kernel) and (score.compact or isinstance(score, Constant))
 
 
 def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
-    """Places of the k largest, largest first, ties by place."""
+    """Return the indices of the k largest scores, largest first, ties sorted by index."""
     values, places = scores.topk(k)
     last = values[:, -1:]
-    unsure = (scores == last).sum(1) > (values == last).sum(1)  # topk chooses among ties arbitrarily
+    unsure = (scores == last).sum(1) > (values == last).sum(1)  # ties beyond the k-th: topk chooses any of them
     for i in unsure.nonzero()[:, 0].tolist():
         places[i] = scores[i].sort(descending=True, stable=True).indices[:k]
     places = places.sort(dim=1).values
@@ -121,24 +121,24 @@ def _top(scores: Tensor, k: int) -> Tensor:  # (q, m), m at least k -> (q, k)
     return places.gather(1, order)
 
 
-# -- columns where they lie --------------------------------------------------------------------------------------------
+# -- columns that are read in place ------------------------------------------------------------------------------------
 
 
 class Rowwise(NamedTuple):
-    """Candidates' rows in one stored column, float32 or float16."""
+    """The records of candidates in one stored column (keys or values), float32 or float16."""
 
     snapshot: Snapshot
     positions: NDArray[np.int64]  # (q, k), -1 = none
-    values: bool  # True: of the values; False: of the keys
+    values: bool  # True: the column of values; False: the column of keys
 
     @property
     def column(self) -> Any:
-        """The column as kernels read it."""
+        """The native object by which kernels read the column."""
         return self.snapshot.value_column if self.values else self.snapshot.key_column
 
     @property
     def width(self) -> int:
-        """Numbers of a record in the column, w."""
+        """Width w of the column."""
         first = self.snapshot.segments[0]
         return int((first.values_or_keys if self.values else first.keys).shape[1])
 
@@ -192,15 +192,15 @@ class _Distances(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (queries,) = ctx.saved_tensors
         weights = gradients[0].masked_fill(torch.from_numpy(ctx.column.positions < 0), 0).double()
-        result = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # of close numbers
+        result = sums(weights, ctx.column) - queries.double() * weights.sum(1, keepdim=True)  # close numbers
         return (2 * result).to(queries.dtype), None
 
 
 dots: Callable[[Tensor, Rowwise], Tensor] = _Dots.apply
-"""x (q, w) -> (q, k): x · a in float32 for each candidate's record a, 0 for none. Cost q k w."""
+"""Return x · a (q, k) in float32, for x (q, w) and each candidate's record a in the column; 0 for none. Cost q k w."""
 
 sums: Callable[[Tensor, Rowwise], Tensor] = _Sums.apply
-"""Weights (q, k), float32 or float64 -> (q, w): Σ w a over each query's candidates. Cost q k w."""
+"""Return Σ weight · a (q, w) over each query's candidates, from weights (q, k) in float32 or float64. Cost q k w."""
 
 distances: Callable[[Tensor, Rowwise], Tensor] = _Distances.apply
-"""Queries (q, d) float32 -> (q, k): -‖q - k‖² by differences, 0 for none. Of keys. Cost q k d."""
+"""Return -‖q - k‖² (q, k) of queries (q, d) float32 and candidates' keys, from differences; 0 for none. Cost q k d."""

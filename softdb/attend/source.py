@@ -1,4 +1,4 @@
-"""The Source: records, wherever they lie, and every answer over them."""
+"""The base class of all sources of records, which has every kind of answer as a method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from softdb.attend.streaming import stream
 
 
 class Source(SourceRecords):
-    """Records, and the answers over them. Each answer is written once, as a function, in the file of its name.
+    """Records and the answers over them. Each method is a function from the module of its name.
 
-    A new source implements `SourceRecords` and inherits all answers. It overrides those that it computes faster or
-    elsewhere: a database draws for estimates and counts, a cluster asks its shards.
+    A new source implements `SourceRecords` and inherits all answers. It overrides answers that it computes faster or
+    elsewhere: a database draws records for estimates and counts, a cluster asks its shards.
     """
 
     stream = stream

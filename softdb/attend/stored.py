@@ -1,4 +1,4 @@
-"""Stored records: the columns of one generation, of a database or under a trained encoder."""
+"""Sources over the stored columns of one generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OfGeneration(Source):
 
     @property
     def live(self) -> Live:
-        """Mask of positions that hold a record."""
+        """Mask (size,) of the positions that hold a record."""
         return self.snapshot.live
 
     @property
@@ -51,26 +51,26 @@ class OfGeneration(Source):
         return self.schema.num_classes
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`."""
+        """Yield blocks of records, as `Snapshot.blocks` does."""
         return self.snapshot.blocks(size, allowed, start)
 
     def rows(self, positions: Positions) -> Positions:
-        """As `Snapshot.rows`."""
+        """Return the permanent row of each position, -1 for none."""
         return self.snapshot.rows(positions)
 
     def positions(self, rows: Positions) -> Positions:
-        """As `Source.positions`."""
+        """Return the position of each row, -1 for rows that are dead or do not exist."""
         positions = self.snapshot.positions(rows)
         return np.where((positions >= 0) & self.live[positions], positions, -1)
 
 
 @dataclass(frozen=True)
 class Stored(OfGeneration):
-    """The records of a database as of one generation."""
+    """The records of a database in one generation."""
 
     finder: Finder
     read: Resolve
-    placed: PlacedColumns | None = None  # columns on the queries' device; None: those of the host
+    placed: PlacedColumns | None = None  # columns on the queries' device; None: the host's columns
 
     hits = hits
     count_within = count_drawn
@@ -79,16 +79,16 @@ class Stored(OfGeneration):
 
     @property
     def resolve(self) -> Resolve:
-        """Ids and payload texts of rows, as the database reads them."""
+        """Function of the database from rows to ids and payload texts."""
         return self.read
 
     @property
     def columns(self) -> RecordColumns:
-        """Columns of the generation, on the queries' device if they lie there."""
+        """Columns of the generation: on the queries' device if it holds them, else on the host."""
         return self.snapshot if self.placed is None else self.placed
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`, on the columns' device."""
+        """Yield blocks of records as `Snapshot.blocks` does, on the device of `columns`."""
         return self.columns.blocks(size, allowed, start)
 
     @property
@@ -97,9 +97,9 @@ class Stored(OfGeneration):
         return self.schema.pooled_dim
 
     def find(self, request: Request) -> Candidates:
-        """The k nearest, by the index or by comparing all records, as for a score without an index form.
+        """Find the k nearest records of each query. A score that no metric can replace compares all records.
 
-        With a mask each query searches its own records.
+        With a mask each query searches among its own records.
         """
         folded, k = request.detached.folded, min(request.k, self.count)
         if folded is None or (isinstance(request.weighting, Argmax) and plateaus(request.score)):
@@ -118,23 +118,23 @@ class Stored(OfGeneration):
         return Candidates(positions, finder)
 
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
-        """Positions of every record whose score may reach `query.least`."""
+        """Return the positions of every record whose score may be at least `query.least`."""
         return radius_search(self.snapshot, query) if self.placed is None else self.placed.radius_search(query)
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores by kernels that read keys in place, or by the score on copies."""
+        """Return the scores of candidates, from kernels that read keys in place or from the score on copies of keys."""
         return Scored(positions, score_rows(request.score, request.queries, self.columns, positions))
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Weighted sums by kernels that read values in place, or of copies."""
+        """Return weighted sums of candidates' values, from kernels that read values in place or from copies."""
         if not self.columns.size:
             return pool(weights, weights.new_zeros(*scored.positions.shape, self.width))
         return pool_rows(weights, self.columns, scored.positions, self.num_classes)
 
     def read_from(self, pools: bool) -> str:
-        """As `Source.read_from`."""
+        """Return the text to append to an answer's `finder`: the device that holds the columns, "" for the host."""
         return "" if self.placed is None else self.placed.place(pools)
 
     def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """As `Finder.sampler`."""
+        """Return a sampler, the records that it may draw, and the first unindexed position (see `Finder.sampler`)."""
         return self.finder.sampler(self.snapshot, allowed)

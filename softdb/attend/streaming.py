@@ -1,8 +1,8 @@
-"""A pass over every record that takes part, in memory that does not grow with the source.
+"""Soft queries in a pass over every record that takes part, in memory that does not grow with the records.
 
-`stream` chooses among four ways: on the device that holds the columns; by kernels, if the score is a product, a cosine
-or a squared distance of float32 queries on a CPU; in blocks of torch operations; and, if blocks carry a graph, in
-blocks that backward computes again.
+`stream` chooses one of four methods: on the device that holds the columns; by kernels, if the score is a product, a
+cosine or a squared distance of float32 queries on a CPU; in blocks of torch operations; or, if an encoder is trained,
+in blocks that the backward pass computes again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from softdb.store.snapshot import Block
 
 
 def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """The weighted mean of the values of every record that takes part, and its log-normaliser.
+    """Return the weighted mean of the values of every record that takes part, and the log-normaliser.
 
-    With s the scores and T the temperature: lse = log Σ exp(s / T), output = Σ exp(s / T - lse) v; a sparse weighting
-    stands in softmax's place. Where `request.pools` is False, output is (q, 0). Both carry gradients to the queries, to
-    the score's parameters, and to trained sources; differentiating these again raises BadInput unless blocks carry a
-    graph. A query for which no record takes part gets zeros and -inf, with zero gradients. Backward recomputes s, so
-    the score must be deterministic (no dropout), and
-    ds = exp(s / T - lse) (g·v - g·output + g_lse) / T, whose rounding error grows as 1 / T.
+    With s the scores and T the temperature: lse = log Σ exp(s / T), output = Σ exp(s / T - lse) v; or the formulas of a
+    sparse weighting. If `request.pools` is False, output is (q, 0). Both carry gradients for the queries, the score's
+    parameters, and trained sources. Second derivatives raise BadInput unless the source trains an encoder. A query for
+    which no record takes part gets zeros and -inf, with zero gradients. Backward recomputes s, so the score must be
+    deterministic (no dropout). ds = exp(s / T - lse) (g·v - g·output + g_lse) / T has a rounding error that grows as
+    1 / T.
 
-    Cost: q n (d + v), half as much again in backward. Memory beyond the answer: O(block), whatever n and q.
-    Raises BadInput where the score returns another shape than (q, n) or NaN, and where it hides tensors that want
-    gradients.
+    Cost: q n (d + v), half as much again in backward. Memory beyond the answer: O(block), for any n and q.
+    Raises BadInput if the score returns another shape than (q, n) or NaN, or if it uses tensors that require gradients
+    but are not its parameters.
     """
     if source.encodes:
-        return _again(request, source)
+        return _stream_encoded(request, source)
     temperature = divisor(request.temperature, request.queries.dtype)
     if temperature != request.temperature:
         request = replace(request, temperature=temperature)
@@ -52,14 +52,14 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
     if passed is not None:
         queries, what, lacking = passed
         output, lse = Fused.apply(queries, *source.trained, what)  # type: ignore[no-untyped-call]
-        if not bool(lse.isnan().any()):  # NaN: a score overflows; torch answers
+        if not bool(lse.isnan().any()):  # NaN: a score overflowed, so torch computes the answer below
             return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if torch.is_grad_enabled() and not wanted and _hides_parameters(request, source):
         raise BadInput(
-            "the score depends on tensors that require gradients but are not parameters of it, so they would get none; "
-            "make the score an nn.Module, or detach them"
+            "the score depends on tensors that require gradients but are not its parameters, so they would get none; "
+            "make the score an nn.Module, or detach the tensors"
         )
     return Blocks.apply(request.queries, *source.trained, request, source, *wanted)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -67,7 +67,7 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
 def _on_device(
     request: Request, source: SourceRecords, columns: ColumnPass
 ) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-    """The answer of a pass on the device; None if the score has no kernel form or overflows."""
+    """Answer by a pass on the device. Return None if the score has no kernel form or overflows."""
     form = kernel_form(request)
     if form is None:
         return None
@@ -87,13 +87,13 @@ def _hides_parameters(request: Request, source: SourceRecords) -> bool:
     if block is None:
         return False
     scores = request.streamed_score(request.queries[:1].detach(), alike(block.keys, request.queries))
-    return isinstance(scores, Tensor) and scores.requires_grad  # the pass refuses other types
+    return isinstance(scores, Tensor) and scores.requires_grad  # other types raise BadInput later
 
 
-def _again(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """The answer block by block, by autograd; backward computes each block again."""
+def _stream_encoded(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
+    """Answer block by block by autograd, for a source that trains an encoder. Backward computes each block again."""
     if not isinstance(request.weighting, Softmax | Uniform):
-        raise BadInput(f"the weighting is {request.weighting.name}; an encoded pass needs softmax or uniform; pass k=")
+        raise BadInput(f"the weighting is {request.weighting.name}; trained encoders need softmax or uniform; pass k=")
     queries, width = request.queries, source.width if request.pools else 0
     nothing = queries[:, :1] * 0
     parts = [State(nothing.expand(-1, width), nothing[:, 0] - torch.inf)]
@@ -105,7 +105,7 @@ def _again(request: Request, source: SourceRecords) -> tuple[Tensor, Tensor]:  #
 
 
 def _part(request: Request, source: SourceRecords, stored: Block, queries: Tensor) -> State:
-    """The answer over a block. The queries are an argument of their own, as a checkpoint needs tensors as arguments."""
+    """Return the answer over one block. `queries` is an argument, as torch's checkpoint differentiates arguments."""
     block = source.encoded(stored)
     scores = scores_of(request.score, queries, alike(block.keys, queries))
     weights, lse, _ = request.weighting.weigh(scores, request.temperature, scores > -torch.inf)

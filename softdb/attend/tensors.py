@@ -1,4 +1,4 @@
-"""Plain tensors as records, for `softdb.attention`."""
+"""A source whose records are plain tensors, for `softdb.attention`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from softdb.store.snapshot import Block, Segment
 
 @dataclass(frozen=True)
 class Columns(Source):
-    """Keys and values as tensors, on any device, which may require gradients."""
+    """Records whose keys and values are tensors on any device. The tensors may require gradients."""
 
     keys: Tensor  # (n, d)
     values: Tensor  # (n, v) or int64 labels (n,)
-    num_classes: int | None = None  # of labels
-    placed: TensorPass | None = None  # the pass over the tensors on their device; None: on the CPU
+    num_classes: int | None = None  # number of classes if values are labels
+    placed: TensorPass | None = None  # computes passes on the tensors' device; None: the CPU computes
 
     @property
     def count(self) -> int:
@@ -43,18 +43,18 @@ class Columns(Source):
 
     @cached_property
     def live(self) -> Live:
-        """Mask of the records, all True, (n,)."""
+        """Mask (n,) of the records, all True."""
         return np.ones(len(self.keys), np.bool_)
 
     @property
     def trained(self) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values, each if it requires a gradient."""
+        """Keys and values, each None unless it requires a gradient."""
         keys, values = (column if column.requires_grad else None for column in (self.keys, self.values))
         return keys, values
 
     @cached_property
     def columns(self) -> Snapshot | None:
-        """The tensors' memory as one segment, if they are on the CPU in a dtype that kernels read."""
+        """The tensors as one segment that kernels read, if they are on the CPU in a dtype that kernels accept."""
         if self.keys.device.type != "cpu" or self.keys.dtype not in (torch.float32, torch.float16) or not self.count:
             return None
         if self.values.is_floating_point() and self.values.dtype is not self.keys.dtype:
@@ -65,7 +65,7 @@ class Columns(Source):
         return Snapshot.of(0, (Segment(0, 0, None, keys, values),), self.live)
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`."""
+        """Yield blocks of records, as `Snapshot.blocks` does."""
         chosen = None if allowed is None else torch.from_numpy(np.flatnonzero(allowed))
         for low in range(start, len(self.keys), size):
             places = torch.arange(low, min(low + size, len(self.keys)))
@@ -77,11 +77,11 @@ class Columns(Source):
             yield Block(places, self.keys.detach()[run], self.values.detach()[run])
 
     def frozen(self) -> Columns:
-        """The records without a graph."""
+        """Return the records with keys and values that require no gradient."""
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def find(self, request: Request) -> Candidates:
-        """The k nearest, by comparing every record."""
+        """Find the k nearest records of each query by comparing every record."""
         folded, positions = None if self.placed is None else request.detached.folded, None
         if folded is not None and self.placed is not None and not plateaus(request.score):
             what = SoftmaxPass(folded.queries, folded.metric, 1.0, *request.masks(self.live), None, pools=False)
@@ -89,17 +89,17 @@ class Columns(Source):
         return Candidates(scan(request, self) if positions is None else positions, "scan")
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """Scores of copied keys."""
+        """Return the scores of candidates, from copies of their keys."""
         own = torch.from_numpy(positions).to(self.keys.device)
         scores = scores_of(request.score, request.queries, self.keys[own.clamp(min=0)])
         return Scored(positions, scores.masked_fill(own.to(scores.device) < 0, -torch.inf))
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Weighted sums of copied values."""
+        """Return weighted sums of candidates' values, from copies of the values."""
         own = torch.from_numpy(scored.positions).to(self.values.device).clamp(min=0)
         return pool(weights, self.values[own], self.num_classes)
 
     @property
     def resolve(self) -> Resolve:
-        """Entries whose ids are the positions."""
+        """Function that returns entries whose ids are the positions."""
         return lambda rows, payloads=True, texts=False: {row: RecordEntry(row, row) for row in rows.tolist()}

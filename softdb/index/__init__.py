@@ -1,7 +1,7 @@
-"""Finders: the rows that can matter to a query, by comparing all records or by FAISS.
+"""Finders: they name the records that can matter to a query, by exact search or by an index.
 
 Reads the store's columns; writes `index/`, a cache, through the store's files. Without FAISS exact search still works.
-Begin in `finder.py`; `contract.py` is what an engine implements, `planner.py` what each way costs.
+Begin in `finder.py`. `contract.py` declares the methods of an engine; `planner.py` estimates costs.
 """
 
 from softdb.index.background import Build

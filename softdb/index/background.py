@@ -1,4 +1,4 @@
-"""A build of an index that reports progress and can be cancelled, in its own thread or in the caller's."""
+"""Build an index in the caller's thread or in another one, report progress, and allow the build to be cancelled."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Build(Generic[Report]):
         self._on_progress = progress
         self._step = Step("starting", 0, 1)
         self._thread: threading.Thread | None = None
-        self._threads: int | None = None  # of FAISS; None: as it is
-        self._runner: int | None = None  # the thread that builds
+        self._threads: int | None = None  # number of threads that FAISS may use; None: unchanged
+        self._runner: int | None = None  # identifier of the thread that builds
         self._begun = False
-        self._ended = False  # set before the event, in case an interrupt comes in between
+        self._ended = False  # set before the event `_finished`, in case an interrupt comes in between
         self._finished = threading.Event()
         self._stop: str | None = None  # reason to stop
         self._report: Report | None = None
@@ -57,39 +57,39 @@ class Build(Generic[Report]):
 
     @property
     def done(self) -> bool:
-        """True if it has ended: built, failed or cancelled."""
+        """True if the build has succeeded, failed or been cancelled."""
         return self._ended
 
     @property
     def running(self) -> bool:
-        """True if it has begun and not ended."""
+        """True if the build has begun and not ended."""
         return self._begun and not self._ended
 
     @property
     def progress(self) -> Step:
-        """Step, the amount done, and the total."""
+        """The current step of the build, the amount done, and the total."""
         return self._step
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait for the report of the finished index.
 
         Raises:
-            TimeoutError: it has not ended after `timeout` seconds; it goes on.
-            Cancelled: it was cancelled.
-            BadInput and others: what `build_index()` would have raised.
+            TimeoutError: the build has not ended after `timeout` seconds. The build continues.
+            Cancelled: the build was cancelled.
+            BadInput and others: the errors of `build_index()`.
         """
         seconds = _seconds(timeout)
         if self._runs_here():
-            raise BadInput("result() was called by the build's own progress callback, and would wait for ever")
+            raise BadInput("result() was called by the build's own progress callback, where it would wait for ever")
         if not self._wait(seconds):
-            raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait on, or cancel()")
+            raise TimeoutError(f"the index is not built after {timeout} seconds ({self._step}); wait again or cancel()")
         if self._error is not None:
             raise self._error
         assert self._report is not None
         return self._report
 
     def cancel(self) -> None:
-        """Stop at the next step; the old index stays in use. A build that has ended is not changed."""
+        """Stop the build at its next step; the old index stays in use. Do nothing if the build has ended."""
         self._stop = self._stop or "cancel() was called"
 
     def run(self) -> Report:
@@ -100,57 +100,57 @@ class Build(Generic[Report]):
     def start(self) -> None:
         """Build in a new thread."""
         faiss = sys.modules.get("faiss")
-        if faiss is not None:  # OpenMP keeps the number of threads for each thread
+        if faiss is not None:  # OpenMP has a setting in each thread; `_aside` copies the caller's
             self._threads = faiss.omp_get_max_threads()
         self._thread = threading.Thread(target=self._aside, name="softdb-build")
         try:
             self._thread.start()
             self._begun = True
-        except RuntimeError as error:  # the system gives no more threads
+        except RuntimeError as error:  # the system cannot start another thread
             self._error, self._thread, self._work, self._ended = error, None, None, True
             self._finished.set()
             raise
 
     def stop(self, reason: str) -> None:
-        """Cancel, and wait until the build has stopped."""
+        """Cancel the build for a reason, which its error names, and wait until the build has stopped."""
         self._stop = self._stop or reason
-        if self._runs_here() or not self._begun:  # called by its own progress callback: it stops when that returns
+        if self._runs_here() or not self._begun:  # called in a progress callback: stops after it
             return
         self._wait(None)
         if self._thread is not None:
             self._thread.join()
 
     def after_fork(self) -> None:
-        """Mark the build as ended in a forked child, which has no such thread."""
+        """Mark the build as ended in a forked child process, which has no copy of the build's thread."""
         if not self._ended:
-            self._stop = "it goes on in the parent process alone"
+            self._stop = "it continues in the parent process only"
             self._error, self._work = Cancelled(self._reason()), None
-        self._finished, self._ended = threading.Event(), True  # nobody in the child would release the old event's lock
+        self._finished, self._ended = threading.Event(), True  # the old event's lock may stay locked in the child
         self._finished.set()
 
     def _aside(self) -> None:
         if self._threads is not None:
-            torch.get_num_threads()  # torch sets OpenMP's number once in every thread, later it would undo ours
+            torch.get_num_threads()  # torch's first call in a thread sets OpenMP's number of threads: set ours after it
             sys.modules["faiss"].omp_set_num_threads(self._threads)
         self._perform()
         if self._error is not None and not isinstance(self._error, Cancelled):
-            _log.warning("the index was not built, the old one serves on: %s", self._error)
+            _log.warning("the index was not built, the old index stays in use: %s", self._error)
 
     def _perform(self) -> None:
         assert self._work is not None
         try:
-            self._begun = True  # set here, so that nobody waits after an earlier interrupt
+            self._begun = True  # set here, so that stop() does not wait for a build that an interrupt ended earlier
             self._runner = threading.get_ident()
             self._report = self._work(self._advance)
         except BaseException as error:
-            self._error = error  # of any kind, raised by result()
-        finally:  # no calls before it has ended, as a call may be interrupted
-            self._work = self._on_progress = self._runner = None  # release what they refer to
+            self._error = error  # errors of any kind; result() raises them
+        finally:  # no calls before `_ended` is set, as an interrupt may end a call
+            self._work = self._on_progress = self._runner = None  # release the objects that the callbacks refer to
             self._ended = True
             self._finished.set()
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for the end. Return False after a timeout."""
+        """Wait until the build has ended. Return False after a timeout."""
         return self._ended or self._finished.wait(seconds)
 
     def _runs_here(self) -> bool:
@@ -160,14 +160,14 @@ class Build(Generic[Report]):
         self._step = Step(what, done, total)
         if self._on_progress is not None:
             self._on_progress(what, done, total)
-        # not called in the main thread: after a Ctrl-C within it, CPython would report that thread as dead
+        # asked from other threads only: after a Ctrl-C within is_alive(), CPython would report the main thread as dead
         if self._thread is not None and not threading.main_thread().is_alive():
             self._stop = self._stop or "the program ended"
         if self._stop is not None:
             raise Cancelled(self._reason())
 
     def _reason(self) -> str:
-        return f"the build was cancelled while {self._step}: {self._stop}; the old index serves on"
+        return f"the build was cancelled while {self._step}: {self._stop}; the old index stays in use"
 
     def __repr__(self) -> str:
         if not self.done:

@@ -1,4 +1,4 @@
-"""Building an index: the choice of engine and codes, and tuning until the measured recall meets the target."""
+"""Build an index: choose engine and codes, and tune the index until its measured recall meets the target."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from softdb.index.tune import Setting, fastest, hits_of, recalls_of, seconds_of,
 from softdb.kernels import available
 from softdb.store import Snapshot
 
-SMALL = 20_000  # records below which comparing all, in about a millisecond, is faster than any index
-LEAST = 1000  # fewest records that an index can be trained on
-QUERIES = 1024  # half of which the effort is tuned on, and half the recall is reported on
-BLOCK = 10_000  # records added at once; a cancelled build ends after a block
-TRAINED = 1 << 14  # fewest records that codes are trained on
-BUILT = 3  # most indexes built, if those that did best in trials miss the recall
-NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys with a recall of their own
-ALIKE = 1.001  # ratio up to which lengths count as equal, so that rounding makes no classes
-FITTED = 256  # queries that an index learns its rule from
-AIMS = 4  # most rounds in which the aim is raised, while the held-out half has a lower recall
+SMALL = 20_000  # with fewer records no index is built: comparing all takes about a millisecond
+LEAST = 1000  # least number of records that can train an index
+QUERIES = 1024  # number of queries: one half for tuning, the other half for the reported recall
+BLOCK = 10_000  # records added at once; a build can be cancelled after each block
+TRAINED = 1 << 14  # least number of records in the sample that trains the codes
+BUILT = 3  # largest number of indexes built: the next one only if the one before misses the recall
+NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys by length; quantiles between them
+ALIKE = 1.001  # lengths whose ratio is below this count as equal, so that rounding does not separate them
+FITTED = 256  # number of queries that fit the rule by which an index chooses lists
+AIMS = 4  # largest number of times that the goal is set; it is raised while held-out queries have a lower recall
 
 
 class Target(NamedTuple):
-    """The recall that an index must reach, and the kind that it may have."""
+    """Requirements on an index: its recall among the k nearest, its kind, and its memory."""
 
     recall: float
     k: int
-    queries: Tensor | None = None  # to measure with; None: stored keys
+    queries: Tensor | None = None  # queries that measure recall; None: stored keys
     kind: str = "auto"
-    memory: int | None = None  # most bytes of the index; None: no limit
+    memory: int | None = None  # largest size of the index in bytes; None: no limit
 
 
 def checked(
     kind: object, recall: object, memory: object = None, devices: Devices | None = None
 ) -> tuple[str, float, int | None]:
-    """Return kind, target recall and memory in bytes, checked. Raises BadInput."""
+    """Return the kind, the target recall and the memory in bytes after checking them. Raises BadInput."""
     known = ("auto", "flat", *(kinds() if devices is None else devices.engines))
     if not isinstance(kind, str) or kind not in known:
         why, way = "", ""
@@ -73,12 +73,12 @@ def build(
     metric: Metric,
     target: Target,
     progress: Progress | None = None,
-    devices: Devices | None = None,  # to build on; None: the CPU
+    devices: Devices | None = None,  # devices to build on; None: the CPU
 ) -> tuple[Index | None, dict[str, Any]]:
-    """Build an index over a snapshot. Return it, or None if exact search serves better, and a report.
+    """Build an index over a snapshot. Return the index, or None if exact search is faster, and a report.
 
-    Cost: a few indexes of at most 50,000 records to choose by, k-means over a sample, one pass over the keys, and the
-    exact search of 512 queries. Memory: the codes, and a sample and a block of keys.
+    Cost: a few trial indexes of at most 30,000 records, k-means over a sample, one pass over the keys, and exact
+    searches for 1,024 queries. Memory: the codes, a sample of the keys, and one block of keys.
     """
     kind, memory = target.kind, target.memory
     fit = possible(snapshot, kind, memory, devices)
@@ -98,14 +98,14 @@ def build(
     index = option = None
     while ranked and (index is None or not index.report["met"]):
         option = ranked.pop(0)
-        index = None  # frees its memory before the next is made
+        index = None  # frees the memory of one index before the next is built
         begun = time.perf_counter()
         index = _filled(snapshot, metric, option, on_progress)
         built = time.perf_counter()
         lists = index.lists if isinstance(index, Lists | IVF) else None
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, on_progress)
-        ranked = [other for other in ranked if other.size > option.size]  # only finer codes can do better
+        ranked = [other for other in ranked if other.size > option.size]  # only larger codes can reach a higher recall
     assert index is not None
     assert option is not None
     if memory is not None and not index.report["met"] and kind == "auto":
@@ -116,7 +116,7 @@ def build(
 
 
 def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices | None = None) -> list[Option]:
-    """Options that may be built; none if exact search serves better. Raises MissingDependency and BadInput."""
+    """Return the engines and codes to try; none if exact search is faster. Raises MissingDependency and BadInput."""
     if kind == "flat" or (devices is not None and not devices.engines):
         return []
     if kind == "auto" and (snapshot.count < SMALL if devices is None else devices.small(snapshot)):
@@ -132,7 +132,7 @@ def possible(snapshot: Snapshot, kind: str, memory: int | None, devices: Devices
 
 
 def tuned(snapshot: Snapshot, index: Index, target: Target, progress: Progress) -> None:
-    """Set effort and candidates so that the measured recall meets the target; report the recall of held-out queries."""
+    """Set the index's effort and `fetch_k` so that recall meets the target. Report the recall of held-out queries."""
     start = time.perf_counter()
     queries, own = _measured_queries(snapshot, target.queries)
     index.tuned_for = target.k + 1
@@ -164,7 +164,7 @@ def tuned(snapshot: Snapshot, index: Index, target: Target, progress: Progress) 
 
 
 def _aimed(trial: _FullTrial, recall: float, progress: Progress) -> tuple[Setting, float]:
-    """A setting, and its recall on the held-out half. The aim is raised while that recall is too low."""
+    """Return a setting and its recall for held-out queries. Raise the goal while that recall is too low."""
 
     def aimed_at(goal: float) -> Setting:
         measuring = functools.partial(progress, "measuring")
@@ -173,7 +173,7 @@ def _aimed(trial: _FullTrial, recall: float, progress: Progress) -> tuple[Settin
     goal, best = recall, None
     for aim in range(AIMS):
         setting = aimed_at(goal)
-        if best is None and trial.afford(setting):  # the outliers left out are now for the index to find
+        if best is None and trial.afford(setting):  # the index must now find the outliers that were dropped
             setting = aimed_at(goal)
         each = trial.recalls(setting.effort, setting.fetch_k, held_out=True)
         measured = round(float(each.mean()), 9)
@@ -188,7 +188,7 @@ def _aimed(trial: _FullTrial, recall: float, progress: Progress) -> tuple[Settin
 
 
 def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, Any]:
-    """For inner products: the number of outliers compared, and the recall of each class of lengths."""
+    """Report for inner products: the number of outliers compared, and the recall for each class of key lengths."""
     index = trial.index
     hit, counts, truth = trial.hits(setting)
     classes = (lengths[truth, None] <= ALIKE * np.nanquantile(lengths, EDGES)).sum(2)
@@ -201,7 +201,7 @@ def _by_norm(trial: _FullTrial, setting: Setting, lengths: Floats) -> dict[str, 
 
 
 class _FullTrial:
-    """Queries of a full database: one half to tune on, the other held out.
+    """Measures settings of an index of all records. One half of the queries is for tuning, the other half is held out.
 
     Tuning ignores outliers of norm, so that the index also finds the nearest of the other records when a filter or a
     deletion excludes the outliers.
@@ -212,11 +212,11 @@ class _FullTrial:
         self.searcher = Searcher(index)
         self.wanted = k + (own is not None)
         self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(queries, self.wanted, index.metric))
-        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q,) recalls by setting and half
-        self.ordinary: tuple[Rows, Rows] | None = None  # rows without outliers, and the truth (q / 2, k) among them
+        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # recalls (q,) by effort, fetch_k and half
+        self.ordinary: tuple[Rows, Rows] | None = None  # rows other than outliers, and their true nearest (q / 2, k)
 
     def fit(self) -> None:
-        """Fit the index's rule to the half that is tuned on."""
+        """Fit the index's rule to the half of the queries that is used for tuning."""
         half = self._half(False)
         queries = prepared(self.queries[half][:FITTED].float().numpy(), self.index.metric)
         rows, truth = (None, self.truth[half]) if self.ordinary is None else self.ordinary
@@ -236,11 +236,11 @@ class _FullTrial:
         self.known.clear()
 
     def recall(self, effort: int, fetch_k: int) -> float:
-        """Mean recall of a search."""
-        return round(float(self.recalls(effort, fetch_k).mean()), 9)  # 0.99 is not 0.9899999999999999
+        """Return the mean recall of a setting for the half of the queries that is used for tuning."""
+        return round(float(self.recalls(effort, fetch_k).mean()), 9)  # so that 0.9899999999999999 meets a goal of 0.99
 
     def recalls(self, effort: int, fetch_k: int, held_out: bool = False) -> NDArray[np.float64]:
-        """The recall of each query of a half."""
+        """Return the recall (q / 2,) of a setting for each query of one half."""
         name = (effort, fetch_k, held_out)
         if name not in self.known:
             half = self._half(held_out)
@@ -258,18 +258,18 @@ class _FullTrial:
         return slice(1, None, 2) if held_out and len(self.queries) > 1 else slice(0, None, 2)
 
     def _candidates(self, queries: Tensor, effort: int, fetch_k: int, rows: Rows) -> Rows:
-        """Candidates that a search scores exactly, which hold its matches."""
+        """Return the candidates (q, c) that a search would score exactly."""
         vectors, self.index.fetch_k = prepared(queries.float().numpy(), self.index.metric), fetch_k
         return self.snapshot.positions(self.index.find(vectors, self.index.candidates_for(self.wanted), rows, effort))
 
     def hits(self, setting: Setting) -> tuple[Live, Live, Rows]:  # (q, k) each
-        """For the held-out half: masks of the true nearest that were found and that count, and their positions."""
+        """Return for held-out queries: masks of the true nearest found and of those that count; their positions."""
         half = self._half(held_out=True)
         matches, truth = self._search(self.queries[half], setting.effort, setting.fetch_k), self.truth[half]
         return *hits_of(matches, truth, None if self.own is None else self.own[half]), truth
 
     def afford(self, setting: Setting) -> bool:
-        """Keep as many outliers of norm as a search has time for. Return True if any were dropped."""
+        """Drop outliers until comparing them takes a small share of a search. Return True if some were dropped."""
         index, every = self.index, self.index.longest
         if every is None or not len(every):
             return False
@@ -283,7 +283,7 @@ class _FullTrial:
         return True
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """Seconds of a full search, or another cost."""
+        """Return the seconds of a search for one query, or the engine's own measure of cost."""
         self.index.fetch_k = fetch_k
         counted = self.index.cost(prepared(self.queries.float().numpy(), self.index.metric), self.wanted, effort)
         return (
@@ -306,7 +306,7 @@ class _FullTrial:
 
 
 def _ranked(snapshot: Snapshot, metric: Metric, fit: list[Option], target: Target, progress: Progress) -> list[Option]:
-    """The options by preference, after trials on a sample."""
+    """Return the options sorted by preference, after trials on a sample."""
     if len(fit) == 1:
         return fit
     keys = prepared(snapshot.keys_at(sampled(snapshot.live, TRIED, 0)).numpy(), metric)
@@ -335,7 +335,7 @@ def _filled(snapshot: Snapshot, metric: Metric, option: Option, progress: Progre
 
 
 def _sketches(snapshot: Snapshot, metric: Metric, memory: int | None, progress: Progress) -> Index | None:
-    """Codes for estimates beside exact search; None with too few records, or without FAISS, kernels or memory."""
+    """Return an index for estimates alone. None: too few records or too little memory, or no FAISS or kernels."""
     if snapshot.count < FEWEST or not available():
         return None
     dim = snapshot.segments[0].keys.shape[1]
@@ -352,12 +352,12 @@ def _sketches(snapshot: Snapshot, metric: Metric, memory: int | None, progress: 
 
 
 def _bytes(index: Index) -> int:
-    """Size of an index in bytes, its companion included."""
+    """Return the size of an index and its companion in bytes."""
     return int(index.dump().nbytes) + (0 if index.companion is None else int(index.companion.dump().nbytes))
 
 
 def _measured_queries(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tensor, Rows | None]:
-    """Queries to measure with, (q, d), and, of stored keys, their own positions (q,), which are not matches."""
+    """Return queries (q, d) to measure with and, for stored keys, their positions (q,), which are not matches."""
     random = np.random.default_rng(1)
     if queries is not None and len(queries):
         few = random.permutation(len(queries))[:QUERIES]
@@ -367,10 +367,10 @@ def _measured_queries(snapshot: Snapshot, queries: Tensor | None) -> tuple[Tenso
 
 
 def _short(index: Index, option: Option, every: list[Option], target: Target) -> BadInput:
-    """The error if no index within the memory reaches the recall."""
+    """Return the error for the case that no index within the memory limit reaches the recall."""
     finer = [other for other in every if other.size > (target.memory or 0)]
     remedy = f"give about {min(other.size for other in finer)} bytes or more" if finer else "use kind flat"
     return BadInput(
-        f"memory is {target.memory} bytes, within which {option.name} comes closest: recall {index.report['recall']} "
-        f"of {target.recall}; {remedy}, or ask for less recall"
+        f"memory is {target.memory} bytes, within which {option.name} comes closest: recall {index.report['recall']}, "
+        f"expected {target.recall}; {remedy}, or a lower recall"
     )

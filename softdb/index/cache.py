@@ -1,10 +1,9 @@
-"""Index files: a cache, never the truth. FAISS' reader is not hardened, so it reads only files that this user signed.
+"""Index files, a cache. FAISS' reader does not withstand forged files, so it reads only files that this user signed.
 
-An index file holds the engine's bytes, up to `codes`; `sketches` bytes of a companion's codes, if there is one; and the
-statistics for estimates (`reach`).
-Its entry in the catalogue holds the rest: the number of bytes and their SHA-256, the tuning, and an HMAC-SHA256 over
-the entry under a key that lies outside every database. The index of a database from elsewhere has another signature: it
-is not used, and its file is not read. Nothing is ever unpickled.
+An index file holds three parts: the engine (`codes` bytes), the codes of a companion (`sketches` bytes, maybe 0), and
+the statistics for estimates (module `reach`). An entry in the catalogue describes the file: its size and SHA-256, the
+tuning, and an HMAC-SHA256 over the entry. The key of the HMAC is stored outside every database, so a database copied
+from another user has an entry with another signature; its index file is not read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from softdb.store import files
 from softdb.store.ours import entries
 
 _log = logging.getLogger("softdb")
-_ENGINES: dict[tuple[str, str], type[Index]] = {  # by kind and by the suffix of the index file
+_ENGINES: dict[tuple[str, str], type[Index]] = {  # for each kind of index and suffix of its file
     ("ivf", "lists"): Lists, ("hnsw", "faiss"): HNSW, ("ivf", "faiss"): IVF, ("ivf-sq8", "faiss"): IVFSQ8,
     ("sketch", "lists"): Sketches,
 }  # fmt: skip
 _NAME = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}\.(faiss|lists)")
-_ATTRIBUTES = {  # of an index, by their names in an entry
+_ATTRIBUTES = {  # name in an entry -> attribute of the index
     "covered": "covered", "effort": "effort", "candidates": "fetch_k", "tuned_for": "tuned_for", "report": "report",
 }  # fmt: skip
 _KEY_BYTES = 32
 
 
 def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
-    """Write an index file atomically and return its entry for the catalogue. Raises NoKey."""
+    """Write an index file atomically and return its entry for the catalogue. Raises NoKey if it cannot be signed."""
     files.make_directory(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link; an index is written into the database's own directory only")
@@ -76,35 +75,35 @@ def save(folder: Path, index: Index, generation: int) -> dict[str, Any]:
 
 
 def load(folder: Path, entry: dict[str, Any], metric: Metric, dim: int | None = None) -> Index | None:
-    """Load the index of an entry. Return None, with a line in the log, unless this user signed it.
+    """Load the index that an entry describes. Return None and log a warning if this user did not sign the entry.
 
-    `dim`: the width of the database's keys, as a signed index of wider keys would read beyond them.
+    `dim`: width of the database's keys. An index of another width is refused, as it would read beyond the keys.
     """
     try:
         data = memoryview(_signed(folder, entry))
-        codes = data[: entry.get("codes")]  # older versions wrote nothing else
+        codes = data[: entry.get("codes")]  # entries of older versions lack `codes`: the file holds nothing else
         if entry["metric"] != metric.value:
-            raise ValueError(f"it is for the metric {entry['metric']!r}")
+            raise ValueError(f"the index has the metric {entry['metric']!r}; expected {metric.value!r}")
         engine = _ENGINES.get((entry["kind"], entry["file"].rpartition(".")[2]))
         if engine is None:
-            raise ValueError(f"it is of kind {entry['kind']!r}, which this version has not")
+            raise ValueError(f"the index is of kind {entry['kind']!r}, which this version of softdb cannot read")
         index = engine.loaded(metric, np.frombuffer(codes, np.uint8), dim)
-        longest = entry.get("longest")  # older versions wrote neither
+        longest = entry.get("longest")  # older versions stored neither `longest` nor `room`
         index.room, index.longest = entry.get("room"), None if longest is None else np.array(longest, np.int64)
     except (NoKey, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-        _log.warning("index left aside, search is exact: %s; build_index() makes a new one", error)
+        _log.warning("index ignored, search is exact: %s; build_index() makes a new one", error)
         return None
     for name, attribute in _ATTRIBUTES.items():
         setattr(index, attribute, entry[name])
     try:
         _load_drawing(index, data[len(codes) :], entry.get("sketches", 0), dim)
     except (ValueError, RuntimeError) as error:
-        _log.warning("part of the index file is left aside: %s; it is measured anew, or estimates are exact", error)
+        _log.warning("part of the index file is ignored: %s; softdb measures it again, or estimates are exact", error)
     return index
 
 
 def _load_drawing(index: Index, data: memoryview, size: int, dim: int | None) -> None:
-    """Read the companion, from the first `size` bytes, and the reach. Raises ValueError or RuntimeError."""
+    """Read the companion from the first `size` bytes, and the statistics `reach`. Raises ValueError or RuntimeError."""
     if size:
         companion = Sketches.loaded(index.metric, np.frombuffer(data[:size], np.uint8), dim)
         companion.covered = index.covered
@@ -114,16 +113,16 @@ def _load_drawing(index: Index, data: memoryview, size: int, dim: int | None) ->
 
 
 def _signed(folder: Path, entry: dict[str, Any]) -> bytes:
-    """The bytes of an index file, if entry and bytes are as this user signed them. Raises ValueError or OSError."""
+    """Return the bytes of an index file. Raises ValueError if this user did not sign entry and bytes; OSError."""
     name = entry.get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError("its entry is not one that softdb writes")
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link")
     if not hmac.compare_digest(_signature(entry).encode(), str(entry.get("hmac")).encode("utf-8", "replace")):
-        raise ValueError("it does not carry this user's signature")
+        raise ValueError("the index file does not carry this user's signature")
     if missing := {"kind", "metric", "bytes", "sha256", *_ATTRIBUTES} - set(entry):
-        raise ValueError(f"its entry, of another version of softdb, lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"its entry, written by another version of softdb, lacks {', '.join(sorted(missing))}")
     with files.open_regular(folder / name) as file:
         data = file.read(entry["bytes"] + 1)
     if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
@@ -139,38 +138,38 @@ def clean(folder: Path, keep: str | None) -> None:
 
 
 def _signature(entry: dict[str, Any]) -> str:
-    """HMAC-SHA256 over an entry."""
+    """Return the HMAC-SHA256 of an entry, as hexadecimal digits."""
     plain = json.dumps({name: value for name, value in entry.items() if name != "hmac"}, sort_keys=True).encode()
     return hmac.new(_key(), plain, hashlib.sha256).hexdigest()
 
 
 class NoKey(Exception):
-    """No key to sign index files with."""
+    """The key that signs index files cannot be read or created."""
 
 
 def _key() -> bytes:
-    """This user's key, made when first needed. Raises NoKey."""
+    """Return this user's signing key, created when first needed. Raises NoKey."""
     path = _key_path()
     try:
         if not path.exists():
             files.make_once(path, secrets.token_bytes(_KEY_BYTES))
         return _private(path)
     except (OSError, ValueError) as error:
-        raise NoKey(f"the signing key {path} cannot be used ({error})") from error
+        raise NoKey(f"the signing key {path} cannot be used: {error}; replace it or set SOFTDB_KEY_FILE") from error
 
 
 def _private(path: Path) -> bytes:
-    """Read the key from a regular file that no other user may write. Raises ValueError or OSError."""
+    """Read the signing key. Raises ValueError unless it is a regular file that only this user can write; OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
+            raise ValueError("the key file is not a regular file")
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("another user owns it or may write to it")
+            raise ValueError("another user owns the key file or may write to it")
         key = os.read(descriptor, _KEY_BYTES + 1)
         if len(key) != _KEY_BYTES:
-            raise ValueError(f"it is not {_KEY_BYTES} bytes; remove it")
+            raise ValueError(f"the key file does not hold {_KEY_BYTES} bytes")
         return key
     finally:
         os.close(descriptor)
@@ -182,5 +181,5 @@ def _key_path() -> Path:
     try:
         state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     except RuntimeError as error:
-        raise NoKey(f"there is no place for a signing key ({error}); set SOFTDB_KEY_FILE") from None
+        raise NoKey(f"there is no directory for a signing key: {error}; set SOFTDB_KEY_FILE") from None
     return Path(state) / "softdb" / "index.key"

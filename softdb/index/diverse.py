@@ -1,4 +1,4 @@
-"""Maximal marginal relevance: candidates near the query and unlike those chosen before."""
+"""Maximal marginal relevance: choose candidates that are near the query and unlike those chosen before."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def diverse(
     metric: Metric,
     diversity: float,
 ) -> Tensor:  # (q, k) int64
-    """Candidates to take, in the order of taking, missing ones last.
+    """Return the indices of k candidates of each query in the order of choice, missing candidates last.
 
         next = argmax_i [λ s(q, k_i) - (1 - λ) max_{j taken} s(k_i, k_j)],  λ = 1 - diversity
 
-    Carbonell and Goldstein 1998, "The use of MMR", equation 1. Two keys are compared by the cosine, for L2 by minus
-    their squared distance; a dot product with the query is divided by the query's length and the longest candidate's,
-    which changes no order and lies in -1 … 1 as the cosine does. Cost q k c d.
+    Carbonell and Goldstein 1998, "The use of MMR", equation 1. The similarity of two keys is their cosine; for L2 it is
+    minus the squared distance. For the dot product, s(q, k_i) is divided by |q| and by the length of the longest
+    candidate, so that the score lies in -1 … 1 as a cosine does and the order does not change. Cost q k c d.
     """
     q = len(scores)
     live = torch.isfinite(scores)
@@ -34,7 +34,7 @@ def diverse(
             relevance = relevance / longest.masked_fill(longest == 0, 1).unsqueeze(1)
         keys = keys / lengths.masked_fill(lengths == 0, 1)
     lowest = torch.finfo(scores.dtype).min
-    nearest = torch.full_like(relevance, -torch.inf)  # similarity to the nearest taken
+    nearest = torch.full_like(relevance, -torch.inf)  # similarity to the most similar key chosen so far
     taken = torch.zeros_like(live)
     picks = torch.zeros(q, k, dtype=torch.int64, device=scores.device)
     every = torch.arange(q, device=scores.device)
@@ -48,5 +48,5 @@ def diverse(
             .masked_fill(~live, lowest)
             .masked_fill(taken, -torch.inf)
         )
-        picks[:, step] = marginal.argmax(1)  # the first of equals, which is the nearer one
+        picks[:, step] = marginal.argmax(1)  # of equal candidates the first, which has the best score
     return picks

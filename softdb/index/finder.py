@@ -1,4 +1,4 @@
-"""The finder of one database. Its index is loaded when first needed, kept up to date, and saved as a cache."""
+"""The finder of one database. It loads the index when first needed, adds new records to it, and saves it as a cache."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from softdb.store import Snapshot, Store, fork
 
 _log = logging.getLogger("softdb")
 
-ABSORB_ROWS = 10_000  # unindexed rows that are added to the index; fewer are compared in a millisecond
-ABSORB_SHARE = 0.1  # least share of the index that is added, as adding copies the codes
+ABSORB_ROWS = 10_000  # fewer unindexed rows are not added to the index: comparing them takes a millisecond
+ABSORB_SHARE = 0.1  # unindexed rows below this share of the index are not added either: adding copies the codes
 
 
 class Finder:
-    """Candidates of queries over a store. Answers are correct even if the index is missing, stale or refused."""
+    """Finds the records nearest to queries. Answers are correct even if the index is missing, stale or refused."""
 
     def __init__(
         self,
         store: Store,
-        devices: Devices | None = None,  # to compute on; None: the CPU
+        devices: Devices | None = None,  # devices that compute; None: the CPU
     ) -> None:
         self._store = store
         self.devices = devices
-        # an index, and the oldest generation that it serves: a snapshot before that lacks some of its rows
+        # an index, and the oldest generation that it can search: older snapshots lack some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
-        self._searcher: Searcher | None = None  # by the index in use, made when first needed
+        self._searcher: Searcher | None = None  # searches by the index in use, made when first needed
         self._file: str | None = None  # index file that was last loaded or refused
-        self._since = 0  # generation of the last re-embedding before it
-        self._looked = False  # True: the catalogue was read for an index file
+        self._since = 0  # generation of the last re-embedding before `_file` was loaded
+        self._looked = False  # True: the catalogue's entry of an index file has been read
         self._unsaved = False
         self._compacted = 0  # the generation of the last compaction
         self._build: Build[IndexReport] | None = None  # the last build
         self.watch = Watch()
-        self._lock = threading.Lock()  # one thread loads, absorbs or replaces the index
+        self._lock = threading.Lock()  # held while a thread loads, extends, saves or replaces the index
         fork.watch(self)
 
     @property
@@ -77,15 +77,15 @@ class Finder:
             self._build.after_fork()
 
     def find(self, snapshot: Snapshot, query: Query) -> FinderResult:  # (q, k)
-        """The k nearest.
+        """Find the k nearest records of each query, by the index or by comparing all records.
 
-        The finder is "flat", which is exact, for another metric than the database's and for few records. The watch
-        compares a few searches by the index with exact ones.
+        Search is exact (finder "flat") without an index, for another metric than the database's, and for few records.
+        The watch repeats a few searches by the index exactly, to measure recall.
         """
         own, devices = self._store.loader.loaded.keyed.schema.metric, self.devices
         index = None if query.exact or query.metric is not own else self._searching(snapshot)
         if index is not None and index.devices is None and devices is not None:
-            index = None if devices.beside(snapshot, query.queries.device) else index  # comparing there is faster
+            index = None if devices.beside(snapshot, query.queries.device) else index  # comparing all is faster
         result, start = None, time.perf_counter()
         if index is not None:
             if devices is not None and query.pairwise:
@@ -96,7 +96,7 @@ class Finder:
                 result = index.devices.find(snapshot, index, query)
         if index is None or result is None:
             return FinderResult((devices or flat).nearest(snapshot, query), None, "flat")
-        if query.certain is None and result.finder == index.kind:  # else its recall is not what the index was tuned to
+        if query.certain is None and result.finder == index.kind:  # else recall differs from the tuned recall
             numbers, seconds = snapshot.count * query.queries.shape[1], time.perf_counter() - start
             self.watch.saw(
                 index, seconds, result.positions, numbers, lambda which: self._compared(snapshot, query, which)
@@ -104,20 +104,20 @@ class Finder:
         return result
 
     def searcher(self, index: Index) -> Searcher:
-        """The searcher by an index, which caches costs and outliers."""
+        """Return the searcher by an index. It is cached until another index is in use."""
         known = self._searcher
         if known is None or known.index is not index:
             known = self._searcher = Searcher(index)
         return known
 
     def columns(self, snapshot: Snapshot, device: torch.device) -> PlacedColumns | None:
-        """A snapshot's columns on a device; None if queries there read the host's."""
+        """Return a snapshot's columns on a device. None: queries on that device read the host's columns."""
         return None if self.devices is None else self.devices.columns(snapshot, device)
 
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
     ) -> FinderResult | None:  # (q, d) -> (q, k)
-        """As `find` on the CPU, in the few steps of a single query; None: call `find`."""
+        """Find the k nearest as `find` does, with less overhead for a single query on the CPU. None: call `find`."""
         index, since = self._in_use
         searcher = self._searcher
         if self.devices is not None or not self._looked or since > snapshot.generation or index is None:
@@ -137,15 +137,15 @@ class Finder:
         return result
 
     def _compared(self, snapshot: Snapshot, query: Query, which: int) -> Rows:  # (k,)
-        """Return the exact answer to one of the queries, for the watch."""
+        """Return the exact answer to query number `which`, for the watch."""
         alone = replace(query, queries=query.queries[which : which + 1])
         nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
         return nearest
 
     def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """A sampler of indexed records, the records that it may draw, and the first unindexed position.
+        """Return a sampler of indexed records, the records that it may draw, and the first unindexed position.
 
-        None if nothing can be drawn: without sketches, or with too few records.
+        Return None if the index has no sketches or the records are too few to draw from.
         """
         index = self._current(snapshot) if snapshot.count >= FEWEST else None
         sketches = None if index is None else index.sketches
@@ -164,9 +164,9 @@ class Finder:
         k: int,
         queries: Tensor | None,
         memory: object = None,  # bytes, or text such as "200MB"
-        devices: Devices | None = None,  # to build on, and to compute on from then on; None: the CPU
+        devices: Devices | None = None,  # devices that build the index and then compute; None: the CPU
     ) -> Callable[[Progress], IndexReport]:
-        """Build, measure, save and use a new index, and return the report. The old one serves until then."""
+        """Return a function that builds, measures, saves and uses a new index. The old index is used until then."""
         devices = self._in_place_of(devices)
         kind, recall, most = checked(kind, recall, memory, devices)
         snapshot, metric = self._store.snapshot, self._store.schema.metric
@@ -175,11 +175,11 @@ class Finder:
         def work(progress: Progress) -> IndexReport:
             index, report = build(snapshot, metric, Target(recall, k, queries, kind, most), progress, devices)
             sketches = None if index is None else index.sketches
-            if isinstance(sketches, Sketches) and snapshot.count >= FEWEST:  # not when an estimate is first asked for
+            if isinstance(sketches, Sketches) and snapshot.count >= FEWEST:  # so that the first estimate is fast
                 reach_of(sketches, snapshot, self._store.schema.num_classes)
             with self._lock:
                 if self._store.keyed.since > snapshot.generation:
-                    raise BadInput("all keys were made anew while the index was built; build it again")
+                    raise BadInput("all keys were re-embedded while the index was built; build it again")
                 self.devices = devices
                 self._use(index, snapshot.generation)
                 outdated = self._compacted > snapshot.generation
@@ -204,11 +204,11 @@ class Finder:
 
     @property
     def place(self) -> str:
-        """Name of the devices that compute."""
+        """Name of the devices that compute answers, "the CPU" without devices."""
         return "the CPU" if self.devices is None else self.devices.name
 
     def device_report(self) -> DeviceReport | None:
-        """Report on the columns that devices hold; None for the CPU."""
+        """Return a report on the columns that devices hold; None for the CPU."""
         return None if self.devices is None else self.devices.report(self._store.schema)
 
     def move(self, devices: Devices | None) -> None:
@@ -226,13 +226,13 @@ class Finder:
                     self._in_use = _placed(index, devices), since
                 if before is not None:
                     before.forget()
-            except (*DEVICE_ERRORS, DeviceFailed) as error:  # the memory of a lost device is lost
-                _log.warning("the index is loaded anew, or else to be built anew: %s", error)
+            except (*DEVICE_ERRORS, DeviceFailed) as error:  # an index in a lost device's memory is lost
+                _log.warning("the index is loaded from its file again; without a file, call build_index(): %s", error)
                 self._in_use, self._searcher = (None, 0), None
                 self._file, self._looked, self._unsaved = None, False, False
 
     def begin(self, work: Callable[[Progress], IndexReport], progress: Progress | None = None) -> Build[IndexReport]:
-        """Return a build that may run now. Raises BadInput while another build runs."""
+        """Return a build that the caller may start. Raises BadInput while another build runs."""
         with self._lock:
             if self._build is not None and self.building:
                 raise BadInput(
@@ -243,14 +243,14 @@ class Finder:
             return self._build
 
     def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> IndexReport:
-        """Measure the index anew, set its effort, save it, and return the report. Codes do not change."""
+        """Measure the index's recall again, set its effort, save it, and return the report. Codes do not change."""
 
         def work(progress: Progress) -> IndexReport:
             index = self._searching(self._store.snapshot)
             if index is None:
                 raise BadInput("there is no index to tune, searches are exact; build one first")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
-            twin = index.twin()  # the other is being searched
+            twin = index.twin()  # a copy, as other threads search the index
             snapshot = self._store.snapshot
             tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), progress)
             with self._lock:
@@ -261,7 +261,7 @@ class Finder:
         return self.begin(work).run()
 
     def close(self) -> None:
-        """Cancel a build, wait for its end, and save."""
+        """Cancel a running build, wait for its end, and save the index."""
         if self._build is not None:
             self._build.stop("the database was closed")
         self.save()
@@ -275,8 +275,8 @@ class Finder:
             index, since = self._in_use
             try:
                 entry = None if index is None else cache.save(folder, index, since)
-            except cache.NoKey as error:  # the index still serves this handle
-                _log.warning("the index is not kept for the next opening: %s", error)
+            except cache.NoKey as error:  # this handle can still use the index
+                _log.warning("the index is not saved for the next opening: %s", error)
                 self._unsaved = False
                 return
             self._store.put_index_entry(entry)
@@ -285,7 +285,7 @@ class Finder:
             self._unsaved = False
 
     def compact(self) -> None:
-        """Remove the codes of compacted rows from the index. A graph keeps them and never returns them."""
+        """Remove the codes of rows that compaction dropped. A graph keeps the codes, but never returns the rows."""
         snapshot = self._store.snapshot
         self._current(snapshot)
         with self._lock:
@@ -295,8 +295,8 @@ class Finder:
             rows = snapshot.rows(np.flatnonzero(snapshot.live[: indexed_until(snapshot, self.index)]))
             if len(rows) == self.index.count:
                 return
-            twin = self.index.hosted()  # the other is being searched
-            with contextlib.suppress(RuntimeError):  # an engine that cannot, such as a graph
+            twin = self.index.hosted()  # a copy, as other threads search the index
+            with contextlib.suppress(RuntimeError):  # raised by an engine that cannot remove rows, such as a graph
                 twin.keep_only(rows)
                 twin = _placed(twin, self.index.devices)
                 self.watch.follow(twin)
@@ -304,17 +304,17 @@ class Finder:
         self.save()
 
     def forget(self) -> None:
-        """Drop the index, as all keys were re-embedded."""
+        """Drop the index after a re-embedding: its codes are for old keys."""
         with self._lock:
             self._in_use, self._searcher, self._file, self._unsaved = (None, 0), None, None, False
 
     def refresh(self) -> None:
-        """Read the catalogue again when the index is next needed: a writer may have built another."""
+        """Read the catalogue again when the index is next needed: another process may have built a new index."""
         if self._store.mode == "r":
             self._looked = False
 
     def report(self) -> IndexReport | None:
-        """Report on the index, on unindexed records, and on a running build."""
+        """Return a report on the index, unindexed records and a running build; None without an index or a build."""
         snapshot, build = self._store.snapshot, self._build
         building = "" if build is None or build.done else str(build.progress)
         index = self._current(snapshot)
@@ -324,16 +324,16 @@ class Finder:
         return IndexReport.of({**index.report, **serving, **self.watch.report(index), "building": building})
 
     def _current(self, snapshot: Snapshot) -> Index | None:
-        """The index for a snapshot, loaded if needed, with unindexed rows added if they are many."""
+        """Return the index for a snapshot. Load it if needed, and add the unindexed rows if they are many."""
         index = self._serving(snapshot)
         if self._looked and (index is None or not self._behind(snapshot, index) or self._lock.locked()):
-            return index  # another thread adds rows or saves; meanwhile they are compared exactly
-        with self._lock:  # not `acquire`, after which an interrupt would leave it held for ever
+            return index  # if another thread adds rows or saves, unindexed rows are compared exactly
+        with self._lock:  # not `acquire`: an interrupt right after it would leave the lock locked for ever
             if not self._looked:
                 self._load()
             index = self._serving(snapshot)
             if index is not None and self._behind(snapshot, index):
-                index = index.copy()  # the other is being searched
+                index = index.copy()  # other threads search the index
                 for block in snapshot.blocks(ABSORB_ROWS, start=indexed_until(snapshot, index)):
                     index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
                 index.seal()
@@ -342,7 +342,7 @@ class Finder:
             return index
 
     def _searching(self, snapshot: Snapshot) -> Index | None:
-        """The current index; None if its codes serve estimates alone."""
+        """Return the current index; None if there is none, or if its codes are for estimates only."""
         index = self._current(snapshot)
         return index if index is not None and index.searches else None
 
@@ -351,7 +351,7 @@ class Finder:
         return index if self._store.loader.loaded.keyed.since <= since <= snapshot.generation else None
 
     def _use(self, index: Index | None, since: int) -> None:
-        """Use an index from now on. The caller holds the lock."""
+        """Use an index from now on, for snapshots since generation `since`. The caller holds the lock."""
         self._in_use, self._searcher, self._looked, self._unsaved = (index, since), None, True, True
 
     def _behind(self, snapshot: Snapshot, index: Index) -> bool:
@@ -363,7 +363,7 @@ class Finder:
         self._looked = True
         if folder is None:
             return
-        if self._since != self._store.keyed.since:  # the file refused may be of other keys
+        if self._since != self._store.keyed.since:  # a file refused before may be for the old keys
             self._since, self._file = self._store.keyed.since, None
         if entry is None:
             self._in_use, self._file = (None, 0), None
@@ -378,7 +378,7 @@ class Finder:
 
 
 def _placed(index: Index, devices: Devices | None) -> Index:
-    """The index on other devices, None for the CPU; on the CPU if the devices lack its engine."""
+    """Move an index to devices, None for the CPU. It goes to the CPU if the devices cannot run its engine."""
     if index.devices is devices or not index.searches:
         return index
     index = index if index.devices is None else index.hosted()

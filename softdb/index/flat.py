@@ -1,8 +1,8 @@
-"""Exact search: every allowed record is compared, in blocks straight from the segments.
+"""Exact search: compare every allowed record, in blocks that are read directly from the segments.
 
-Two steps. Blocked matrix products give approximate scores, and a few more than k candidates are kept. These are scored
-again in float64, pair by pair, and ordered by score, then row. If the bound on the rounding of the products allows that
-another record is among the k (many ties, near duplicates far from the others), a second round in float64 decides.
+There are two steps. Matrix products of blocks give approximate scores, and a few more than k candidates are kept. The
+candidates are scored again in float64, pair by pair, and sorted by score, then row. If rounding of the products may
+have hidden one of the true k (many ties; near duplicates far from the other keys), a second round in float64 decides.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
 from softdb.store.snapshot import Snapshot
 
-_BLOCK = 1 << 20  # numbers of a block of keys: 4 MB of float32; twice as many for few queries
-MANY, WIDE, LARGE = 64, 256, 1 << 28  # queries, numbers of a key and products from which on torch is faster
-PIECE = 1 << 30  # products of one kernel call: a tenth of a second, so that Ctrl-C is handled in between
+_BLOCK = 1 << 20  # numbers in a block of keys: 4 MB of float32; twice as many for few queries
+MANY, WIDE, LARGE = 64, 256, 1 << 28  # torch is faster above MANY queries and LARGE products, below WIDE numbers a key
+PIECE = 1 << 30  # multiplications in one kernel call: a tenth of a second, so that Ctrl-C is handled between calls
 _QUERIES = 256  # queries compared with a block at once
-_SECOND = 16  # queries of the second round at once
+_SECOND = 16  # queries that the second round handles at once
 
 
 def nearest(
     snapshot: Snapshot,
     query: Query,
-    start: int = 0,  # first position
+    start: int = 0,  # first position that is compared
 ) -> Rows:  # (q, k)
-    """Positions of the k nearest allowed live records, ties by row, then -1. Cost q n d, memory O(block + q k)."""
+    """Return positions of the k nearest allowed records, ties by row, -1 = none. Cost q n d, memory O(block + q k)."""
     queries, keep = query.queries, query.keep(snapshot.live)
     count = int(np.count_nonzero(keep[start:]))
     positions = np.full((len(queries), query.k), -1, np.int64)
@@ -50,8 +50,8 @@ def nearest(
 def radius_search(
     snapshot: Snapshot,
     query: Query,
-) -> Rows:  # (q, m) ascending, then -1, where m is the most that a query has
-    """Positions of every allowed live record whose score reaches `least`, and of those that rounding may bring there.
+) -> Rows:  # (q, m) ascending, then -1; m: the largest number of hits of a query
+    """Return the positions of every allowed live record that scores at least `query.least`, or would but for rounding.
 
     Cost q n d, memory O(block + hits).
     """
@@ -64,7 +64,7 @@ def radius_search(
 
 
 def _padded(which: Rows, matches: Rows, queries: int) -> Rows:  # (q, m)
-    """Matches (p,) of queries `which` (p,) as a line for each query, padded with -1."""
+    """Arrange matches (p,) of the queries `which` (p,) in one ascending row for each query, padded with -1."""
     counts = np.bincount(which, minlength=queries)
     order = np.lexsort((matches, which))
     column = np.arange(len(matches)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -74,29 +74,29 @@ def _padded(which: Rows, matches: Rows, queries: int) -> Rows:  # (q, m)
 
 
 def _block_for(queries: int, dim: int) -> int:
-    """Number of records in a block."""
+    """Return the number of records in a block, for a number of queries and a width of keys."""
     return min(max(_BLOCK * (2 if queries <= 8 else 1) // dim, 256), 1 << 16)
 
 
 class Scan:
-    """An exact search among the records that take part. Its subclass in `softdb.device.compare` reads them on a GPU."""
+    """An exact search among the records in the mask `keep`. A subclass in `softdb.device.compare` runs it on a GPU."""
 
     merge = staticmethod(merge)
 
     def __init__(self, snapshot: Snapshot, keep: Live, start: int, count: int, metric: Metric) -> None:
         self.snapshot, self.keep, self.start, self.count, self.metric = snapshot, keep, start, count, metric
         self.dim = snapshot.segments[0].keys.shape[1]
-        self.queries, self.gathered = _QUERIES, _BLOCK  # compared with a block at once; numbers of keys copied at once
+        self.queries, self.gathered = _QUERIES, _BLOCK  # queries compared with a block at once; numbers copied at once
 
     def answer(
         self,
         queries: Tensor,  # (q, d)
         k: int,  # at most count
     ) -> Rows:  # (q, k)
-        """Positions of the k nearest, ties by row."""
+        """Return the positions of the k nearest records of each query, ties sorted by row."""
         near, worst, unsure = self.compared(queries, k) or self.nearest(queries, k)
         positions: Rows = near.cpu().numpy()
-        if self.metric is not Metric.L2:  # every record scores 0 for a zero query: the row decides
+        if self.metric is not Metric.L2:  # every record scores 0 for a zero query: return the first k rows
             zero = ~queries.any(1)
             if bool(zero.any()):
                 positions[zero.cpu().numpy()] = np.flatnonzero(self.keep[self.start :])[:k] + self.start
@@ -107,8 +107,8 @@ class Scan:
         return positions
 
     def in_radius(self, queries: Tensor, least: float) -> Rows:  # (q, d) -> (q, m)
-        """As `radius_search`."""
-        # a distance summed from differences is off by d roundings at most; what products misplaced farther drops out
+        """Return the positions of the records that score at least `least`, as the function `radius_search` does."""
+        # a pairwise distance is wrong by at most d roundings; records that are here by an inexact product only drop out
         eps = torch.finfo(queries.dtype).eps
         slack = eps * (queries.shape[1] + 8) * abs(least) if self.metric is Metric.L2 else np.inf
         which, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -126,7 +126,7 @@ class Scan:
         queries: Tensor,  # (q, d)
         k: int,  # at most count
     ) -> tuple[Tensor, Tensor, Tensor]:  # (q, k), (q,) float64, (q,) bool
-        """Positions of the k nearest, ties by row; the k-th score; True if rounding or ties may have changed them."""
+        """Return the positions of the k nearest, the k-th score, and True if rounding or ties may have changed them."""
         width = min(k + 8 + k // 8, self.count)
         probes = [Probe(self.metric, part) for part in torch.split(queries, self.queries)]
         answers = []
@@ -134,7 +134,7 @@ class Scan:
             positions = best.positions.sort(dim=1).values
             exact, order = self.scores(probe.given.double(), positions).sort(dim=1, descending=True, stable=True)
             positions, worst, floor = positions.gather(1, order[:, :k]), exact[:, k - 1], best.scores.amin(1)
-            unsure = floor.isinf()  # a product that overflowed
+            unsure = floor.isinf()  # a matrix product overflowed
             if width < self.count:
                 # negated, so that a NaN counts as unsure
                 unsure |= ~(worst > probe.full(floor) + probe.slack(worst, self._longest(positions)))
@@ -143,10 +143,10 @@ class Scan:
         return positions, worst, unsure
 
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `nearest`, by the kernels, which read keys in place and do not wake torch's threads.
+        """Return what `nearest` returns, from kernels that read keys in place and do not wake torch's threads.
 
-        None without kernels, for float64, for scores too large for float32, and for many narrow products, which are
-        faster as matrices.
+        Return None if there are no kernels, if queries are float64, if a score overflows float32, or if queries are
+        many and keys narrow, where matrix products are faster.
         """
         if queries.dtype is not torch.float32 or not available():
             return None
@@ -181,7 +181,7 @@ class Scan:
         if any(share_out(work, [range(first, count, threads) for first in range(threads)])):
             return None
         floor = np.full(len(seen), -np.inf)
-        if width < self.count:  # no record left out scored more
+        if width < self.count:  # no record outside the candidates scored higher than this
             floor = scores[:, :, -1].max(0).astype(np.float64)
         candidates = np.ascontiguousarray(per_piece.transpose(1, 0, 2)).reshape(len(seen), -1)
         ordered, exact = np.empty_like(candidates), np.empty(candidates.shape)
@@ -200,7 +200,7 @@ class Scan:
         return [top for top in best if top is not None]
 
     def blocks(self, queries: int) -> Iterator[KeyBlock]:
-        """Yield the records, a few megabytes at a time."""
+        """Yield the records that take part, in blocks of a few megabytes."""
         size = _block_for(queries, self.dim)
         if 4 * self.count > len(self.keep) - self.start:
             for positions, keys, _ in self.snapshot.blocks(size, self.keep, self.start):
@@ -212,23 +212,23 @@ class Scan:
                 yield KeyBlock(positions, self.keys_at(positions))
 
     def keys_at(self, positions: Tensor) -> Tensor:
-        """Copies of the keys (…, d) at positions (…)."""
+        """Return copies of the keys (…, d) at positions (…)."""
         return self.snapshot.keys_at(positions.numpy())
 
     def scores(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Exact scores of positions (q, c), in the dtype of the queries (q, d)."""
+        """Return exact scores (q, c) of the records at positions (q, c), in the dtype of the queries (q, d)."""
         which = torch.arange(len(positions)).repeat_interleave(positions.shape[1])
         return self._paired(queries, which, positions.flatten()).view_as(positions)
 
     def _paired(self, queries: Tensor, which: Tensor, positions: Tensor) -> Tensor:
-        """Exact scores of pairs: positions (p,) and the query of each (p,)."""
+        """Return exact scores (p,) of pairs: query number `which` (p,) with the key at `positions` (p,)."""
         chunk = max(1, _BLOCK // 4 // self.dim)
         pairs = zip(torch.split(which, chunk), torch.split(positions, chunk), strict=True)
         scores = [pair_scores(queries[q], self.keys_at(at).to(queries.dtype), self.metric) for q, at in pairs]
         return torch.cat(scores)
 
     def _longest(self, candidates: Tensor) -> Tensor:  # (q,) float64
-        """Length of the longest key among the candidates (q, k) of each query, which bounds rounding."""
+        """Return the length of the longest key among each query's candidates (q, k). It bounds rounding errors."""
         if self.metric is not Metric.DOT:
             return torch.zeros(len(candidates), dtype=torch.float64, device=candidates.device)
         keys = self.keys_at(candidates[:, : max(1, self.gathered // self.dim // len(candidates))])
@@ -241,7 +241,7 @@ class Scan:
         worst: Tensor,  # (q,) float64, at most the true k-th score
         k: int,
     ) -> Rows:  # (q, k)
-        """Positions of the k nearest, from exact scores of all records that may reach the k-th score."""
+        """Return the positions of the k nearest, from exact scores of all records that may reach the k-th score."""
         which, positions, scores = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
         for near, places, exact in self.reaching(queries.double(), worst):
             which, positions = np.concatenate([which, near]), np.concatenate([positions, places])
@@ -254,17 +254,17 @@ class Scan:
 
     def reaching(
         self,
-        queries: Tensor,  # (q, d); products are made in their dtype
+        queries: Tensor,  # (q, d); products are computed in this dtype
         least: Tensor,  # (q,) float64
     ) -> Iterator[tuple[Rows, Rows, NDArray[np.float64]]]:
-        """Yield for each block the pairs that may reach `least`: query, position and float64 score, (p,) each."""
+        """Yield for each block the pairs that may score `least`: query number, position, float64 score, (p,) each."""
         probe, prepared = Probe(self.metric, queries), None
-        constant = probe.full(queries.new_zeros(len(queries)))  # (q,) term of exact scores beyond approximate ones
+        constant = probe.full(queries.new_zeros(len(queries)))  # (q,) exact score minus approximate score
         for block in self.blocks(len(queries)):
             prepared = BlockKeys(self.metric, block.keys.to(queries.dtype), prepared)
             longest = torch.linalg.vector_norm(prepared.keys, dim=1, dtype=torch.float64).amax().expand(len(queries))
             floor = (least - probe.slack(least, longest) - constant).to(queries.dtype)
-            floor = torch.nextafter(floor, torch.full_like(floor, -torch.inf))  # rounding must not raise it
+            floor = torch.nextafter(floor, torch.full_like(floor, -torch.inf))  # rounding must not raise the floor
             # negated, so that a NaN counts as near
             near = ~(probe.approximate(prepared) < floor.unsqueeze(1))
             which, places = near.nonzero(as_tuple=True)

@@ -8,12 +8,12 @@ from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 from softdb.index.sketches import Sketches
 
-LINKS = 32  # neighbours a record, twice as many on the lowest level
-CONSTRUCTION = 100  # records visited for each that is added
+LINKS = 32  # links of a record to its neighbours, twice as many on the lowest level
+CONSTRUCTION = 100  # efConstruction: length of the candidate list when a record is added
 
 
 class HNSW(Index):
-    """A navigable graph: d bytes and 64 links a record. Search cost: about effort · links · d, whatever n."""
+    """A navigable graph with d bytes and 64 links for each record. A search costs about effort · links · d."""
 
     kind: ClassVar[str] = "hnsw"
     effort_name: ClassVar[str] = "efSearch"
@@ -21,17 +21,17 @@ class HNSW(Index):
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """A byte a number."""
+        """Return the only kind of codes: one byte for each number of a key."""
         return ("SQ8",)
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """A byte a number; links of four bytes each, with half a level above the lowest on average; and sketches."""
+        """Return the bytes of a record: one for each number, four for each link on about 1.5 levels, and its sketch."""
         return dim + 4 * (2 * LINKS + 1) + 16 + Sketches.record_bytes(dim, "")
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """The ranges of the scalar quantiser."""
+        """Return an empty graph whose scalar quantiser has learned the range of each number from the sample."""
         faiss = faiss_module()
         graph = faiss.IndexHNSWSQ(sample.shape[1], faiss.ScalarQuantizer.QT_8bit, LINKS, measure_of(metric))
         graph.hnsw.efConstruction = CONSTRUCTION
@@ -42,5 +42,5 @@ class HNSW(Index):
         return cls(metric, inner)
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """Search parameters; the effort is efSearch, the size of the search's candidate list."""
+        """Return FAISS search parameters. The effort is efSearch, the size of the search's candidate list."""
         return faiss_module().SearchParametersHNSW(efSearch=effort, **({} if selector is None else {"sel": selector}))

@@ -1,6 +1,6 @@
-"""Inverted lists of FAISS: the form of a GPU's index on the CPU, for files and for moves between devices.
+"""Inverted lists of FAISS: a GPU's index when it is on the CPU, for index files and for moves between devices.
 
-`softdb.index.lists` is what an index of kind "ivf" is on the CPU; it has no form on a GPU.
+An index of kind "ivf" that is built on the CPU is another class, `softdb.index.lists`, which no GPU can hold.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
 
-POINTS_A_LIST = 64  # most points that train a centroid
-ROUNDS = 10  # of k-means: more changes recall by less than 0.001
+POINTS_A_LIST = 64  # largest number of training points for each centroid
+ROUNDS = 10  # rounds of k-means; more rounds change recall by less than 0.001
 ID = 8  # bytes of an id
 
 
 def lists_for(count: int) -> int:
-    """About √n lists, a power of two."""
+    """Return the number of lists for `count` records: about √count, a power of two."""
     return int(1 << max(0, round(np.log2(np.sqrt(max(count, 1))))))
 
 
 class IVF(Index):
-    """Inverted lists of bytes. Cost: (lists + probed records) codes."""
+    """Inverted lists with one byte for each number of a key. A search reads all centroids and the probed codes."""
 
     kind: ClassVar[str] = "ivf"
     effort_name: ClassVar[str] = "nprobe"
@@ -36,32 +36,32 @@ class IVF(Index):
 
     @classmethod
     def loaded(cls, metric: Metric, data: NDArray[np.uint8], dim: int | None) -> Index:
-        """Read what `dump` wrote."""
+        """Read the bytes that `dump` wrote. Raises ValueError for an index of an earlier version of softdb."""
         index = super().loaded(metric, data, dim)
         if isinstance(index, IVF) and isinstance(index.inner, faiss_module().IndexIVFFastScan):
-            raise ValueError("its 4-bit codes are FAISS', as an earlier version made them")
+            raise ValueError("an earlier version of softdb made its 4-bit codes")
         return index
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """A byte a number."""
+        """Return the only kind of codes: one byte for each number of a key."""
         return ("SQ8",)
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """A byte a number."""
+        """Return the bytes of a record: one for each number of its key, and an id."""
         return dim + ID
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """Centroids by k-means, then the codes."""
+        """Return an empty index whose centroids (by k-means) and scalar quantiser are trained on the sample."""
         inner = cls.untrained(metric, sample, count, codes)
         inner.train(sample)
         return cls(metric, inner)
 
     @classmethod
     def untrained(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Any:
-        """The FAISS index that `train` trains."""
+        """Return the untrained FAISS index for `count` records, with its training parameters set."""
         lists = max(1, min(lists_for(count), len(sample) // 39))
         inner = cls.uploaded(faiss_module().index_factory(sample.shape[1], f"IVF{lists},{codes}", measure_of(metric)))
         inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
@@ -69,11 +69,11 @@ class IVF(Index):
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:
-        """A FAISS index on this engine's device."""
+        """Move a FAISS index to this engine's device and return it. On the CPU: return it unchanged."""
         return inner
 
     def parameters(self, effort: int, selector: Any) -> Any:
-        """Search parameters; the effort is the number of lists that are probed."""
+        """Return FAISS search parameters. The effort is the number of lists that are probed."""
         return _probing(effort) if selector is None else faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
 
     @property
@@ -83,12 +83,12 @@ class IVF(Index):
 
 
 class IVFSQ8(IVF):
-    """Inverted lists of 8-bit scalar codes, under the engine's name on GPUs."""
+    """Inverted lists with 8-bit scalar codes, under the name "ivf-sq8" that the engine has on GPUs."""
 
     kind: ClassVar[str] = "ivf-sq8"
 
 
 @functools.lru_cache(maxsize=64)
 def _probing(effort: int) -> Any:
-    """Search parameters, cached, as making them takes microseconds. FAISS only reads them."""
+    """Return cached search parameters, as making new ones takes microseconds. FAISS only reads them."""
     return faiss_module().SearchParametersIVF(nprobe=effort)

@@ -1,9 +1,9 @@
 """Outliers of norm: the longest keys, which every search for the largest inner product compares exactly.
 
-A key's length is a factor of its inner products, so the longest keys are often among the nearest, and of the error of
-its code, so an index misses them most often. They are few: the index stores their rows, their keys are copied at the
-first search, and every query is compared with all of them that its filter allows. If lengths hardly vary, and for the
-cosine and L2, there are none.
+A key's inner products and the error of its code are proportional to its length. So the longest keys are often among the
+nearest, and an index misses them most often. The longest keys are few: the index stores their rows, the first search
+copies their keys, and every query is compared with all outliers that its filter allows. There are no outliers if the
+lengths hardly vary, or if the metric is the cosine or L2.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-SHARE = 0.04  # largest share of a search's time for comparing them, of single queries and of batches
-LEAST = 32  # outliers that are compared in any case, in half a microsecond
-MOST = 0.01  # largest share of the records
-WIDEST = 16  # float32 of the widest SIMD vector
-CLEARLY = 1.5  # least length of an outlier, in median lengths
+SHARE = 0.04  # largest share of a search's time that comparing the outliers may take
+LEAST = 32  # this number of outliers is compared in any case: it takes half a microsecond
+MOST = 0.01  # largest number of outliers, as a share of the records
+WIDEST = 16  # number of float32 in the widest SIMD vector
+CLEARLY = 1.5  # least length of an outlier, over the median length of keys
 BLOCK = 1 << 14  # keys measured at once
-TIMED, BATCHES = 64, 5  # queries that are timed one by one and as a batch; timings of the batch
+TIMED, BATCHES = 64, 5  # number of queries that are timed; number of timings of these queries as a batch
 
 
 class Outliers:
@@ -37,18 +37,18 @@ class Outliers:
 
     def __init__(self, snapshot: Snapshot, rows: Rows) -> None:
         positions = snapshot.positions(rows)
-        self.named = rows  # as requested; the snapshot may lack some
+        self.named = rows  # the rows asked for; the snapshot may lack some of them
         keys = snapshot.keys_at(positions).float().numpy()
         lengths = np.sqrt(np.einsum("md,md->m", keys, keys, dtype=np.float64))
         order = np.argsort(-lengths, kind="stable")
         order = order[positions[order] >= 0]
         self.count = len(order)
-        self.rows, self.lengths = rows[order], lengths[order]  # the longest first
+        self.rows, self.lengths = rows[order], lengths[order]  # sorted, the longest key first
         self.keys = np.zeros((self.count, -(-keys.shape[1] // WIDEST) * WIDEST), np.float32)
         self.keys[:, : keys.shape[1]] = keys[order]
 
     def positions(self, snapshot: Snapshot, allowed: Live | None) -> Rows:  # (m,)
-        """Positions of the outliers that are live and allowed, -1 for the others."""
+        """Return the position of each outlier, -1 if it is dead or the filter excludes it."""
         positions = _live(snapshot, self.rows)
         return positions if allowed is None else np.where((positions >= 0) & allowed[positions], positions, -1)
 
@@ -56,12 +56,12 @@ class Outliers:
         self,
         queries: Floats,  # (q, d)
         positions: Rows,  # (m,) from `positions`
-        matches: Rows,  # (q, k), changed: best first, -1 = none
-        scores: Floats,  # (q, k), changed
+        matches: Rows,  # (q, k) matches, best first, -1 = none; changed in place
+        scores: Floats,  # (q, k), changed in place
     ) -> bool:
-        """Merge the outliers into the k best of each query; queries with fewer than k are not changed.
+        """Merge the outliers into the k best of each query. A query with fewer than k matches is not changed.
 
-        Return True if anything changed. Cost 2 q m d at most, less if the longest are far longer than the others.
+        Return True if any match changed. Cost at most 2 q m d, less if a few outliers are far longer than the others.
         """
         (m, width), (q, d) = self.keys.shape, queries.shape
         if not matches.size or not self.count:
@@ -84,7 +84,7 @@ class Outliers:
 
 
 def _take_part(products: Floats, positions: Rows, matches: Rows, scores: Floats) -> None:
-    """`Outliers.take_part` without kernels, from the products (q, m)."""
+    """Merge the outliers as `Outliers.take_part` does, without kernels, from their inner products (q, m)."""
     products[:, positions < 0] = -np.inf
     better = (products >= scores[:, -1:]) & (matches[:, -1:] >= 0)
     k = matches.shape[1]
@@ -98,10 +98,10 @@ def _take_part(products: Floats, positions: Rows, matches: Rows, scores: Floats)
 
 
 def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: Outliers | None) -> Outliers:
-    """The outliers of an index, at most `room`; `known`, those of an earlier search, if they are still the same.
+    """Return at most `room` outliers of an index. Return `known`, from an earlier search, if they are the same.
 
-    A scan of the keys before position `until`, cost n d, finds them for a new index, after records were added, and if
-    half of them have been deleted.
+    A scan of the keys before position `until`, cost n d, finds the outliers of a new index, after records were added,
+    and after half of the outliers were deleted.
     """
     longest = index.longest
     if longest is None or 2 * np.count_nonzero(_live(snapshot, longest) >= 0) < len(longest):
@@ -110,13 +110,13 @@ def outliers_of(snapshot: Snapshot, index: Index, until: int, room: int, known: 
 
 
 def _live(snapshot: Snapshot, rows: Rows) -> Rows:
-    """Positions of rows, -1 for those that are dead or gone."""
+    """Return the positions of rows, -1 for rows that are dead or not in the snapshot."""
     positions = snapshot.positions(rows)
     return np.where((positions >= 0) & snapshot.live[positions], positions, -1)
 
 
 def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:
-    """Rows of at most `room` keys that are clearly longer than the median, the longest first."""
+    """Return the rows of at most `room` keys longer than CLEARLY times the median length, the longest first."""
     of_live = lengths[~np.isnan(lengths)]
     if not len(of_live):
         return np.empty(0, np.int64)
@@ -127,7 +127,7 @@ def longest_of(snapshot: Snapshot, lengths: Floats, room: int) -> Rows:
 
 
 def lengths_of(snapshot: Snapshot, until: int) -> Floats:  # (until,)
-    """‖k‖ of the live keys before a position, NaN for dead ones. Cost n d."""
+    """Return ‖k‖ of the keys before position `until`, NaN for dead records. Cost n d."""
     lengths = np.full(until, np.nan, np.float32)
     for block in snapshot.blocks(BLOCK):
         positions = block.positions.numpy()
@@ -140,7 +140,7 @@ def lengths_of(snapshot: Snapshot, until: int) -> Floats:  # (until,)
 
 
 def most_of(snapshot: Snapshot) -> int:
-    """Largest number of outliers, whatever they cost."""
+    """Return the largest number of outliers that a snapshot may have."""
     return max(LEAST, round(MOST * snapshot.count))
 
 
@@ -150,7 +150,7 @@ def affordable(
     queries: Floats,  # (q, d)
     search: Callable[[Floats], Rows],  # queries -> (q, k) positions, without the outliers
 ) -> Rows:
-    """The longest keys that are compared within SHARE of a search's time, as measured, and at least LEAST."""
+    """Shorten `longest` until comparing these keys takes at most SHARE of a search's time, but not below LEAST."""
     while len(longest) > LEAST:
         share = _share(snapshot, Outliers(snapshot, longest), queries[:TIMED], search)
         if share <= SHARE:
@@ -160,7 +160,7 @@ def affordable(
 
 
 def _share(snapshot: Snapshot, outliers: Outliers, queries: Floats, search: Callable[[Floats], Rows]) -> float:
-    """Time of comparing outliers over that of a search, the larger ratio of batches and single queries."""
+    """Return the time to compare outliers over the time of a search: the larger ratio of a batch and single queries."""
     positions, first = outliers.positions(snapshot, None), search(queries)
     candidates, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
 

@@ -1,6 +1,6 @@
-"""Protocols of columns on the host or on devices. `softdb.device` implements those on devices.
+"""Interfaces of columns that are stored on the host or on devices. `softdb.device` implements columns on devices.
 
-An answer on the CPU reads a `Snapshot`, whose `placed` is None, and nothing else of this file.
+Code that computes on the CPU reads a `Snapshot`, whose `placed` is None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from softdb.index.query import Query
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
 
-# torch's errors of a device that is full or lost; until 2.8 the latter had no name of its own
+# errors that torch raises for a full or a lost device; before torch 2.8 AcceleratorError did not exist
 DEVICE_ERRORS = torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError)
 
 Rows = NDArray[np.int64]
@@ -26,90 +26,90 @@ Live = NDArray[np.bool_]
 
 
 class SoftmaxPass(NamedTuple):
-    """The softmax of scale · metric(q, k) over every record that takes part."""
+    """Arguments of a softmax over scale · metric(q, k) of every record that takes part."""
 
     queries: Tensor  # (q, d)
     metric: Metric
     scale: float
     keep: Tensor | None  # (size,) bool: records that take part; None: every live one
-    mask: Tensor | None  # (q, size) bool, likewise for each query
+    mask: Tensor | None  # (q, size) bool: records that take part for each query
     num_classes: int | None
-    pools: bool  # False: lse alone is wanted
+    pools: bool  # False: only lse is computed
 
 
 class ColumnPass(Protocol):
-    """Columns on a device that computes softmax passes."""
+    """Columns on a device that computes softmaxes over all records."""
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-        """Weighted mean of the values and lse, on the queries' device; lse is NaN if a score overflows.
+        """Return the weighted mean of the values, and lse, on the queries' device. lse is NaN if a score overflows.
 
-        None if the columns do not fit on the device.
+        Return None if the columns do not fit on the device.
         """
 
 
 class TensorPass(ColumnPass, Protocol):
-    """Plain tensors on a device, which also searches them."""
+    """Keys and values that are plain tensors on a device. The device computes softmaxes and searches."""
 
     def nearest(self, what: SoftmaxPass, k: int) -> Rows | None:  # (q, k), -1 = none
-        """Positions of the k nearest, best first, ties by position; None if a score overflows."""
+        """Return the positions of the k nearest, best first, ties by position. Return None if a score overflows."""
 
 
 class PlacedColumns(ColumnPass, Protocol):
-    """A generation with columns on devices; rows and the mask of live records stay on the host.
+    """The columns of one generation on devices. Rows and the mask of live records stay on the host.
 
-    Read by position, as `softdb.store.snapshot.Snapshot` documents each method.
+    The methods correspond to those of `softdb.store.snapshot.Snapshot`.
     """
 
     snapshot: Snapshot
 
     @property
     def placed(self) -> PlacedColumns:
-        """Itself."""
+        """This object itself. For columns on the host the attribute of this name is None."""
         return self
 
     @property
     def generation(self) -> int:
-        """The snapshot's."""
+        """Generation of the snapshot."""
         return self.snapshot.generation
 
     @property
     def live(self) -> Live:
-        """The snapshot's."""
+        """Mask (size,) of the live records."""
         return self.snapshot.live
 
     @property
     def count(self) -> int:
-        """The snapshot's."""
+        """Number of live records."""
         return self.snapshot.count
 
     @property
     def size(self) -> int:
-        """The snapshot's."""
+        """Number of positions, dead records included."""
         return self.snapshot.size
 
     def rows(self, positions: Rows) -> Rows:
-        """As `Snapshot.rows`."""
+        """Return the rows at positions, as `Snapshot.rows` does."""
         return self.snapshot.rows(positions)
 
     def positions(self, rows: Rows) -> Rows:
-        """As `Snapshot.positions`."""
+        """Return the positions of rows, as `Snapshot.positions` does."""
         return self.snapshot.positions(rows)
 
     @property
     def value_size(self) -> float:
-        """As `Snapshot.value_size`."""
+        """Root mean square of ‖v‖ over a sample of the values v."""
 
     def keys_at(self, positions: Rows) -> Tensor:
-        """As `Snapshot.keys_at`, on the device."""
+        """Return the keys at positions, as `Snapshot.keys_at` does, in a tensor on the device."""
 
     def values_at(self, positions: Rows) -> Tensor:
-        """As `Snapshot.values_at`, on the device."""
+        """Return the values at positions, as `Snapshot.values_at` does, in a tensor on the device."""
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """As `Snapshot.blocks`: keys and values on the device, positions on the host."""
+        """Yield blocks of records as `Snapshot.blocks` does: keys and values on the device, positions on the host."""
 
     def place(self, pools: bool) -> str:
-        """Suffix of an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""
+        """Return the text to append to an answer's `finder`: " on cuda:0" or " streamed to cuda:0"."""
 
     def scores_at(
         self,
@@ -118,11 +118,11 @@ class PlacedColumns(ColumnPass, Protocol):
         metric: Metric,
         dtype: torch.dtype,
     ) -> NDArray[Any]:  # (q, c)
-        """Exact scores of candidates, -inf for none, computed on the device; only scores are copied to the host."""
+        """Return exact scores of candidates, -inf for none. The device computes them; only scores go to the host."""
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
-        """As `softdb.index.flat.radius_search`."""
+        """Return all records within a radius, as `softdb.index.flat.radius_search` does."""
 
 
 RecordColumns: TypeAlias = Snapshot | PlacedColumns
-"""Columns of one generation. `placed` is None for columns on the host, which kernels read in place."""
+"""The columns of one generation. `placed` is None for columns on the host, which kernels read in place."""

@@ -1,7 +1,7 @@
-"""The planner: the choice of the way in which a query is answered.
+"""The planner chooses the method that answers a query.
 
-A search asks the index or, if few records match a filter, compares them: in blocks or pair by pair. Estimates, counts
-and samples draw records or pass over all; costs of both are counted in bytes read, by fixed rates.
+A search uses the index or, if few records match a filter, compares these records in blocks or pair by pair. Estimates,
+counts and samples draw records or read all records; the cost of either is expressed in bytes read, at fixed rates.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import Literal
 
 from softdb.index.contract import Index
 
-FEW = 4096  # matches of a filter up to which comparing all is preferred to an index in FAISS
-SHARE = 0.125  # of the records, likewise
-FEWEST = 2048  # likewise for an index that scans matches alone
-PAIRS = 1 << 19  # queries times matches up to which pairs are preferred to blocks
+FEW = 4096  # if a filter has at most this number of matches, compare them all and do not use FAISS
+SHARE = 0.125  # the same limit on the number of matches, as a share of the records
+FEWEST = 2048  # the same limit for an index that scans only the matches of a filter
+PAIRS = 1 << 19  # compare pair by pair if queries times matches are at most this number
 
-CALL = 20_000_000  # fixed cost of a round of draws, in bytes that are read in that time
-CODE = 0.35  # … of a part of a code
-DRAWN = 6000  # … of a record drawn, at a random address
-GATHERED = 6  # … of a number of its key
-SPREAD = 5  # … of a number of its value, which the error sums, too
-PASSED = 0.11  # … of a number of a record, for each query of a pass
+CALL = 20_000_000  # fixed cost of a round of draws, in bytes read (as all costs below)
+CODE = 0.35  # cost to read one part of a code
+DRAWN = 6000  # cost to read a drawn record at a random address
+GATHERED = 6  # cost of each number of a drawn record's key
+SPREAD = 5  # cost of each number of a drawn record's value, error sums included
+PASSED = 0.11  # cost of each number of a record for each query, when all records are read
 
 Way = Literal["index", "blocks", "pairs"]
 
 
 class Planner:
-    """Choice of the way in which queries to one index are answered. Safe to use from several threads."""
+    """Chooses the method that answers queries to one index. Safe to use from several threads."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
 
     def way(self, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
-        """Return the way to search among `matches` records; `pairs`: they may be scored pair by pair."""
+        """Return the method to search among `matches` records. `pairs`: scoring them pair by pair is allowed."""
         index, few = self.index, 4 * k
         if index.filters_inside:
             few = max(FEWEST, few)
@@ -44,11 +44,11 @@ class Planner:
 
 
 def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> float:
-    """Cost of a pass over every record, in bytes read: memory traffic and the operations of each query."""
+    """Return the cost of comparing queries with every record, in bytes read: memory traffic and arithmetic."""
     return float(records) * (record_bytes + queries * PASSED * (d + v))
 
 
 def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
-    """Cost of a round of draws, in the same unit."""
+    """Return the cost of a round of draws, in bytes read."""
     each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
     return CALL + queries * each

@@ -1,6 +1,6 @@
-"""Approximate scores of blocks by matrix products, the best of them, and a bound on their rounding.
+"""Approximate scores of blocks by matrix products, the best scores of all blocks, and a bound on rounding errors.
 
-Step one of exact search; the candidates are scored again, pair by pair.
+This is the first step of exact search. In the second step the candidates are scored again, pair by pair.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from softdb.check import Metric
 
-_GROUP = 32  # scores of a group, whose maximum is taken first
+_GROUP = 32  # number of scores in a group; the maxima of groups are computed first
 
 
 class Best(NamedTuple):
-    """The best approximate scores so far and their positions, in any order."""
+    """The best approximate scores so far and the positions of their records, in any order."""
 
     scores: Tensor  # (q, c)
     positions: Tensor  # (q, c)
@@ -30,23 +30,23 @@ class KeyBlock(NamedTuple):
 
 
 class BlockKeys:
-    """A block of keys with terms of its metric that all queries share."""
+    """A block of keys and the terms of their scores that do not depend on the query."""
 
     def __init__(self, metric: Metric, keys: Tensor, before: BlockKeys | None) -> None:
         self.keys = keys  # (m, d)
-        # memory shared by all blocks: page faults of new memory cost more than the product
+        # all blocks share this memory: page faults of new memory cost more than the product
         self._moved: Tensor = keys.new_empty(0) if before is None else before._moved
         self._scores: Tensor = keys.new_empty(0) if before is None else before._scores
         self.inverse = _inverse_lengths(keys) if metric is Metric.COSINE else keys.new_empty(0)  # (m,)
 
     def around(self, centre: Tensor) -> Tensor:  # (m, d), overwritten by the next call
-        """Return the keys minus a centre (d,)."""
+        """Return the keys minus the vector `centre` (d,)."""
         if self._moved.numel() < self.keys.numel():
             self._moved = self.keys.new_empty(self.keys.numel())
         return torch.sub(self.keys, centre, out=self._moved[: self.keys.numel()].view_as(self.keys))
 
     def scores(self, queries: int) -> Tensor:  # (q, m)
-        """Memory for the scores of `queries` queries, shared by all calls."""
+        """Return memory for the scores of `queries` queries. All calls share this memory."""
         numbers = queries * len(self.keys)
         if self._scores.numel() < numbers:
             self._scores = self.keys.new_empty(numbers)
@@ -54,12 +54,12 @@ class BlockKeys:
 
 
 class Probe:
-    """Queries prepared for comparison with blocks, and the bound on the rounding of their scores."""
+    """Queries prepared for comparison with blocks, and a bound on the rounding errors of their scores."""
 
     def __init__(self, metric: Metric, queries: Tensor) -> None:
         self.metric, self.given, self.queries = metric, queries, queries  # (q, d)
         if metric is Metric.L2:
-            # seen from the mean query, cancellation loses no digits of near keys
+            # relative to the mean query, the scores of near keys lose no digits by cancellation
             self.centre = queries.mean(0)
             self.moved = queries - self.centre
             self.single = len(queries) == 1
@@ -67,7 +67,7 @@ class Probe:
             self.queries = queries * _inverse_lengths(queries).unsqueeze(1)
 
     def approximate(self, block: BlockKeys) -> Tensor:  # (q, m), overwritten by the next call
-        """Scores by one matrix product; for L2 without the constant of each query."""
+        """Return scores from one matrix product. For L2 they lack a constant for each query, which `full` adds."""
         out = block.scores(len(self.queries))
         if self.metric is not Metric.L2:
             _multiply(self.queries, block.keys, out)
@@ -79,22 +79,22 @@ class Probe:
         return _multiply(self.moved, moved, out).mul_(2).sub_(squares)
 
     def full(self, scores: Tensor) -> Tensor:  # (q,) float64
-        """Scores, one for each query, from approximate ones: the constant of L2 is added."""
+        """Return one score for each query from `approximate` ones, with the constant of L2 added."""
         scores = scores.double()
         return scores - self.moved.double().square().sum(1) if self.metric is Metric.L2 else scores
 
     def slack(
         self,
-        worst: Tensor,  # (q,) float64, score of the last candidate
-        longest: Tensor,  # (q,) float64, length of the longest key concerned
+        worst: Tensor,  # (q,) float64, score of the k-th candidate
+        longest: Tensor,  # (q,) float64, length of the longest key that matters
     ) -> Tensor:  # (q,) float64
-        """Largest error of an approximate score of a record about as near as the last candidate.
+        """Return a bound on the error of the approximate score of a record about as near as the k-th candidate.
 
         |error| ≤ d u Σ|a_i b_i| for a product of d terms at unit rounding u (Higham 2002, section 3.1).
         """
         unit = torch.finfo(self.queries.dtype).eps / 2
         if self.queries.dtype is torch.float32 and reduced():
-            unit = 2.0**-8  # products may run in bfloat16
+            unit = 2.0**-8  # torch may compute products in bfloat16
         terms = unit * (2 * self.queries.shape[1] + 16)
         if self.metric is Metric.L2:
             apart: Tensor = torch.linalg.vector_norm(self.moved.double(), dim=1)
@@ -116,7 +116,7 @@ def pair_scores(
     keys: Tensor,  # (…, d)
     metric: Metric,
 ) -> Tensor:  # (…)
-    """Scores pair by pair, without matrix products: equal keys score alike at any position, and never in TF32."""
+    """Return scores pair by pair without matrix products, so equal keys have equal scores and TF32 is never used."""
     if metric is Metric.L2:
         return (keys - queries).square_().sum(-1).neg_()
     products = (keys * queries).sum(-1)
@@ -127,16 +127,16 @@ def pair_scores(
 
 
 def _multiply(queries: Tensor, keys: Tensor, out: Tensor) -> Tensor:
-    """q·k for every pair of (q, d) and (m, d), written to out (q, m)."""
+    """Write the inner products of queries (q, d) and keys (m, d) to `out` (q, m), and return `out`."""
     if len(queries) >= 8:
         return torch.mm(queries, keys.T, out=out)
-    # for few queries MKL is two to three times faster this way round, except for a single one
+    # for 2 to 7 queries MKL computes keys · queriesᵀ two to three times faster; one query is doubled
     doubled = queries if len(queries) > 1 else queries.repeat(2, 1)
     return out.copy_(torch.mm(keys, doubled.T).T[: len(queries)])
 
 
 def _inverse_lengths(vectors: Tensor) -> Tensor:
-    """1/‖x‖ (m,) of vectors (m, d), 0 for a zero vector."""
+    """Return 1/‖x‖ (m,) of vectors (m, d), and 0 for a zero vector."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=1)
     low, high = lengths.aminmax()
     if not (low > 1e-15 and high < 1e15):  # a square overflows or underflows, or a vector is zero
@@ -150,11 +150,11 @@ def merge(
     positions: Tensor,  # (m,)
     width: int,
 ) -> Best:
-    """Merge the best so far with a block's best."""
+    """Merge the best scores so far with those of a block. Keep the `width` best."""
     groups = scores.shape[1] // _GROUP
     if groups < 2 * width:
         return top(best, scores, positions.expand(scores.shape), width)
-    # the best scores lie in the groups with the best maxima; a strided group vectorises
+    # the `width` best scores are in the `width` groups with the largest maxima; strided groups vectorise
     maxima = scores[:, : groups * _GROUP].view(-1, _GROUP, groups).amax(1)  # (q, groups)
     remainder = torch.arange(groups * _GROUP, scores.shape[1])
     if best is None or best.scores.shape[1] < width:
@@ -184,10 +184,10 @@ def top(
     positions: Tensor,  # (q, m)
     width: int,
 ) -> Best:
-    """Merge the best so far with other scores."""
+    """Return the `width` best of the best scores so far and other scores."""
     if best is not None:
         scores, positions = torch.cat([best.scores, scores], 1), torch.cat([best.positions, positions], 1)
     if scores.shape[1] <= width:
-        return Best(scores.clone(), positions.clone())  # the memory of the scores is reused
+        return Best(scores.clone(), positions.clone())  # copied, as the memory of the scores is reused
     values, places = scores.topk(width, sorted=False)
     return Best(values, positions.gather(1, places))

@@ -1,7 +1,7 @@
-"""The quantizer of lists: centroids, a rotation and words, by which records are coded; and blocks of coded records.
+"""The quantizer that encodes records by centroids, a rotation and words; and the layout of encoded records in blocks.
 
-A record is coded as the centroid of its list, 4-bit words for parts of the rotated residual, and a factor that makes
-estimates exact along the residual; `softdb/kernels/native/lists.cc` has the equations. Jégou et al. 2011, "Product
+The code of a record is the number of its list, a 4-bit word for each part of its rotated residual, and a factor that
+makes estimates exact along the residual; `softdb/kernels/native/lists.cc` has equations. Jégou et al. 2011, "Product
 quantization for nearest neighbor search"; Ge et al. 2013, "Optimized product quantization", for the rotation: the
 eigenvectors of the residuals' covariance, assigned to parts of about equal products of variances; Gao and Long 2024,
 "RaBitQ", arXiv 2405.12497, for the factor.
@@ -19,48 +19,48 @@ from softdb.index.contract import Floats, Live, Rows, faiss_module
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 
-POINTS_A_LIST = 40  # most points that train a centroid
-ROUNDS = 8  # of k-means: more changes recall by less than 0.001
-TRAINED, EACH = 6000, 8  # residuals that train rotation and words: the larger of TRAINED and EACH d
-BLOCK = 16  # records of a block of codes; words of a part
-ENCODED = 1 << 22  # numbers that are encoded at once: 16 MB
+POINTS_A_LIST = 40  # largest number of training points for each centroid
+ROUNDS = 8  # rounds of k-means; more rounds change recall by less than 0.001
+TRAINED, EACH = 6000, 8  # number of residuals that train the rotation and the words: max(TRAINED, EACH · d)
+BLOCK = 16  # number of records in a block of codes; also number of words that a part can have
+ENCODED = 1 << 22  # numbers of keys that are encoded at once: 16 MB
 CODE = 127  # the largest int8
-HIGHEST = 60_000  # largest float16 that is used
-SKETCHED = (64, 4), (32, 2), (1, 1)  # least width of keys, and numbers of a word of their sketches
-PEAK = 4.0  # largest error of one part in deviations, for a query whose length lies in that part
-ROUNDED = 1.02, 0.01  # factor of measured errors, and share of |r| added, for the rounding of rotations and factors
+HIGHEST = 60_000  # largest float16 value that is stored
+SKETCHED = (64, 4), (32, 2), (1, 1)  # least width of keys, and numbers of a key that one word of a sketch encodes
+PEAK = 4.0  # an error within one part counts √d / PEAK times, as a query may differ from the code in that part only
+ROUNDED = 1.02, 0.01  # errors become 1.02 error + 0.01 |r|, for the rounding of rotations and factors
 SHARE = 0.0002  # largest share of records that are set apart as extreme
-ORDINARY, FACTOR = 0.9, 1.5  # a measure is ordinary up to FACTOR times its ORDINARY quantile
-GAIN = 63.75  # steps a unit of a factor in one byte, which is at most 4
-APART = 255  # error byte of a record that is set apart
+ORDINARY, FACTOR = 0.9, 1.5  # no value below FACTOR times the ORDINARY quantile is extreme
+GAIN = 63.75  # a factor, 0 … 4, is stored in one byte as round(GAIN · factor)
+APART = 255  # value of the error byte of a record that is set apart
 NO_ROW = int(np.iinfo(np.uint32).max)
-_ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # records of a block by the bytes of their codes
+_ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # order of a block's records in the bytes of codes
 
 Places = NDArray[np.uint32]
 _COUNTS = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(1, dtype=np.uint8)
 
 
 class Matrix(NamedTuple):
-    """A matrix of int8 rows (r, d) with a scale each, which kernels multiply queries by."""
+    """A matrix whose rows are int8 numbers times one scale for each row. Kernels multiply queries by it."""
 
     numbers: NDArray[np.int8]  # (r, d)
     scales: Floats  # (r,)
 
     @classmethod
     def of(cls, rows: Floats) -> Matrix:  # (r, d)
-        """Round a matrix (r, d)."""
+        """Round a float32 matrix (r, d) to int8 with a scale for each row."""
         scales = np.abs(rows).max(1, initial=0) / CODE
         scales[scales == 0] = 1
         return cls(np.rint(rows / scales[:, None]).astype(np.int8), scales.astype(np.float32))
 
     @property
     def rows(self) -> Floats:  # (r, d)
-        """The matrix in float32."""
+        """The matrix as float32 numbers."""
         rows: Floats = self.numbers * self.scales[:, None]
         return rows
 
     def interleaved(self) -> NDArray[np.uint8]:  # (groups, …)
-        """The layout of the kernels: 128 added; groups of 16 rows, four numbers of each row in turn."""
+        """Return the kernels' layout of the matrix: uint8 with 128 added; groups of 16 rows, 4 numbers of each row."""
         rows, width = self.numbers.shape
         padded = np.full((-(-rows // BLOCK) * BLOCK, -(-width // 4) * 4), 128, np.uint8)
         padded[:rows, :width] = self.numbers.view(np.uint8) ^ 128
@@ -69,18 +69,18 @@ class Matrix(NamedTuple):
 
 
 class Quantizer(NamedTuple):
-    """Centroids, rotation and words."""
+    """Trained centroids, rotation and words, which encode keys."""
 
     rotation: Matrix  # (parts · word, d)
     centroids: Matrix  # (lists, d)
     words: Floats  # (parts, word, 16)
     origin: Floats  # (d,) subtracted from keys: their mean for l2, else 0
-    unit: float  # of offsets, in squared distance
-    error_step: float  # of error bytes, in distance
+    unit: float  # size of one unit of stored offsets, as a squared distance
+    error_step: float  # size of one step of an error byte, as a distance
 
     @classmethod
     def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
-        """Centroids by k-means, then the rotation, then the words. Needs FAISS."""
+        """Train centroids (by k-means), then the rotation, then the words, on a sample of keys. Needs FAISS."""
         faiss, d = faiss_module(), sample.shape[1]
         origin = sample.mean(0) if is_l2 else np.zeros(d, np.float32)
         sample = np.ascontiguousarray(sample - origin)
@@ -96,7 +96,7 @@ class Quantizer(NamedTuple):
         return trained._in_units(some, is_l2)
 
     def _in_units(self, sample: Floats, is_l2: bool) -> Quantizer:
-        """The quantizer with units that leave room for records beyond those of the sample."""
+        """Return the quantizer with units so large that offsets and errors beyond those of the sample can be stored."""
         coded = self.coded(sample, nearest_centroids(self.centroids.rows, sample))
         offsets = np.maximum(np.abs(coded.offsets()), np.abs(coded.offsets(1.0)))
         unit = float(max(offsets.max(), 1e-30)) * 8 / HIGHEST if is_l2 else 1.0
@@ -105,7 +105,7 @@ class Quantizer(NamedTuple):
         return self._replace(unit=unit, error_step=max(usual, extreme, 1e-30) / (APART - 1))
 
     def sketched(self, sample: Floats, is_l2: bool) -> Quantizer:  # (m, d)
-        """A quantizer of the same lists with coarser codes, of about a bit a number. Needs FAISS."""
+        """Train a quantizer with the same lists and coarser codes, about one bit per number of a key. Needs FAISS."""
         sample = np.ascontiguousarray(sample - self.origin)
         d = sample.shape[1]
         some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
@@ -115,8 +115,8 @@ class Quantizer(NamedTuple):
         words = _words(np.ascontiguousarray(residuals @ rotation.rows.T), parts)
         return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
 
-    def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d) seen from the origin, (n,)
-        """Encode records of known lists. Cost n d parts · word."""
+    def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d), (n,)
+        """Encode keys minus `origin`, given the list of each. Cost n d parts · word."""
         size = max(1, ENCODED // keys.shape[1])
         blocks = [self._coded(keys[low : low + size], lists[low : low + size]) for low in range(0, len(keys), size)]
         return Codes(*map(np.concatenate, zip(*blocks, strict=True)))
@@ -141,37 +141,37 @@ class Quantizer(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes of records in float32, from `Quantizer.coded`."""
+    """Codes of n records as `Quantizer.coded` returns them: measures in float32, not yet rounded for storage."""
 
     codes: NDArray[np.uint8]  # (n, parts / 2)
     factors: Floats  # (n,)
     central: Floats  # (n,) <c, w>
-    errors: Floats  # (n,) |k - k̂|, more if one part of the code has most of it
+    errors: Floats  # (n,) |k - k̂|, or more if one part of the code has most of the error
     squares: Floats  # (n,) |r|²
 
     def offsets(self, factor: float | None = None) -> Floats:  # (n,)
-        """Terms of l2 that are the same for all queries, 2 f <c, w> + |r|², with own factors or one for all."""
+        """Return 2 f <c, w> + |r|², the term of an l2 score that all queries share; f is `factor` or each record's."""
         offsets: Floats = 2 * (self.factors if factor is None else factor) * self.central + self.squares
         return offsets
 
 
 class Coded(NamedTuple):
-    """Coded records with their lists, in the order of insertion."""
+    """Encoded records with the list of each, in the order of insertion."""
 
     lists: Rows  # (n,)
     codes: NDArray[np.uint8]  # (n, parts / 2)
     factors: NDArray[np.float16]  # (n,)
-    offsets: NDArray[np.float16]  # (n,) in units, of l2
+    offsets: NDArray[np.float16]  # (n,) in units of the quantizer; for l2
     rows: NDArray[np.uint32]  # (n,)
     squares: Floats  # (n,) |r|²
-    radii: Floats  # (n,) |r|, or more
+    radii: Floats  # (n,) |r| or a little more
     sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
-    gains: NDArray[np.uint8]  # (n,) their factors, applied to large scores along the residual
-    errors: NDArray[np.uint8]  # (n,) their errors, rounded up
-    corrections: NDArray[np.float16]  # (n,) their offsets for a factor of 1
+    gains: NDArray[np.uint8]  # (n,) factors of the coarser codes, at least 1, in steps of 1 / GAIN
+    errors: NDArray[np.uint8]  # (n,) errors of the coarser codes in steps of `error_step`, rounded up
+    corrections: NDArray[np.float16]  # (n,) offsets of the coarser codes with a factor of 1
 
     def take(self, which: NDArray[Any]) -> Coded:
-        """Return some of the records, by mask or numbers."""
+        """Return the records that a mask or an array of indices selects."""
         return Coded(*(column[which] for column in self))
 
 
@@ -179,28 +179,28 @@ class Allowed(NamedTuple):
     """Slots that a scan may return."""
 
     bits: NDArray[np.uint16]  # (blocks,) a bit for each slot
-    sizes: Floats  # (lists,) their number in each list, padded with zeros to a multiple of 16
+    sizes: Floats  # (lists,) number of these slots in each list, padded with zeros to a multiple of 16
 
 
 class CodeBlocks(NamedTuple):
-    """Coded records as kernels read them: blocks of 16, list by list; a list's last block may have spare slots."""
+    """Encoded records as kernels read them: list by list in blocks of 16. A list's last block may have empty slots."""
 
-    sizes: Rows  # (lists,) records
-    starts: Rows  # (lists + 1,) first block
+    sizes: Rows  # (lists,) number of records
+    starts: Rows  # (lists + 1,) number of the first block
     blocks: NDArray[np.uint8]  # (blocks, parts / 2, 16) finer codes; parts may be 0
     factors: NDArray[np.float16]  # (blocks, 16); without finer codes (0, 16)
-    offsets: NDArray[np.float16]  # (blocks, 16) of l2 with finer codes, else (0, 16)
-    rows: NDArray[np.uint32]  # (slots,) NO_ROW of spare ones
+    offsets: NDArray[np.float16]  # (blocks, 16) for l2 with finer codes, else (0, 16)
+    rows: NDArray[np.uint32]  # (slots,) NO_ROW for an empty slot
     squares: Floats  # (lists,) Σ |r|²
     radii: Floats  # (lists,) max |r|
-    sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) of the coarser codes
+    sketches: NDArray[np.uint8]  # (blocks, parts / 2, 16) coarser codes
     gains: NDArray[np.uint8]  # (blocks, 16) factors of the coarser codes
     errors: NDArray[np.uint8]  # (blocks, 16) errors of the coarser codes; APART: set apart
-    corrections: NDArray[np.float16]  # (blocks, 16) their offsets of l2, else (0, 16)
+    corrections: NDArray[np.float16]  # (blocks, 16) offsets of the coarser codes for l2, else (0, 16)
 
     @classmethod
     def of(cls, coded: Coded, lists: int, is_l2: bool) -> CodeBlocks:
-        """Lay records out. Cost n."""
+        """Arrange encoded records in blocks, sorted by list. Cost n."""
         coded = coded.take(np.argsort(coded.lists, kind="stable"))
         sizes = np.bincount(coded.lists, minlength=lists)
         starts = np.concatenate([[0], np.cumsum(-(-sizes // BLOCK))])
@@ -229,11 +229,11 @@ class CodeBlocks(NamedTuple):
 
     @property
     def slots(self) -> Rows:  # (n,)
-        """Slots of the records."""
+        """Slots of the records, sorted by list."""
         return _slots(self.sizes, self.starts)
 
     def coded(self) -> Coded:
-        """The records, list by list, each with the mean |r|² and the largest |r| of its list."""
+        """Return the records sorted by list, undoing `of`. Each has the mean |r|² and the largest |r| of its list."""
         slots, squares = self.slots, self.squares / np.maximum(self.sizes, 1)
 
         def flat(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -252,7 +252,7 @@ class CodeBlocks(NamedTuple):
         )  # fmt: skip
 
     def allowed(self, keep: Live, places: Places) -> Allowed:  # (size,), (slots,)
-        """The filled slots whose place is in `keep`. Cost n."""
+        """Return the slots of records that `keep` allows; places[slot] is the record's index in `keep`. Cost n."""
         taking_part = np.append(keep, False)[np.minimum(places, len(keep))]
         bits = np.packbits(taking_part, bitorder="little").view(np.uint16)
         counts = np.concatenate([[0], np.cumsum(_COUNTS[bits], dtype=np.int64)])
@@ -262,20 +262,20 @@ class CodeBlocks(NamedTuple):
 
 
 def sketch_of(dim: int) -> tuple[int, int]:
-    """Length of a word of a sketch in numbers of a key, and number of parts."""
+    """Return the numbers of a key that one word of a sketch encodes, and the number of parts of a sketch."""
     word = next(length for least, length in SKETCHED if dim >= least)
     return word, -(-dim // (8 * word)) * 8
 
 
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
-    """Slots of the records, list by list."""
+    """Return the slots of the records, list by list, from the sizes and the first blocks of lists."""
     first = starts[:-1] * BLOCK - np.concatenate([[0], np.cumsum(sizes)[:-1]])
     slots: Rows = np.arange(int(sizes.sum())) + np.repeat(first, sizes)
     return slots
 
 
 def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (parts, word, 16)
-    """Words of each part, by k-means."""
+    """Train the 16 words of each part by k-means."""
     faiss = faiss_module()
     words = faiss.ProductQuantizer(turned.shape[1], parts, 4)
     words.cp.niter, words.cp.seed, words.cp.max_points_per_centroid = ROUNDS, 1234, 1000
@@ -285,7 +285,7 @@ def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (part
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
-    """A rotation whose parts have about equal products of variances: each axis goes to the least so far."""
+    """Return a rotation to principal axes. Each axis is assigned to the part with the least product of variances."""
     values, axes = np.linalg.eigh((residuals.T @ residuals).astype(np.float64) / len(residuals))
     logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
     logs -= logs.min() - 1e-3
@@ -300,10 +300,10 @@ def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> 
 
 
 def nearest_centroids(centroids: Floats, keys: Floats) -> Rows:  # (l, d), (n, d) -> (n,)
-    """The centroid that is nearest to each key."""
+    """Return the number of the centroid that is nearest to each key."""
     table, half = torch.from_numpy(centroids), torch.from_numpy(np.square(centroids).sum(1) / 2)
     size, nearest = max(1, ENCODED // len(centroids)), torch.empty(len(keys), dtype=torch.int64)
-    room = torch.empty(min(size, len(keys)), len(centroids))  # reused, as new pages cost a third of the time
+    room = torch.empty(min(size, len(keys)), len(centroids))  # reused, as new pages would cost a third of the time
     for some, out in zip(torch.split(torch.from_numpy(keys), size), torch.split(nearest, size), strict=True):
         torch.addmm(half, some, table.T, beta=-1, out=room[: len(some)])
         torch.argmax(room[: len(some)], 1, out=out)

@@ -1,12 +1,12 @@
 """Statistics of the values of indexed records, for estimates, and the records that are set apart.
 
-An estimate may leave a record undrawn only if its weight and its value are bounded. The error of its code bounds the
-weight; the few codes with an extreme error are marked as set apart (`softdb.index.quantizer`). The distance ‖v - v̄‖ of
-each value from their mean is measured in one pass when an index is built. Records with an extreme distance would make
-every bound loose: they are set apart, too, and scored for every query. The mean value of each list is stored as well,
-by which estimates are corrected.
-In the index file, arrays in NumPy's format follow the engine's bytes, in the order of `FORM`. After an index has grown,
-they are measured again when first needed.
+An estimate may leave a record undrawn only if the record's weight and value are bounded. The error of its code bounds
+the weight; the few records whose code has an extreme error are set apart (`softdb.index.quantizer`). The distance
+‖v - v̄‖ of each value v from the mean of the values is measured in one pass when an index is built. Records with an
+extreme distance would make every bound loose, so they are set apart, too: they are scored for every query. The mean
+value of each list is also stored; it corrects estimates.
+In an index file the statistics follow the engine's bytes: one NumPy array for each field of `FORM`, in this order.
+After records were added to an index, the statistics are measured again when first needed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from softdb.store import Snapshot
 
 _log = logging.getLogger("softdb")
 
-SAMPLED = 1 << 14  # values that the mean is estimated from
-WITNESSES = 256  # records whose checksums are compared before stored statistics are used
+SAMPLED = 1 << 14  # number of values from which the mean is estimated
+WITNESSES = 256  # number of records whose checksums must match before stored statistics are used
 GATHERED = 1 << 22  # numbers copied at once
 MOST_CLASSES = 1024  # most classes whose shares in each list are stored
 
-# type and axes of each field; l: the lists of the index
+# dtype and axes of each field; axis l: the lists of the index
 FORM = {
     "apart": ("i8", "m"), "scales": ("f4", "m"), "means": ("f4", "lv"), "centre": ("f8", "v"),
     "value_radius": ("f8", ""), "witnesses": ("i8", "w"), "checksums": ("u4", "w"),
@@ -39,30 +39,30 @@ FORM = {
 
 
 def reach_of(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
-    """Return the statistics stored with an index, if they are of these records; else measure and store them."""
+    """Return the statistics stored with an index if they describe the snapshot's records; else measure them."""
     if index.reach is None or not _is_of(index.reach, snapshot):
         index.reach = _measured(index, snapshot, num_classes)
     return index.reach
 
 
 def _is_of(reach: Reach, snapshot: Snapshot) -> bool:
-    """True if the statistics are of these records, not of another database whose signed index file was copied here."""
+    """Return True if the statistics describe these records, and not those of a database whose index file was copied."""
     positions = snapshot.positions(reach.witnesses)
-    present = positions >= 0  # the others have been compacted away
+    present = positions >= 0  # compaction removed the other witnesses
     if present.any() and np.array_equal(_checksums(snapshot, positions[present]), reach.checksums[present]):
         return True
-    _log.warning("the statistics in the index file are of other records; they are measured anew")
+    _log.warning("the statistics in the index file describe other records; softdb measures them again")
     return False
 
 
 def _checksums(snapshot: Snapshot, positions: Rows) -> NDArray[np.uint32]:  # (w,) -> (w,)
-    """CRC-32 of keys and values."""
+    """Return a CRC-32 over key and value of each record."""
     columns = zip(snapshot.keys_at(positions).numpy(), snapshot.values_at(positions).numpy(), strict=True)
     return np.array([zlib.crc32(value.tobytes(), zlib.crc32(key.tobytes())) for key, value in columns], np.uint32)
 
 
 def packed(reach: Reach) -> bytes:
-    """Return the statistics as bytes of an index file."""
+    """Return the statistics as bytes for an index file."""
     file = io.BytesIO()
     for name, (dtype, _) in FORM.items():
         np.save(file, np.asarray(getattr(reach, name), f"<{dtype}"), allow_pickle=False)
@@ -70,27 +70,27 @@ def packed(reach: Reach) -> bytes:
 
 
 def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
-    """Read what `packed` wrote. Raises ValueError if it does not fit the index, as that of another file."""
+    """Read the statistics that `packed` wrote. Raises ValueError if they do not fit the index."""
     file, fields, sizes = io.BytesIO(data), dict[str, Any](), {"l": index.lists}
     for name, (dtype, axes) in FORM.items():
         try:
             array = np.load(file, allow_pickle=False)
         except (EOFError, MemoryError) as error:
-            raise ValueError(f"{name} is cut off") from error
+            raise ValueError(f"the field {name} is incomplete") from error
         shape = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
         if (array.dtype, array.shape, len(axes)) != (np.dtype(f"<{dtype}"), shape, array.ndim):
-            raise ValueError(f"{name} is not that of such an index")
+            raise ValueError(f"the field {name} has a dtype or shape that does not fit the index")
         if not np.isfinite(array).all():
-            raise ValueError(f"{name} is not finite")
+            raise ValueError(f"the field {name} is not finite")
         fields[name] = array if axes else float(array)
     apart = fields["apart"]
     if file.read(1) or (apart < 0).any() or (apart >= index.covered).any() or (np.diff(apart) <= 0).any():
-        raise ValueError("it has trailing bytes, or names records that the index does not hold")
+        raise ValueError("the statistics have trailing bytes, or name records that the index does not hold")
     return Reach(**fields)
 
 
 def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
-    """One pass over the values, in the order of the lists. Cost n v."""
+    """Measure the statistics in one pass over the values, list by list. Cost n v."""
     layout, lists = index.layout, index.lists
     rows, own = layout.rows[layout.slots].astype(np.int64), np.repeat(np.arange(lists), layout.sizes)
     positions, centre = snapshot.positions(rows), _centre(snapshot)
@@ -125,13 +125,13 @@ def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> R
 
 
 def _centre(snapshot: Snapshot) -> Numbers:
-    """The mean of some values, (v,); of labels (0,)."""
+    """Return the mean (v,) of a sample of the values; for labels an empty array."""
     values = snapshot.values_at(sampled(snapshot.live, SAMPLED, 4))
     return values.double().mean(0).numpy() if values.is_floating_point() else np.zeros(0)
 
 
 def _limit(measure: Numbers) -> float:
-    """Limit beyond which a distance is extreme, as few are."""
+    """Return the distance above which a distance is extreme: at most a share SHARE of them are."""
     if not len(measure):
         return 0.0
     ordinary, rare = np.quantile(measure, (ORDINARY, 1 - SHARE))

@@ -1,4 +1,4 @@
-"""Exact scores and order of candidates, from stored keys that are read in place: the last step of a search."""
+"""Score candidates exactly, from stored keys that are read in place, and sort them: the last step of a search."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from softdb.kernels.threads import by_lines, workers
 from softdb.scoring import score_of
 from softdb.store import Snapshot
 
-CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # numbers of metrics in the kernels
-GATHERED = 1 << 22  # numbers of keys copied at once without kernels: 16 MB
+CODES = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # the number that the kernels use for each metric
+GATHERED = 1 << 22  # numbers that are copied at once if there are no kernels: 16 MB
 
 
 def ordered(
@@ -27,9 +27,9 @@ def ordered(
     positions: Rows,  # (q, c), -1 = none
     k: int,
     metric: Metric,
-    plain: Floats | None = None,  # the queries as `prepared` returns them, if known
+    plain: Floats | None = None,  # `prepared(queries, metric)` if the caller has it
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-    """Positions of the k best candidates by exact score, ties by row, then -1; and their scores, -inf for none.
+    """Return the positions of the k best candidates by exact score, ties by row, -1 = none; and scores, -inf for none.
 
     Cost q c d.
     """
@@ -46,10 +46,10 @@ def best_of(
     k: int,
     metric: Metric,
 ) -> tuple[Rows, Floats, bool]:  # (q, k), (q, k)
-    """The order by the kernels; True if every query has k candidates and all scores are finite."""
+    """Return `ordered` from the kernels, and True if every query has k candidates and all scores are finite."""
     best, scores = np.empty((len(plain), k), np.int64), np.empty((len(plain), k), np.float32)
     rerank, keys, code = native().rerank, snapshot.key_column, CODES[metric]
-    if workers(positions.size * plain.shape[1]) == 1:  # which feels microseconds
+    if workers(positions.size * plain.shape[1]) == 1:  # avoids the microseconds of `by_lines`
         return best, scores, rerank(plain, positions, keys, code, best, scores)
     given, products = _given(snapshot, plain, positions, metric, best, scores)
     return best, scores, all(by_lines(rerank, given, len(plain), products))
@@ -62,7 +62,7 @@ def scores_at(
     metric: Metric,
     precise: bool = False,
 ) -> NDArray[Any]:  # (q, c)
-    """Exact scores of candidates in their order, -inf for none; in float64 if `precise`, else in float32.
+    """Return the exact score of each candidate, -inf for none, in float64 if `precise`, else in float32.
 
     Needs the kernels unless the columns lie on a device. Cost q c d.
     """
@@ -72,7 +72,7 @@ def scores_at(
     if scores.size:
         plain, positions = prepared(queries, metric), np.ascontiguousarray(positions)
         given, products = _given(columns, plain, positions, metric, scores)
-        if len(scores) == 1:  # threads share its candidates
+        if len(scores) == 1:  # threads share the candidates of the single query
             column = columns.key_column
 
             def some(run: slice) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def scores_at(
 def _given(
     snapshot: Snapshot, plain: Floats, positions: Rows, metric: Metric, *out: Any
 ) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
-    """A function from a run of the queries to kernel arguments, and the number of products of all queries."""
+    """Return a function from a slice of queries to kernel arguments, and the number of products for all queries."""
     keys, code = snapshot.key_column, CODES[metric]
 
     def given(run: slice) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def _given(
 def _gathered(
     snapshot: Snapshot, queries: Floats, positions: Rows, k: int, metric: Metric
 ) -> tuple[Rows, Floats]:  # (q, k), (q, k)
-    """The order by torch, from copies of the keys."""
+    """Return `ordered` from torch, with copies of the candidates' keys."""
     score, width = score_of(metric), min(k, positions.shape[1])
     best, scores = np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), -np.inf, np.float32)
     chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))

@@ -1,6 +1,6 @@
-"""The rule that chooses which lists a query scans, by the scores of their centroids. Fitted to queries.
+"""The rule that chooses the lists that a query scans, from the scores of their centroids. It is fitted to queries.
 
-The number of a query's k nearest in list j, of N records, is taken as Poisson with mean N times
+The number of a query's k nearest records in a list of N records is modelled as Poisson with mean N times
 
     exp(a g + b z + c z² + d)     g = (s - t) / (ρ u) is the gap of the list's records above t, the score of the k-th
                                   best in the first lists: s is their mean score, for l2 lower than their centroid's by
@@ -24,23 +24,23 @@ from numpy.typing import NDArray
 
 from softdb.index.contract import Floats, Live, Rows
 
-FIRST = 4  # lists that are always scanned (kFirst of lists.cc)
-MOSTLY = 0.9  # share of the records below which a filter may leave out most of the nearest
-RARE = 0.05  # min(1, 2 s) at which the line meets the curve
-ROUNDS = 25  # of Newton's method at most
+FIRST = 4  # number of lists that are always scanned (kFirst of lists.cc)
+MOSTLY = 0.9  # if a filter allows a smaller share of the records, it may exclude most of the nearest
+RARE = 0.05  # value of min(1, 2 s) at which the linear threshold is exact (`of_kernels`)
+ROUNDS = 25  # largest number of steps of Newton's method
 
 Doubles: TypeAlias = NDArray[np.float64]
-Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # η -> logarithm of the rate, and its derivative
+Link: TypeAlias = Callable[[Doubles], tuple[Doubles, Doubles]]  # linear predictor -> log of the rate, its derivative
 
 
 class Rule(NamedTuple):
-    """The coefficients a, b, c, d, and a', d' with a filter."""
+    """Coefficients of the fitted rule: a, b, c and d of the module's docstring; with a filter a' and d'."""
 
     gap: float = 1.0
     linear: float = 0.0
     square: float = 0.0
     constant: float = 0.0
-    filtered_gap: float = 3.0  # about the usual fit
+    filtered_gap: float = 3.0  # typical of fits
     filtered_constant: float = -1.0
 
     def of_kernels(self, records_per_match: float, share: float) -> tuple[float, float, float, float, float]:
@@ -61,19 +61,18 @@ class Rule(NamedTuple):
 
 
 def _normal_edge(records_per_match: float) -> float:
-    """The number below which a normal one lies once in so many times."""
+    """Return the quantile of the standard normal distribution at 1 / records_per_match, at most the median."""
     return NormalDist().inv_cdf(min(1 / records_per_match, 0.5))
 
 
 def fitted(
-    scores: Floats,  # (q, lists) of the centroids
-    gaps: Floats,  # (q, lists) g; not finite where there is none
+    scores: Floats,  # (q, lists) scores of the centroids
+    gaps: Floats,  # (q, lists) g of the module's docstring; not finite if a query has no threshold t
     sizes: Rows,  # (lists,)
-    nearest: Rows,  # (q, k) the list of each of the nearest, -1 = none
+    nearest: Rows,  # (q, k) the list that holds each of the k nearest, -1 = none
 ) -> tuple[Rule, float]:
-    """The rule of the greatest likelihood, and the least records per match by which half of the queries scan more.
-
-    Lists that are scanned in any case take no part.
+    """Fit the rule by maximum likelihood. Return the rule, and the least `records_per_match` at which half of the
+    queries scan more than the first lists. The fit ignores the lists that are always scanned.
     """
     lines, widths = np.arange(len(scores))[:, None], scores.std(1, keepdims=True)
     counts, seen = np.zeros(scores.shape, np.float32), nearest >= 0
@@ -114,10 +113,10 @@ def _poisson(
     link: Link,
     usual: float,
 ) -> tuple[Doubles, float]:  # (f,)
-    """Weights and constant of the greatest likelihood: counts ~ Poisson(records rate(facts · weights + constant)).
+    """Fit weights and a constant by maximum likelihood: counts ~ Poisson(records · rate(facts · weights + constant)).
 
-    By Fisher's scoring, the step halved until the likelihood rises (McCullagh and Nelder 1989, section 2.5). Where the
-    first weight, of the gap, would fall to 0: `usual` alone.
+    The method is Fisher scoring; a step is halved until the likelihood rises (McCullagh and Nelder 1989, section 2.5).
+    If the weight of the gap (the first) is not positive, return weight 1 for it, 0 for others, and constant `usual`.
     """
     middle, spread = facts.mean(0), facts.std(0) + 1e-9
     given, sizes = np.column_stack([np.ones(len(facts)), (facts - middle) / spread]), np.log(records)

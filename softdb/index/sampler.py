@@ -1,7 +1,7 @@
-"""Draws of records by one scan of an index's codes, with probabilities from each record's code and its error.
+"""Draw records in one scan of an index's codes, with probabilities from each record's code and the code's error.
 
-`softdb/kernels/native/draw.cc` has the equations: sums over the records drawn, divided by their probabilities, are
-unbiased however coarse the codes. docs/error-bars.md derives bounds for the records not drawn.
+`softdb/kernels/native/draw.cc` has the equations: sums over the drawn records, each divided by its probability, are
+unbiased for codes of any precision. docs/error-bars.md derives bounds for records that were not drawn.
 """
 
 from __future__ import annotations
@@ -24,97 +24,97 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
-FIRST = 500  # records drawn for a query in the first round
-NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the last cost in the mean; decay of a mean above 1 at each use
-PLAIN = 0.05  # share of the draws that is uniform, kPlain of draw.cc
-FEWEST = 10_000  # records below which a pass over all costs less than any draw
+FIRST = 500  # number of records drawn for a query in the first round
+NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the newest cost in the moving mean; factor of a mean above 1 at each use
+PLAIN = 0.05  # share of the draws that are uniform (kPlain of draw.cc)
+FEWEST = 10_000  # with fewer records comparing all costs less than any draw
 
 
 class Drawing(NamedTuple):
-    """Parameters of a draw."""
+    """Parameters of one round of draws."""
 
     queries: Floats  # (q, d) prepared
-    factor: float  # logits are this times the score
-    budget: int  # records to draw for a query, beside those set apart
+    factor: float  # logit / score
+    budget: int  # number of records to draw for a query, in addition to those set apart
     seed: int
     doubt: float  # probability that the bounds on undrawn records are wrong
-    least: float = math.nan  # least score of records to count; NaN: draw by weight
-    points: float = 0.0  # expected points of samples; 0: no samples
+    least: float = math.nan  # for counts: least score of a record that counts; NaN: draw by weight
+    points: float = 0.0  # for samples: expected number of points; 0: no samples
 
     @property
     def visible(self) -> float:
-        """Deviations x that one of `budget` records is expected to exceed: Φ(-x) = 1 / budget."""
+        """x standard deviations, which one of `budget` records is expected to exceed: Φ(-x) = 1 / budget."""
         return statistics.NormalDist().inv_cdf(max(0.5, 1 - 1 / max(1, min(self.budget, 1 << 40))))
 
 
 class Answering(NamedTuple):
-    """Values to pool over the records drawn, and parameters of the error bar."""
+    """Values to pool over the drawn records, and parameters of the error bar."""
 
     values: Any  # the stored column
-    width: int  # v, or the number of classes; 0: the normaliser alone is wanted
-    z: float  # quantile of the normal at the confidence
-    salt: int = 0  # seed of random signs; merged parts need different ones
-    fewest: int = 0  # draws below which undrawn records have no bound,
-    slight: float = 0.0  # unless their largest term is at most this share of Ẑ
+    width: int  # v, or the number of classes; 0: only the normaliser is computed
+    z: float  # quantile of the normal distribution at the confidence
+    salt: int = 0  # seed of random signs; parts whose answers are merged need different salts
+    fewest: int = 0  # with fewer draws than this the error has no bound,
+    slight: float = 0.0  # unless the largest undrawn term is at most this share of Ẑ
 
 
 class Figures(NamedTuple):
-    """Figures of drawn answers, (q,) each. Weights and terms are relative to Ẑ; in counts a record weighs 1."""
+    """Statistics of answers from draws, (q,) each. Weights and terms are relative to Ẑ; in counts a record weighs 1."""
 
-    base: Numbers  # log of the unit of `correction` and `moved`
-    drawn: Numbers  # number of records, an integer
-    correction: Numbers  # term that controls add to Σ w / p
-    unseen: Numbers  # bound of the term w / p of an undrawn record
-    hidden: Numbers  # Σ w² / p over errors that draws may not show
-    missed: Numbers  # their expected Σ w
-    alone: Numbers  # their expected Σ w²
-    thinned: Numbers  # the largest term of a record set apart that was thinned out; 0 if none was
-    expected: Numbers  # variance predicted by codes
+    base: Numbers  # log of the unit in which `correction` and `moved` are given
+    drawn: Numbers  # number of drawn records, an integer
+    correction: Numbers  # term that the control variates add to Σ w / p
+    unseen: Numbers  # bound on the term w / p of any undrawn record
+    hidden: Numbers  # Σ w² / p over records with code errors so rare that no draw may show them
+    missed: Numbers  # expected Σ w of the records in `hidden`
+    alone: Numbers  # expected Σ w² of the records in `hidden`
+    thinned: Numbers  # the largest term of a record that thinning may drop; 0 if there is none
+    expected: Numbers  # variance that the codes predict
     lse: Numbers  # log Ẑ
-    noise: Numbers  # Σ r²
+    noise: Numbers  # Σ r², for the error of Ẑ
     noises: Numbers  # Σ r⁴
-    variance: Numbers  # Σ ‖y‖²
+    variance: Numbers  # Σ ‖y‖², for the error of the output
     variances: Numbers  # Σ ‖y‖⁴
-    usual: Numbers  # root mean square of ‖v - o‖, weighted by the shares of records in `hidden`
-    drift: Numbers  # length of the mean of v - o, weighted alike
+    usual: Numbers  # root mean square distance ‖v - o‖ of a value from the answer, weighted as in `hidden`
+    drift: Numbers  # length of the mean of v - o, weighted as in `hidden`
     reach: Numbers  # largest distance of a value from the answer
-    bar: Numbers  # quantile of ‖ô - o‖
-    lse_bar: Numbers  # quantile of |Ẑ / Z - 1|
-    blind: Numbers  # the share of `lse_bar` for undrawn records
+    bar: Numbers  # quantile of the output's error ‖ô - o‖
+    lse_bar: Numbers  # quantile of the normaliser's error |Ẑ / Z - 1|
+    blind: Numbers  # the share of `lse_bar` that is due to undrawn records
 
 
 class DrawnAnswer(NamedTuple):
-    """The softmax over the records drawn, and sums over the terms of its error (`softdb.attend.error`)."""
+    """The softmax answer from the drawn records, and sums over its error terms y and r (`softdb.attend.error`)."""
 
     output: Numbers  # (q, v)
-    moved: Numbers  # (q, v) term that corrections add to Σ w v / p
+    moved: Numbers  # (q, v) term that control variates add to Σ w v / p
     first: Numbers  # (q, v) Σ r y
-    signed: Floats  # (q, SIGNS, v) Σ ±y
-    roots: Numbers  # (q, SIGNS) Σ ±r
-    weights: Numbers  # (q, w) shares of the answer
+    signed: Floats  # (q, SIGNS, v) Σ ±y with random signs
+    roots: Numbers  # (q, SIGNS) Σ ±r with random signs
+    weights: Numbers  # (q, w) each record's share of the answer
 
 
 class DrawnSample(NamedTuple):
-    """Records drawn for each query and scored exactly, the heaviest first, and the answers from them."""
+    """Records drawn for each query and scored exactly, the heaviest first, and the answers computed from them."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
-    chances: Numbers  # (q, w) probability of each, 1 for none
-    controls: Numbers  # (q, w) for counts, the chance to lie inside by the code alone
+    chances: Numbers  # (q, w) probability with which each record was drawn, 1 for none
+    controls: Numbers  # (q, w) for counts: the probability, by code, that the record lies in the radius
     figures: Figures
     answer: DrawnAnswer | None  # None for counts
 
 
 class Drawable(NamedTuple):
-    """Slots of an index that may be drawn."""
+    """The slots of an index that may be drawn."""
 
     slots: Allowed
-    places: Places  # positions of the slots
-    inside: int  # number of them
+    places: Places  # position of the record in each slot
+    inside: int  # number of these slots
 
 
 class Sampler:
-    """Draws of records from lists of codes. Safe to use from several threads."""
+    """Draws records from lists of codes. Safe to use from several threads."""
 
     def __init__(self, index: Sketches, snapshot: Snapshot, num_classes: int | None) -> None:
         self.index = index
@@ -140,22 +140,22 @@ class Sampler:
             layout.radii, most_errors, turns, centroids,
             np.einsum("ld,ld->l", centroids, centroids), sketch.origin, l2,
         )  # fmt: skip
-        self._native = native().Sketch(*self._held)  # keeps a reference to the arrays
-        self._costs: dict[object, float] = {}  # mean cost by kind of queries, over that of a pass
+        self._native = native().Sketch(*self._held)  # refers to the arrays, which `_held` keeps alive
+        self._costs: dict[object, float] = {}  # kind of queries -> mean cost of draws, over comparing all records
 
     def knows(self, kind: object) -> bool:
-        """Return True if queries of a kind were drawn for before."""
+        """Return True if the cost of draws for this kind of queries has been measured."""
         return kind in self._costs
 
     def hopeless(self, kind: object) -> bool:
-        """Return True if draws for a kind of queries cost more than a pass. Decays, so that they are tried again."""
+        """Return True if draws for this kind of queries cost more than comparing all records. The cost decays."""
         cost = self._costs.get(kind, 0.0)
         if cost > 1:
             self._costs[kind] = FORGOTTEN * cost
         return cost > 1
 
     def learn(self, kind: object, cost: float) -> None:
-        """Note the cost of some queries of a kind, over that of a pass for them."""
+        """Record the cost of draws for this kind of queries, over the cost of comparing all records."""
         self._costs[kind] = self._costs.get(kind, cost) + NEWEST * (cost - self._costs.get(kind, cost))
 
     @property
@@ -165,7 +165,7 @@ class Sampler:
 
     @property
     def slots(self) -> int:
-        """Number of slots that a draw scans."""
+        """Number of slots that one round of draws scans."""
         return int(self.index.layout.rows.size)
 
     def draw(
@@ -173,10 +173,10 @@ class Sampler:
         eligible: Drawable,
         snapshot: Snapshot,
         drawing: Drawing,
-        controls: bool,  # True: correct by sums of controls over all records
-        answering: Answering | None = None,  # None: records are counted
+        controls: bool,  # True: correct the answer by sums of controls over all records
+        answering: Answering | None = None,  # None: count records instead of pooling values
     ) -> DrawnSample:
-        """Draw about `budget` records for each query, and answer from them. Cost: see draw.cc."""
+        """Draw about `drawing.budget` records for each query, and compute an answer from them. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(drawing.queries)
         q, seeds = len(queries), _factors(drawing.seed, queries.shape[1])
         budget = min(drawing.budget, max(1, eligible.inside))
@@ -214,13 +214,13 @@ class Sampler:
 
 
 def _room(budget: int) -> int:
-    """Room for uniform draws."""
+    """Return the number of array columns to reserve for uniform draws."""
     plain = max(1, PLAIN * budget)
     return int(plain + 8 * plain**0.5 + 16)
 
 
 @functools.lru_cache(maxsize=16)
 def _factors(seed: int, count: int) -> NDArray[np.uint64]:  # (count,)
-    """Odd random numbers that hash a query's bits to its seed, so that errors of queries are independent."""
+    """Return odd random factors for the hash of a query's bits. The hash seeds its draws, so errors are independent."""
     factors: NDArray[np.uint64] = np.random.default_rng(seed).integers(1, 1 << 63, count, np.uint64) | np.uint64(1)
     return factors

@@ -1,4 +1,4 @@
-"""Searches by an index on the CPU, merged with exact scores of unindexed records and outliers."""
+"""Search by an index on the CPU. Compare unindexed records and outliers exactly, and merge them into the matches."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from softdb.index.sketches import Sketches
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
-FARTHER = 2  # factor of the candidates with a filter, as codes rank far records less well
-AROUND, RARE = 64, 0.5  # nearest looked at; share of them, relative to all records, below which all are compared
-LISTED = 1 << 16  # most matches of a filter whose positions are stored
+FARTHER = 2  # factor on the number of candidates with a filter: matches are farther, where codes rank less well
+AROUND, RARE = 64, 0.5  # nearest checked; compare all records if matches are rarer among them than RARE times average
+LISTED = 1 << 16  # largest number of a filter's matches whose positions are cached
 
 
 class Searcher:
-    """Searches by one index, with their caches. Safe to use from several threads."""
+    """Searches one index, and caches data that its searches share. Safe to use from several threads."""
 
     def __init__(self, index: Index, planner: Planner | None = None) -> None:
         self.index = index
         self.planner = planner or Planner(index)
-        self.sampler: Sampler | None = None  # draws records for estimates, made by the first
-        self._coverage: _Coverage | None = None  # of the last snapshot
+        self.sampler: Sampler | None = None  # draws records for estimates; made by the first estimate
+        self._coverage: _Coverage | None = None  # for the last snapshot
         self._outliers: Outliers | None = None  # None: not copied yet
 
     @cached_property
     def drawer(self) -> Searcher:
-        """The searcher by the sketches, which has the sampler of estimates."""
+        """The searcher by the index's sketches, which holds the sampler for estimates."""
         sketches = self.index.sketches
         return self if sketches is None or sketches is self.index else Searcher(sketches)
 
     def find(
         self, snapshot: Snapshot, query: Query
-    ) -> FinderResult | None:  # (q, k), -1 only beyond the number of records that count
-        """The k nearest that are allowed and live; None if comparing every record costs less.
+    ) -> FinderResult | None:  # (q, k), -1 only if fewer than k records are allowed
+        """Find the k nearest allowed live records of each query. Return None if comparing every record costs less.
 
-        Unindexed rows and outliers of norm are compared exactly and merged. Cost: the index's search, and exact scores
-        of its candidates, of unindexed rows and of outliers.
+        Unindexed rows and outliers of norm are compared exactly and merged into the matches. Cost: the index's search,
+        and exact scores of its candidates, of unindexed rows and of outliers.
         """
         coverage, metric = self._coverage_of(snapshot), self.index.metric
         queries, k, allowed = query.queries, query.k, query.allowed
@@ -68,26 +68,26 @@ class Searcher:
         if coverage.until < snapshot.size:
             newer = nearest(snapshot, replace(query, k=min(k, snapshot.size - coverage.until)), coverage.until)
             positions, scores = ordered(snapshot, vectors, np.concatenate([positions, newer], axis=1), k, metric)
-        short = positions[:, -1] < 0  # the index returned fewer than there are
+        short = positions[:, -1] < 0  # the index returned fewer records than exist
         if short.any():
             positions[short], scores = nearest(snapshot, replace(query, queries=queries[np.flatnonzero(short)])), None
         return FinderResult(positions, scores, self.index.kind)
 
     def nearest(self, snapshot: Snapshot, query: Query) -> FinderResult:  # (q, k)
-        """As `find`, or by comparing every record if that costs less."""
+        """Find the k nearest as `find` does, or by comparing every record if that costs less."""
         return self.find(snapshot, query) or FinderResult(nearest(snapshot, query), None, "flat")
 
     def find_plainly(
         self, snapshot: Snapshot, vectors: Floats, k: int, allowed: Live | None
     ) -> FinderResult | None:  # (q, d) -> (q, k)
-        """As `find`, in fewer steps, for an index that holds every record.
+        """Find the k nearest as `find` does, with less overhead, if the index holds every record.
 
-        None if `find` has to answer, or a query is not finite.
+        Return None if the caller has to use `find`: for other indexes, and for queries that are not finite.
         """
         coverage, index = self._coverage, self.index
         if coverage is None or coverage.until < snapshot.size or coverage.snapshot() is not snapshot:
             return None
-        if k > snapshot.count:  # answers are no wider
+        if k > snapshot.count:  # `find` handles answers with fewer than k records
             return None
         eligible = coverage.of(snapshot, index, allowed)
         listed = eligible.listed if eligible.filtered else None
@@ -102,7 +102,7 @@ class Searcher:
     def _searched(
         self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None, vectors: Floats, k: int, certain: int
     ) -> tuple[Rows, Floats, bool]:  # (q, d) -> (q, k), (q, k)
-        """The k best of the eligible records that the index holds; True if there are k and all scores are finite."""
+        """Return the k best eligible records in the index, their scores, and True if all are present and finite."""
         index = self.index
         vectors_seen, candidates = prepared(vectors, index.metric), max(index.candidates_for(certain), k)
         if isinstance(index, Lists):
@@ -110,9 +110,9 @@ class Searcher:
             candidates *= FARTHER if eligible.share < MOSTLY else 1
             positions, scores, complete = index.scan(vectors_seen, k, among, certain, candidates)
         else:
-            effort = math.ceil(index.effort_for(certain) / eligible.share)  # the nearest of few lie farther
+            effort = math.ceil(index.effort_for(certain) / eligible.share)  # the nearest of few records are farther
             rows = index.search(vectors_seen, min(candidates, max(1, eligible.inside)), eligible.selected, effort)
-            if eligible.share < MOSTLY:  # the filter may depend on the keys: if few of the nearest match, compare all
+            if eligible.share < MOSTLY:  # if few of the nearest match the filter, compare all
                 around = snapshot.positions(index.search(vectors_seen, AROUND, None))
                 keep = snapshot.live if allowed is None else snapshot.live & allowed
                 rows[((around >= 0) & keep[around]).mean(1) < RARE * eligible.share] = -1
@@ -126,19 +126,19 @@ class Searcher:
         return positions, scores, complete
 
     def outliers(self, snapshot: Snapshot, eligible: _Eligible, allowed: Live | None) -> tuple[Outliers, Rows]:
-        """The outliers of norm and their positions, -1 for those that are not eligible."""
+        """Return the outliers of norm and their positions, -1 for outliers that are not eligible."""
         index, known = self.index, eligible.outliers
         if known is not None and known[0].named is index.longest:
             return known
         room = index.room
-        if room is None:  # an index of an older version, or tuned on a GPU
+        if room is None:  # an older version built the index, or it was tuned on a GPU
             room = max(LEAST, int(SHARE * index.candidates_for(index.tuned_for)))
         self._outliers = outliers_of(snapshot, index, eligible.until, room, self._outliers)
         eligible.outliers = known = self._outliers, self._outliers.positions(snapshot, allowed)
         return known
 
     def eligible(self, snapshot: Snapshot, allowed: Live | None) -> Drawable:
-        """The slots of the lists that may be drawn."""
+        """Return the slots of the lists that may be drawn: live records that the filter allows."""
         known = self._coverage_of(snapshot).of(snapshot, self.index, allowed)
         return Drawable(known.slots, known.places, known.inside)
 
@@ -150,17 +150,17 @@ class Searcher:
 
 
 def _compared(snapshot: Snapshot, vectors: Floats, positions: Rows, k: int, metric: Metric) -> FinderResult:
-    """The k best of the same few records, for every query."""
+    """Compare every query with the same few records, and return the k best."""
     return FinderResult(*ordered(snapshot, vectors, np.tile(positions, (len(vectors), 1)), k, metric), "flat")
 
 
 def indexed_until(snapshot: Snapshot, index: Index) -> int:
-    """The first unindexed position."""
+    """Return the first unindexed position."""
     return sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
 
 
 def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
-    """Number of a segment's rows that an index covers."""
+    """Return how many rows of a segment are below `covered`, and so in the index."""
     return min(max(covered - first, 0), length) if rows is None else int(np.searchsorted(rows, covered))
 
 
@@ -170,11 +170,11 @@ class _Eligible:
     def __init__(self, snapshot: Snapshot, index: Index, keep: Live, coverage: _Coverage) -> None:
         self.filtered = keep is not snapshot.live
         self.count = int(np.count_nonzero(keep))
-        self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # their positions, if they are few
+        self.listed = np.flatnonzero(keep) if self.count <= LISTED else None  # positions of the records, if few
         self.until, self.aligned, self.places = coverage.until, coverage.aligned, coverage.places
-        self.inside = int(np.count_nonzero(keep[: self.until]))  # number of them in the index
+        self.inside = int(np.count_nonzero(keep[: self.until]))  # number of these records in the index
         every = self.inside == index.count
-        self.share = max(1, self.inside) / max(1, index.count)  # of the indexed rows
+        self.share = max(1, self.inside) / max(1, index.count)  # eligible share of the indexed rows
         self.selected: Selected | None = None  # the FAISS selector; None: all rows
         self.outliers: tuple[Outliers, Rows] | None = None  # outliers and their positions, once computed
         if isinstance(index, Sketches):
@@ -184,27 +184,27 @@ class _Eligible:
 
 
 class _Coverage:
-    """Coverage of one snapshot by an index, computed once in O(n) for all searches."""
+    """The records of one snapshot that an index holds, computed once in O(n) for all searches."""
 
     def __init__(self, snapshot: Snapshot, index: Index) -> None:
-        self.snapshot = weakref.ref(snapshot)  # an old one must not keep its segments mapped
-        # True if rows are positions; an index of another database may name unknown rows
+        self.snapshot = weakref.ref(snapshot)  # weak: a cached old snapshot must not keep its segments mapped
+        # True if each row equals its position; an index of another database may name unknown rows
         self.aligned = snapshot.contiguous and index.covered <= snapshot.size
         self.until = indexed_until(snapshot, index)
-        self.places = np.empty(0, np.uint32)  # of the slots of lists
+        self.places = np.empty(0, np.uint32)  # position for each slot of the lists
         if isinstance(index, Sketches):
             self.places = index.layout.rows if self.aligned else _places(snapshot, index.layout.rows)
         self.every = _Eligible(snapshot, index, snapshot.live, self)
         self._filtered: Recent[_Eligible] = Recent()
 
     def of(self, snapshot: Snapshot, index: Index, allowed: Live | None) -> _Eligible:
-        """Eligible records for a filter."""
+        """Return the records that a search with the filter `allowed` may return."""
         if allowed is None:
             return self.every
         return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self), allowed)
 
 
 def _places(snapshot: Snapshot, rows: Places) -> Places:  # (slots,)
-    """Positions of rows, NO_ROW for unknown rows."""
+    """Return the position of each row, NO_ROW for unknown rows."""
     positions = snapshot.positions(rows.astype(np.int64))
     return np.where(positions >= 0, positions, NO_ROW).astype(np.uint32)

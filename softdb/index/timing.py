@@ -1,4 +1,4 @@
-"""Wall-clock time of calls."""
+"""Measure the wall-clock time of calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """Return the result of a call and its seconds."""
+    """Return the result of a call and the seconds that it took."""
     start = time.perf_counter()
     result = run()
     return result, time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Tuning of an index: the least effort and candidates whose measured recall meets a goal."""
+"""Tune an index: find the least effort and the fewest candidates whose measured recall meets a goal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from softdb.index.contract import Floats, Index, Live, Rows
 from softdb.index.timing import fastest as least_seconds
 from softdb.index.timing import timed
 
-FLAT = 0.002  # least gain of recall by two doublings of the effort, or the search for an effort ends
-FINE = 8  # precision of the effort: 1 / FINE of it
-STEADY = 0.001  # largest loss of recall by more effort
-PAIRED = 1 << 17  # pairs of positions up to which comparing them is cheaper than sorting
-TIMED = 9  # single queries that are timed
+FLAT = 0.002  # the search for an effort ends if two doublings of the effort raise recall by less
+FINE = 8  # the effort is found to a precision of effort / FINE
+STEADY = 0.001  # recall may fall by this much when the effort grows
+PAIRED = 1 << 17  # if pairs of positions are at most this number, comparing them is cheaper than sorting
+TIMED = 9  # number of queries that are timed one by one
 
 
 class Setting(NamedTuple):
-    """Effort and candidates, their recall, and seconds of a query or another cost."""
+    """An effort and a `fetch_k`, with their recall, and the seconds of a query or another measure of cost."""
 
     effort: int
     fetch_k: int
@@ -30,19 +30,19 @@ class Setting(NamedTuple):
 
 
 class Trial(Protocol):
-    """Queries with known answers."""
+    """Measures settings of an index by queries with known answers."""
 
     def recall(self, effort: int, fetch_k: int) -> float:
-        """Recall of a setting."""
+        """Return the mean recall of a setting."""
 
     def seconds(self, effort: int, fetch_k: int) -> float:
-        """Seconds of a query."""
+        """Return the seconds of a query, or another measure of cost."""
 
 
 def fastest(trial: Trial, index: Index, goal: float, progress: Callable[[int, int], None]) -> Setting:
-    """The fastest setting that meets the goal or, if none does, the setting of the highest recall.
+    """Return the fastest setting that meets the goal. If none does, return the setting with the highest recall.
 
-    For each number of candidates the least effort is found by doubling, then bisection.
+    For each number of candidates, doubling and then bisection find the least effort.
     """
     best, highest = None, Setting(index.effort_least, index.levels[0], -1.0, np.inf)
     for done, fetch_k in enumerate(index.levels):
@@ -62,15 +62,15 @@ def fastest(trial: Trial, index: Index, goal: float, progress: Callable[[int, in
 
 
 def least_effort(
-    recall: Callable[[int], float],  # of an effort
+    recall: Callable[[int], float],  # effort -> recall
     low: int,
     high: int,
     goal: float,
-    fine: int,  # precision of the effort: 1 / fine of it
+    fine: int,  # precision: effort / fine
 ) -> tuple[int, float]:
-    """The least effort that meets the goal, and its recall, by doubling, then bisection.
+    """Find the least effort that meets the goal, by doubling, then bisection. Return the effort and its recall.
 
-    If none does: the effort beyond which two doublings gain less than FLAT, and its recall.
+    If no effort meets the goal, return the last effort tried: two doublings before it gained less than FLAT.
     """
     effort, trail = low, [recall(low)]
     while trail[-1] < goal and effort < high:
@@ -87,9 +87,9 @@ def least_effort(
 
 
 def steadied(trial: Trial, index: Index, setting: Setting, goal: float) -> Setting:
-    """The setting with enough candidates that more effort loses no recall, and the effort that these need.
+    """Return the setting with so many candidates that more effort loses no recall, and with the effort it then needs.
 
-    More lists bring more records that rank too high by their codes and push true neighbours out of the candidates.
+    More effort scans more lists. Records in them that rank too high by code can displace true neighbours.
     """
     effort, fetch_k, reached, seconds = setting
     most = index.levels[-1]
@@ -113,7 +113,7 @@ def _loses(trial: Trial, effort: int, most: int, fetch_k: int) -> bool:
 
 
 def recalls_of(matches: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float64]:  # (q,)
-    """Recall of each query, 0 if it has no true nearest; arguments as `hits_of`."""
+    """Return the recall of each query, 0 for a query without true nearest records. Arguments as for `hits_of`."""
     hit, counts = hits_of(matches, truth, own)
     recalls: NDArray[np.float64] = hit.sum(1) / np.maximum(1, counts.sum(1))
     return recalls
@@ -122,9 +122,9 @@ def recalls_of(matches: Rows, truth: Rows, own: Rows | None) -> NDArray[np.float
 def hits_of(
     matches: Rows,  # (q, c)
     truth: Rows,  # (q, k), -1 = none
-    own: Rows | None,  # (q,) positions that do not count
+    own: Rows | None,  # (q,) position of each query's own record, which does not count; None: no query is a stored key
 ) -> tuple[Live, Live]:  # (q, k), (q, k)
-    """Masks of the true nearest that were found, and of all that count."""
+    """Return two masks of `truth`: the true nearest that were found, and all true nearest that count."""
     counts = truth >= 0
     if own is not None:
         counts &= truth != own[:, None]
@@ -134,7 +134,7 @@ def hits_of(
 
 
 def seconds_of(search: Callable[[Floats], object], queries: Floats) -> float:
-    """Seconds a query: the geometric mean of a batch and of single queries."""
+    """Return the seconds per query: the geometric mean of its time in a batch and its time alone."""
     batch = least_seconds(functools.partial(search, queries), 2)
     alone = np.split(queries[:TIMED], range(1, min(TIMED, len(queries))))
     return float(np.sqrt(batch / len(queries) * np.median([timed(functools.partial(search, q))[1] for q in alone])))

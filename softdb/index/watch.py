@@ -1,4 +1,4 @@
-"""The watch over recall: a few live searches are compared with exact ones after they are answered."""
+"""Watch the recall of live searches: after a few of them, repeat the search exactly and compare the answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from softdb.errors import RecallWarning
 from softdb.index.contract import Index, Rows
 from softdb.index.timing import timed
 
-SHARE = 0.01  # share of the search time that checks may take
-WINDOW = 500  # number of the last checks that count
-LEAST = 20  # checks before a warning
-DEVIATIONS = 3.0  # width of the bound: a recall as tuned falls below by chance once in 700 windows
-RATE = 1e9  # numbers compared a second, before the first check
+SHARE = 0.01  # time that checks may take, over the time of all searches
+WINDOW = 500  # number of recent checks over which recall is averaged
+LEAST = 20  # least number of checks before a warning
+DEVIATIONS = 3.0  # z of the confidence bound: a false warning in one window of 700, if the index has the tuned recall
+RATE = 1e9  # numbers that an exact search compares in a second, assumed before the first check
 
 
 def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> float:
-    """Upper confidence bound of a share, given its mean over `count` observations.
+    """Return the upper confidence bound of a share, given its mean over `count` observations.
 
         (p + z²/2n + z √(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
 
-    Wilson 1927, "Probable inference". It is conservative for means of numbers in 0 … 1, as none have a larger variance.
+    Wilson 1927, "Probable inference". The bound is conservative for means of numbers in 0 … 1.
     """
     square = deviations**2 / count
     spread = deviations * float(np.sqrt(share * (1 - share) / count + square / (4 * count)))
@@ -35,7 +35,7 @@ def upper_bound(share: float, count: int, deviations: float = DEVIATIONS) -> flo
 
 
 class Watch:
-    """Measured recall of live searches by one index.
+    """Measures the recall of live searches by one index.
 
     A check compares one query of a batch, if the time of all checks stays below `share` of the search time. Safe to use
     from several threads, of which one checks at a time.
@@ -47,14 +47,14 @@ class Watch:
         self._checking = threading.Lock()
         self._random = np.random.default_rng()
         self._recalls: deque[float] = deque(maxlen=window)
-        self._report: dict[str, Any] = {}  # of the watched index
+        self._report: dict[str, Any] = {}  # report of the watched index
         self._checked = 0
         self._warned = False
         self._searched = self._spent = 0.0  # seconds
-        self._pace = 1 / RATE  # seconds a number
+        self._pace = 1 / RATE  # seconds of an exact search for each number compared
 
     def change(self, share: float, window: int) -> None:
-        """Set share and window; measurements stay."""
+        """Set the share of time for checks and the number of recent checks; keep the measurements."""
         with self._lock:
             self._share, self._recalls = share, deque(self._recalls, maxlen=window)
 
@@ -63,12 +63,12 @@ class Watch:
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def follow(self, index: Index) -> None:
-        """Watch an index that has grown; measurements stay."""
+        """Watch a copy that replaced the index after records were added or removed; keep the measurements."""
         with self._lock:
             self._report = index.report
 
     def report(self, index: Index) -> dict[str, Any]:
-        """Recall of the checked searches, and their number since the index was built."""
+        """Return the mean recall of the recent checks, and the number of checks since the index was built or tuned."""
         with self._lock:
             self._keep_to(index)
             mean = round(float(np.mean(self._recalls)), 4) if self._recalls else None
@@ -77,14 +77,14 @@ class Watch:
     def saw(
         self,
         index: Index,
-        seconds: float,  # of the search
-        matches: Rows,  # (q, k) its answer
-        numbers: int,  # records times width, which an exact search compares
-        exact: Callable[[int], Rows],  # number of a query -> (k,) its true nearest
+        seconds: float,  # time of the search
+        matches: Rows,  # (q, k) answer of the search
+        numbers: int,  # numbers that an exact search compares: records times width
+        exact: Callable[[int], Rows],  # number of a query -> (k,) the positions of its true nearest
     ) -> None:
-        """Note an answered search, and check one of its queries if the budget allows.
+        """Count an answered search, and check one of its queries if the time for checks allows.
 
-        Warn with RecallWarning, once for an index, if the recall is surely below the tuned one.
+        Issue a RecallWarning, once for an index, if the recall is surely below the tuned recall.
         """
         with self._lock:
             self._keep_to(index)
@@ -110,7 +110,7 @@ class Watch:
             warnings.warn(message, RecallWarning, stacklevel=2)
 
     def _verdict(self) -> str | None:
-        """Return the warning if it is due, once."""
+        """Return the text of a warning if recall is surely too low and no warning was given before; else None."""
         promised = min(self._report.get("target", 0.0), self._report.get("recall", 0.0))
         count = len(self._recalls)
         if self._warned or count < min(LEAST, self._recalls.maxlen or LEAST):
@@ -126,7 +126,7 @@ class Watch:
         )
 
     def _keep_to(self, index: Index) -> None:
-        """Start over if another index, or another tuning, is in use."""
+        """Reset the measurements if another index, or another tuning of the index, is in use."""
         if index.report is self._report:
             return
         self._report = index.report

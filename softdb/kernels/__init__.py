@@ -1,7 +1,7 @@
-"""Native kernels, one build for each instruction set, and the choice of the one in use.
+"""Load the native kernels, which are built for several instruction sets, and choose the set to use.
 
-They are C++ (`native/`), compiled when softdb is installed. Without a compiler, or if the processor has none of their
-instruction sets, torch is used instead.
+The kernels are C++ code in `native/`, compiled when softdb is installed. softdb uses torch instead if it was installed
+without a compiler, or if the processor has none of the instruction sets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from softdb.errors import BadInput
 
 __all__ = ["available", "in_use", "native"]
 
-VARIABLE = "SOFTDB_SIMD_LEVEL"  # environment variable that forces a level
+VARIABLE = "SOFTDB_SIMD_LEVEL"  # environment variable that selects the instruction set
 
 
 @functools.cache
 def loaded() -> ModuleType | None:
-    """The kernels, at the level that the environment names, else the best; None if there are none."""
+    """Load the kernels for the instruction set that VARIABLE names, else for the best one. None: no kernels."""
     try:
         from softdb.kernels import _native
     except ImportError:
@@ -38,20 +38,20 @@ def loaded() -> ModuleType | None:
 
 
 def available() -> bool:
-    """Return True if there are kernels; else torch is used."""
+    """Return True if native kernels can be used, False if torch has to compute."""
     return loaded() is not None
 
 
 def native() -> ModuleType:
-    """The kernels. Raises RuntimeError unless `available`."""
+    """Return the module of kernels. Raises RuntimeError if there are none (see `available`)."""
     module = loaded()
     if module is None:
-        raise RuntimeError("there are no kernels; `available` says so")
+        raise RuntimeError("native kernels are missing; expected a check of `available` before")
     return module
 
 
 def in_use() -> str:
-    """The instruction set in use: "v4", "v3" or "v2" of x86-64, or "neon"; else "none" and the reason."""
+    """Return the instruction set in use: "v4", "v3" or "v2" (x86-64) or "neon"; or "none: " and the reason."""
     module = loaded()
     if module is not None:
         return str(module.level())

@@ -1,4 +1,4 @@
-# What native/bind_*.cc bind. Arrays are numpy's, C order, of exactly these types; columns are float32 or float16.
+# Functions and classes bound by native/bind_*.cc. Arrays: NumPy, C order; columns are float32 or float16.
 from typing import Any
 
 from numpy import bool_, float32, float64, int32, int64, uint8, uint16, uint32
@@ -18,9 +18,9 @@ class Piece:
         self,
         keys: NDArray[Any],  # (n, d)
         values: NDArray[Any] | None,  # (n, v)
-        labels: NDArray[int32] | None,  # (n,), in place of values
-        rows: NDArray[int64] | None,  # (high,) which records; None: those at low … high - 1
-        places: NDArray[int64] | None,  # (high,) the mask's column of each
+        labels: NDArray[int32] | None,  # (n,), instead of values
+        rows: NDArray[int64] | None,  # (high,) row of each record; None: record i is row i
+        places: NDArray[int64] | None,  # (high,) column of the mask for each record
         mask: NDArray[bool_] | None,  # (q, …) True = takes part
         low: int,
         high: int,
@@ -34,14 +34,14 @@ class Attention:
         inverse_temperature: float,
         negligible: float,
         num_classes: int = 0,
-        centre: NDArray[float32] | None = None,  # (d,) that keys are seen from, as the queries are already
+        centre: NDArray[float32] | None = None,  # (d,) to subtract from keys, as already from queries
     ) -> None: ...
     def scratch(self, value_width: int) -> int: ...
     def forward(
         self,
         piece: Piece,
         output: NDArray[float64],  # (q, v) or (num_classes, q), added to
-        top: NDArray[float32],  # (q,) raised
+        top: NDArray[float32],  # (q,) largest score, updated
         total: NDArray[float64],  # (q,) added to
         scratch: NDArray[float32],
     ) -> None: ...
@@ -59,23 +59,23 @@ class Attention:
         scratch: NDArray[float32],
     ) -> None: ...
 
-# native/bind_records.cc. Metrics are 0 (dot), 1 (cosine; queries of length 1) and 2 (l2); positions of none are -1.
+# native/bind_records.cc. Metrics are 0 (dot), 1 (cosine; queries have length 1) and 2 (l2). Position -1: no record.
 
 SIGNS: int
 
 class Column:
     def __init__(
         self,
-        addresses: NDArray[int64],  # (segments,) where each begins
-        starts: NDArray[int64],  # (segments + 1,) position of its first record
+        addresses: NDArray[int64],  # (segments,) address of each segment
+        starts: NDArray[int64],  # (segments + 1,) position of the first record of each segment
         width: int,
         kind: int,  # 0 float32, 1 float16, 2 int32 labels
     ) -> None: ...
 
 def take_in(
-    queries: NDArray[float32],  # (q, d) filled up with zeros to whole vectors
-    positions: NDArray[int64],  # (m,) negative = takes no part
-    keys: NDArray[float32],  # (m, d), likewise
+    queries: NDArray[float32],  # (q, d) padded with zeros to whole SIMD vectors
+    positions: NDArray[int64],  # (m,) negative = excluded
+    keys: NDArray[float32],  # (m, d) padded like the queries
     lengths: NDArray[float64],  # (m,) descending
     found: NDArray[int64],  # (q, k), changed: best first, ties by position, negative = none
     scores: NDArray[float32],  # (q, k), changed
@@ -118,38 +118,38 @@ def rescore(
     unsure: NDArray[bool_],  # (q,), written to
 ) -> None: ...
 
-# Those of draws and errors take the members of the structures in native/lists.h and native/records.h, in their order.
+# `arguments` are the members of the structures in native/lists.h and native/records.h, in their order.
 
-FIGURES: int  # rows of `bars` and draws: `softdb.index.sampler.Figures`
+FIGURES: int  # number of rows of `figures`: the fields of `softdb.index.sampler.Figures`
 SKEWED: float
 
 def sums(*arguments: Any) -> None: ...
 def spread(*arguments: Any) -> None: ...
 def f_quantile(z: float, above: float, below: float) -> float: ...
 def bars(
-    figures: NDArray[float64],  # (FIGURES, q), the bars written to
+    figures: NDArray[float64],  # (FIGURES, q), rows of the bars are written
     sums: NDArray[float32],  # (q, SIGNS v)
-    z: float,  # quantile of the normal at the confidence
-    doubt: float,  # log of the inverse of the rest
+    z: float,  # quantile of the normal distribution at the confidence
+    doubt: float,  # log(1 / (1 - confidence))
 ) -> None: ...
 
 class Draw:
     def __init__(self, *arguments: Any) -> None: ...
     def answers(self, *arguments: Any) -> None: ...
     def run(self) -> None: ...
-    def help(self) -> None: ...  # from another thread, while the only query is drawn for
+    def help(self) -> None: ...  # called by other threads while `run` draws for a single query
 
-# Inverted lists. Matrices of int8 and codes are interleaved as native/lists.h has it.
+# Inverted lists. int8 matrices and codes are interleaved as native/lists.h describes.
 
 class Lists:
     def __init__(
         self,
         d: int,
         rotation: NDArray[uint8],  # (groups, …)
-        turns: NDArray[float32],  # (parts · word,) scales of its rows, filled up to groups of 16
+        turns: NDArray[float32],  # (parts · word,) scale of each row of the rotation, padded to groups of 16
         centroids: NDArray[uint8],  # (groups, …)
-        scales: NDArray[float32],  # (lists,) filled up, like the next two
-        lengths: NDArray[float32],  # (lists,) that scores of lists are lowered by
+        scales: NDArray[float32],  # (lists,) padded to groups of 16, like the next two
+        lengths: NDArray[float32],  # (lists,) term to subtract from the score of each list
         inverse_spreads: NDArray[float32],  # (lists,)
         starts: NDArray[int64],  # (lists + 1,) first block of each
         codes: NDArray[uint8],  # (blocks, 8 parts)

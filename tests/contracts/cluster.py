@@ -321,7 +321,7 @@ class ClusterContract(abc.ABC):
             ({"score": lambda q, k: q @ k.T}, "cannot be sent to shards"),
             ({"score": 3}, "expected an object of softdb.scores"),
             ({"temperature": 0}, "temperature"),
-            ({"rtol": 0.1, "score": scores.Laplacian(1.0)}, "nothing can be drawn"),
+            ({"rtol": 0.1, "score": scores.Laplacian(1.0)}, "no index can estimate"),
         ):
             with pytest.raises(BadInput, match=match):
                 cluster.attend(queries, **words)

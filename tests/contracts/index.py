@@ -240,7 +240,7 @@ class IndexContract:
                 entry |= {"effort": 10**6} if damage == "entry" else {"file": "../catalog.sqlite"}
                 db._store.put_index_entry(entry)
             assert db.search(queries, k=10).rows.tolist() == exact
-            assert "index left aside" in caplog.text
+            assert "index ignored" in caplog.text
             assert "build_index" in caplog.text
             assert db.stats().index is None
             db.build_index(self.kind)

@@ -8,7 +8,7 @@ from advice import advising, followed
 ELSEWHERE = ("bench", "cluster", "device", "explore", "gpu", "integrations", "mcp")
 WITHOUT = {  # a part of the message: why no test of advice follows it
     "a stored payload is not JSON": "a damaged catalogue; tests/trust follows verify()",
-    "an encoded pass needs softmax or uniform": "no public call of a view takes other weights",
+    "trained encoders need softmax or uniform": "no public call of a view takes other weights",
     "the same command with --resume goes on from there": "tests/unit/cli/test_cli_import.py interrupts and goes on",
     "is a cluster's table": "needs a cluster; tests/cluster makes the snapshot",
     "is a Lance table, not one database's directory": "as before",

@@ -130,7 +130,7 @@ def test_few_records_are_searched_exactly(folder: Path) -> Steps:
         assert db.search([[1, 0]], k=1).ids == [["a"]]
 
 
-@advice("give that much, or use kind flat, which takes none")
+@advice("give that memory, or use kind flat, which takes none")
 def test_an_index_takes_memory(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with many() as db:
@@ -167,7 +167,7 @@ def test_one_index_is_built_at_once(folder: Path) -> Steps:
             build.result()
 
 
-@advice("wait on, or cancel()", TimeoutError)
+@advice("wait again or cancel()", TimeoutError)
 def test_a_build_may_take_longer(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     go = threading.Event()

@@ -119,7 +119,7 @@ def test_second_derivatives_are_of_the_nearest(folder: Path) -> Steps:
         torch.testing.assert_close(twice(k=50).double(), second, atol=1e-3, rtol=1e-3)
 
 
-@advice("make the score an nn.Module, or detach them")
+@advice("make the score an nn.Module, or detach the tensors")
 def test_a_score_with_parameters_is_a_module(folder: Path) -> Steps:
     weight = torch.eye(4, requires_grad=True)
     with with_values() as db:
@@ -150,7 +150,7 @@ def test_normalised_weights_are_of_kernels(folder: Path) -> Steps:
         assert db.attend(QUERIES, score=scores.Gaussian(1.0), weights="normalised").output.isfinite().all()
 
 
-@advice("leave it out for the exact answer, or give k")
+@advice("omit the tolerance for the exact answer, or give k")
 def test_no_estimate_of_sparse_weights(folder: Path) -> Steps:
     with with_values() as db:
         yield lambda: db.attend(QUERIES, weights="sparsemax", rtol=0.1)
@@ -221,7 +221,7 @@ class Halves:
         return softdb.weights.Softmax().weigh(scored, temperature, live)
 
 
-@advice("needs all scores at once, which no exact query holds; pass k=, or use one of softdb.weights")
+@advice("needs all scores at once, which an exact query does not store; pass k=, or use one of softdb.weights")
 def test_a_weighting_of_ones_own_weighs_the_nearest(folder: Path) -> Steps:
     with with_values() as db:
         yield lambda: db.attend(QUERIES, weights=Halves())

@@ -559,7 +559,7 @@ def test_an_index_that_was_being_built_is_not_used(tmp_path: Path) -> None:
         build = db.build_index("ivf", recall=0.5, background=True, progress=lambda *_: (gate.wait(60), None)[1])
         db.reembed(Model("b", 12))
         gate.set()
-        with pytest.raises(softdb.BadInput, match="all keys were made anew while the index was built"):
+        with pytest.raises(softdb.BadInput, match="all keys were re-embedded while the index was built"):
             build.result(60)
         assert found_by(db, text(4)) == "flat"
 

@@ -1,4 +1,4 @@
-// Arguments of exact attention: pointers and sizes, which the caller checks. Kernels know nothing of Python.
+// Arguments of exact attention: pointers and sizes, which the caller has checked. Kernels do not use Python.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@ namespace softdb {
 
 enum class Metric { dot, cosine, l2 };
 
-// Rows of float32, or of float16, side by side.
+// A column of float32 or float16 numbers, stored row by row.
 struct Column {
     const void* data = nullptr;
     int64_t width = 0;
     bool half = false;
 };
 
-// The records of the columns that are visited.
+// The records of the columns that a kernel call reads.
 struct Part {
-    const int64_t* rows = nullptr;    // (high,) row of each record; null: its number
-    const int64_t* places = nullptr;  // (high,) the mask's column of each; null: no mask
+    const int64_t* rows = nullptr;    // (high,) row of each record; null: record i is row i
+    const int64_t* places = nullptr;  // (high,) column of the mask for each record; null: no mask
     const bool* mask = nullptr;       // (q, mask_width), true = takes part
     int64_t mask_width = 0;
     int64_t low = 0, high = 0;
@@ -27,15 +27,15 @@ struct Part {
 struct Attend {
     const float* queries = nullptr;  // (q, d)
     int64_t q = 0;
-    Column keys, values;              // values of width 0: nothing is pooled
-    const int32_t* labels = nullptr;  // in place of values
+    Column keys, values;              // values of width 0: no values are pooled
+    const int32_t* labels = nullptr;  // instead of values
     int64_t num_classes = 0;
     Part part;
     Metric metric = Metric::dot;
-    const float* centre = nullptr;  // (d,) that keys are seen from, as the queries are already; null: the origin
+    const float* centre = nullptr;  // (d,) subtracted from keys; the caller has subtracted it from queries; null: 0
     float inverse_temperature = 1;
-    float negligible = 0;      // logits so far below the top add nothing
-    float* top = nullptr;      // (q,) the largest score so far; backward: of all
+    float negligible = 0;      // logits below the largest by more than -negligible are ignored
+    float* top = nullptr;      // (q,) the largest score so far; in backward the largest of all
     float* scratch = nullptr;  // attend_scratch numbers, aligned to 64 bytes
 
     // forward adds to these

@@ -1,7 +1,7 @@
-// Exact attention, forward and backward, block by block: scores, weights and products of a block while it lies in the
-// cache (Dao et al. 2022, algorithms 1 and 4, with the keys read in order where the queries stay).
+// Exact attention, forward and backward, block by block: scores, weights and products of a block are computed while the
+// block is in the cache (Dao et al. 2022, algorithms 1 and 4; the outer loop reads keys, the inner loop queries).
 //
-// Queries come in panels of one or two vectors. Scores of a block and a panel are a table (records, lanes of the panel).
+// Queries are grouped in panels of one or two vectors. The scores of a block and a panel form a table (records, lanes).
 // S = K Q', best = max S, W = exp((S - top) / T), total += sum of W, O += W' V.
 #include "attention.h"
 
@@ -13,16 +13,16 @@ namespace softdb {
 namespace SOFTDB_LEVEL {
 namespace {
 
-constexpr int kPanel = 2 * kLanes;  // queries of a panel at most
+constexpr int kPanel = 2 * kLanes;  // largest number of queries in a panel
 constexpr float kDead = -__builtin_inff();
 
 struct Panel {
-    int64_t first;  // query
-    int size;       // queries
-    int lanes;      // that hold them
+    int64_t first;  // number of the first query
+    int size;       // number of queries
+    int lanes;      // lanes used, a multiple of kLanes
 };
 
-// How the work is cut, and the memory that it needs: all float32, in the second cache but for the queries.
+// The division into blocks and panels, and the memory for both: all float32, in the second cache except for the queries.
 struct Plan {
     const Attend& args;
     bool few;
@@ -50,8 +50,8 @@ struct Plan {
         grad_rows = take(args.value_grad ? lanes * v : 0);
     }
 
-    // Records of a block. For many queries it fills half of the second cache; so many that what is done once a block is
-    // little. Few queries wait for memory: their blocks are short, so that the next one is fetched in time.
+    // Number of records in a block. For many queries a block fills half of the second cache, which makes the work done
+    // once for each block small. For few queries memory is the limit: blocks are short, so that prefetching keeps up.
     int64_t block_rows() const {
         bool single_panel = args.q <= kPanel;
         int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (single_panel ? 5 : 2);
@@ -70,7 +70,7 @@ struct Plan {
         return {first, int(size), int(padded(size))};
     }
 
-    // (q, width) as (width, lanes) for each panel, or where they are few as they are, each filled up with zeros.
+    // Transpose (q, width) to (width, lanes) for each panel, or copy it for few queries, padded with zeros.
     void pack(const float* rows, int64_t width, float* to) const {
         if (few) return copy_rows(rows, width, to);
         for (int64_t first = 0; first < args.q; first += kPanel) {
@@ -91,7 +91,7 @@ struct Plan {
     }
 };
 
-// Where a column holds the records from i on, to be fetched ahead.
+// Prefetch of a column's records from i on.
 Ahead ahead_of(const Column& column, const Part& part, int64_t i, int64_t count) {
     Ahead result;
     count = min(count, part.high - i);
@@ -124,8 +124,8 @@ void compare_few(
     }
 }
 
-// out[i, j] = the product of a block's row i and row j of a panel of what `pack` made, or their squared distance. With
-// `lengths`, which few queries ask for, the squares of the rows' lengths stand in `plan.inverse`.
+// out[i, j] = the product, or the squared distance, of row i of a block and row j of a panel that `pack` made. With
+// `lengths`, used for few queries, the squared lengths of the block's rows are written to `plan.inverse`.
 template <bool difference, bool lengths = false>
 void compare(
     const Plan& plan, const Block& block, int64_t width, int64_t count, const float* packed, const Panel& panel,
@@ -141,7 +141,7 @@ void compare(
     }
 }
 
-// 1 / |k| of a key whose squares add up to so much in float32; 0 for a zero vector.
+// 1 / |k| of a key, given the sum of its squares in float32; 0 for a zero vector.
 template <class A>
 SOFTDB_INLINE float inverse_length(float square, const A* key, int64_t width) {
     if (square > 1e-30f && square < 1e30f) return 1 / __builtin_sqrtf(square);
@@ -163,14 +163,14 @@ void inverse_lengths(const A* block, int64_t pitch, int64_t width, int64_t count
     }
 }
 
-// 1 / |k| of a block's keys; where it is `known`, from the squares that stand there.
+// 1 / |k| of a block's keys; if `known`, from the squares in `plan.inverse`.
 void invert_lengths(const Plan& plan, const Block& keys, int64_t count, bool known) {
     int64_t width = plan.args.keys.width;
     if (keys.half) inverse_lengths(keys.half, keys.pitch, width, count, known, plan.inverse);
     else inverse_lengths(keys.wide, keys.pitch, width, count, known, plan.inverse);
 }
 
-// A block's keys, and 1 / |k| where the score is a cosine; of few queries `score` finds that by the way.
+// The keys of a block, and 1 / |k| if the score is a cosine (for few queries `score` computes it).
 Block load_keys(const Plan& plan, int64_t i, int64_t count) {
     const Attend& args = plan.args;
     bool cosine = args.metric == Metric::cosine;
@@ -181,12 +181,12 @@ Block load_keys(const Plan& plan, int64_t i, int64_t count) {
     return keys;
 }
 
-// The records from i on that a block holds: their values are loaded when a panel first needs them.
+// The block of records from i on. Its values are loaded when a panel first needs them.
 struct Loaded {
     const Plan& plan;
     int64_t i, count;
     Block keys;
-    Ahead next_keys, next_values;  // of the next block
+    Ahead next_keys, next_values;  // prefetch of the next block
 
     Loaded(const Plan& plan, int64_t i) : plan(plan), i(i), count(min(plan.block, plan.args.part.high - i)) {
         const Attend& args = plan.args;
@@ -210,7 +210,7 @@ struct Loaded {
     bool has_values = false;
 };
 
-// Scores of -inf for records that take no part.
+// Set the scores of masked records to -inf.
 void mask_out(const Attend& args, const Panel& panel, int64_t i, int64_t count, float* scores) {
     for (int j = 0; j < panel.size; j++) {
         const bool* allowed = args.part.mask + (panel.first + j) * args.part.mask_width;
@@ -221,10 +221,10 @@ void mask_out(const Attend& args, const Panel& panel, int64_t i, int64_t count, 
 }
 
 struct Best {
-    Vec best[2], doubt[2];  // the largest; not 0 but NaN where one is not finite
+    Vec best[2], doubt[2];  // the largest score of each query; 0, or NaN if a score is not finite
 };
 
-// The sign and the lengths put in, the mask laid on; V vectors a row.
+// Apply signs, lengths and the mask to the scores. V vectors for each row.
 template <int V>
 Best finish(const Plan& plan, const Panel& panel, int64_t i, int64_t count, float* scores) {
     const Attend& args = plan.args;
@@ -249,7 +249,7 @@ Best finish(const Plan& plan, const Panel& panel, int64_t i, int64_t count, floa
     return result;
 }
 
-// Scores of a block for a panel, and the largest of each query; whether any of them matters.
+// Compute the scores of a block for a panel, and the largest of each query. Return true if any weight is not negligible.
 bool score(
     const Plan& plan, const Block& keys, const Panel& panel, int64_t i, int64_t count, float* best, Ahead ahead
 ) {
@@ -278,7 +278,7 @@ bool score(
 
 // -- weights ---------------------------------------------------------------------------------------------------------
 
-// Scores become weights exp((s - top) / T), in place; their sums.
+// Turn scores into weights exp((s - top) / T) in place, and sum the weights.
 template <int V>
 void weigh(const Panel& panel, int64_t count, const float* tops, float inverse_temperature, float* scores, float* totals) {
     Vec top[V], total[V];
@@ -300,7 +300,7 @@ void weigh(const Plan& plan, const Panel& panel, int64_t count, float* totals) {
     else weigh<1>(panel, count, tops, plan.args.inverse_temperature, plan.scores, totals);
 }
 
-// The sums so far, seen from a new largest score.
+// Rescale the sums so far to a new largest score.
 void raise_top(const Plan& plan, const Panel& panel, const float* best) {
     const Attend& args = plan.args;
     for (int j = 0; j < panel.size; j++) {
@@ -330,7 +330,7 @@ void pool(
         multiply(panel.size, padded(width), Operands<float>{weights, 1, panel.lanes, block.wide, block.pitch, count}, add, ahead);
 }
 
-// Each record's weights to its own class; a label that rot has made since it was looked at has none.
+// Add the weights of each record to its class. Skip a label that disk errors have changed since it was checked.
 void add_labels(const Attend& args, const Panel& panel, int64_t i, int64_t count, const float* weights) {
     for (int64_t r = 0; r < count; r++) {
         int64_t label = args.labels[row_of(args.part, i + r)];
@@ -351,7 +351,7 @@ int64_t attend_scratch(const Attend& args) { return Plan(args).size; }
 void attend_forward(const Attend& args) {
     Plan plan(args);
     plan.pack(args.queries, args.keys.width, plan.queries);
-    plan.pad(args.top, -kDead, plan.tops);  // to padding no record matters
+    plan.pad(args.top, -kDead, plan.tops);  // so that padding has weights of 0
     float best[kPanel], totals[kPanel];
     for (int64_t i = args.part.low; i < args.part.high; i += plan.block) {
         Loaded block(plan, i);
@@ -377,7 +377,7 @@ void attend_forward(const Attend& args) {
 
 namespace {
 
-// Weights become ds = w (g.v + offset) / T, and `along`, which holds g.v, the weights; the sums of ds.
+// Replace weights by ds = w (g.v + offset) / T, replace `along` (g.v) by the weights, and sum ds.
 void pulls(const Plan& plan, const Panel& panel, int64_t count, float* weights, float* along, float* totals) {
     for (int v = 0; v < panel.lanes; v += kLanes) {
         Vec inverse = load(plan.inverse_totals + panel.first + v), offset = load(plan.offsets + panel.first + v);
@@ -394,7 +394,7 @@ void pulls(const Plan& plan, const Panel& panel, int64_t count, float* weights, 
     }
 }
 
-// g.v of a label: the gradient of its class.
+// g.v for a label is the gradient of its class.
 void along_labels(const Attend& args, const Panel& panel, int64_t i, int64_t count, float* along) {
     for (int64_t r = 0; r < count; r++) {
         int64_t label = args.labels[row_of(args.part, i + r)];
@@ -404,7 +404,7 @@ void along_labels(const Attend& args, const Panel& panel, int64_t i, int64_t cou
     }
 }
 
-// Adds vectors to the rows of the records from i on.
+// Add vectors to the gradient rows of the records from i on.
 struct AddRows {
     float* to;
     int64_t width;
@@ -418,7 +418,7 @@ struct AddRows {
     }
 };
 
-// grad[i, x] += sum over j of table[i, j] rows[j, x]: what the queries of a panel send to the records.
+// grad[i, x] += sum over j of table[i, j] rows[j, x]: gradients that the queries of a panel send to records.
 void send(
     const Attend& args, const Panel& panel, const float* table, const float* rows, int64_t width, int64_t i,
     int64_t count, float* grad

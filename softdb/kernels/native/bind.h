@@ -1,4 +1,4 @@
-// What the bindings share.
+// Declarations that all bindings share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,7 +12,7 @@ namespace softdb {
 
 namespace nb = nanobind;
 
-// Arrays as numpy has them: in memory, C order. Those of a kernel's results are written to.
+// NumPy arrays on the CPU in C order, read or written by kernels.
 template <class T, int dimensions>
 using Read = nb::ndarray<const T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 template <class T, int dimensions>

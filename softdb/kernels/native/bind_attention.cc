@@ -1,4 +1,4 @@
-// Bindings of exact attention (attention.cc has the equations): arrays in, checked; the GIL is released.
+// Bindings of exact attention (equations in attention.cc). They check arrays and release the GIL.
 #include <optional>
 
 #include "bind.h"
@@ -17,7 +17,7 @@ Column column_of(const Rows& array) {
     return result;
 }
 
-// A piece of the records: columns, and which of their rows.
+// A piece of the records: columns, and the rows to read.
 struct Piece {
     Rows keys;
     std::optional<Rows> values;
@@ -34,7 +34,7 @@ struct Piece {
     ) : keys(keys_), values(values_), labels(labels_), rows(rows_), places(places_), mask(mask_), low(low_), high(high_) {}
 };
 
-// What queries ask of every piece.
+// The arguments that are the same for all pieces.
 struct Attention {
     Read<float, 2> queries;
     std::optional<Read<float, 1>> centre;
@@ -71,7 +71,7 @@ struct Attention {
         return result;
     }
 
-    // float32 of memory that a thread needs; as much for forward as for backward with every gradient.
+    // Number of float32 of scratch memory for a thread; enough for forward and for backward with every gradient.
     int64_t scratch(int64_t value_width) const {
         Attend wanted = args;
         float any = 0;
@@ -104,7 +104,7 @@ struct Attention {
         call.output_grad = output_grad.data();
         call.offset = offset.data();
         call.inverse_total = inverse_total.data();
-        call.top = const_cast<float*>(top.data());  // backward only reads it
+        call.top = const_cast<float*>(top.data());  // backward does not write to it
         call.query_grad = query_grad.data();
         call.mass = mass.data();
         if (key_grad) call.key_grad = key_grad->data();

@@ -9,14 +9,14 @@
 
 namespace softdb {
 
-// A line of numbers.
+// A one-dimensional array.
 template <class Number>
 struct Line {
     Number* first = nullptr;
     int64_t length = 0;
 };
 
-// What Python's buffers call a number.
+// The format character of a number type in Python's buffer protocol.
 template <class Number>
 bool is_format(const char* format) {
     using Plain = std::remove_const_t<Number>;
@@ -30,7 +30,7 @@ bool is_format(const char* format) {
     else return *format == 'L' || *format == 'Q' || (sizeof(Plain) == 4 && *format == 'I');
 }
 
-// An array's memory. The caller holds the array while a kernel runs, so the buffer may be given back at once.
+// The memory of an array. The buffer is released at once, as the caller keeps the array alive while a kernel runs.
 template <class Number>
 bool read(PyObject* from, int dimensions, Table<Number>& into) {
     const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (std::is_const_v<Number> ? 0 : PyBUF_WRITABLE);
@@ -83,7 +83,7 @@ std::unique_ptr<Number[]> memory(int64_t count) {
     return std::unique_ptr<Number[]>(new Number[size_t(count)]);
 }
 
-// A stored column, and where its segments lie.
+// A stored column and the addresses of its segments.
 struct StoredColumn {
     std::vector<int64_t> addresses, starts;
     Stored stored;
@@ -94,7 +94,7 @@ struct StoredColumn {
         stored.segments = at.length, stored.width = width, stored.kind = Kind(kind);
     }
 
-    // Labels are pooled into so many classes; of a column that is of no interest nothing is.
+    // The column with `width` numbers, or classes, for each record; width 0: no column.
     Stored as_wide(int64_t width) const {
         Stored result = stored;
         result.width = width;
@@ -149,7 +149,7 @@ void bind_scores(nb::module_& module) {
     }, free, "Their order by scores in float64, and whether it is sure.");
 }
 
-// An index' arrays where they lie, for as long as they live.
+// Pointers to the arrays of an index, which the caller keeps alive.
 struct BoundLists {
     Lists lists;
 
@@ -170,16 +170,16 @@ struct BoundLists {
     }
 };
 
-constexpr int64_t kKept = 16 << 20;  // bytes of memory that a thread keeps for its next draw
+constexpr int64_t kKept = 16 << 20;  // largest number of bytes that a thread keeps for its next draw
 
-// A draw, its memory and its crew; the arrays live as long as whoever holds it keeps them.
+// A draw, its memory and the threads that share it. The caller keeps the arrays alive.
 struct BoundDraw {
     Draw args;
     std::unique_ptr<char[]> scratch;
     Crew crew;
 };
 
-// Coarser codes where they lie, for as long as they live.
+// Pointers to the arrays of coarse codes, which the caller keeps alive.
 struct BoundSketch {
     Draw args;
 
@@ -191,7 +191,7 @@ struct BoundSketch {
                 Line<const float> origin, bool l2) {
         Lists& lists = args.lists;
         lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
-        lists.factors = (const HalfBits*)gains.first;  // which is only asked for from memory
+        lists.factors = (const HalfBits*)gains.first;  // only used to prefetch
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
         args.gains = gains.first, args.errors = errors.first, args.error_step = float(error_step);
@@ -285,7 +285,7 @@ void bind_lists(nb::module_& module) {
         }, "Where the answers go.")
         .def("run", [](BoundDraw& draw) {
             const int64_t bytes = kernels().draw_scratch(draw.args);
-            static thread_local std::vector<char> kept;  // fresh pages cost more than the work on them
+            static thread_local std::vector<char> kept;  // reused, as new pages cost more than the work on them
             if (bytes <= kKept && int64_t(kept.size()) < bytes) kept.resize(size_t(bytes));
             if (bytes > kKept) draw.scratch = memory<char>(bytes);
             draw.args.scratch = bytes > kKept ? draw.scratch.get() : kept.data();

@@ -1,4 +1,4 @@
-// A block of a column's rows: in place if possible, else a copy in float32, padded to whole vectors.
+// A block of rows of a column: the stored memory if possible, else a float32 copy padded to whole vectors.
 #pragma once
 
 #include "arguments.h"
@@ -9,8 +9,8 @@ namespace SOFTDB_LEVEL {
 
 struct Block {
     const float* wide = nullptr;
-    const Half* half = nullptr;  // in place of `wide`
-    int64_t pitch = 0;           // from row to row
+    const Half* half = nullptr;  // instead of `wide`
+    int64_t pitch = 0;           // numbers from one row to the next
 };
 
 SOFTDB_INLINE int64_t padded(int64_t width, int64_t unit = kLanes) { return (width + unit - 1) / unit * unit; }
@@ -22,7 +22,7 @@ SOFTDB_INLINE bool side_by_side(const Part& part, int64_t i, int64_t count) {
     return row_of(part, i + count - 1) - row_of(part, i) == count - 1;
 }
 
-// One row as float32, seen from a centre, filled up with zeros.
+// Copy one row as float32 minus a centre, padded with zeros.
 template <class T>
 SOFTDB_INLINE void copy_row(const T* from, int64_t width, const float* centre, float* to) {
     int64_t x = 0;
@@ -34,7 +34,7 @@ SOFTDB_INLINE void copy_row(const T* from, int64_t width, const float* centre, f
     for (int64_t rest = width; rest < padded(width); rest++) to[rest] = 0;
 }
 
-// Records i ... i + count - 1 of the part, as rows of whole vectors if `whole_vectors`, as float16 if `halves_serve`.
+// Rows of records i ... i + count - 1: padded to whole vectors if `whole_vectors`, maybe float16 if `halves_serve`.
 inline Block load_block(
     const Column& column, const Part& part, int64_t i, int64_t count, const float* centre, float* scratch,
     bool whole_vectors, bool halves_serve

@@ -1,4 +1,4 @@
-// Choice of the level whose kernels are used: the best that the processor has, or one that the caller names.
+// Choose the level (instruction set) of the kernels: the best that the processor has, or one that the caller names.
 #include <cstring>
 
 #include "table.h"
@@ -36,7 +36,7 @@ struct Choice {
         __builtin_cpu_init();
         bool second = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
         bool third = second && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");  // all such have F16C, too
+                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");  // such processors have F16C, too
         bool fourth = third && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
@@ -80,7 +80,7 @@ int64_t cache_bytes(int level) {
     result = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
 #endif
     if (result > 0) return result;
-    return level == 1 ? 32 << 10 : 512 << 10;  // where the system does not tell
+    return level == 1 ? 32 << 10 : 512 << 10;  // if the system does not report the size
 }
 
 }  // namespace softdb

@@ -1,4 +1,4 @@
-// Records drawn by one scan of all codes, with the drawing built in. Logits are a = φ s, weights e^a, Z their sum.
+// Draw records in one scan of all codes. Logits are a = φ s, weights e^a, Z their sum.
 //
 // A code gives an estimate â of a record's logit and its standard error σ = κ φ u ε / √d, with ε = |k - k̂| of the record
 // and u = |q|, or 2 |q - c| for l2; κ is fitted to the errors of some records that are scored exactly for this query. With
@@ -11,18 +11,18 @@
 // drawn, divided by p, are unbiased and their terms uncorrelated (Duffield, Lund and Thorup 2007, priority sampling). A
 // share kPlain of the draws is uniform. log u is interpolated between powers of two, and p accordingly.
 //
-// Controls: where estimates are good, h = e^(b + σ²/2) is summed over all records of a list, S_j = Σ h, and the sum over
+// Controls: if estimates are good, h = e^(b + σ²/2) is summed over all records of a list, S_j = Σ h, and the sum over
 // the records drawn is corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter
-// 6). β is 1 if that lowers the squared errors of the records that were scored first, which no draw decides; else 0.
+// 6). β is 1 if this lowers the squared errors of the pilot's records, which do not depend on draws; else 0.
 //
-// Counts: B is the radius. Records are drawn by the doubt whether they lie inside, l = -(b / σ)² / 4, and h is about
+// Counts: B is the radius. Doubtful records are drawn most, l = -(b / σ)² / 4, and h, the probability to be inside, is about
 // Φ(b / σ).
 //
 // Samples (`points` = λ > 0): a record is a candidate if U - log u >= -log λ, U >= a - B a certain bound by its code's
 // error and its list's longest residual, so with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller accepts it with
 // probability (1 - e^-w) / p, as a Poisson process of rate w has a point in (0, 1): points are independent records.
 //
-// Records not drawn have two bounds, relative to e^B, which docs/error-bars.md derives: `unseen`, the largest w / p, from
+// Undrawn records have two bounds, relative to e^B, which docs/error-bars.md derives: `unseen`, the largest w / p, from
 // a <= â + z σ, z = 5, or the certain a <= â + √d σ; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
 // of the mean square, estimated from the records drawn.
 //
@@ -41,62 +41,62 @@ namespace {
 
 constexpr int64_t kTogether = 64;      // queries that scan the codes of a list together
 constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
-constexpr int64_t kNear = 2048;        // slots of the best lists in the pilot
-constexpr int64_t kBest = 48;          // slots of the pilot that are scored: the best by their codes, and as many others
-constexpr int64_t kSome = 512;         // blocks of all lists in the pilot
+constexpr int64_t kNear = 2048;        // number of slots of the best lists in the pilot, the first look at some records
+constexpr int64_t kBest = 48;          // number of pilot slots scored as best by code; as many others are scored
+constexpr int64_t kSome = 512;         // number of blocks of all lists in the pilot
 constexpr int64_t kBins = 256;
-constexpr float kBin = 0.125f;         // of logits of weights
-constexpr double kPlain = 0.05;        // share of the draws that is uniform
+constexpr float kBin = 0.125f;         // width of a bin, in logits of weights
+constexpr double kPlain = 0.05;        // share of the draws that are uniform
 constexpr double kMore = 1.3;          // records that pass the first threshold, over those wanted
-constexpr float kLeastThreshold = -14; // draws below it change nothing
-constexpr double kUsual = 1.5;         // usual deviations of a residual along a query
-constexpr double kAbsurd = 20;         // deviations of an error that void all bounds by codes
-constexpr double kMargin = 1.3;        // factor of the deviations of an error beyond kCertain
-constexpr double kCertain = 5;         // deviations that none is expected to exceed
+constexpr float kLeastThreshold = -14; // least threshold that is tried
+constexpr double kUsual = 1.5;         // deviations that an estimate along a residual reaches by chance
+constexpr double kAbsurd = 20;         // an error of more deviations makes all bounds by codes infinite
+constexpr double kMargin = 1.3;        // safety factor on the deviations of an error beyond kCertain
+constexpr double kCertain = 5;         // deviations that no error is expected to exceed
 constexpr double kLeastSpread = 0.7;  // least κ
 constexpr double kPrior = 8;           // weight of the prior κ = 1, in records
-constexpr float kRounded = 1.0f / (1 << 24);  // mean square of the rounding of an offset, and somewhat more
+constexpr float kRounded = 1.0f / (1 << 24);  // bound on the mean square of the rounding of an offset
 constexpr float kLongestWait = 22.2f;    // -log of the least u
-constexpr float kHalfRounded = 5e-4f;    // the rounding of a float16, relative to it
-constexpr double kLost = 0.5;            // share of the drawn weights that a correction may take at most
-constexpr int64_t kPatience = 20000;     // idle turns after which a thread yields
+constexpr float kHalfRounded = 5e-4f;    // relative rounding of a float16
+constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
+constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
 
-// Records that were drawn and scored: by their codes, then uniformly, then those set apart.
+// Scored records: first those drawn by code, then uniform draws, then records set apart.
 struct Sample {
     int64_t *slots, *positions;
     int32_t* lists;
     float *logits, *squares, *shares;  // b, σ², l
     float *above, *chances, *controls, *doubts;  // a - B, p, h, and terms of `hidden`
     double* exact;                     // a
-    int64_t drawn, plain, count;       // ends of the first two, and of all
+    int64_t drawn, plain, count;       // end of the first, the second and the third group
 };
 
 struct Query {
     ListState tables;
-    Kept kept[kMostThreads];  // of each part of the lists
+    Kept kept[kMostThreads];  // one for each part of the lists
     Sample sample;
     double* raw;     // (lists,) logits of the centroids
     double* masses;  // (lists,) sums of the controls of their records, then corrections
-    float *seen, *turned;  // (d,) from the origin; (parts · word,) as codes see it
+    float *seen, *turned;  // (d,) query minus the origin; (parts · word,) rotated query
     float* sides;    // (lists,) |q|, for l2 2 |q - c|
-    float* slopes;   // (lists,) σ of an error of one step
-    float* bounds;   // (lists,) of y; infinite where no code reaches it
-    float* usual;    // (lists,) the most that an estimate along a residual is by chance
+    float* slopes;   // (lists,) σ of a record whose error is one step
+    float* bounds;   // (lists,) least y that matters; infinite if no code in the list reaches it
+    float* usual;    // (lists,) the largest estimate along a residual that chance explains
     double base;     // B
     double spread;   // κ
-    double beta;     // 1 where estimates correct, else 0
-    double rate;     // at which all alike are drawn
-    float floor;     // l that amounts to that
+    double beta;     // 1 if controls correct the answer, else 0
+    double rate;     // rate of uniform draws
+    float floor;     // the l with the same probability
     float rough;     // mean square of the rounding of tables
-    double length;   // |q|², from the origin
-    double raised;   // factor, at least 1, by which the variance that draws show falls short of the expected one
+    double length;   // |q|² of the query minus the origin
+    double raised;   // expected variance over that of the draws, at least 1
     double mass;     // Ẑ / e^top
-    double candidates;  // for samples, expected
+    double candidates;  // expected number of candidates, for samples
     uint64_t seed;
-    uint32_t low, high;  // its halves
+    uint32_t low, high;  // the two halves of the seed
 };
 
-// Draws for some queries.
+// The draw for some queries.
 template <class Design>
 struct Drawing {
     const Draw& args;
@@ -105,12 +105,12 @@ struct Drawing {
     float *entries, *order, *some_logits, *some_squares, *some_others;
     uint32_t* some_slots;
     int64_t stride, total = 0, *cuts, *ranks;
-    double *weights, *chances, *doubts, *controls;  // (w,) of the query that is being answered
-    double* totals[kMostThreads];                   // (v,) of each part of its records
+    double *weights, *chances, *doubts, *controls;  // (w,) for the query in progress
+    double* totals[kMostThreads];                   // (v,) for each part of its records
     float* lines[kMostThreads];                     // (v,)
     Errors* errors;                                 // of each part
 
-    // `fresh`: nothing is in memory yet.
+    // `fresh`: the memory is not initialised.
     Drawing(const Draw& args, Memory& memory, bool fresh) : args(args), lists(args.lists) {
         const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
         stride = max(int64_t(1), blocks / kSome);
@@ -177,7 +177,7 @@ struct Drawing {
         SOFTDB_INLINE Vec logit(Vec y, Vec gain) const {
             return smaller(y + greater(y - usual, Vec{}) * (gain - 1.0f), everywhere(most)) + own;
         }
-        // No less than the logit, for certain.
+        // A certain upper bound of the logit.
         SOFTDB_INLINE Vec cap(const Lists& lists, Vec y, Vec steps, int64_t slot) const {
             Vec room = steps * certain + pad;
             if (lists.offsets) {
@@ -240,7 +240,7 @@ struct Drawing {
         __builtin_prefetch(args.errors + block * kBlock, 0, 3);
     }
 
-    // b and σ² of one slot; false where no scan looks at it.
+    // b and σ² of one slot; false if no scan reads the slot.
     bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
         const CodeView at = view(query, list);
         const int64_t block = slot / kBlock, lane = slot % kBlock / kLanes * kLanes, place = slot % kBlock;
@@ -291,7 +291,7 @@ struct Drawing {
         for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
     }
 
-    // The candidates as the caller sees them.
+    // Write the candidates to the caller's arrays.
     template <class Number>
     void propose(Query& query, int64_t i) {
         Sample& sample = query.sample;
@@ -312,7 +312,7 @@ struct Drawing {
         write(query, i, false);
     }
 
-    // Exact logits of some of the slots of a sample.
+    // Compute exact logits for some slots of a sample.
     template <class Number>
     void score(int64_t i, Sample& sample, int64_t first, int64_t last) {
         const Reader reader(args.keys);
@@ -334,7 +334,7 @@ struct Drawing {
         }
     }
 
-    // Scores of all centroids for some queries, and the queries as codes see them.
+    // Compute the scores of all centroids for some queries, and rotate the queries.
     void prepare(int64_t low, int64_t count) {
         const int64_t d = args.queries.width;
         auto product = [](auto a, auto b) { return a * b; };
@@ -359,7 +359,7 @@ struct Drawing {
             }
     }
 
-    // Tables, B, κ and the first threshold.
+    // Compute tables, B, κ and the first threshold.
     template <class Number>
     void begin(Query& query, int64_t i) {
         make_tables(lists, query.turned, entries, query.tables);
@@ -379,7 +379,7 @@ struct Drawing {
         all(query);
     }
 
-    // Looks at the best lists: some of their records are scored.
+    // First part of the pilot: score some records of the best lists.
     template <class Number>
     void near(Query& query, int64_t i) {
         const double each = max(double(total) / double(max(lists.count, int64_t(1))), 1.0);
@@ -471,7 +471,7 @@ struct Drawing {
                 bins[int64_t(min(max(at, 0.0f), float(kBins - 1)))]++;
             }
         }
-        // the largest τ that about so many reach: Σ min(1, e^(l - τ)), from the top downwards
+        // the largest τ for which Σ min(1, e^(l - τ)) is about the wanted number, searched from the top
         const double plain = kPlain * double(args.budget), wanted = kMore * double(args.budget) + 16;
         double sure = 0, beyond = 0;  // number above τ; Σ e^(l - τ) below, by a first look at all
         for (int64_t bin = 0; bin < kBins; bin++) beyond += bins[bin] * exp(-double(bin) * kBin);
@@ -490,7 +490,7 @@ struct Drawing {
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
         if (args.budget < total) return;
-        query.floor = -1e30f, query.rate = 1;  // all are drawn
+        query.floor = -1e30f, query.rate = 1;  // all records are drawn
         for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = query.floor;
         fill(query.bounds, lists.count, -__builtin_inff());
     }
@@ -560,7 +560,7 @@ struct Drawing {
         Sample& sample = query.sample;
         const int64_t room = args.positions.width - args.aparts;
         sample.drawn = min(kept.count, room);
-        for (int64_t k = 0, list = 0; k < sample.drawn; k++) {  // of each part they come in order
+        for (int64_t k = 0, list = 0; k < sample.drawn; k++) {  // sorted within each part
             const int64_t slot = kept.slots[k];
             if (slot < lists.starts[list] * kBlock) list = 0;
             while (lists.starts[list + 1] * kBlock <= slot) list++;
@@ -568,7 +568,7 @@ struct Drawing {
             sample.logits[k] = kept.logits[k], sample.shares[k] = kept.shares[k];
             sample.chances[k] = float(chance_of(double(kept.threshold) - double(kept.shares[k])));
         }
-        // uniform draws from the slots that no scan looked at
+        // uniform draws from the slots that no scan read
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
         int64_t count = sample.drawn, slot = -1;
         for (uint64_t turn = 0; count < room; turn++) {
@@ -627,7 +627,7 @@ struct Drawing {
                 mean_square = exp_at_most((Design::shares(b, v) + up) * 2.0f);
                 hidden = smaller(normal(wide * 2.0f - x) * exp_at_most((b + wide * wide + up) * 2.0f), rare);
                 missed = smaller(normal(wide - x) * exp_at_most(b + wide * wide * 0.5f + up), rare);
-                shown = mean_square * normal(x - deviation * 2.0f);  // of errors that show
+                shown = mean_square * normal(x - deviation * 2.0f);  // for errors that draws show
             }
             const Vec left = counts() ? w : w - h, square = inverse * inverse;
             sums.terms += only(w * w * square), sums.expected += only(mean_square * square);
@@ -639,7 +639,7 @@ struct Drawing {
         return sums;
     }
 
-    // Deviations that no record is believed to exceed.
+    // The deviations that no error is expected to exceed.
     double certain(const Query& query) const {
         return min(kCertain, __builtin_sqrt(double(args.queries.width)) / max(query.spread, 1.0));
     }
@@ -691,7 +691,7 @@ struct Drawing {
     double correct(Query& query, double rise, double sum_of_weights) {
         Sample& sample = query.sample;
         const bool controlled = args.controls && query.beta > 0;
-        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // of controls
+        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // unit of the sums of controls
         for (int64_t k = 0; k < sample.plain; k += kLanes) {
             const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
             store(sample.controls + k, controlled ? h : Vec{});
@@ -711,7 +711,7 @@ struct Drawing {
         return 0;
     }
 
-    // Bounds of what was not drawn, and the factor by which draws understate the variance.
+    // Compute bounds on undrawn records, and the factor by which draws understate the variance.
     void bound(Query& query, int64_t i, double rise) {
         Sample& sample = query.sample;
         for (int64_t k = 0; k < sample.plain; k++) sample.above[k] = float(sample.exact[k] - query.base);
@@ -735,13 +735,13 @@ struct Drawing {
         auto undrawn = [&](Figure figure, double number) { set(i, figure, others ? number + wrong : 0); };
         undrawn(Figure::unseen, exp(over + rise)), undrawn(Figure::hidden, double(sum(sums.hidden)) * ratio);
         undrawn(Figure::missed, double(sum(sums.missed)) * ratio), undrawn(Figure::alone, double(sum(sums.alone)) * ratio);
-        // what corrections explain of the variance; `squared` is 0 without them
+        // variance that corrections explain; `squared` is 0 without corrections
         const double model = counts() ? double(sum(sums.model)) : max(double(sum(sums.model) - sum(sums.squared)), 0.0);
         set(i, Figure::expected, model);
         query.raised = seen > 0 ? max(1.0, model / seen) : 1;
     }
 
-    // Fills the last vector of a sample with neutral records.
+    // Fill the last vector of a sample with neutral records.
     static void pad(Sample& sample) {
         for (int64_t k = sample.plain; k % kLanes; k++) {
             sample.logits[k] = sample.above[k] = sample.controls[k] = 0;
@@ -758,7 +758,7 @@ struct Drawing {
     void set(int64_t i, Figure what, double number) { args.bounds[int64_t(what)][i] = number; }
     double figure(int64_t i, Figure what) const { return args.bounds[int64_t(what)][i]; }
 
-    // The sample as the caller sees it; the heaviest first, where it was answered.
+    // Write the sample to the caller's arrays, the heaviest records first if there is an answer.
     void write(const Query& query, int64_t i, bool by_weight) {
         const Sample& sample = query.sample;
         const int64_t width = args.positions.width, count = sample.count;
@@ -813,7 +813,7 @@ struct Drawing {
         for (int64_t k = 0; k < query.sample.count; k++) weights[k] *= inverse, controls[k] *= inverse;
     }
 
-    // Sums over the terms of the error, and the bounds relative to Z.
+    // Sum the terms of the error, and write the bounds relative to Z.
     void judge(Query& query, int64_t i) {
         const int64_t v = args.output.width;
         Errors whole;
@@ -862,7 +862,7 @@ struct Drawing {
 
     enum Step : int64_t { scanning = 1, scoring, pooling, judging };
 
-    // One part of a step of a query's draw; what it does depends on the number of parts alone.
+    // One part of a step of a query's draw. Its work depends only on the number of parts.
     template <class Number>
     void work(Step step, int64_t part, Query& query, int64_t i) {
         const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
@@ -886,7 +886,7 @@ struct Drawing {
         }
     }
 
-    // A step, in parts that whoever is there takes by turns.
+    // Run a step. Its parts are taken one by one by any thread that is free.
     template <class Number>
     void share(Step step, Query& query, int64_t i) {
         if (args.threads == 1) return work<Number>(step, 0, query, i);
@@ -910,14 +910,14 @@ struct Drawing {
         choose(query);
         share<Number>(scoring, query, i);
         weigh(query, i);
-        if (!args.roots.first) return write(query, i, false);  // nothing is pooled
+        if (!args.roots.first) return write(query, i, false);  // no values are pooled
         share<Number>(pooling, query, i);
         answer(query, i);
         share<Number>(judging, query, i);
         judge(query, i);
     }
 
-    // The blocks that each thread scans: as many of lists that are looked at.
+    // Assign blocks to threads: equal numbers of blocks of the lists to scan.
     void cut(const Query& query) {
         auto blocks = [&](int64_t j) { return query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0; };
         int64_t all = 0, seen = 0, part = 1;
@@ -961,7 +961,7 @@ struct Drawing {
 
 namespace {
 
-// Calls take(drawing, a number of the keys' kind).
+// Call take(drawing, a value of the keys' number type).
 template <class Take>
 void by_kind(const Draw& args, bool fresh, Take take) {
     Memory memory{args.scratch};
@@ -985,8 +985,8 @@ void draw(const Draw& args) {
     by_kind(args, true, [](auto& drawing, auto number) { drawing.template run<decltype(number)>(); });
 }
 
-// Takes parts of the steps of another thread's query until that is answered. Nothing of it is looked at before a part is
-// taken, for which the other waits: it may have ended, and its arrays be gone.
+// Take parts of the steps of another thread's query until the query is answered. Its data are read only after a part is
+// taken, as the other thread waits for that part. Before, the query may have ended and its arrays be freed.
 void help_draw(const Draw& args) {
     Crew& crew = *args.crew;
     int64_t ticket, idle = 0;

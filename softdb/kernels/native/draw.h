@@ -1,4 +1,4 @@
-// Records drawn by a scan of all codes.
+// Draw records in a scan of all codes.
 #pragma once
 
 #include "lists.h"

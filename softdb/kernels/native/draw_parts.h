@@ -1,4 +1,4 @@
-// Parts of a draw: permanent random numbers, records that are kept by them, and what records are drawn by.
+// Parts of a draw: permanent random numbers, buffers of the records that they select, and the measures to draw by.
 #pragma once
 
 #include "hashing.h"
@@ -8,8 +8,8 @@ namespace softdb {
 namespace SOFTDB_LEVEL {
 
 typedef uint32_t UIntVec __attribute__((vector_size(kLanes * 4)));
-constexpr float kApart = 1e30f;        // σ² from which on a record is set apart
-constexpr float kTame = 4;             // σ² up to which an estimate controls
+constexpr float kApart = 1e30f;        // records with at least this σ² are set apart
+constexpr float kTame = 4;             // estimates with at most this σ² are used as controls
 constexpr float kShift = 2;            // e^kShift is the largest control: weights of float32 cancel up to their rounding
 constexpr float kLog2 = 0.69314718f;
 
@@ -21,7 +21,7 @@ SOFTDB_INLINE void pause() {
 #endif
 }
 
-// The next part of the step of a ticket; -1 where there is none, or others were faster.
+// Take the next part of the step with this ticket. Return -1 if no part is left or the step has ended.
 SOFTDB_INLINE int64_t take(Crew& crew, int64_t ticket) {
     while (ticket > 0 && (ticket >> 8 & 255) < (ticket & 255))
         if (__atomic_compare_exchange_n(&crew.ticket, &ticket, ticket + 256, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
@@ -29,7 +29,7 @@ SOFTDB_INLINE int64_t take(Crew& crew, int64_t ticket) {
     return -1;
 }
 
-// Those of kLanes numbers that have a bit; 0 for the others.
+// kLanes numbers, 0 for lanes whose bit is not set.
 SOFTDB_INLINE Vec where(uint32_t bits, Vec x) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_maskz_mov_ps(__mmask16(bits), (__m512)x);
@@ -52,18 +52,18 @@ SOFTDB_INLINE Vec octets(const uint8_t* at) {
 #endif
 }
 
-// -log u of the permanent random numbers of kLanes slots, by the line between powers of two.
+// -log u of the permanent random numbers of kLanes slots, interpolated linearly between powers of two.
 SOFTDB_INLINE Vec random_waits(uint32_t slot, uint32_t low, uint32_t high) {
     UIntVec x;
     for (int i = 0; i < kLanes; i++) x[i] = uint32_t(i) * 0x9E3779B1u;
-    x += slot * 0x9E3779B1u + low;  // and the finalizer of MurmurHash3
+    x += slot * 0x9E3779B1u + low;  // then the finalizer of MurmurHash3
     x ^= x >> 16, x *= 0x85EBCA6Bu, x ^= high;
     x ^= x >> 13, x *= 0xC2B2AE35u, x ^= x >> 16;
     const Vec u = __builtin_convertvector((IntVec)(x >> 1), Vec) + 0.5f;
     return __builtin_convertvector((158 << 23) - (IntVec)u, Vec) * (kLog2 / float(1 << 23));
 }
 
-// P(-log u >= y) of these: the bits of a float64 are its exponent, and how far it is on the way to the next.
+// P(-log u >= y): the bits of a float64 are its exponent and a linear interpolation to the next power of two.
 SOFTDB_INLINE double chance_of(double y) {
     if (!(y > 0)) return 1;
     const int64_t bits = int64_t((max(-y / double(kLog2), -1000.0) + 1023) * 4503599627370496.0);
@@ -96,7 +96,7 @@ SOFTDB_INLINE Vec normal(Vec x) {
     return x < 0.0f ? beyond : 1.0f - beyond;
 }
 
-// e^x for x <= 0 by the line between powers of two, which is up to 6 % more; 0 below -88.
+// e^x for x <= 0, interpolated linearly between powers of two (at most 6 % too large); 0 below -88.
 SOFTDB_INLINE Vec about_exp(Vec x) {
     const Vec bits = greater(x * (float(1 << 23) / kLog2) + float(127 << 23), Vec{});
     return (Vec)__builtin_convertvector(bits, IntVec);
@@ -104,7 +104,7 @@ SOFTDB_INLINE Vec about_exp(Vec x) {
 
 SOFTDB_INLINE Vec exp_at_most(Vec x) { return exp_negative(smaller(x, Vec{})); }  // min(e^x, 1)
 
-// Records that were kept, and what is known of them.
+// A buffer of selected records and their estimates.
 struct Kept {
     float *keys, *shares, *logits, *squares;  // l - log u, l, b, σ²
     uint32_t* slots;
@@ -112,7 +112,7 @@ struct Kept {
     float threshold;
 };
 
-// Whether none of the sums of a block, or of a group of blocks, is above an edge.
+// True if no sum of a block, or of a group of blocks, is above a limit.
 SOFTDB_INLINE bool none_above(const BlockSums& sums, int u, Eight edge) {
     typedef int16_t SignedEight __attribute__((vector_size(16)));
     const SignedEight over = (sums.first[u] > edge) | (sums.others[u] > edge);
@@ -133,7 +133,7 @@ SOFTDB_INLINE bool none_above(const BlockSums& sums, Eight edge) {
 #endif
 }
 
-// Not inlined: the scan would have too few registers.
+// Not inlined, as the scan would run out of registers.
 inline __attribute__((noinline)) void append(Kept& kept, Vec keys, Vec shares, Vec logits, Vec squares, uint32_t slot, uint32_t hits) {
 #if defined(__AVX512F__)
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -171,7 +171,7 @@ inline float largest_but(const float* numbers, int64_t count, int64_t wanted) {
     }
 }
 
-// Leaves those above a threshold.
+// Keep the records above a threshold.
 inline void raise(Kept& kept, float threshold) {
     int64_t stay = 0;
     for (int64_t i = 0; i < kept.count; i++) {
@@ -183,8 +183,8 @@ inline void raise(Kept& kept, float threshold) {
     kept.count = stay, kept.threshold = threshold;
 }
 
-struct WeightDesign {  // draws by the weight
-    // The b up to which shares are at most so large, for a σ² of at most v.
+struct WeightDesign {  // draw by weight
+    // The largest b for which l is at most this large, for a σ² of at most v.
     static float cold(float floor, float v) { return min(floor - v, -2 * v); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) {
         if (!above(b, v * -2.0f)) return b + v;
@@ -198,10 +198,10 @@ struct WeightDesign {  // draws by the weight
     }
 };
 
-struct CountDesign {  // draws by the chance to lie on the other side of the radius
+struct CountDesign {  // draw by the probability that a record lies on the other side of the radius
     static float cold(float floor, float v) { return -__builtin_sqrtf(v) * max(2.4f, 2 * __builtin_sqrtf(max(-floor, 0.0f))); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) { return b * b / (v * -4.0f); }
-    static SOFTDB_INLINE Vec controls(Vec b, Vec v) {  // about Φ(x), 0 and 1 from 2.4 deviations on
+    static SOFTDB_INLINE Vec controls(Vec b, Vec v) {  // about Φ(x); 0 or 1 beyond 2.4 deviations
         const Vec t = smaller(root(b * b / v) * (1 / 2.4f), everywhere(1.0f)), half = t * (0.75f - 0.25f * t * t);
         return v < kApart ? 0.5f + (b < 0.0f ? -half : half) : Vec{};
     }

@@ -6,7 +6,7 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-// The random uint32 of a number x: the mixing of SplitMix64 (Steele, Lea and Flood 2014, figure 17).
+// Hash a number x to a uint32 by the mixing function of SplitMix64 (Steele, Lea and Flood 2014, figure 17).
 SOFTDB_INLINE uint32_t hashed(uint64_t x, uint64_t seed) {
     x += 0x9E3779B97F4A7C15u * (seed + 1);
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

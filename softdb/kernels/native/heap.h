@@ -1,4 +1,4 @@
-// The c best of n records, in a heap of int64 that hold score and position. Cost log c for a record that enters.
+// A heap of the c best of n records. Entries are int64 made of score and position. Cost log c for each insertion.
 #pragma once
 
 #include "vec.h"
@@ -10,10 +10,10 @@ constexpr int64_t kLast = INT64_MAX;
 
 // Score and position in one int64: smaller entries are better, ties by position.
 SOFTDB_INLINE int64_t entry_of(float score, int64_t position) {
-    float least = 0.0f - score;  // no negative zeros
+    float least = 0.0f - score;  // turns -0 into 0
     int32_t order;
     std::memcpy(&order, &least, 4);
-    if (order < 0) order ^= 0x7FFFFFFF;  // whole numbers in the order of the floats
+    if (order < 0) order ^= 0x7FFFFFFF;  // integers that sort as the floats do
     return int64_t(uint64_t(int64_t(order)) << 32) | position;
 }
 
@@ -25,7 +25,7 @@ SOFTDB_INLINE float score_in(int64_t entry) {
     return 0.0f - least;
 }
 
-// Puts an entry into a heap whose greatest entry lies first, from a place downwards.
+// Sift an entry down from an index, in a heap whose greatest entry is first.
 SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry, int64_t place = 0) {
     for (int64_t below; (below = 2 * place + 1) < size; place = below) {
         if (below + 1 < size && heap[below + 1] > heap[below]) below++;
@@ -35,7 +35,7 @@ SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry, int64_t plac
     heap[place] = entry;
 }
 
-// Turns a heap into ascending order: its greatest goes to the end, again and again.
+// Sort a heap in ascending order, by moving the greatest entry to the end repeatedly.
 SOFTDB_INLINE void sort(int64_t* heap, int64_t size) {
     for (int64_t last = size - 1; last > 0; last--) {
         int64_t entry = heap[last];
@@ -44,7 +44,7 @@ SOFTDB_INLINE void sort(int64_t* heap, int64_t size) {
     }
 }
 
-// A sorted heap as positions and scores, -1 and -inf where there was none.
+// Convert a sorted heap to positions and scores, -1 and -inf for missing records.
 SOFTDB_INLINE void unpack(int64_t* heap, int64_t size, float* scores) {
     for (int64_t place = 0; place < size; place++) {
         bool none = heap[place] == kLast;

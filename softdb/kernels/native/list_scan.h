@@ -1,4 +1,4 @@
-// The scan of blocks of 4-bit codes: tables, sums of sixteen records in registers, and the best of them.
+// Scan blocks of 4-bit codes: lookup tables, sums for sixteen records in registers, and the best records.
 #pragma once
 
 #include "heap.h"
@@ -13,14 +13,14 @@ bool search_lists(const ListSearch& args, char* scratch);
 void encode(const Encode& args);
 
 constexpr int kBlock = 16;           // records
-constexpr int64_t kBlocksAhead = 8;  // that are on their way from memory while one is worked on
-constexpr int kTop = 127;            // the largest entry: two of them fit in a byte
+constexpr int64_t kBlocksAhead = 8;  // number of blocks that are prefetched ahead of the current one
+constexpr int kTop = 127;            // the largest entry of a table: the sum of two fits in a byte
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Eight __attribute__((vector_size(16)));
 
-// Hands out parts of one piece of memory; with none it only measures.
+// Allocates from one piece of memory. Without memory it only measures how much is needed.
 struct Memory {
     char* at;
     int64_t used = 0;
@@ -32,10 +32,10 @@ struct Memory {
     }
 };
 
-// What is kept of the records that a query has looked at.
+// State of one query's scan: its tables, and the best records so far.
 struct ListState {
-    uint8_t *low, *high;  // (parts / 2, 16) tables of even parts and of odd ones
-    float step, base;     // of an entry; of all zeros
+    uint8_t *low, *high;  // (parts / 2, 16) tables of the even and the odd parts
+    float step, base;     // size of one unit of an entry; sum that an all-zero code stands for
     float threshold;      // estimates above it are kept
     int64_t count, kept, room;
     float* estimates;
@@ -62,7 +62,7 @@ SOFTDB_INLINE Bytes lookup(Bytes table, Bytes index) {
 #endif
 }
 
-// A bit for each lane where a > b.
+// A mask with a bit for each lane in which a > b.
 SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
@@ -76,9 +76,9 @@ SOFTDB_INLINE uint32_t above(Vec a, Vec b) {
 #endif
 }
 
-constexpr int kGroup = 4;  // blocks whose sums are made together
+constexpr int kGroup = 4;  // number of blocks whose sums are computed together
 
-// Sums of some blocks: of the first eight records of each, of the others.
+// Sums for some blocks: for the first eight records of each block, and for the other eight.
 struct BlockSums {
     Eight first[kGroup], others[kGroup];
 };
@@ -123,7 +123,7 @@ SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* lo
     fold<count>(odd, sums.others);
 }
 
-// The sums of kLanes records of a block, from `first` on.
+// The sums for kLanes records of a block, starting at record `first`.
 SOFTDB_INLINE Vec widened(const BlockSums& sums, int block, int first) {
 #if defined(__AVX512F__)
     (void)first;
@@ -148,8 +148,8 @@ SOFTDB_INLINE float least_of(Vec x) {
     return min(min(parts[0][0], parts[0][1]), min(parts[0][2], parts[0][3]));
 }
 
-// A number that at least `wanted` of the numbers reach, and at most `slack` more where they can be told apart in a few
-// steps.
+// A threshold that at least `wanted` of the numbers reach, and at most `slack` more if a few steps can separate
+// them.
 inline float level(const float* numbers, int64_t count, int64_t wanted, int64_t slack) {
     const int64_t whole = count / kLanes * kLanes;
     float low = numbers[0], high = numbers[0];
@@ -181,7 +181,7 @@ SOFTDB_INLINE void push(int64_t* heap, int64_t size, int64_t entry) {
     if (size && entry < heap[0]) sink(heap, size, entry);
 }
 
-// Leaves the best of them, as many as shall be kept or an eighth more.
+// Keep the best records: the number to keep, or up to an eighth more.
 inline void cut(ListState& state) {
     const int64_t most = state.kept + state.kept / 8;
     if (state.count <= most) return;
@@ -199,7 +199,7 @@ inline void cut(ListState& state) {
         state.count = stay;
         return;
     }
-    fill(state.heap, state.kept, kLast);  // many alike
+    fill(state.heap, state.kept, kLast);  // many records have equal scores
     for (int64_t i = 0; i < state.count; i++)
         push(state.heap, state.kept, entry_of(state.estimates[i], state.slots[i]));
     state.threshold = score_in(state.heap[0]);
@@ -208,7 +208,7 @@ inline void cut(ListState& state) {
     state.count = state.kept;
 }
 
-// Appends records from a slot on that have a bit in `hits`.
+// Append the records whose bit is set in `hits`; bit 0 is the record in the given slot.
 SOFTDB_INLINE void keep(ListState& state, Vec estimates, uint32_t slot, uint32_t hits) {
 #if defined(__AVX512F__)
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -227,7 +227,7 @@ SOFTDB_INLINE void keep(ListState& state, Vec estimates, uint32_t slot, uint32_t
 #endif
 }
 
-// Asks memory for some blocks.
+// Prefetch some blocks.
 SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
     const char* codes = (const char*)lists.codes + block * lists.parts * 8;
     for (int64_t line = 0; line < count * lists.parts * 8; line += kLine) __builtin_prefetch(codes + line, 0, 3);
@@ -235,8 +235,8 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
     if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 3);
 }
 
-// Calls take(sums, block, u) for the blocks of a list of which some slot is allowed, sums.first[u] theirs. `pass`
-// says of whole groups that none of them matters.
+// Call take(sums, block, u) for each block of a list with an allowed slot; sums.first[u] belongs to the block. `pass`
+// returns true for a group of blocks to skip.
 template <class Pass, class Take>
 SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
                               int64_t last, Pass pass, Take take) {
@@ -259,7 +259,7 @@ SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const
     }
 }
 
-// Looks at the blocks of a list, whose own score is `score`.
+// Scan the blocks of a list whose centroid has the score `score`.
 SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, ListState& state, float score, int64_t first,
                                int64_t last) {
     const float step = state.step, base = state.base, unit = lists.unit;
@@ -276,7 +276,7 @@ SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, List
     });
 }
 
-// Tables of a turned query: what each word of each part adds, in whole steps above the least of all.
+// Build the tables of a rotated query: for each word of each part its term, in integer steps above the least.
 inline void make_tables(const Lists& lists, const float* turned, float* entries, ListState& state) {
     constexpr int kVectors = kBlock / kLanes;
     typedef uint8_t Few __attribute__((vector_size(kLanes)));

@@ -1,6 +1,6 @@
-// Search by inverted lists of 4-bit codes, in one call. A record k of list j, with centroid c, is coded as
+// Search inverted lists of 4-bit codes in one call. A record k of list j, with centroid c, is coded as
 //
-//     k ≈ c + f Rᵀ w        R a rotation, w one of 16 words for each part of the turned residual R (k - c), and
+//     k ≈ c + f Rᵀ w        R a rotation, w one of 16 words for each part of the rotated residual R (k - c), and
 //                           f = |r|² / <r, Rᵀ w>, which makes the estimate exact along the residual r itself
 //     q·k ≈ q·c + f Σ_m <(Rq)_m, w_m>;      for l2  -|q - k|² + |q|² ≈ 2 q·c - |c|² + 2 f Σ_m … - (2 c·f Rᵀw + |r|²)
 //
@@ -9,13 +9,13 @@
 //
 //     1. is multiplied with R and all centroids, both int8;
 //     2. scans its few best lists; t is the estimate of the k-th best record in them;
-//     3. visits every list where  a g + b z + c z² > least:  g = (s - t) / (ρ u) is how far the mean score s of its
+//     3. scans every list with  a g + b z + c z² > least:  g = (s - t) / (ρ u) is how far the mean score s of its
 //        records lies above t in their deviations (ρ of the residuals; u = |q|, 2 |q - c| for l2, whose s is the
-//        centroid's score less ρ²), z is the centroid's score standardised over the lists (index/rule.py; lists.h has
-//        what a filter changes);
-//     4. scores the best `kept` exactly, where the keys lie.
+//        centroid's score less ρ²), z is the centroid's score standardised over the lists (index/rule.py; lists.h explains
+//        the changes by a filter);
+//     4. scores the best `kept` records exactly, reading stored keys in place.
 //
-// A batch takes steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
+// A batch does steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
 // (lists + parts · word) d / 2 products of int16, parts / 2 bytes a slot scanned, 2 kept d for exact scores.
 #include "lists.h"
 
@@ -28,12 +28,12 @@ namespace SOFTDB_LEVEL {
 
 namespace {
 
-constexpr int64_t kTogether = 64;      // queries of a batch that take lists together: a bit each
-constexpr int64_t kFirst = 4;          // lists that are scanned at least
-constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the first cache
+constexpr int64_t kTogether = 64;      // queries of a batch that scan lists together: one bit each
+constexpr int64_t kFirst = 4;          // number of lists that are always scanned
+constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
 constexpr int64_t kWide = 4096;        // records of the first lists that are kept at once
-constexpr float kLeastFactor = 0.25f;  // of |r|² that <r, w> counts at least, so that no factor is above 4
-constexpr int kQuery = 63;             // steps of a query's largest number: two products with uint8 fit into int16
+constexpr float kLeastFactor = 0.25f;  // <r, w> is at least this times |r|², so that no factor is above 4
+constexpr int kQuery = 63;             // largest integer of a rounded query: two products with uint8 fit into int16
 
 // Memory of one query.
 struct Query {
@@ -41,8 +41,8 @@ struct Query {
     float* scores;    // (lists,)
     float length;     // |q|²
     float last;       // estimate of the k-th best in its first lists
-    float visited;    // lists with this score at least are scanned already
-    float share;      // of the slots in them that are allowed
+    float visited;    // lists with at least this score have been scanned
+    float share;      // allowed share of the slots in these lists
 };
 
 // Σ u s over four numbers of kLanes rows (kLanes, 4): u of uint8, s the same four int8 of the query, at most 63.
@@ -65,14 +65,14 @@ SOFTDB_INLINE IntVec products_of_four(const uint8_t* at, int32_t four) {
 #endif
 }
 
-// A query in whole steps.
+// A query rounded to integers.
 struct Steps {
     int8_t* numbers;  // (width,)
     float step;
     int32_t sum;
 };
 
-// Rounds a query (width,), filled up with zeros to whole vectors.
+// Round a query (width,) to integers, padded with zeros to whole vectors.
 void round_off(const float* query, int64_t width, Steps& out) {
     Vec largest = {};
     for (int64_t j = 0; j < width; j += kLanes) {
@@ -91,7 +91,7 @@ void round_off(const float* query, int64_t width, Steps& out) {
     for (int i = 0; i < kLanes; i++) out.sum += sum[i];
 }
 
-// The product with a query: rows numbers.
+// Multiply a matrix with a query; the result has `rows` numbers.
 void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
     constexpr int kVectors = kBlock / kLanes;
     const IntVec zero = IntVec{} + 128 * query.sum;  // numbers are stored with 128 added
@@ -114,7 +114,7 @@ void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
     }
 }
 
-// Room for so many records that are kept, and some that are not cut yet.
+// Buffer size for this number of records to keep, and records added since the buffer was last cut.
 void make_room(Memory& memory, int64_t room, ListState& state) {
     state.room = room;
     state.estimates = memory.take<float>(room + 2 * kBlock);
@@ -131,15 +131,15 @@ ListState state_in(Memory& memory, const Lists& lists, int64_t kept) {
     return state;
 }
 
-// What lists.h calls search, for one element type of the keys.
+// The search that lists.h declares, for one element type of the keys.
 struct Search {
     const ListSearch& args;
     const Lists& lists;
     Query* queries;
-    ListState wide;    // of the query that begins
+    ListState wide;    // state of a query in step 2
     float *centred, *turned, *entries;
     Steps steps;
-    uint64_t* visits;  // (lists,) which of the queries visit each
+    uint64_t* visits;  // (lists,) bits of the queries that scan each list
     int64_t* positions;
     int64_t scanned = 0;
 
@@ -165,7 +165,7 @@ struct Search {
         scanned += (last - first) * kBlock;
     }
 
-    // Calls visit(list) for those of which test(first of kLanes) has a bit.
+    // Call visit(list) for the lists whose bit is set in test(first of kLanes lists).
     template <class Test, class Visit>
     void each_list(Test test, Visit visit) const {
         for (int64_t j = 0; j < lists.count; j += kLanes) {
@@ -175,7 +175,7 @@ struct Search {
         }
     }
 
-    // Scans the lists that are visited; the next one is on its way from memory meanwhile.
+    // Scan the lists in `visits`, prefetching the next list meanwhile.
     template <class Each>
     void scan_each(Each each, Query& query) {
         int64_t pending = -1;
@@ -190,7 +190,7 @@ struct Search {
         flush();
     }
 
-    // Gives lists of which nothing is allowed a score below all others.
+    // Give lists without allowed records a score below all others.
     void put_last(float* scores) const {
         Vec least = load(scores), most = least;
         for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
@@ -240,7 +240,7 @@ struct Search {
         state.estimates = own.estimates, state.slots = own.slots, state.room = own.room;
     }
 
-    // Step 3: calls visit(list) for those that are left and may hold a match.
+    // Step 3: call visit(list) for lists that are not scanned yet and may hold a match.
     template <class Visit>
     void choose(const Query& query, Visit visit) const {
         const float *scores = query.scores, t = query.last, shift = scores[0];
@@ -272,7 +272,7 @@ struct Search {
         }, visit);
     }
 
-    // Step 4. Returns whether k were found, the query is finite and no score is NaN.
+    // Step 4. Return true if k records were found, the query is finite and no score is NaN.
     template <class Number>
     bool finish(Query& query, int64_t i) {
         ListState& state = query.state;
@@ -331,15 +331,15 @@ int64_t list_scratch(const ListSearch& args) {
     return memory.used;
 }
 
-// The whole search; returns whether k were found for every query, all are finite and no score is NaN.
+// The whole search. Return true if every query has k records and is finite, and no score is NaN.
 bool search_lists(const ListSearch& args, char* scratch) {
     Memory memory{scratch};
     Search search(args, memory);
     return args.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
 }
 
-// The nearest word of each part: of argmin |y - w|² = argmax <y, w> - |w|² / 2 the first; the factor |r|² / <r, w>, and
-// how far the estimate f w is off. Cost 16 n parts · word.
+// Encode residuals: the first nearest word of each part, argmin |y - w|² = argmax <y, w> - |w|² / 2; the factor f =
+// |r|² / <r, w>; and the error of the estimate f w. Cost 16 n parts · word.
 void encode(const Encode& args) {
     constexpr int kVectors = kBlock / kLanes;
     for (int64_t i = 0; i < args.residuals.rows; i++) {

@@ -9,8 +9,8 @@ namespace softdb {
 namespace SOFTDB_LEVEL {
 namespace {
 
-constexpr int kKeys = 8;  // compared at once
-constexpr double kRounding = 0x1p-23;  // of float32, for each of the products in a score
+constexpr int kKeys = 8;  // number of keys compared at once
+constexpr double kRounding = 0x1p-23;  // rounding of float32 for each product in a score
 
 // Inserts a record among the k best of query i unless it is one of them. Returns true if it was inserted.
 bool put(const TakeIn& args, int64_t i, int64_t position, float score) {
@@ -33,7 +33,7 @@ bool put(const TakeIn& args, int64_t i, int64_t position, float score) {
     return place < k;
 }
 
-// The length below which no key scores as much as the worst that was found.
+// The length below which no key scores as much as the worst of the k best.
 double least_length(const TakeIn& args, int64_t i) {
     float worst = args.scores[i][args.scores.width - 1];
     if (!(worst > 0)) return -1;
@@ -47,7 +47,7 @@ double least_length(const TakeIn& args, int64_t i) {
     return worst / (__builtin_sqrt(total) * (1 + double(args.queries.width) * kRounding));
 }
 
-// Compares J queries, from the first of them on.
+// Compare J queries with the keys, starting at the query `first`.
 template <int J>
 bool compare(const TakeIn& args, int64_t first) {
     double least = __builtin_inf();

@@ -1,9 +1,9 @@
-// Pooling of candidates from stored values (n, v) that are read in place, o = Σ w v, and sums over the terms
+// Pool candidates' stored values (n, v), read in place, o = Σ w v; and sum the terms
 //
 //     y = √(1 - p) (w (v - o) - h (m - o)),   r = √(1 - p) (w - h)
 //
-// of the error of a drawn answer, from which `bars` makes error bars (softdb/attend/error.py has both). Cost of k candidates:
-// k v numbers read; 2 k v operations to pool, 8 k v for the error.
+// of the error of an answer from draws. `bars` computes error bars from these sums (see softdb/attend/error.py). Cost of k
+// candidates: k v numbers read; 2 k v operations to pool, 8 k v for the error.
 #include "pooling.h"
 
 #include "hashing.h"
@@ -30,7 +30,7 @@ SOFTDB_INLINE void add_numbers(double factor, const Number* value, int64_t v, do
 SOFTDB_INLINE void add(double factor, const char* value, const Stored& values, double* out) {
     if (values.kind == Kind::label) {
         int32_t label = *(const int32_t*)value;
-        if (0 <= label && label < values.width) out[label] += factor;  // rot may have made another since it was checked
+        if (0 <= label && label < values.width) out[label] += factor;  // a disk error may have changed it since the check
     } else if (values.kind == Kind::half) {
         add_numbers(factor, (const Half*)value, values.width, out);
     } else {
@@ -106,7 +106,7 @@ SOFTDB_INLINE void add_term(const Number* value, const double* output, const flo
 
 }  // namespace
 
-// Adds the terms of an answer's error to its sums. `line`: (v,) scratch. Cost 8 k v operations; values come from cache.
+// Add the terms of an answer's error to its sums. `line`: (v,) scratch memory. Cost 8 k v operations on cached values.
 void spread(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line) {
     const Reader reader(args.values);
     for (int64_t t = 0; t < v; t++) line[t] = 0;
@@ -131,7 +131,7 @@ void spread(const Terms& args, const double* weights, const double* output, int6
         };
         if (args.values.kind == Kind::label) {
             const int32_t label = *(const int32_t*)at;
-            const bool known = 0 <= label && label < v;  // rot may have made another since it was checked
+            const bool known = 0 <= label && label < v;  // a disk error may have changed it since the check
             if (known) line[label] = 1;
             add_value((const float*)line);
             if (known) line[label] = 0;
@@ -146,7 +146,7 @@ void spread(const Terms& args, const double* weights, const double* output, int6
     }
 }
 
-// The quantile of F with `above` and `below` degrees of freedom, z that of the normal: cube roots of χ² are about normal
+// The quantile of F with `above` and `below` degrees of freedom, z the normal quantile: cube roots of χ² are about normal
 // (Paulson 1942): ((1 - b) x - (1 - a))² = z² (b x² + a), x = F^(1/3).
 double f_quantile(double z, double above, double below) {
     const double a = 2 / (9 * above), b = 2 / (9 * below);
@@ -163,8 +163,8 @@ double draws_of(double sum, double squares) {
     return squares > 0 && squares < kInfinity ? max(kSkewed * sum * sum / squares, 2.0) : 2;
 }
 
-// tr(C)² / tr(C²), C = Σ y yᵀ: tr(C²) is Σ ‖y‖⁴ and, of the other pairs, those in unlike groups, whose (y·y')² the squares
-// of x·x' are on average, x = Σ ±y of a group. Cost v kSigns².
+// tr(C)² / tr(C²), C = Σ y yᵀ: tr(C²) is Σ ‖y‖⁴ plus Σ (y·y')² over pairs. Pairs in different groups are estimated by the
+// squares of x·x', which have this mean, x = Σ ±y of a group. Cost v kSigns².
 double directions(const float* sums, int64_t v, double variance, double fourths) {
     auto product = [](auto a, auto b) { return a * b; };
     double square = 0;
@@ -181,8 +181,8 @@ double finite_or(double x, double other) { return x == x ? x : other; }
 
 }  // namespace
 
-// docs/error-bars.md derives the bar: √(F V + B²) + R (L / 3) t, B the least of usual √(2 L H), drift M + usual √(2 L A) and
-// R L b; and that of Z, for which 1 takes the place of values.
+// docs/error-bars.md derives the bar √(F V + B²) + R (L / 3) t, B the least of usual √(2 L H), drift M + usual √(2 L A) and
+// R L b; and the bar of Z, with 1 instead of `usual`, `drift` and R.
 void bars(const Bars& args) {
     auto at = [&](Figure what, int64_t i) -> double& { return args.figures[int64_t(what)][i]; };
     const int64_t v = args.sums.width / kSigns;

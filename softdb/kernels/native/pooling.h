@@ -1,4 +1,4 @@
-// Candidates pooled where their values lie, and sums over the terms of the answer's error.
+// Pool candidates' values in place, and sum the terms of the answer's error.
 #pragma once
 
 #include "lists.h"

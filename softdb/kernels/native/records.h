@@ -1,5 +1,5 @@
-// Arguments of the kernels over single records: candidates, stored columns, sums. Pointers and sizes, which the caller
-// checks. Kernels know nothing of Python.
+// Arguments of the kernels over single records: candidates, stored columns, sums. The caller has checked pointers and
+// sizes. Kernels do not use Python.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace softdb {
 
-// Rows of numbers, `pitch` apart.
+// An array of rows; `pitch` numbers from one row to the next.
 template <class Number>
 struct Table {
     Number* first = nullptr;
@@ -21,10 +21,10 @@ enum class Kind { wide, half, label, none };
 
 // A stored column, in segments.
 struct Stored {
-    const int64_t* addresses = nullptr;  // (segments,) where each begins
-    const int64_t* starts = nullptr;     // (segments + 1,) position of its first record
+    const int64_t* addresses = nullptr;  // (segments,) address of each segment
+    const int64_t* starts = nullptr;     // (segments + 1,) position of the first record of each segment
     int64_t segments = 0;
-    int64_t width = 0;  // numbers of a record; of classes how many there are
+    int64_t width = 0;  // numbers of a record; for labels the number of classes
     Kind kind = Kind::wide;
 };
 
@@ -37,10 +37,10 @@ struct Rerank {
     Table<float> scores;   // (q, k), written to; then -inf
 };
 
-// The longest keys, and answers among whose k best they are put. Rows are filled up with zeros to whole vectors.
+// The longest keys, and the k best of each query to merge them into. Rows are padded with zeros to whole vectors.
 struct TakeIn {
     Table<const float> queries;          // (q, d)
-    const int64_t* positions = nullptr;  // (m,) negative = takes no part
+    const int64_t* positions = nullptr;  // (m,) negative = excluded
     Table<const float> keys;             // (m, d)
     const double* lengths = nullptr;     // (m,) |k|, descending
     Table<int64_t> matches;                // (q, k) positions, best first, ties by position, negative = none
@@ -59,30 +59,30 @@ struct Score {
     Stored keys;
     Metric metric = Metric::dot;
     Table<float> scores;     // (q, c), written to: -inf = none
-    Table<double> precisely;  // the same in float64; one of the two is given
+    Table<double> precisely;  // like `scores`, in float64; exactly one of the two is set
 };
 
-// The best of all records by scores in float32, and those that were found by scores in float64.
+// Arguments of `scan` (the best of all records by float32 scores) and `rescore` (their order by float64 scores).
 struct Scan {
     Table<const float> queries;  // (q, d); of length 1 for the cosine
     Stored keys;
     Metric metric = Metric::dot;
-    const bool* keep = nullptr;  // (size,) over positions: which are compared
-    int64_t low = 0, high = 0;   // positions
+    const bool* keep = nullptr;  // (size,) over positions, true = compared
+    int64_t low = 0, high = 0;   // first position; end
     Table<int64_t> matches;        // (q, c), written to: positions, best first, ties by position, then -1
     Table<float> scores;         // (q, c), written to; then -inf
 };
 
 struct Rescore {
     Table<const float> queries;      // (q, d)
-    Table<const int64_t> positions;  // (q, c), -1 = none, at least k others
-    const double* floor = nullptr;   // (q,) no record beyond the candidates scored more in float32; -inf: there is none
+    Table<const int64_t> positions;  // (q, c), -1 = none; at least k are not -1
+    const double* floor = nullptr;   // (q,) largest possible float32 score of a record that is no candidate; -inf: no such record
     Stored keys;
     Metric metric = Metric::dot;
     Table<int64_t> matches;       // (q, c), written to: positions, best first, ties by position; then -1
     Table<double> exact;        // (q, c), written to: their scores in float64
-    int64_t k = 0;              // of them are wanted
-    bool* unsure = nullptr;     // (q,), written to: whether rounding or a tie may have kept one of the k out
+    int64_t k = 0;              // number of records wanted
+    bool* unsure = nullptr;     // (q,), written to: true if rounding or a tie may have excluded one of the k best
 };
 
 // Σ w v over candidates.
@@ -95,26 +95,26 @@ struct Sums {
     double* scratch = nullptr;  // (v,)
 };
 
-constexpr int64_t kSigns = 16;  // groups of candidates, of whose signed sums the shape of an error is taken
+constexpr int64_t kSigns = 16;  // number of groups of candidates whose signed sums estimate the error's covariance
 
-// Candidates of one query that stand for all records.
+// The drawn candidates of one query.
 struct Terms {
     const int64_t* positions = nullptr;  // (k,) -1 = none
-    const double* chances = nullptr;     // (k,) 1 - p, p the probability with which each was drawn
+    const double* chances = nullptr;     // (k,) 1 - p, p the probability of each candidate
     int64_t count = 0;
     Stored values;
-    const double* controls = nullptr;  // (k,) what each weight is lowered by, as a share of the answer; null: nothing
-    const double* doubts = nullptr;    // (k,) shares of each in what too few draws may show
-    const int32_t* own = nullptr;      // (k,) rows of `means`
+    const double* controls = nullptr;  // (k,) control to subtract from each weight, relative to Ẑ; null: none
+    const double* doubts = nullptr;    // (k,) term of each candidate in `hidden`
+    const int32_t* own = nullptr;      // (k,) list of each candidate, a row of `means`
     Table<const float> means;          // (lists, v) mean values
-    uint64_t salt = 0;                 // of the random signs: parts that are merged need their own
+    uint64_t salt = 0;                 // seed of random signs; parts that are merged need different salts
 };
 
-// Sums over the terms of an answer's error: y = √(1 - p) (w (v - o) - h (m - o)) of each candidate, p its probability, w
-// its share of the answer o, h what a control lowers that by, m the mean value of its list; and r = √(1 - p) (w - h).
+// Sums over the error terms y = √(1 - p) (w (v - o) - h (m - o)) and r = √(1 - p) (w - h) of candidates. p: probability of
+// the candidate, w: its share of the answer o, h: its control, m: mean value of its list.
 struct Errors {
     double noise = 0, noises = 0, variance = 0, variances = 0;  // Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
-    double doubt = 0, apart = 0;   // Σ of the doubts, and of them times ‖v - o‖²
+    double doubt = 0, apart = 0;   // Σ of the doubts; Σ of the doubts times ‖v - o‖²
     double* first = nullptr;       // (v,) Σ r y
     double* drift = nullptr;       // (v,) Σ doubts (v - o)
     float* signed_sums = nullptr;  // (kSigns, v) Σ ±y of each group

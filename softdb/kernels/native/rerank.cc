@@ -1,5 +1,5 @@
-// Exact scores s(q, k) = q·k, q·k / |k| or -|q - k|² of candidates (q, c) of queries (q, d), from stored keys that are
-// read in place: `rerank` keeps the k best of each query, `score` gives all. Bytes moved: q c d numbers; operations 2 q c d.
+// Exact scores s(q, k) = q·k, q·k / |k| or -|q - k|² of candidates (q, c) for queries (q, d), from stored keys that are
+// read in place. `rerank` keeps the k best of each query, `score` returns all. It reads q c d numbers; operations 2 q c d.
 #include "rerank.h"
 
 #include "heap.h"
@@ -52,7 +52,7 @@ bool rerank(const Rerank& args) {
     return args.keys.kind == Kind::half ? reranked<Half>(args) : reranked<float>(args);
 }
 
-// Queries as an index compares them: for the cosine of length 1, computed in float64, which holds the square of every
+// Prepare queries as an index compares them: for the cosine of length 1, computed in float64, which holds the square of any
 // float32. Returns false if a query is not finite.
 bool prepare(const Prepare& args) {
     const int64_t d = args.queries.width;
@@ -68,7 +68,7 @@ bool prepare(const Prepare& args) {
     return finite;
 }
 
-// Exact scores of candidates, in their order; in float64 where the last digits decide, as at a low temperature.
+// Exact scores of candidates, in the candidates' order; in float64 if the last digits matter, as at a low temperature.
 void score(const Score& args) {
     bool half = args.keys.kind == Kind::half, wide = args.precisely.first;
     if (half && wide) scored<Half, double>(args, args.precisely);

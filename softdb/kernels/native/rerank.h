@@ -1,4 +1,4 @@
-// Records by exact score: stored keys are read where they lie.
+// Score records exactly. Stored keys are read in place.
 #pragma once
 
 #include "records.h"
@@ -6,10 +6,10 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-bool rerank(const Rerank& args);    // whether k were found for every query, and no score is NaN
-bool prepare(const Prepare& args);  // whether all numbers are finite
+bool rerank(const Rerank& args);    // true if every query has k records and no score is NaN
+bool prepare(const Prepare& args);  // true if all numbers are finite
 void score(const Score& args);
-bool scan(const Scan& args);  // whether some score is NaN or infinite
+bool scan(const Scan& args);  // true if a score is NaN or infinite
 void rescore(const Rescore& args);
 
 }  // namespace SOFTDB_LEVEL

@@ -1,6 +1,6 @@
 // Exact search for few queries, in two steps. `scan`: scores s(q, k) = q·k, q·k / |k| or -|q - k|² of queries (q, d) and
 // all records (n, d) in float32, the best c of each query kept; cost 2 q n d operations, n d numbers read once. `rescore`:
-// these c again in float64, in order, and for each query whether a record left out may be among the k best: whether
+// scores these c again in float64 and sorts them. A query is unsure if another record may be among its k best, that is if
 // s_k <= floor + slack, slack a bound on the rounding of float32; cost 2 q c d.
 #include "heap.h"
 #include "rerank.h"
@@ -21,18 +21,18 @@ SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
     return (float)__builtin_sqrt(summed_wide(key, key, d, product));
 }
 
-constexpr int kBlock = 64;  // keys that are compared with all queries while they lie in a cache
+constexpr int kBlock = 64;  // number of keys compared with all queries while the keys are in a cache
 
 // A block of keys.
 template <class Number>
 struct Keys {
     const Number* at[kBlock];
     int64_t positions[kBlock];
-    float inverse[kBlock];  // of their lengths, for the cosine; else 1
+    float inverse[kBlock];  // 1 / |k| for the cosine; else 1
     int count = 0;
 };
 
-// Scores of some queries, side by side, and some keys: as many of both as the registers hold sums for.
+// Scores of a few queries and keys: as many of both as there are registers for the sums.
 template <int queries, int keys, bool l2, class Number>
 SOFTDB_INLINE void score_tile(const Table<const float>& table, int64_t first, const Number* const* at, int64_t d,
                               float (*scores)[keys]) {
@@ -62,7 +62,7 @@ SOFTDB_INLINE void score_tile(const Table<const float>& table, int64_t first, co
         }
 }
 
-// Compares some queries with a block of keys. Returns true if some score is NaN or infinite.
+// Compare some queries with a block of keys. Return true if a score is NaN or infinite.
 template <int queries, int keys, bool l2, class Number>
 bool compare(const Scan& args, int64_t first, const Keys<Number>& block) {
     bool lost = false;
@@ -125,12 +125,12 @@ bool scanned(const Scan& args) {
     return lost;
 }
 
-// True if a record is ordered after another: by score, then by position.
+// True if a record comes after another, sorted by score, then by position.
 SOFTDB_INLINE bool after(double score, int64_t position, double other, int64_t others) {
     return score < other || (score == other && position > others);
 }
 
-// Puts a record into a heap whose last record in order lies first, from a place downwards.
+// Sift a record down from an index, in a heap whose worst record is first.
 SOFTDB_INLINE void sink_pair(double* scores, int64_t* positions, int64_t size, int64_t place, double score,
                              int64_t position) {
     for (int64_t below; (below = 2 * place + 1) < size; place = below) {
@@ -141,7 +141,7 @@ SOFTDB_INLINE void sink_pair(double* scores, int64_t* positions, int64_t size, i
     scores[place] = score, positions[place] = position;
 }
 
-// Best first, ties by position.
+// Sort a heap: best first, ties by position.
 void sort_pairs(double* scores, int64_t* positions, int64_t size) {
     for (int64_t place = size / 2 - 1; place >= 0; place--)
         sink_pair(scores, positions, size, place, scores[place], positions[place]);
@@ -199,7 +199,7 @@ bool scan(const Scan& args) {
     return args.keys.kind == Kind::half ? scanned<Half>(args) : scanned<float>(args);
 }
 
-// The order of candidates by scores in float64; `unsure` where a record left out may belong among them.
+// Sort candidates by scores in float64. `unsure`: another record may be among the k best.
 void rescore(const Rescore& args) {
     if (args.keys.kind == Kind::half) rescored<Half>(args);
     else rescored<float>(args);

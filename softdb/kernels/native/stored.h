@@ -9,7 +9,7 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-constexpr int kPairs = kLanes / 2;  // float64 of a register
+constexpr int kPairs = kLanes / 2;  // number of float64 in a register
 typedef double Doubles __attribute__((vector_size(kPairs * 8)));
 typedef float Singles __attribute__((vector_size(kPairs * 4)));
 
@@ -54,7 +54,7 @@ SOFTDB_INLINE float summed(const float* a, const B* b, int64_t d, Term term) {
     return total;
 }
 
-// The same in float64.
+// Σ term(a, b) over the numbers of two rows, in float64.
 template <class A, class B, class Term>
 SOFTDB_INLINE double summed_wide(const A* a, const B* b, int64_t d, Term term) {
     Doubles sums[4] = {};
@@ -89,7 +89,7 @@ constexpr int64_t kLine = 64;     // bytes of a cache line
 constexpr int64_t kFetched = 16;  // lines of a record that are prefetched; the processor prefetches those that follow
 constexpr int64_t kAhead = 6;     // records that are prefetched ahead of the current one
 
-// Finds records in a column.
+// Finds the address of a record in a column.
 class Reader {
   public:
     explicit Reader(const Stored& column) : column(column) {

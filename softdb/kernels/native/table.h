@@ -10,7 +10,7 @@ namespace softdb {
 
 struct Kernels {
     const char* level;
-    int lanes;  // float32 of a vector
+    int lanes;  // number of float32 in a vector
     void (*exponentials)(const float* x, int64_t n, float* out);
     int64_t (*attend_scratch)(const Attend& args);
     void (*attend_forward)(const Attend& args);
@@ -34,9 +34,9 @@ struct Kernels {
     void (*help_draw)(const Draw& args);
 };
 
-const Kernels& kernels();             // those in use; there are none where `levels` is empty
-bool use_level(const char* level);      // false: the processor has no such
-const char* const* levels();           // that this processor has, the best first, then nullptr
-int64_t cache_bytes(int level);        // of a core's first or second cache
+const Kernels& kernels();             // the kernels in use; undefined if `levels` is empty
+bool use_level(const char* level);      // false: the processor lacks the level
+const char* const* levels();           // levels that this processor has, the best first, then nullptr
+int64_t cache_bytes(int level);        // size of a core's L1 or L2 cache
 
 }  // namespace softdb

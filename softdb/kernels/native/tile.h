@@ -1,4 +1,4 @@
-// Small matrix products that live in the registers; all products of attention and of its gradient are made of them
+// Small matrix products in registers, of which all products of attention and of its gradient are composed
 // (Goto and van de Geijn 2008, figure 5; Van Zee and van de Geijn 2015).
 #pragma once
 
@@ -7,25 +7,25 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-constexpr int kRows = kRegisters == 32 ? 8 : 6;  // of a tile of two vectors, whose sums fit the registers
-constexpr int kSums = 2 * kRows;                 // vectors of sums of a tile
-constexpr int kFew = 4;                          // queries at most that `inner` compares
+constexpr int kRows = kRegisters == 32 ? 8 : 6;  // rows of a tile of two vectors, so that the sums fit into registers
+constexpr int kSums = 2 * kRows;                 // vectors of sums in a tile
+constexpr int kFew = 4;                          // largest number of queries that `inner` compares
 
-// Rows of a tile so many vectors broad. Broad ones are for few rows, and leave registers for the vectors themselves.
+// Number of rows in a tile of V vectors. Wide tiles are for few rows, and leave registers for the vectors themselves.
 constexpr int tile_height(int vectors) {
     return vectors <= 2 ? kSums / vectors : vectors == 4 ? kRegisters / 8 : 1;
 }
 
-constexpr int64_t kChunk = 8;  // steps of a tile between which memory is fetched ahead
+constexpr int64_t kChunk = 8;  // memory is prefetched after each kChunk steps of a tile
 
-// Memory that is fetched into the second cache while something else is computed: evenly, because a processor remembers
-// only some twenty lines that are on their way. Rows that lie side by side are one run, others one run each.
+// Memory to prefetch into the second cache during a computation. Prefetches are spread evenly, as a processor has only
+// about twenty of them in flight. Adjacent rows form one run, other rows one run each.
 struct Ahead {
     const char *at = nullptr, *end = nullptr;  // the run
-    int64_t step = 0;                          // bytes at a time
-    const int64_t* rows = nullptr;             // then these
-    int64_t left = 0, bytes = 0;               // how many, and of each
-    const char* data = nullptr;                // where row 0 begins
+    int64_t step = 0;                          // bytes of one prefetch
+    const int64_t* rows = nullptr;             // rows to prefetch after the run
+    int64_t left = 0, bytes = 0;               // number of these rows; bytes of a row
+    const char* data = nullptr;                // address of row 0
 
     SOFTDB_INLINE void in(int64_t times) { step = times > 0 ? (end - at + left * bytes) / times + 1 : 0; }
 
@@ -92,7 +92,7 @@ __attribute__((noinline)) void tile(const Operands<B>& given, int64_t r, int64_t
         for (int v = 0; v < V; v++) store(out + (i * V + v) * kLanes, sums[i][v]);
 }
 
-// The same for a number of rows that is known when it runs, R at most.
+// The same for a number of rows that is known only at run time, at most R.
 template <int R, int V, bool difference, class B>
 void tile_of(int64_t rows, const Operands<B>& given, int64_t r, int64_t x, float* out, Ahead& ahead) {
     if constexpr (R > 1) {
@@ -105,7 +105,7 @@ template <int V, bool difference, class B, class Out>
 void tiles_of(int64_t rows, const Operands<B>& given, int64_t& x, int64_t width, Out& out, Ahead& ahead) {
     constexpr int fits = tile_height(V), height = sizeof(B) == 4 ? fits : fits < kFew ? fits : kFew;
     alignas(64) float sums[height * V * kLanes];
-    int64_t count = (rows + height - 1) / height;  // of nearly equal height
+    int64_t count = (rows + height - 1) / height;  // number of tiles, of nearly equal height
     for (; x + V * kLanes <= width; x += V * kLanes)
         for (int64_t i = 0; i < count; i++) {
             int64_t first = rows * i / count, end = rows * (i + 1) / count;
@@ -139,7 +139,7 @@ struct Store {
     SOFTDB_INLINE void operator()(int64_t r, int64_t x, Vec result) const { store(to + r * pitch + x, result); }
 };
 
-// Adds to rows of float64 that are `width` long, whatever the vectors' length.
+// Add rows of vectors to rows of `width` float64 numbers.
 struct Add {
     double* to;
     int64_t width;

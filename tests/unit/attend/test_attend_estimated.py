@@ -504,7 +504,7 @@ def test_without_a_sampler_the_answer_is_exact(db: softdb.SoftDB, queries: Array
         ({"weights": "entmax15"}, "the weights are entmax15, for which there is no estimate"),
         ({"weights": "uniform"}, "the weights are uniform, for which there is no estimate"),
         ({"score": lambda q, k: q @ k.T}, "goes with Dot, ScaledDot, Cosine, General, NegativeL2 and Gaussian"),
-        ({"score": Laplacian(0.3)}, "whose values no index knows"),
+        ({"score": Laplacian(0.3)}, "which no index can estimate"),
     ],
 )
 def test_scores_without_an_estimator_are_refused(db: softdb.SoftDB, queries: Array, more: Any, match: str) -> None:

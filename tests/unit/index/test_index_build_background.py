@@ -87,7 +87,7 @@ def test_a_build_returns_at_once_and_its_report_later(tmp_path: Path) -> None:
             assert repr(build) == "<Build: adding 100 %>"
             assert db.stats().index == IndexReport("flat", building="adding 100 %")
             with pytest.raises(
-                TimeoutError, match=r"not built after 0.01 seconds \(adding 100 %\); wait on, or cancel"
+                TimeoutError, match=r"not built after 0.01 seconds \(adding 100 %\); wait again or cancel"
             ):
                 build.result(0.01)
             assert builders() == ["softdb-build"]
@@ -206,7 +206,7 @@ def test_a_build_in_the_foreground_is_shown_too() -> None:
         ({"kind": "magic"}, "build_index: kind is 'magic'; choose one of"),
         ({"recall": 0}, "build_index: recall is 0; expected a share above 0"),
         ({"k": 0}, "k is 0"),
-        ({"memory": 10}, "memory is 10 bytes, which no index of kind 'ivf' meets"),
+        ({"memory": 10}, "memory is 10 bytes, but the smallest index of kind 'ivf'"),
         ({"queries": [[1.0]]}, "queries are 1 wide but this database's keys are 16 wide"),
         ({"background": 1}, "background is 1; expected True or False"),
     ],
@@ -281,7 +281,7 @@ def test_a_failed_build_raises_at_result_and_is_logged(caplog: pytest.LogCapture
                 build.result(SECONDS)
         assert repr(build) == "<Build: failed>"
         db.close()  # joins the thread, which logs last
-    assert "the index was not built, the old one serves on: the lamp is out" in caplog.text
+    assert "the index was not built, the old index stays in use: the lamp is out" in caplog.text
 
 
 def test_an_error_of_ours_names_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_waiting_for_oneself_is_refused() -> None:
     with clustered() as db:
         builds.append(db.build_index("ivf", background=True, progress=waits))
         ready.set()
-        with pytest.raises(softdb.BadInput, match="progress callback, and would wait for ever"):
+        with pytest.raises(softdb.BadInput, match="progress callback, where it would wait for ever"):
             builds[0].result(SECONDS)
 
 
@@ -330,7 +330,7 @@ def test_closing_cancels_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     db.close()
     assert build.done
     assert not builders()
-    with pytest.raises(Cancelled, match="the database was closed; the old index serves on"):
+    with pytest.raises(Cancelled, match="the database was closed; the old index stays in use"):
         build.result()
     with softdb.open(tmp_path / "db") as db:
         assert index_report(db).kind == "ivf"
@@ -475,8 +475,8 @@ def test_a_forked_child_has_no_builder(tmp_path: Path, locked: bool) -> None:
             answer = receive.recv()
             child.join(SECONDS)
             assert not build.done
-        said = "the build was cancelled while adding 100 %: it goes on in the parent process alone"
-        assert answer == (True, f"{said}; the old index serves on", expected, [])
+        said = "the build was cancelled while adding 100 %: it continues in the parent process only"
+        assert answer == (True, f"{said}; the old index stays in use", expected, [])
         assert build.result().kind == "ivf"
         agrees(db, queries)
 

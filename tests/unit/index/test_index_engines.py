@@ -277,7 +277,7 @@ def test_a_memory_limit_that_is_no_number_is_refused(db: softdb.SoftDB, memory: 
 
 def test_an_unreachable_memory_limit_is_refused(db: softdb.SoftDB) -> None:
     with pytest.raises(
-        softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ16x4, takes about"
+        softdb.BadInput, match="but the smallest index of kind 'ivf', ivf PQ16x4, takes about"
     ) as raised:
         db.build_index("ivf", memory=1000)
     least = int(str(raised.value).split("about ")[1].split(";")[0])
@@ -290,7 +290,7 @@ def test_a_memory_within_which_the_recall_is_out_of_reach(monkeypatch: pytest.Mo
     with holding(keys) as db:
         monkeypatch.setattr(lists.Lists, "levels", (1,))
         monkeypatch.setattr(lists, "LEAST", 1)
-        with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+ of 0.99; give about \d+ bytes"):
+        with pytest.raises(softdb.BadInput, match=r"comes closest: recall 0\.\d+, expected 0.99; give about \d+ bytes"):
             db.build_index(recall=0.99, queries=queries, memory=20_000 * 38 + 160_000)
         assert db.stats().index is None
 
