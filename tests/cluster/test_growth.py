@@ -133,7 +133,7 @@ def test_a_half_that_is_damaged_is_no_reason_to_stop(tmp_path: Path, caplog: pyt
     truth.put_shards(4)
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
         whole(db)
-    assert "shard 1 is made from the table: its half cannot be split off" in caplog.text
+    assert "shard 1 is built from the table: the old shard cannot be split" in caplog.text
 
 
 def test_indexes_come_along(tmp_path: Path) -> None:
