@@ -139,7 +139,7 @@ def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
         )
         db.refresh()
         assert (3 in db, db[99].payload) == (False, {"title": "late"})
-        with pytest.raises(errors.ReadOnly, match="only reads; write to it with what made it"):
+        with pytest.raises(errors.ReadOnly, match="only reads; write with the program that made it"):
             db.insert(1, vector)
     with pytest.raises(errors.NotADatabase, match="softdb has not made; serve it"):
         cluster.open(url)
@@ -237,7 +237,7 @@ def table(**columns: Any) -> pa.Table:
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
         (table(vector=pa.array([[1.0, 2.0], [3.0]])), {}, "column 'vector' has other than 2 numbers in 1 of 2 rows"),
         (table(vector=pa.array(["1", "2"])), {}, "column 'vector' is of type 'string'; expected lists of floats"),
-        (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; it cannot be served"),
+        (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; write vectors"),
         (table(vector=pa.array([[1, 2], [3, 4]])), {}, "is of type 'list<.*int64>'; expected lists of floats"),
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
         (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),

@@ -277,7 +277,7 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
     assert version == world.db.table.newest()
     monkeypatch.setattr(table_core, "_TRIES", 2)
     turns = iter(range(3))
-    with pytest.raises(errors.StaleRead, match="went on 2 times"):
+    with pytest.raises(errors.StaleRead, match="changed 2 times"):
         world.db.refresh()
 
 

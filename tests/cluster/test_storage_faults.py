@@ -155,7 +155,7 @@ def test_a_write_whose_request_fails(
             write(db, 1)
             acknowledged, turns = True, {1}
         except (StorageUnavailable, StaleRead, ShardUnavailable, WriteFailed) as error:
-            written = "it is written and safe" in str(error)
+            written = "the write is committed" in str(error)
             turns = {1} if written else turns
         place.way.fail(b"", False, False)
         place.way.open()
