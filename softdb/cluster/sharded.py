@@ -238,7 +238,7 @@ class Sharded(AskedShards):
         return Samples(hits, torch.ones(len(rows), dtype=torch.bool, device=lse.device), lambda: log_prob)
 
     def heaviest(self, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # …, (q,)
-        """Return the records of largest weight, and the weights' entropy (q,). Cost: a search and a pass in each shard."""
+        """Return the records of largest weight, and the weights' entropy (q,). Costs a search and a pass a shard."""
         posed = self.posed(request)
         lse_of_shards = array(lse - posed.shift)
         answers = self.ask(lambda shard, version: messages.Explain(version, posed.question, lse_of_shards, count))
