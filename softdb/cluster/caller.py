@@ -92,7 +92,7 @@ class Caller:
     ) -> ShardReplies:
         """Send shards messages for the versions that this handle sees; return the replies.
 
-        Asks again if shards were rebuilt. Raises ShardUnavailable if a shard is missing and no partial answer allowed.
+        If shards were rebuilt, asks again. Raises ShardUnavailable if a shard is missing, unless `partial` is True.
         """
         try:
             return self._ask(make, which, complete)

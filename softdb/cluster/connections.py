@@ -74,7 +74,7 @@ class Connections:
         return None
 
     def exchanged(self, sent: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
-        """Send a message to each other rank, and return {rank: reply}. Messages must fit into the sockets' buffers.
+        """Send each other rank a message; return {rank: message received}. Messages must fit into socket buffers.
 
         Raises OSError if a rank closes its connection, or sends nothing within `seconds`.
         """

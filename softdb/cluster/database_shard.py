@@ -65,7 +65,7 @@ def _parted(state: State, merged_lse: Tensor, output_grad: Tensor, lse_grad: Ten
 
 
 class DatabaseShard:
-    """One database as a shard of a cluster. Threads may use it at once, as they may use the database."""
+    """One database as a shard of a cluster. Several threads may call `answer` at once."""
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class Directories:
         self.gates = {shard: Gate() for shard in self.own_shards}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.own_shards, 0)
-        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # of shards, and generations
+        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # shard -> cached origin
         self._unfit: dict[int, Callable[[int], None]] = {}  # shard with a failed write -> method that repairs it
         try:
             files.make_directory(folder)

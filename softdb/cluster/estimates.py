@@ -44,7 +44,7 @@ class _Book:
     exact: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # shard -> (q,) True if all records were pooled
     last: dict[int, Positions] = field(default_factory=dict)  # shard -> (q,) number of the last round
     asks: list[dict[int, messages.Draw]] = field(default_factory=list)  # [round][shard]: messages sent
-    places: list[dict[int, Positions]] = field(default_factory=list)  # [round][shard]: indices of its queries
+    places: list[dict[int, Positions]] = field(default_factory=list)  # [round][shard]: indices of queries sent
 
     def write(self, shard: int, where: Positions, drawn: messages.Drawn, queries: int) -> None:
         """Replace one shard's results for the queries at indices `where`; `queries` is the number of all queries."""

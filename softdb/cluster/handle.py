@@ -1,4 +1,4 @@
-"""`Cluster`: several shards as one database. It asks all shards, and merges the replies to the same answers."""
+"""`Cluster`: several shards as one database. Answers equal those of one database that holds all records."""
 
 from __future__ import annotations
 

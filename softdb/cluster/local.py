@@ -54,7 +54,7 @@ class Local:
 
 
 class HydratedShard:
-    """A shard of a table, in a directory of this machine. A damaged directory is rebuilt and asked again."""
+    """A shard of a table, in a directory of this machine. `answer` rebuilds a damaged directory, and tries again."""
 
     def __init__(self, hydrated: Hydrated, shard: int) -> None:
         self.hydrated, self.shard = hydrated, shard

@@ -72,7 +72,7 @@ def array(tensor: Tensor) -> NDArray[Any]:
 
 
 class Parts(torch.autograd.Function):
-    """Autograd function whose inputs are the shards' outputs and lses; backward asks each shard for its gradients."""
+    """Autograd function that returns the shards' outputs and lses; backward asks each shard for gradients."""
 
     @staticmethod
     def forward(

@@ -176,14 +176,14 @@ class Draw(Message):
 class Backward(Message):
     """Compute the reply to the message `of` again, with gradients -> `Gradient`.
 
-    If the shard's reply (output, lse) was merged with other shards' replies into an output o with log-normaliser L,
-    then `output_grad` and `lse_grad` are for the merged reply. With w = e^(lse - L), the shard takes w output_grad as
-    the gradient of its own output, and w (output_grad · (output - o) + lse_grad) as the gradient of its own lse.
+    If the shard's reply (output, lse) was merged with others into an output o with log-normaliser L, let g be the
+    gradient of o and h that of L. With w = e^(lse - L), the gradient of the shard's own output is w g, and that of its
+    lse is w (g · (output - o) + h). The message then has output_grad = g and lse_grad = h - g · o.
     """
 
     of: PassOver | Draw
     output_grad: Array  # (q, v) gradient of the loss by the output
-    lse_grad: Array  # (q,) gradient of the loss by the lse; for a merged reply, minus output_grad · o
+    lse_grad: Array  # (q,) gradient of the loss by the lse; for a merged reply, h - g · o
     merged_lse: Array | None = None  # (q,) log-normaliser L of the merged reply; None: not merged
 
     @property
@@ -238,7 +238,7 @@ class Description(NamedTuple):
     encoder: str | None  # name of the encoder of the keys
     records: int  # number of records
     identity: str | None = None  # identity of the table's version; None: the shard is not a copy of a table
-    left_out: tuple[LeftOut, ...] = ()  # rows of the table that are not records
+    left_out: tuple[LeftOut, ...] = ()  # rows of the table that cannot be stored
 
 
 class Passed(NamedTuple):

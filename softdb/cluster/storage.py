@@ -83,7 +83,7 @@ class Synced:
     """Syncs the files of a local table to disk, since Lance itself syncs nothing.
 
     A commit of Lance writes files of data and deletions, then a manifest; creating the manifest commits. Before a verb
-    returns, it syncs every file that this handle has not synced yet, including files of other writers, because a
+    returns, `sync` syncs every file that this handle has not synced yet, including files of other writers, because a
     version needs all earlier files. A power failure before the sync may damage the newest version, which no verb has
     returned. The version before is intact: `lance.dataset(url, version=…).restore()` goes back to that version.
     """

@@ -75,7 +75,7 @@ class TableCluster(Cluster):
     def left_out(self) -> tuple[messages.LeftOut, ...]:
         """Rows of other programs that cannot be stored as records, each with its id and the reason.
 
-        They take part in no answer. Mend them by `upsert` or `delete`; if an id comes twice, delete one of its rows.
+        These rows take part in no answer. Correct or remove rows with `upsert` or `delete`; keep one row for each id.
         """
         return tuple(row for _, shard in sorted(self.caller.known.items()) for row in shard.left_out)
 
@@ -121,7 +121,7 @@ class TableCluster(Cluster):
     def compact(self) -> CompactReport:
         """Merge the table's small files into few large ones, and index its ids. Answers do not change.
 
-        Worth it after some hundred writes: each adds a file, which a rebuilt shard reads. The report counts the files
+        Useful after some hundred writes: each write adds a file that a rebuilt shard reads. The report counts the files
         of the newest version, and the rows of deleted and replaced records in them. Older versions keep their files.
         """
         self.core.require_writable()

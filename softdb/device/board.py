@@ -36,7 +36,7 @@ class Board:
         self.device = self.cards[0].device
         self.dtype = dtype  # dtype of the columns on the devices; None: as stored
         self._lock = threading.Lock()
-        self._cuts: tuple[int, ...] = ()  # position at which each card's range begins, without the first card
+        self._cuts: tuple[int, ...] = ()  # first positions of all cards but the first
         self._parts: Recent[tuple[Snapshot, ...]] = Recent(1)
 
     @classmethod

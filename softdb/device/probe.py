@@ -17,7 +17,7 @@ from softdb.index.search import indexed_until
 
 FEW = 1 << 16  # number of records that a GPU compares faster than it searches an index
 FLOOR = 64  # least number of rescored candidates
-SURE = 3.0  # with a filter, fetch so many standard deviations more than the mean number needed
+SURE = 3.0  # number of standard deviations by which the fetched candidates exceed the mean number needed
 
 
 def find(
@@ -43,7 +43,7 @@ def find(
 
 
 class _DeviceSearch:
-    """One search of an index on a GPU: how many candidates to fetch, and how to filter the candidates."""
+    """Parameters of one search: number of candidates to fetch, lists to scan, and the mask that filters candidates."""
 
     def __init__(self, shard: Shard, index: OnGPU, query: Query) -> None:
         self.shard, self.index, self.query, k = shard, index, query, query.k

@@ -155,7 +155,7 @@ class LiveMask(NamedTuple):
 
 
 class Card:
-    """Data of a database on one device: columns, masks (n bytes a filter), and row numbers (8 n bytes) if with gaps.
+    """Data of a database on one device: columns, masks (n bytes a filter), row numbers (8 n bytes) if rows have gaps.
 
     An upload is complete before the tensor is returned, so that every CUDA stream can read the tensor.
     """
@@ -182,11 +182,11 @@ class Shard:
         self.snapshot = snapshot  # snapshot of this range only
         self.card, self.device = card, card.device
         self.low = low  # position of the range's first record in the whole snapshot
-        self.keys = card.keys.of(snapshot)  # (size, d); None: the keys do not fit on the device
+        self.keys = card.keys.of(snapshot)  # (size, d); None: not resident on the device
 
     @cached_property
     def values(self) -> Tensor | None:
-        """Values (size, v) or labels (size,); the keys if there are no values; None: they do not fit on the device."""
+        """Values (size, v) or labels (size,), or the keys if there are no values; None: not resident on the device."""
         own = any(segment.values is not None for segment in self.snapshot.segments)
         return self.card.values.of(self.snapshot) if own else self.keys
 
@@ -238,7 +238,7 @@ class Shard:
         return places.masked_fill(stored_rows[places] != rows, -1)
 
     def blocks(self, size: int, live: LiveMask, start: int = 0, pools: bool = True) -> Iterator[Block]:
-        """Yield blocks of live records, keys and values on the device; with pools=False, positions are there, too."""
+        """Yield blocks of live records, with keys and values on the device; with pools=False, positions as well."""
         keys, values = self.keys, self.values if pools else None
         own_values = pools and any(segment.values is not None for segment in self.snapshot.segments)
         streams = self.device.type == "cuda" and (keys is None or (own_values and values is None))
