@@ -199,8 +199,8 @@ class ClusterCore(Core[Sharded]):
         """Search every shard, and return the best hits of all. Raises BadInput for arguments of a single database."""
         if refused := [name for name in _ALONE if getattr(search, name) is not None]:
             raise BadInput(
-                f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; pass queries "
-                "as vectors without it, or ask one database"
+                f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; omit this "
+                "argument and pass queries=, or search one database"
             )
         if search.queries is None:
             raise BadInput("search got no queries; a cluster searches by vector only: pass queries=")

@@ -129,7 +129,7 @@ class DatabaseShard:
         if (rows >> messages.ROW_BITS == messages.directory_of(self.version())).all():
             return numbers // self.shards
         if ids is None:
-            raise StaleRead(f"shard {self.shard} was rebuilt, and its rows have new numbers; ask again")
+            raise StaleRead(f"shard {self.shard} was rebuilt, and its rows have new numbers; repeat the query")
         return self.db.core.located(ids)
 
     def _called(self, ask: messages.CallVerb) -> Any:
@@ -159,7 +159,7 @@ class DatabaseShard:
         snapshot = self.db.core.view()[0]
         positions = snapshot.positions(self._local(ask.rows, ask.ids))
         if ((positions < 0) | ~snapshot.live[positions]).any():
-            raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
+            raise StaleRead("a record was deleted or replaced while the query was answered; repeat the query")
         return messages.GatheredRows(
             snapshot.keys_at(positions).numpy() if ask.keys else None,
             snapshot.values_at(positions).numpy() if ask.values else None,
@@ -284,7 +284,7 @@ class DatabaseShard:
         try:
             ids = [[known[row].id for row in line if row >= 0] for line in rows.tolist()]
         except KeyError:
-            raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
+            raise StaleRead("a record was deleted or replaced while the query was answered; repeat the query") from None
         return messages.ShardHits(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
 
     @torch.no_grad()

@@ -59,8 +59,8 @@ class Ranks:
         self.shards = len(owners)
         if sorted(shard for shard, _ in owners) != list(range(self.shards)) or not owners:
             raise BadInput(
-                f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank; start as many "
-                "ranks as the shards were divided for"
+                f"the {self.ranks} ranks hold the shards {held}; expected 0 to P - 1, each on one rank; check the "
+                "argument own= on every rank"
             )
         self._connections = Connections.between(self.rank, self.ranks, self._gathered)
 
@@ -123,8 +123,8 @@ class Ranks:
         if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
             self._turn = max(self._turn, *(head[0] for head in heads.values()))
             raise BadInput(
-                f"rank {self.rank} asked {kind!r} and ranks {unlike} something else; every rank makes the same calls "
-                "in the same order, with queries (0, d) if it has none, and backward on all ranks or none"
+                f"rank {self.rank} asked {kind!r} and ranks {unlike} other calls; every rank makes the same calls "
+                "in the same order; pass queries (0, d) on a rank without queries, run backward on all ranks or none"
             )
         messages = {rank: data[HEAD.size : HEAD.size + heads[rank][2]] for rank, data in slots.items()}
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
@@ -157,7 +157,7 @@ class Ranks:
         """Run a collective operation. If it fails, raise ShardUnavailable now and in every later call."""
         if self._broken:
             raise ShardUnavailable(
-                f"the ranks are out of step since {self._broken}; construct the transport again on all of them"
+                f"the ranks are out of step since {self._broken}; construct the transport again on all ranks"
             )
         try:
             return call()
@@ -166,6 +166,6 @@ class Ranks:
             if self._connections is not None:
                 self._connections.close()  # other ranks that wait for this rank get an error at once
             raise ShardUnavailable(
-                f"rank {self.rank} of {self.ranks} waited {self._limit:g} s at most for the others ({self._broken}); a "
+                f"rank {self.rank} of {self.ranks} waited at most {self._limit:g} s for others ({self._broken}); a "
                 "rank is lost, or only some ranks made this call: if one rank asks, every rank must ask"
             ) from error

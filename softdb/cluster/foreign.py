@@ -51,7 +51,7 @@ def _payload(url: str, names: list[str], fields: Fields, payload: Sequence[str])
     untyped: Any = payload
     is_list = isinstance(untyped, Sequence) and not isinstance(untyped, str)
     if not is_list or not all(isinstance(name, str) for name in untyped):
-        raise BadInput(f"payload is {shown(payload)}; expected a list of columns' names, or None for all")
+        raise BadInput(f"payload is {shown(payload)}; expected a list of names of columns, or None for all columns")
     free = [name for name in names if name not in (fields.id, fields.key, fields.value)]
     wrong = next((name for name in payload if name not in free), None)
     if wrong is not None:
@@ -65,7 +65,7 @@ def _require_ids(url: str, dataset: Any, name: str) -> None:
     pa = needed("pyarrow", "cluster", "a cluster")
     kind = dataset.schema.field(name).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise BadInput(f"{url}: column {name!r} is of type {shown(str(kind))}; ids are whole numbers or texts")
+        raise BadInput(f"{url}: column {name!r} is of type {shown(str(kind))}; expected integers or texts as ids")
     _require_none(url, dataset, name)
 
 
@@ -73,7 +73,7 @@ def _require_none(url: str, dataset: Any, name: str, test: str = "IS NULL", prob
     condition = f"array_length(`{name}`) {test}" if test[0] in "<!" else f"`{name}` {test}"
     count = dataset.count_rows(condition)
     if count:
-        raise BadInput(f"{url}: column {name!r} {problem} in {count} of {dataset.count_rows()} rows; mend these rows")
+        raise BadInput(f"{url}: column {name!r} {problem} in {count} of {dataset.count_rows()} rows; correct them")
 
 
 def _vectors(url: str, dataset: Any, name: str) -> tuple[int, str]:

@@ -258,7 +258,7 @@ class Hydrated(Directories):
                 self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
                 raise
         for id, reason in left_out[known:]:
-            _log.warning("%s: the row of id %s is left out: %s", self.truth.url, shown(id), reason)
+            _log.warning("%s: the row with id %s is left out: %s", self.truth.url, shown(id), reason)
 
     def _passed_over(self, count: int) -> None:
         """Add `count` rows, read or skipped, to the progress that `report` gets."""
@@ -272,7 +272,7 @@ class Hydrated(Directories):
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
             several = f"more than {MOST_LEFT_OUT} rows of a shard cannot be stored"
-            raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
+            raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; correct or delete the rows")
         return replace(origin, left_out=left_out).text
 
     def _seen(self, shard: int) -> int:

@@ -87,7 +87,7 @@ def _named(truth: Truth, version: int, wrong: dict[Id | None, str], rebuilt: int
     first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
     names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
     more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
-    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "mend those rows by upsert, or delete them"
+    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "correct these rows by upsert, or delete them"
     return CorruptionError(
-        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {advice}"
+        f"{len(wrong)} records differ from those in {truth.url} at version {version}: {names}{more}; {advice}"
     )

@@ -39,7 +39,7 @@ class AskedShards(Source):
 
     @staticmethod
     def _elsewhere() -> BadInput:
-        return BadInput("this needs every record in one place, but they are on the shards of a cluster; ask a database")
+        return BadInput("this needs every record in one place, but they are on a cluster's shards; use one database")
 
     def positions(self, rows: Positions) -> Positions:
         """Return `rows` unchanged: a cluster uses row numbers as positions."""

@@ -54,7 +54,7 @@ def failure(url: str, error: Exception) -> SoftDBError:
         return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes a table")
     damage = f"cannot be read ({text})" if missing is None else f"lacks its file {missing}"
     return CorruptionError(
-        f"{url} {damage}; bring the file back, or go back to a version without it: "
+        f"{url} {damage}; bring the file back, or return to a version without it by "
         "lance.dataset(url, version=…).restore()"
     )
 
@@ -98,7 +98,7 @@ class Synced:
             self._sync(self.path)
         except OSError as error:
             raise WriteFailed(
-                f"{self.path} could not be synced ({error}); what was written may not outlive a crash of the machine"
+                f"{self.path} could not be synced ({error}); a crash of the machine may lose the last write"
             ) from error
 
     def _sync(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema:
     widths = {fields.key: schema.dim, fields.value: schema.value_dim}
     for name in filter(None, (fields.id, fields.key, fields.value, *others)):
         if name not in dataset.schema.names:
-            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version that has it")
+            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version with it")
         width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
         if width is not None and size not in (None, width):
             problem = f"column {name!r} is {size} wide; expected {width}"

@@ -84,7 +84,7 @@ class TableCore(ClusterCore):
         for _ in range(_TRIES):
             newest = table.newest()
             if newest < self.version:
-                raise StaleRead(f"another table has taken the place of {self.table.url}; open the new table")
+                raise StaleRead(f"another table has replaced {self.table.url}; open the new table")
             caller.look(lambda _: messages.Refresh(newest, rebuild))  # noqa: B023
             if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
                 continue
@@ -92,7 +92,7 @@ class TableCore(ClusterCore):
                 return
             if rebuild:
                 raise CorruptionError(
-                    f"the shards hold other records than {self.table.url}, even rebuilt; verify() names the records"
+                    f"the rebuilt shards still differ from {self.table.url}; verify() names the records that differ"
                 )
             rebuild = True
         raise StaleRead(f"the shards changed {_TRIES} times while they were compared with the table; refresh() again")

@@ -201,5 +201,5 @@ def _here(truth: Truth, folder: Path, report: Progress | None) -> LocalTable:
             continue
         return LocalTable(hydrated)
     raise DatabaseLocked(
-        f"{_HANDLES} handles on this machine have {truth.url} open; close some, or give another folder, cache="
+        f"{_HANDLES} handles on this machine have {truth.url} open; close some handles, or give another folder, cache="
     )

@@ -124,8 +124,8 @@ class Truth:
         except LANCE as error:
             require_storage(self.url, error)
             raise StaleRead(
-                f"version {version} of {self.url} is not there ({cause(error)}): it was cleaned up, or does not exist "
-                f"yet; refresh() shows version {newest.version}"
+                f"version {version} of {self.url} cannot be opened ({cause(error)}): it was cleaned up, or does not "
+                f"exist yet; refresh() shows version {newest.version}"
             ) from None
 
     def newest(self) -> int:
@@ -292,7 +292,7 @@ class Truth:
         half = {"key", "value"} & set(names) - set(columns)
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
-            raise BadInput(f"id {shown(bare)} has neither key nor value yet; give both")
+            raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
         """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""

@@ -108,7 +108,7 @@ class Board:
     def placed(self, index: Index) -> Index:
         """Copy an index to the device. If that is impossible, log a warning and return the index itself."""
         if not self.engines:
-            _log.warning("the index stays on the CPU: several GPUs compare every record")
+            _log.warning("the index stays on the CPU: with several GPUs, searches compare every record")
             return index
         return uploaded(index, self.engines, self.device)
 

@@ -141,7 +141,7 @@ def test_a_table_of_lancedb_is_served_as_it_is(tmp_path: Path) -> None:
         assert (3 in db, db[99].payload) == (False, {"title": "late"})
         with pytest.raises(errors.ReadOnly, match="only reads; write with the program that made it"):
             db.insert(1, vector)
-    with pytest.raises(errors.NotADatabase, match="softdb has not made; serve it"):
+    with pytest.raises(errors.NotADatabase, match="softdb has not made; open it"):
         cluster.open(url)
 
 
@@ -240,7 +240,7 @@ def table(**columns: Any) -> pa.Table:
         (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; write vectors"),
         (table(vector=pa.array([[1, 2], [3, 4]])), {}, "is of type 'list<.*int64>'; expected lists of floats"),
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
-        (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
+        (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; expected integers or texts as ids"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
         (table(), {"payload": ["title"]}, "payload names 'title'; expected columns .* other than id"),
         (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),

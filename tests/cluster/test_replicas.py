@@ -285,5 +285,5 @@ def test_another_table_in_its_place_is_told(world: World) -> None:
     shutil.rmtree(world.db.url)
     made(world.db.url, SHARDS, value_dim=3)
     world.db.table._opened = None
-    with pytest.raises(errors.StaleRead, match="another table has taken the place"):
+    with pytest.raises(errors.StaleRead, match="another table has replaced"):
         world.db.refresh()
