@@ -55,7 +55,7 @@ def test_what_cannot_be_synced_is_told_and_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "sync", fails)
-        with pytest.raises(WriteFailed, match=r"could not be synced \(the disk is gone\); what was written may not"):
+        with pytest.raises(WriteFailed, match=r"could not be synced \(the disk is gone\); a crash of the machine may"):
             synced.sync()
     synced.sync()
     assert seen == ["a.lance", "."]
