@@ -231,9 +231,9 @@ def table(**columns: Any) -> pa.Table:
 @pytest.mark.parametrize(
     ("rows", "words", "match"),
     [
-        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* another name, keys="),
-        (table(), {"values": "label"}, "has no column 'label'.* give values="),
-        (table(), {"ids": "name"}, "has no column 'name'.* give ids="),
+        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* by keys="),
+        (table(), {"values": "label"}, "has no column 'label'.* by values="),
+        (table(), {"ids": "name"}, "has no column 'name'.* by ids="),
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
         (table(vector=pa.array([[1.0, 2.0], [3.0]])), {}, "column 'vector' has other than 2 numbers in 1 of 2 rows"),
         (table(vector=pa.array(["1", "2"])), {}, "column 'vector' is of type 'string'; expected lists of floats"),
@@ -243,7 +243,7 @@ def table(**columns: Any) -> pa.Table:
         (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; expected integers or texts as ids"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
         (table(), {"payload": ["title"]}, "payload names 'title'; expected columns .* other than id"),
-        (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),
+        (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id'; expected columns .*: \['title'\]"),
         (table(title=["x", "y"]), {"payload": "title"}, "payload is 'title'; expected a list"),
         (table(), {"shards": 3}, "shards is 3; expected a power of two"),
         (table(), {"metric": "cos"}, "metric"),

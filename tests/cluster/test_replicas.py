@@ -237,7 +237,7 @@ def test_nobody_reads_backwards(world: World, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         with pytest.raises(errors.StaleRead):
             world.db.attend(world.queries)
-        with pytest.raises(errors.StaleRead, match="behind"):
+        with pytest.raises(errors.StaleRead, match="this handle has seen"):
             world.db.refresh()
         assert world.db.version == version
     world.replicas.first = 0
