@@ -302,7 +302,7 @@ def test_a_place_without_a_table_says_how_to_make_one(folder: Path, what: str) -
 @pytest.mark.parametrize(
     ("url", "message", "error", "match"),
     [
-        ("foo://b/t", "Invalid user input: No object store provider found for scheme", BadInput, "kind that Lance"),
+        ("foo://b/t", "Invalid user input: No object store provider found for scheme", BadInput, "cannot be opened"),
         ("s3://b/t", "LanceError(IO): Generic S3 error: Failed to resolve region for b", StorageUnavailable, "region"),
         (
             "/",
