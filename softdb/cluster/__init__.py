@@ -1,7 +1,7 @@
 """Shards in several processes or on several machines as one database.
 
-This package may use `database`, `attend`'s answers and `formats`. It imports Ray, Lance and torch.distributed on first
-use. Begin with `handle.py` (the caller), `shard.py` (the messages) and `database_shard.py` (the answers).
+This package may import `database`, `attend` and `formats`. It imports Ray, Lance and torch.distributed only when a
+function needs them. Begin with `handle.py` (the public class), `shard.py` (messages) and `database_shard.py`.
 """
 
 from softdb.cluster.actors import stop

@@ -1,7 +1,7 @@
-"""Shards on the hosts of a Ray cluster: one actor a host, which Ray places, restarts and retries.
+"""Transport to shards on a Ray cluster: one actor on each host. Ray places and restarts actors, and retries calls.
 
 Actors are detached and named after the table, so that all drivers use the same actors. An actor's directories are a
-cache: an actor that Ray restarts on another host builds them from the table.
+cache: an actor that Ray restarts on another host builds its directories again from the table.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from softdb.errors import ShardUnavailable, SoftDBError
 from softdb.formats.tables import needed
 
 NAMESPACE = "softdb"
-THREADS = 4  # concurrent answers of an actor
-RETRIES = 2  # of a call whose actor died, if no replica remains to ask
-PENDING = 256  # calls that may wait for an actor
-HEDGE = 3  # after timeout / HEDGE seconds the next replica is asked, too
+THREADS = 4  # number of messages that an actor answers at once
+RETRIES = 2  # number of times that Ray repeats a call whose actor died, if no other replica can be asked
+PENDING = 256  # largest number of calls that may wait for one actor
+HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the next replica is asked, too
 
 
 class Host:
@@ -45,10 +45,10 @@ class Host:
         self._pool = ThreadPoolExecutor(max(1, len(self.own_shards) - 1))
 
     def answer(self, sent: bytes) -> bytes:
-        """Answer pickled messages by shard: return pickled replies merged by `together`, or errors of softdb.
+        """Unpickle a dict {shard: message}, answer each message, and return the pickled dict {shards: reply or error}.
 
-        Ray carries bytes as they are. It would pickle objects in Python, which takes longer than the rest of the call
-        and makes arrays read-only.
+        `together` merges the replies. Messages travel as bytes because Ray's own pickling of objects takes longer than
+        the rest of the call, and makes arrays read-only.
         """
         asks: dict[int, Message] = pickle.loads(sent)
         shards = self._opened()
@@ -61,7 +61,7 @@ class Host:
         return pickle.dumps(together(asks, replies))
 
     def tend(self, sent: bytes) -> bytes:
-        """Answer slow messages, in a concurrency group of their own."""
+        """Do the same as `answer`. Ray runs this method in its own threads, for slow messages such as `Refresh`."""
         return self.answer(sent)
 
     def pid(self) -> int:
@@ -69,7 +69,7 @@ class Host:
         return os.getpid()
 
     def _opened(self) -> dict[int, HydratedShard] | SoftDBError:
-        """Return the shards, hydrated at the first call, or the error that this raised."""
+        """Return this actor's shards, or the error that building them raised. The first call builds the shards."""
         with self._opening:
             if self._shards is None:
                 try:
@@ -88,25 +88,25 @@ def _answered(shard: HydratedShard, ask: Message) -> Any:
 
 
 class Actors:
-    """Transport to actors: every replica of host s mod hosts serves shard s."""
+    """Transport to actors: shard s is on host s mod (number of hosts), and each replica of that host answers for it."""
 
     collective = False
 
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int) -> None:
         self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
-        self.first = [0] * len(self.hosts)  # by host: the replica that answered last
-        self._following: dict[tuple[int, int], Any] = {}  # (host, replica) -> its last refresh
+        self.first = [0] * len(self.hosts)  # for each host, the index of the replica that answered last
+        self._following: dict[tuple[int, int], Any] = {}  # (host, replica) -> last `Refresh` call sent to that replica
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """Ask as `Transport.ask`; ask the next replica if one is dead or slow."""
+        """Send messages, as `Transport.ask` says. If a replica is dead or slow, ask the next replica of that host."""
         replies = _FanOut(self, asks, timeout).answers()
         self._bring_on({shard: asks[shard] for shard in replies.replies}, replies.replies)
         return replies
 
     def _bring_on(self, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
-        """Refresh the replicas that were not asked to the versions of those that were, so that they can take over.
+        """Bring replicas that were not asked to the version of the replica that replied, so that they can take over.
 
-        Does not wait. A refresh replaces an older one that still waits in the replica.
+        Does not wait for the replicas. Cancels an older refresh that a replica has not begun yet.
         """
         by_host: dict[int, dict[int, Message]] = {}
         for shard, ask in asks.items():
@@ -122,37 +122,37 @@ class Actors:
                     self._following[host, replica] = sent
 
     def anyone(self, more: bool) -> bool:
-        """Return `more`, as `Transport.anyone`."""
+        """Return `more`, because there is only one caller (see `Transport.anyone`)."""
         return more
 
     def close(self) -> None:
         """Do nothing: the actors keep running until `stop`."""
 
     def order(self, host: int) -> list[int]:
-        """Return the replicas of a host, the one that answered last first."""
+        """Return the indices of a host's replicas. The replica that answered last comes first."""
         first, count = self.first[host], len(self.hosts[host])
         return [(first + i) % count for i in range(count)]
 
 
 class _FanOut:
-    """One question to all hosts."""
+    """One call of `Actors.ask`: the messages to all hosts, the replicas still to ask, and the replies so far."""
 
     def __init__(self, actors: Actors, asks: Mapping[int, Message], timeout: float) -> None:
         self.actors, self.timeout, self.started = actors, timeout, time.monotonic()
-        self.parts: dict[int, dict[int, Message]] = {}  # messages by host and shard
+        self.parts: dict[int, dict[int, Message]] = {}  # {host: {shard: message}}
         for shard, ask in asks.items():
             self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
-        self.remaining = {host: actors.order(host) for host in self.parts}  # replicas that were not asked yet
-        self.waiting: dict[Any, tuple[int, int]] = {}  # calls -> (host, replica)
-        self.replies, self.failures = dict[int, dict[tuple[int, ...], Any]](), dict[int, str]()  # by host
+        self.remaining = {host: actors.order(host) for host in self.parts}  # {host: replicas not asked yet}
+        self.waiting: dict[Any, tuple[int, int]] = {}  # call that has no reply yet -> (host, replica)
+        self.replies, self.failures = dict[int, dict[tuple[int, ...], Any]](), dict[int, str]()  # {host: …}
 
     def answers(self) -> ShardReplies:
-        """Ask every host, and the next replica of a host that is dead or slow; return the replies in time."""
+        """Ask one replica of every host, or the next if it is dead or slow; return the replies that arrive in time."""
         ray = _ray()
         for host in self.parts:
             self._send(host)
         hedged, sent = False, list(self.waiting)
-        with contextlib.suppress(ray.exceptions.RayError):  # one call, in the usual case that all reply
+        with contextlib.suppress(ray.exceptions.RayError):  # usually all hosts reply, and one `ray.get` suffices
             for ref, reply in zip(sent, ray.get(sent, timeout=self.timeout / HEDGE), strict=True):
                 self._note(ref, reply)
         while self.waiting and len(self.replies) < len(self.parts):
@@ -166,12 +166,12 @@ class _FanOut:
                 hedged = True
                 for host in set(self.parts) - set(self.replies):
                     self._send(host)
-        for ref in self.waiting:  # of actors that are stuck or slower than their replica
+        for ref in self.waiting:  # calls to actors that are stuck, or slower than another replica
             ray.cancel(ref)
         return self._sorted()
 
     def _send(self, host: int) -> None:
-        """Ask the next replica of a host that accepts the call."""
+        """Send the messages for a host to its next replica; skip replicas that refuse the call."""
         while self.remaining[host]:
             replica, asks = self.remaining[host].pop(0), self.parts[host]
             actor = self.actors.hosts[host][replica]
@@ -207,7 +207,7 @@ class _FanOut:
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
-    """Return the transport to a table's actors; start missing actors: one for each node of Ray, and its replicas."""
+    """Return the transport to the actors that serve a table. Start actors that do not run yet."""
     ray = _connected()
     logging.getLogger("ray.actor").addFilter(_news)
     names = _names(truth, ray)
@@ -240,7 +240,7 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
 
 
 def stop(url: str | os.PathLike[str]) -> int:
-    """End the actors of a table, and return their number. The directories stay, and no record is lost."""
+    """End the actors that serve a table, and return the number of actors. The shards' directories stay on disk."""
     ray = _connected()
     start = f"{_key(address(url))}-"
     names = _named(ray, start)
@@ -266,7 +266,7 @@ def _grouped(ray: Any) -> type:
 
 
 def _group(truth: Truth, bundles: int, timeout: float) -> Any:
-    """Return the table's placement group, which spreads its actors over the nodes. Raises ShardUnavailable."""
+    """Return Ray's placement group that spreads the actors over nodes; create it if needed. Raises ShardUnavailable."""
     ray, name = _ray(), f"{_key(truth.url)}-{bundles}"
     existing = _groups(ray, name)
     if existing:
@@ -276,12 +276,12 @@ def _group(truth: Truth, bundles: int, timeout: float) -> Any:
     ready, _ = ray.wait([group.ready()], timeout=timeout)
     if not ready:
         ray.util.remove_placement_group(group)
-        raise ShardUnavailable(f"Ray had no room for {bundles} actors within {timeout:g} s; add hosts to its cluster")
+        raise ShardUnavailable(f"Ray had no room for {bundles} actors within {timeout:g} s; add hosts to Ray's cluster")
     return group
 
 
 def _groups(ray: Any, start: str) -> list[Any]:
-    """Return the placement groups of any namespace by prefix: Ray's own lookup is limited to the driver's namespace."""
+    """Return the placement groups whose names begin with `start`, from all namespaces (Ray's lookup searches one)."""
     from ray.util.placement_group import PlacementGroup
 
     return [
@@ -292,7 +292,7 @@ def _groups(ray: Any, start: str) -> list[Any]:
 
 
 def _names(truth: Truth, ray: Any) -> list[list[str]]:
-    """Return names of actors by host and replica: with as many hosts as run, else one a node, at most one a shard."""
+    """Return the actors' names [host][replica]: of the running hosts, or of as many as nodes and shards allow."""
     start = "-".join(filter(None, [_key(truth.url), truth.digest, f"{truth.shards}-"]))
     running = _named(ray, start)
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
@@ -302,13 +302,13 @@ def _names(truth: Truth, ray: Any) -> list[list[str]]:
 
 
 def _named(ray: Any, start: str) -> list[str]:
-    """Return the names of softdb's running actors with this prefix."""
+    """Return the names of softdb's running actors whose names begin with `start`."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(start)]
 
 
 def _threads(ray: Any, names: list[list[str]]) -> int:
-    """Return an actor's number of OpenMP threads: its share of the cluster's cores."""
+    """Return the number of OpenMP threads for each actor: the cluster's cores divided by the number of actors."""
     return max(1, int(ray.cluster_resources().get("CPU", 1)) // sum(map(len, names)))
 
 
@@ -317,24 +317,24 @@ def _key(url: str) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """Return the cause of a failed call in one line: the exception of the actor's own code, if there is one."""
+    """Return one line that says why a call failed: the exception that the actor's code raised, else Ray's own."""
     cause = getattr(error, "cause", None)
     text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
     return " ".join(text.split())[:200] or type(error).__name__
 
 
 def _connected() -> Any:
-    """Return Ray, connected by `ray.init` or RAY_ADDRESS, else to a new cluster on this machine."""
+    """Return module `ray`, connected: by the user's `ray.init`, to RAY_ADDRESS, or to a new cluster on this machine."""
     ray = _ray()
     if not ray.is_initialized():
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's forks exec at once
+            warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's child processes exec at once
             ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
     return ray
 
 
 def _news(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning of detached actors in a placement group: the group is detached, too."""
+    """Return False for one warning of Ray, which does not apply: our placement group is detached, as the actors are."""
     return "detached actor with a placement group" not in record.getMessage()
 
 

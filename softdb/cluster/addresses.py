@@ -1,4 +1,4 @@
-"""Addresses of a table and of its shards' directories, and the prefix of the functions' errors."""
+"""Check a table's address, find the folder of its shards' directories, and prefix errors with a function's name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def address(url: str | os.PathLike[str]) -> str:
-    """Return a table's address as text, absolute for a folder. Raises BadInput."""
+    """Return a table's address as text; a folder's path becomes absolute. Raises BadInput for an invalid address."""
     if not isinstance(url, str | os.PathLike) or not os.fspath(url):
         raise BadInput(f"url is {check.shown(url)}; expected a folder, or an address such as s3://bucket/records.lance")
     text = os.fspath(url)
@@ -41,6 +41,6 @@ def address(url: str | os.PathLike[str]) -> str:
 
 
 def folder_of(url: str, cache: str | os.PathLike[str] | None) -> Path:
-    """Return the folder for a table's shards on this machine; `cache` None stands for the user's cache folder."""
+    """Return the folder for a table's shards on this machine: below `cache`, or below ~/.cache/softdb if it is None."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softdb" if cache is None else Path(cache)
     return base / blake2b(url.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""`Caller`: sends messages to shards at known versions, within a timeout, and takes partial answers if allowed."""
+"""`Caller`: sends messages to shards, each with the version that it expects, and checks that the shards reply."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
 
 class Caller:
-    """The shards as one handle sees them: each at the version of its last description."""
+    """The shards as one handle sees them: `known` has the last description of each shard, with its version."""
 
     def __init__(
         self,
         transport: Transport,
         timeout: float,
         partial: bool,
-        intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # True if rebuilt shards are complete
+        intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # True if they have all records
     ) -> None:
         self.transport, self.timeout, self.partial, self._intact = transport, timeout, partial, intact
-        self.known: dict[int, Description] = {}  # by shard
+        self.known: dict[int, Description] = {}  # {shard: description}
         self.look(lambda _: Describe(NEWEST))
 
     @property
@@ -33,35 +33,35 @@ class Caller:
 
     @property
     def first(self) -> Description:
-        """Description of a shard, for what all shards have in common."""
+        """Description of the first shard, to read properties that all shards share."""
         return next(iter(self.known.values()))
 
     @property
     def count(self) -> int:
-        """Number of records with a key in the known shards."""
+        """Number of records with a key in all known shards."""
         return sum(shard.keyed for shard in self.known.values())
 
     @property
     def value_size(self) -> float:
-        """Root mean square of ‖v‖ over the known shards."""
+        """Root mean square of ‖v‖ over the values v of all known shards."""
         squares = sum(shard.keyed * shard.value_size**2 for shard in self.known.values())
         return float(np.sqrt(squares / max(1, self.count)))
 
     def complete(self) -> Caller:
-        """Return a copy that takes no partial answers."""
+        """Return a copy that raises ShardUnavailable if a shard does not reply, even if `partial` was True."""
         caller = copy.copy(self)
         caller.partial = False
         return caller
 
     def look(self, make: Callable[[int], Describe | Refresh]) -> None:
-        """Replace the known descriptions by new ones. Raises as `described`."""
+        """Ask all shards for descriptions, and store the descriptions in `known`. Raises the errors of `described`."""
         self.known = self.described(make)
 
     def described(self, make: Callable[[int], Describe | Refresh]) -> dict[int, Description]:
-        """Return the descriptions of all shards.
+        """Send `make(shard)` to every shard, and return the shards' descriptions.
 
-        Raises BadInput for shards with other numbers or schemas than expected, and StaleRead for a shard at an older
-        version than this handle has seen.
+        Raises BadInput if a shard has another number than expected or the schemas differ, and StaleRead if a shard is
+        at an older version than this handle has seen.
         """
         answers = self._replies({shard: make(shard) for shard in range(self.shards)}, self.partial)
         descriptions: dict[int, Description] = answers.replies
@@ -70,29 +70,29 @@ class Caller:
             number, shards = description.shard, description.shards
             if (number, shards) != (shard, self.shards):
                 raise BadInput(
-                    f"shard {shard} of {self.shards} says that it is {number} of {shards}; number the shards alike"
+                    f"shard {shard} of {self.shards} says that it is {number} of {shards}; expected equal numbers"
                 )
             if description.schema != schema:
                 raise BadInput(
-                    f"shard {shard} holds {description.schema} but another shard {schema}; expected equal schemas"
+                    f"shard {shard} holds {description.schema} but another shard holds {schema}; expected equal schemas"
                 )
             seen, version = self.known.get(shard), of_records(description.version)
             if seen is not None and version < of_records(seen.version):
                 raise StaleRead(
-                    f"shard {shard} is at version {version}, behind version {of_records(seen.version)} that this "
-                    "handle has seen; refresh()"
+                    f"shard {shard} is at version {version}, but this handle has seen version "
+                    f"{of_records(seen.version)}; call refresh()"
                 )
         return descriptions
 
     def ask(
         self,
-        make: Callable[[int, int], Message],  # shard, version
-        which: Iterable[int] | None = None,  # None: all; a collective transport always asks all
-        complete: bool = False,  # True: take no partial answer
+        make: Callable[[int, int], Message],  # (shard, version) -> message
+        which: Iterable[int] | None = None,  # numbers of the shards; None: all. A collective transport always asks all
+        complete: bool = False,  # True: raise ShardUnavailable if a shard is missing, even if `partial` is True
     ) -> ShardReplies:
-        """Ask shards at the versions that this handle sees; ask again if rebuilt shards have `taken_over`.
+        """Send shards messages for the versions that this handle sees; return the replies.
 
-        Raises ShardUnavailable if shards are missing, unless partial answers are allowed.
+        If shards were rebuilt, asks again. Raises ShardUnavailable if a shard is missing, unless `partial` is True.
         """
         try:
             return self._ask(make, which, complete)
@@ -102,7 +102,7 @@ class Caller:
             return self._ask(make, which, complete)
 
     def taken_over(self) -> bool:
-        """Switch to replicas or rebuilt shards if these are at the same version; return True if they are."""
+        """Switch to rebuilt shards or replicas; return False if they are at another version or lack records."""
         before = max(of_records(description.version) for description in self.known.values())
         shards = self.described(lambda _: Refresh(before))
         if {of_records(shard.version) for shard in shards.values()} != {before} or not self._intact(shards):
@@ -129,6 +129,6 @@ class Caller:
             more = "give more time (timeout=), " if waited >= self.timeout else ""
             raise ShardUnavailable(
                 f"{len(missing)} of {self.shards} shards did not answer (waited {round(waited, 2):g} s of at most "
-                f"{self.timeout:g} s; {causes}); ask again, {more}or open with partial=True for answers without them"
+                f"{self.timeout:g} s; {causes}); ask again, {more}or open with partial=True to omit these shards"
             )
         return answers._replace(missing=missing)

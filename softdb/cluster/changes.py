@@ -1,4 +1,4 @@
-"""Changes of a table between two versions, read from Lance's transactions and deltas."""
+"""Find the rows that changed between two versions of a table, from Lance's transactions and deltas."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from softdb.check import Id
 from softdb.cluster.storage import LANCE, require_storage
 from softdb.formats.tables import needed
 
-LARGEST = 1 << 28  # bytes of changes held in memory; beyond, shards are rebuilt
-_TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta covers
-_COMPARED = {"Update", "Merge", "BaseOperation"}  # those it may cover; BaseOperation reserves numbers of fragments
-_AT_ONCE = 1000  # row ids in a condition
+LARGEST = 1 << 28  # largest size of changes in bytes; if changes are larger, shards are rebuilt from the table
+_TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta reports
+_COMPARED = {"Update", "Merge", "BaseOperation"}  # transactions that the delta may report: `_tracked` compares files
+_AT_ONCE = 1000  # largest number of row ids in one filter condition
 
 
 class Changes(NamedTuple):
     """Rows that have changed between two versions."""
 
-    removed: list[Id]  # ids of deleted and replaced rows
-    added: Any  # pyarrow.Table of new and replacing rows
+    removed: list[Id]  # ids (of records) whose rows were deleted or replaced
+    added: Any  # pyarrow.Table of new rows, and of the new content of replaced rows
 
 
 def changes_between(url: str, since: int, dataset: Any, id_column: str, columns: list[str] | None) -> Changes | None:
-    """Return the changes from a version to that of a dataset; None if Lance cannot tell them, or beyond LARGEST."""
+    """Return the changes from version `since` to `dataset`; None if Lance does not know all, or they exceed LARGEST."""
     if not dataset.has_stable_row_ids:
         return None
     try:
@@ -38,13 +38,13 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         names = [name for name in dataset.schema.names if name in inserted.column_names]
         pa = needed("pyarrow", "cluster", "a cluster")
         return Changes(removed, pa.concat_tables([inserted.select(names), updated.select(names)]))
-    except LANCE as error:  # the version was cleaned up
+    except LANCE as error:  # the version `since` was cleaned up
         require_storage(url, error)
         return None
 
 
 def _ids(dataset: Any, rows: list[int], column: str) -> list[Id]:
-    """Return the ids of rows given by Lance's row ids."""
+    """Return the records' ids, read from `column`, of the rows that have these row ids of Lance."""
     ids = list[Id]()
     for low in range(0, len(rows), _AT_ONCE):
         condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
@@ -53,7 +53,7 @@ def _ids(dataset: Any, rows: list[int], column: str) -> list[Id]:
 
 
 def _bounded(reader: Any) -> Any:
-    """Read rows into a table; None beyond LARGEST bytes."""
+    """Read all batches into one table; return None if they exceed LARGEST bytes."""
     pa = needed("pyarrow", "cluster", "a cluster")
     batches, size = [], 0
     for batch in reader:
@@ -65,9 +65,9 @@ def _bounded(reader: Any) -> Any:
 
 
 def written_since(dataset: Any, version: int, columns: list[str] | None) -> tuple[Any, Any]:
-    """Return readers of the rows updated since a version, and of the rows inserted since, with Lance's row ids.
+    """Return two readers: of the rows updated since a version, and of the rows inserted since. Both give row ids.
 
-    Lance's delta reads every column, so for some columns this function makes the delta's own scans itself.
+    Lance's delta would read every column. To read only `columns`, this function makes the same scans itself.
     """
     if columns is None:
         delta = dataset.delta(compared_against=version)
@@ -79,7 +79,7 @@ def written_since(dataset: Any, version: int, columns: list[str] | None) -> tupl
 
 
 def transaction(dataset: Any, version: int) -> Any:
-    """Return the transaction of a version; None for a Rewrite with indices, which pylance 14.0 cannot read."""
+    """Return the transaction that made a version; None for a Rewrite with indices, which pylance 14.0 cannot read."""
     try:
         return dataset.read_transaction(version)
     except TypeError:
@@ -87,10 +87,10 @@ def transaction(dataset: Any, version: int) -> Any:
 
 
 def _tracked(dataset: Any, version: int) -> bool:
-    """Return True if Lance's delta covers all changes of a version's transaction.
+    """Return True if Lance's delta reports all changes of the transaction that made a version.
 
-    It does not cover restored versions, or columns that were rewritten, replaced, dropped or renamed. Transactions
-    that only add files, such as those of `softdb.cluster.ingest` and of added columns, are merges of fragments.
+    The delta does not report a restored version, or columns that were rewritten, replaced, dropped or renamed. For the
+    kinds in _COMPARED, this function checks that the transaction kept all old files (as `ingest` does) and columns.
     """
     record = transaction(dataset, version)
     kind = "Rewrite" if record is None else type(getattr(record, "operation", None)).__name__
@@ -99,7 +99,7 @@ def _tracked(dataset: Any, version: int) -> bool:
     before, after = (dataset.checkout_version(at) for at in (version - 1, version))
     files = {fragment.fragment_id: fragment.metadata.files for fragment in after.get_fragments()}
     for fragment in before.get_fragments():
-        droppable = fragment.metadata.files if kind == "Update" else []  # an update drops fragments without live rows
+        droppable = fragment.metadata.files if kind == "Update" else []  # an update may drop dead fragments
         if any(file not in files.get(fragment.fragment_id, droppable) for file in fragment.metadata.files):
             return False
     return all(field in after.lance_schema.fields() for field in before.lance_schema.fields())

@@ -1,4 +1,4 @@
-"""`ClusterCore`: the records of a cluster behind the interface that SoftDB's verbs and modules use."""
+"""`ClusterCore`: implements `Core`, the internal interface of a database, for a cluster of shards."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from softdb.index.choose import Progress
 from softdb.index.query import Query
 from softdb.reports import Stats
 
-_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # for one database
+_ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # only for one database
 
 Rows = NDArray[np.int64]
 
 
 class ClusterCore(Core[Sharded]):
-    """Records of shards that each have a database of their own."""
+    """Core of a read-only cluster in which each shard is a database of its own."""
 
     mode = "r"
     path = None
@@ -56,7 +56,7 @@ class ClusterCore(Core[Sharded]):
             raise Closed("the cluster was closed; open it again")
 
     def close(self) -> None:
-        """Close the transport; safe to call twice."""
+        """Close the transport. Calling `close` twice is allowed."""
         if not self._closed:
             self._closed = True
             self.caller.transport.close()
@@ -92,12 +92,12 @@ class ClusterCore(Core[Sharded]):
         return max(shard.version for shard in self.caller.known.values())
 
     def encoder(self) -> check.Encoder | None:
-        """Return the encoder of the keys, or None."""
+        """Return the encoder that made the keys; None if the database names none."""
         name = self.encoder_name
         return None if name is None else of_name(name, self.schema.dim)
 
     def stats(self) -> Stats:
-        """Return sums over all shards, with the index statistics of the first."""
+        """Return statistics summed over all shards. The index statistics are those of the first shard."""
         shards = self._called("stats", {})
         sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("records", "keyless", "dead", "bytes")}
         total: Stats = dataclasses.replace(
@@ -113,7 +113,7 @@ class ClusterCore(Core[Sharded]):
         return [reply for _, reply in sorted(answers.replies.items())]
 
     def get(self, ids: list[Id]) -> Records:
-        """Return the records of ids, in their order. Raises UnknownId."""
+        """Return the records with these ids, in the order of `ids`. Raises UnknownId if an id is not stored."""
         caller = self.caller  # one caller for all messages: `grow` replaces it
         home = np.full(len(ids), -1)
         for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
@@ -133,7 +133,7 @@ class ClusterCore(Core[Sharded]):
         return joined_records([records for _, records in parts], order)
 
     def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
-        """Return True for each id that is stored, with a key or without."""
+        """Return an array (n,): True for each id that is stored, with a key or without."""
         stored: NDArray[np.bool_] = np.any(self._called("stored", {"ids": ids}), axis=0)
         return stored
 
@@ -153,7 +153,7 @@ class ClusterCore(Core[Sharded]):
                     yield batch
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
-        """Return rows (n,) of ids; -1, or UnknownId if `required`, for ids not stored, without a key or not matched."""
+        """Return rows (n,) of ids; -1 if an id is not stored, has no key or fails the filter (or UnknownId)."""
         answers = self.caller.ask(lambda _, version: messages.Locate(version, ids, where), complete=True)
         rows: Rows = np.max([np.full(len(ids), -1), *answers.replies.values()], axis=0)
         if required and (rows < 0).any():
@@ -161,49 +161,49 @@ class ClusterCore(Core[Sharded]):
         return rows
 
     def values_at(self, rows: Rows) -> Tensor:  # (q, k), -1 = none
-        """Return values (q, k, v), or labels (q, k), of rows; zeros for -1. Raises StaleRead for a deleted record."""
+        """Return values (q, k, v), or labels (q, k), of rows (q, k); 0 for row -1. Raises StaleRead if one is dead."""
         return Sharded(self.caller, None).gathered(rows, keys=False)[1]
 
     def sample_keys(self, count: int) -> Tensor:
-        """Return about `count` keys: the first of each shard."""
+        """Return about `count` keys (n, d): the first ⌈count / shards⌉ of each shard."""
         caller = self.caller
         per_shard = -(-count // caller.shards)
         answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, per_shard), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Raise ReadOnly."""
+        """Raise ReadOnly, since this cluster does not write."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Raise ReadOnly."""
+        """Raise ReadOnly, since this cluster does not write."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 
     # -- questions -------------------------------------------------------------------------------------------------
 
     def request(self, *positional: Any, need_weights: bool = False, **named: Any) -> tuple[Request, Sharded]:
-        """Return a request and its source, as `Core.request`. Raises BadInput for the weights of all records."""
+        """Return a request and its source, as `Core.request` does. Raises BadInput if `need_weights` is True."""
         if need_weights:
-            raise BadInput("need_weights needs the weights of all records, which a cluster does not gather; give k")
+            raise BadInput("need_weights needs the weights of all records, which a cluster does not gather; pass k=")
         return super().request(*positional, **named)
 
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, None, None, Sharded]:
-        """Return checked queries (q, width) and the source, which filters in every shard. A mask raises BadInput."""
+        """Return checked queries (q, width), None, None and the source; `where` filters. Raises BadInput for a mask."""
         if mask is not None:
-            raise BadInput("mask needs an order of rows, which a cluster does not have; give a filter, where=")
+            raise BadInput("mask needs an order of rows, which a cluster does not have; pass a filter as where=")
         return self.as_queries(queries, width), None, None, Sharded(self.caller, where)
 
     def search(self, search: SearchArguments) -> Hits:
-        """Search every shard. Each returns k scores and ids a query, and keys if the queries want a gradient."""
+        """Search every shard, and return the best hits of all. Raises BadInput for arguments of a single database."""
         if refused := [name for name in _ALONE if getattr(search, name) is not None]:
             raise BadInput(
-                f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; pass queries "
-                "as vectors without it, or ask one database"
+                f"{' and '.join(refused)}: a cluster does not search by text, by group or with diversity; omit this "
+                "argument and pass queries=, or search one database"
             )
         if search.queries is None:
-            raise BadInput("queries are missing; a cluster searches by vector")
+            raise BadInput("search got no queries; a cluster searches by vector only: pass queries=")
         metric = self.schema.metric
         extent = check.extent(metric, search.k, search.radius, search.offset)
         query = Query(self.as_queries(search.queries), metric=metric, exact=search.exact, **extent)
@@ -214,7 +214,7 @@ class ClusterCore(Core[Sharded]):
 def _scan(
     _: int, version: int, first: messages.Description | None, after: int, size: int, where: dict[str, Any] | None
 ) -> messages.ScanRows:
-    """Return the scan's next message, to the directory in which the scan began: `after` is a row of that directory."""
+    """Return the next message of a scan, which must reach the same directory: `after` is a row of that directory."""
     if first is not None and messages.directory_of(version) != messages.directory_of(first.version):
         version = first.version
     return messages.ScanRows(version, after, size, where)

@@ -1,7 +1,7 @@
-"""Sockets between ranks, which carry small messages faster than a gloo group does.
+"""Sockets between ranks of a training job, which carry small messages faster than torch's gloo group does.
 
-A socket wakes the thread that waits for it. Gloo passes a message through a chain of threads, each of which waits for
-a core if all are busy. A rank accepts only connections that send its token, which the ranks exchange over the group.
+A socket wakes the thread that waits for it. Gloo passes a message through several threads, each of which must wait for
+a free core. Ranks exchange random tokens over gloo; a rank accepts only connections that send the rank's token.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-HELLO = struct.Struct("<16sq")  # the endpoint's token, and the rank that connects
-LENGTH = struct.Struct("<q")
+HELLO = struct.Struct("<16sq")  # first bytes sent: token of the rank that listens, and number of the rank that connects
+LENGTH = struct.Struct("<q")  # header of a message: number of bytes that follow
 LOCAL = "127.0.0.1"
-CONNECT_SECONDS = 5.0  # to connect all ranks
+CONNECT_SECONDS = 5.0  # seconds within which all ranks must connect
 
 
 class Endpoint(NamedTuple):
-    """Address at which a rank listens."""
+    """Addresses and port at which a rank listens, and the token that the rank accepts."""
 
-    host: str
-    addresses: list[str]  # for other hosts
+    host: str  # name of the host
+    addresses: list[str]  # addresses that ranks on other hosts try
     port: int
     token: bytes
 
 
 class Connections:
-    """One socket to each other rank."""
+    """Sockets from this rank, one to each other rank."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self._sockets = dict(sockets)
@@ -44,13 +44,13 @@ class Connections:
 
     @classmethod
     def between(cls, rank: int, ranks: int, gather: Callable[[bytes], Sequence[bytes]]) -> Connections | None:
-        """Connect all ranks; every rank calls it. Returns None on every rank if any two cannot connect.
+        """Connect all ranks; every rank must call this. Returns None on every rank if any two ranks cannot connect.
 
         Args:
-            gather: collective call that returns the data of all ranks, by rank.
+            gather: collective call that sends bytes to all ranks, and returns the bytes of all ranks, sorted by rank.
         """
         sockets, listener, host = dict[int, socket.socket](), None, socket.gethostname()
-        one_host = len(set(gather(host.encode()))) == 1  # then refuse connections from other hosts
+        one_host = len(set(gather(host.encode()))) == 1  # True: listen on LOCAL only
         with contextlib.suppress(OSError):
             listener = socket.create_server((LOCAL if one_host else "", 0), backlog=ranks)
         port = 0 if listener is None else listener.getsockname()[1]
@@ -74,9 +74,9 @@ class Connections:
         return None
 
     def exchanged(self, sent: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
-        """Send a message to each other rank, and receive one from each. Messages must fit into the sockets' buffers.
+        """Send each other rank a message; return {rank: message received}. Messages must fit into socket buffers.
 
-        Raises OSError if a rank is lost, or sends nothing within `seconds`.
+        Raises OSError if a rank closes its connection, or sends nothing within `seconds`.
         """
         deadline = time.monotonic() + seconds
         for rank, message in sent.items():
@@ -90,14 +90,14 @@ class Connections:
 
 
 def _addresses() -> list[str]:
-    """Return addresses of this host; none if the user set gloo's interface, so that gloo carries all messages."""
+    """Return this host's IP addresses, or [] if GLOO_SOCKET_IFNAME is set: then gloo must carry all messages."""
     addresses = list[str]()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return addresses
     with contextlib.suppress(OSError):
         addresses.append(socket.gethostbyname(socket.gethostname()))
     master = os.environ.get("MASTER_ADDR")
-    if master:  # the address of the interface that reaches the master
+    if master:  # find the address of the interface that reaches the master
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((master, 9))
             addresses.append(probe.getsockname()[0])
@@ -105,7 +105,7 @@ def _addresses() -> list[str]:
 
 
 def _connected(endpoint: Endpoint, own: Endpoint, rank: int, deadline: float) -> socket.socket:
-    """Connect to another rank. Raises OSError."""
+    """Connect to the rank that listens at `endpoint`. Raises OSError if no address works."""
     failure = OSError("it has no address")
     for address in [LOCAL] if endpoint.host == own.host else endpoint.addresses:
         try:
@@ -123,7 +123,7 @@ def _connected(endpoint: Endpoint, own: Endpoint, rank: int, deadline: float) ->
 
 
 def _take(new: socket.socket, own: bytes, expected: range, sockets: dict[int, socket.socket], deadline: float) -> None:
-    """Keep a new connection if it sends this rank's token and an expected rank, else close it."""
+    """Add a new connection to `sockets` if it sends this rank's token and an expected rank; else close it."""
     with contextlib.suppress(OSError):
         token, other = HELLO.unpack(_read(new, HELLO.size, min(deadline, time.monotonic() + 1)))
         if hmac.compare_digest(token, own) and other in expected and other not in sockets:
@@ -133,7 +133,7 @@ def _take(new: socket.socket, own: bytes, expected: range, sockets: dict[int, so
 
 
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Read `size` bytes. Raises OSError."""
+    """Read `size` bytes. Raises OSError if the other rank closes the connection, or at the deadline."""
     data = b""
     while len(data) < size:
         connection.settimeout(_remaining(deadline))

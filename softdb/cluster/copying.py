@@ -1,4 +1,4 @@
-"""Copies of a cluster's records as one database on this machine; a failed copy leaves nothing behind."""
+"""Copy a cluster's records to one database on this machine. A failed copy leaves no files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from softdb.store.backup import require_free
 
 
 def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
-    """Call `make` with a temporary folder, and move the database that it returns to `path`.
+    """Let `make` write a database in a temporary folder, then move that database to `path`.
 
-    Raises BadInput unless the path is free or an empty directory, and WriteFailed if the disk refuses.
+    Raises BadInput if the path exists and is not an empty directory, and WriteFailed if the disk refuses to write.
     """
     require_free(path)
     parent = path.absolute().parent
@@ -33,17 +33,17 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
             assert place is not None
             files.publish(place, path)
     except OSError as error:
-        raise WriteFailed(f"{path} cannot be written ({error}); choose another place, or make room") from error
+        raise WriteFailed(f"{path} cannot be written ({error}); choose another path, or free disk space") from error
     return SnapshotReport(str(path), records, generation, files.occupied(path))
 
 
 def of_table(truth: Truth, version: int, folder: Path) -> SoftDB:
-    """Copy all rows of a version, batch by batch. Raises StaleRead if the version was cleaned up."""
+    """Copy all rows of one version of a table to a new database. Raises StaleRead if the version was cleaned up."""
     return Hydrated(truth.with_shards(1), folder, [0], version).databases[0]
 
 
 def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, folder: Path) -> SoftDB:
-    """Copy the records of a scan."""
+    """Insert batches of records into a new database in `folder`, and return the database."""
     db = opening.open(folder / "copy", durability="relaxed", **schema.described)
     try:
         if encoder is not None:
@@ -57,7 +57,7 @@ def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, 
 
 
 def _columns(batch: Records) -> tuple[Any, Any]:
-    """Return keys and values as `insert` takes them: None for a record without a key."""
+    """Return keys and values as arguments of `insert`, which takes None as the key of a record without a key."""
     if batch.keyed.all():
         return batch.keys, batch.values
     keyed = batch.keyed.tolist()

@@ -1,4 +1,4 @@
-"""A shard over an ordinary database: it answers each message by the database's own calls, on one generation."""
+"""`DatabaseShard`: answers the messages of a cluster from an ordinary database, at one generation of it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from softdb.pool import State
 from softdb.scoring import Fold, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
-CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # methods that CallVerb may name
-TIED = 4  # growth of a search whose last hits tie with the next
+CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # names allowed in CallVerb
+TIED = 4  # factor by which k grows if more records may tie with the last hit
 
 Rows = NDArray[np.int64]
 
 
 def salted(seed: int, shard: int) -> int:
-    """Return a shard's own seed. Equal records on two shards need independent draws, or the error bar is wrong."""
+    """Mix the shard's number into a seed: the error bar assumes that shards draw independently of each other."""
     return int(np.random.SeedSequence([seed, shard]).generate_state(1, np.uint64)[0] >> 24)
 
 
 class Scaled(torch.nn.Module):
-    """A metric's score times a trained factor."""
+    """Score of a metric, multiplied by a trained factor (1 / temperature)."""
 
     def __init__(self, metric: Metric, factor: float) -> None:
         super().__init__()
@@ -49,31 +49,31 @@ class Scaled(torch.nn.Module):
         self.factor = torch.nn.Parameter(torch.tensor(factor, dtype=torch.float64))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
-        """Return factor · metric(q, k)."""
+        """Return factor · metric(q, k) for each query and key."""
         return self.own(queries, keys) * self.factor.to(queries.dtype)
 
     def fold(self, queries: Tensor) -> Fold:  # (q, d)
-        """Return the metric, with the factor as its scale."""
+        """Return the metric and the queries unchanged, with the factor as scale."""
         return Fold(self.metric, queries, self.factor)
 
 
 def _parted(state: State, merged_lse: Tensor, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a shard's output and lse from those of the merged state: see `Backward`."""
+    """Convert gradients for the merged output and lse to gradients for this shard's own. `Backward` has equations."""
     share = (state.lse - merged_lse).exp().masked_fill(state.lse == -torch.inf, 0)
     along = (output_grad.double() * state.output.double()).sum(1) + lse_grad.double()
     return share.unsqueeze(1) * output_grad, (share * along).to(lse_grad)
 
 
 class DatabaseShard:
-    """The records of one database as one of several shards. As safe for threads as the database is."""
+    """One database as a shard of a cluster. Several threads may call `answer` at once."""
 
     def __init__(
         self,
         db: SoftDB,
         shard: int,
         shards: int,
-        version: Callable[[], int] | None = None,  # returns the records' version; None: the generation
-        refresh: Callable[[int], object] | None = None,  # brings the records to a version, or to NEWEST
+        version: Callable[[], int] | None = None,  # returns the version; None: the database's generation
+        refresh: Callable[[int], object] | None = None,  # brings the records to a version or NEWEST
     ) -> None:
         self.db, self.shard, self.shards = db, shard, shards
         self.version = version or (lambda: db.generation)
@@ -81,7 +81,7 @@ class DatabaseShard:
         db.core.store.matches.is_whole = False
 
     def answer(self, ask: messages.Message) -> Any:
-        """Return the reply to a message, as `ClusterShard.answer`."""
+        """Return the reply to a message; see `ClusterShard.answer`."""
         reply = self._answers(ask)
         if not isinstance(ask, messages.Describe | messages.Refresh):
             self._require(ask)  # the database may have been refreshed meanwhile
@@ -115,12 +115,12 @@ class DatabaseShard:
     # -- records ---------------------------------------------------------------------------------------------------
 
     def _rows(self, rows: Rows) -> Rows:
-        """Return the cluster's rows of local rows; -1 stays -1."""
+        """Convert row numbers of this database to row numbers of the cluster; -1 stays -1."""
         directory = messages.directory_of(self.version()) << messages.ROW_BITS
         return np.where(rows < 0, -1, directory | (rows * self.shards + self.shard))
 
     def _local(self, rows: Rows, ids: list[Id] | None) -> Rows:
-        """Return the local rows of the cluster's; rows of another directory are looked up by id, -1 if deleted."""
+        """Convert row numbers of the cluster to this database's; rows of another directory by id, -1 if deleted."""
         numbers = rows & ((1 << messages.ROW_BITS) - 1)
         if ((numbers % self.shards != self.shard) | (rows < 0)).any():
             raise BadInput(
@@ -129,7 +129,7 @@ class DatabaseShard:
         if (rows >> messages.ROW_BITS == messages.directory_of(self.version())).all():
             return numbers // self.shards
         if ids is None:
-            raise StaleRead(f"shard {self.shard} was rebuilt, and its rows have new numbers; ask again")
+            raise StaleRead(f"shard {self.shard} was rebuilt, and its rows have new numbers; repeat the query")
         return self.db.core.located(ids)
 
     def _called(self, ask: messages.CallVerb) -> Any:
@@ -159,7 +159,7 @@ class DatabaseShard:
         snapshot = self.db.core.view()[0]
         positions = snapshot.positions(self._local(ask.rows, ask.ids))
         if ((positions < 0) | ~snapshot.live[positions]).any():
-            raise StaleRead("a record was deleted or replaced while the query was answered; ask again")
+            raise StaleRead("a record was deleted or replaced while the query was answered; repeat the query")
         return messages.GatheredRows(
             snapshot.keys_at(positions).numpy() if ask.keys else None,
             snapshot.values_at(positions).numpy() if ask.values else None,
@@ -170,7 +170,7 @@ class DatabaseShard:
     def request(
         self, ask: messages.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
-        """Return a shard's query as a request to the database, and its source."""
+        """Convert a query from a message to a request to this database; return the request and its source."""
         queries = torch.tensor(ask.queries).requires_grad_(grad)
         score, temperature = self._score(ask)
         weights = Uniform() if ask.uniform else Softmax()
@@ -243,7 +243,7 @@ class DatabaseShard:
     # -- the nearest -----------------------------------------------------------------------------------------------
 
     def _nearest(self, ask: messages.Nearest) -> messages.ShardHits:
-        """Return the k best records, equal scores by id; searches wider while more records tie with the last."""
+        """Return the k best records, equal scores sorted by id. Searches with larger k while the last hit has ties."""
         if ask.k is None:
             return in_order(self._candidates(ask, 0))
         k = count = min(ask.k, self.db.core.keyed)
@@ -257,9 +257,9 @@ class DatabaseShard:
         return first(in_order(hits), k)
 
     def _candidates(self, ask: messages.Nearest, k: int) -> messages.ShardHits:
-        """Return the k nearest records as the database orders them."""
+        """Return the k nearest records in the database's order, which does not sort equal scores by id."""
         question = ask.question
-        if self.db.core.keyed and (ask.least is not None or ask.excluded is not None):  # no search takes k = 0
+        if self.db.core.keyed and (ask.least is not None or ask.excluded is not None):  # a search needs k > 0
             extent = check.Extent(k=k, least=ask.least, offset=0, diversity=0.0, fetch_k=0, group_size=1)
             excluded = ask.excluded[0] if ask.excluded is not None and len(ask.excluded) == 1 else ask.excluded
             queries = torch.tensor(question.queries)
@@ -284,12 +284,12 @@ class DatabaseShard:
         try:
             ids = [[known[row].id for row in line if row >= 0] for line in rows.tolist()]
         except KeyError:
-            raise StaleRead("a record was deleted or replaced while the query was answered; ask again") from None
+            raise StaleRead("a record was deleted or replaced while the query was answered; repeat the query") from None
         return messages.ShardHits(self._rows(rows), np.where(rows < 0, -np.inf, scores), ids, finder, certain, count)
 
     @torch.no_grad()
     def _explained(self, ask: messages.Explain) -> messages.Explained:
-        """Search for the records of largest weight, and pass over all records for the entropy."""
+        """Find the records of largest weight by a search, and sum the entropy in a pass over all records."""
         request, source = self.request(ask.question)
         hits = self._nearest(messages.Nearest(ask.version, ask.question, ask.k, exact=True))
         lse, entropy = torch.tensor(ask.lse), torch.zeros(len(ask.lse), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Directories of shards on this machine: open them, rebuild unusable ones, and split them when shards double."""
+"""Open the directories of shards on this machine, replace unusable directories, and split them when shards double."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from softdb.store.ours import remove_database, require_ours
 
 
 class Gate:
-    """A readers-writer lock that prefers writers: many answers at once, or one change."""
+    """A readers-writer lock that prefers writers: it admits many answers at once, or one change to the records."""
 
     def __init__(self) -> None:
         self._condition, self._passing, self._closing = threading.Condition(), 0, 0
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Hold the lock for an answer, after running and waiting changes."""
+        """Hold the lock while an answer is computed. Waits until no change is running or waiting."""
         with self._condition:
             self._condition.wait_for(lambda: not self._closing)
             self._passing += 1
@@ -54,7 +54,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Hold the lock for a change, after running answers."""
+        """Hold the lock while records change. Waits until no answer and no other change is running."""
         with self._condition:
             self._condition.wait_for(lambda: not self._closing)
             self._closing = 1
@@ -68,32 +68,32 @@ class Gate:
 
 
 _log = logging.getLogger("softdb")
-_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors upon which a directory is rebuilt
-_MOVED = 10_000  # records deleted at once when a shard is split
-_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # open databases of this process
+_UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors after which a directory is rebuilt
+_MOVED = 10_000  # number of records read at once when a shard is split
+_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # path -> open database of this process
 
 
 @dataclass(frozen=True)
 class ShardOrigin:
-    """Origin of a directory's records, stored with them."""
+    """Table and version from which a directory's records were read. The directory stores it as JSON."""
 
     url: str
-    columns: list[str | None]  # names of the columns of id, key and value
-    place: list[int]  # shard and number of shards
+    columns: list[str | None]  # names of the table's columns for id, key and value
+    place: list[int]  # [number of the shard, number of shards]
     version: int
-    identity: str  # of the version
-    making: int  # random number of the directory, since directories number the same records differently
-    rows: int | None = None  # rows of the table read so far; None: all
+    identity: str  # identity of the version (`Truth.identity`)
+    making: int  # random number of the directory: two directories number the same records differently
+    rows: int | None = None  # number of rows of the table read so far; None: all
     left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """JSON that a directory stores."""
+        """This origin as JSON."""
         return json.dumps(self.__dict__)
 
     @classmethod
     def of(cls, text: str | None) -> ShardOrigin | None:
-        """Parse a stored origin; None if it cannot be read."""
+        """Parse an origin from JSON; return None if `text` is None or invalid."""
         with contextlib.suppress(TypeError, ValueError):
             noted = None if text is None else cls(**json.loads(text))
             return noted and replace(noted, left_out=[LeftOut(*row) for row in noted.left_out])
@@ -101,16 +101,16 @@ class ShardOrigin:
 
 
 class Directories:
-    """Databases of some shards of a table, in one folder of this machine that no other process has open."""
+    """Databases of some shards of a table, in one folder on this machine. Only one process may open each database."""
 
     def __init__(self, truth: Truth, folder: Path, own_shards: Sequence[int]) -> None:
-        """Open the directories. Raises DatabaseLocked if another process has the folder open."""
+        """Open or create the shards' directories. Raises DatabaseLocked if another process has them open."""
         self.truth, self.folder, self.own_shards = truth, folder, list(own_shards)
         self.gates = {shard: Gate() for shard in self.own_shards}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.own_shards, 0)
-        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # by shard: (database, generation)
-        self._unfit: dict[int, Callable[[int], None]] = {}  # shards with a failed write -> the method that repairs each
+        self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # shard -> cached origin
+        self._unfit: dict[int, Callable[[int], None]] = {}  # shard with a failed write -> method that repairs it
         try:
             files.make_directory(folder)
         except OSError as error:
@@ -124,9 +124,9 @@ class Directories:
             raise
 
     def origin(self, shard: int) -> ShardOrigin | None:
-        """Return the origin that a shard's directory stores; None if it is not of this table.
+        """Return the origin that a shard's directory stores; None if the directory belongs to another table or shard.
 
-        The cached origin holds for one generation: a failed flush rolls back records and version together.
+        Caches the origin for one generation, because a failed flush rolls back the records and the origin together.
         """
         db, noted = self.databases[shard], None
         state = db, db.generation
@@ -138,21 +138,21 @@ class Directories:
         return self._origins[shard][1]
 
     def version(self, shard: int) -> int:
-        """Return the version of a shard; -1 while it is incomplete or needs repair."""
+        """Return the table's version that a shard holds; -1 while the shard is incomplete or needs repair."""
         origin = None if shard in self._unfit else self.origin(shard)
         return -1 if origin is None or origin.rows is not None else origin.version
 
     def tagged(self, shard: int) -> int:
-        """Return a shard's version with the directory's number in the high bits, for which its rows are valid."""
+        """Return a shard's version with the directory's random number in the high bits; -1 if there is no version."""
         version = self.version(shard)
         return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
     def path(self, shard: int, shards: int | None = None) -> Path:
-        """Return the path of a shard's directory."""
+        """Return the path of a shard's directory, "<shard>-of-<shards>"; `shards` None: as many as the table has."""
         return self.folder / f"{shard}-of-{shards or self.truth.shards}"
 
     def close(self) -> None:
-        """Close the databases; the directories stay. Changes that cannot be flushed are read from the table again."""
+        """Close the databases; keep the directories. A failed flush is only logged: the next open reads the table."""
         for shard, db in self.databases.items():
             try:
                 db.close()
@@ -161,12 +161,12 @@ class Directories:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the folder's lock while directories are opened or split. Raises DatabaseLocked."""
+        """Hold the folder's lock in a `with` block. Raises DatabaseLocked if another process or handle holds it."""
         lock = files.acquire(self.folder / "lock")
         if lock is None:
             raise DatabaseLocked(f"{self.folder} is being opened by another process or handle; try again")
         try:
-            for leftover in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # of a killed split
+            for leftover in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # left by a killed process
                 remove_database(leftover)
             yield
         finally:
@@ -175,7 +175,7 @@ class Directories:
     # -- one directory ---------------------------------------------------------------------------------------------
 
     def _open(self, shard: int) -> None:
-        """Open a shard's directory; create it if it is missing, and replace it by an empty one if it is unusable."""
+        """Open a shard's directory. Create a missing directory; replace an unusable one by an empty one."""
         try:
             self.databases[shard] = self._opened(self.path(shard))
         except _UNUSABLE as error:
@@ -187,7 +187,7 @@ class Directories:
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
 
     def _reopen(self, shard: int) -> None:
-        """Reopen a directory after a failed write, at the last version on disk."""
+        """Close and open a shard's database after a failed write, which returns to the last version on disk."""
         with self._closed(shard):
             self._open(shard)
 
@@ -199,7 +199,7 @@ class Directories:
 
     @contextlib.contextmanager
     def _closed(self, shard: int) -> Iterator[None]:
-        """Close a shard's database, and let the shard answer nothing until the end of the block."""
+        """Close a shard's database at the start of a `with` block, and let no question read it during the block."""
         with self.gates[shard].closed():
             with contextlib.suppress(SoftDBError):
                 self.databases[shard].close()
@@ -213,18 +213,18 @@ class Directories:
         return db
 
     def _ours(self, origin: ShardOrigin, shard: int, shards: int) -> bool:
-        """Return True if an origin is this shard of this table, read by the same columns."""
+        """Return True if `origin` names this table, this shard and the same columns."""
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
         return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
 
     def _tidy(self) -> None:
-        """Remove unused directories of fewer shards than the table has by now."""
+        """Remove directories from before the number of shards grew, unless a handle has them open."""
         older = [path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards]
         if not older or not self.truth.own or self.truth.stored_shards() != self.truth.shards:
             return
         for path in older:
-            with contextlib.suppress(OSError, BadInput):  # a folder of that name may be another's
+            with contextlib.suppress(OSError, BadInput):  # a folder of that name may belong to another program
                 require_ours(path)
                 lock = files.acquire(path / "lock")
                 if lock is not None:
@@ -234,10 +234,10 @@ class Directories:
     # -- splitting -------------------------------------------------------------------------------------------------
 
     def _split(self, shard: int) -> None:
-        """Build a shard of 2 P from the directory of shard s mod P of P, if there is one, without reading the table.
+        """After the shards doubled from P to 2 P, build shard s from the directory of old shard s mod P, if it exists.
 
-        The new directory is a copy of the newest generation at its version, without the other half's records. It is
-        built aside and then renamed. The old directory stays in use.
+        Copies the old directory in a temporary folder, deletes the records of the other new shard from the copy, and
+        renames the copy. The old directory stays in use. The table is not read.
         """
         half = self.truth.shards // 2
         if self.path(shard).exists() or not half or not self.path(shard % half, half).exists():
@@ -248,18 +248,18 @@ class Directories:
                 if self._halved(aside, shard, half):
                     files.publish(aside, self.path(shard))
         except (SoftDBError, OSError) as error:
-            _log.warning("shard %s is made from the table: its half cannot be split off (%s)", shard, error)
+            _log.warning("shard %s is built from the table: the old shard cannot be split (%s)", shard, error)
 
     def _copy(self, path: Path, aside: Path) -> None:
         own = _writers.get(path)
         if own is not None and not own.closed:
-            own.snapshot(aside)  # includes changes that are not on disk yet
+            own.snapshot(aside)  # copies changes that are not on disk yet, too
             return
         with opening.open(path, mode="r") as db:
             db.snapshot(aside)
 
     def _halved(self, aside: Path, shard: int, half: int) -> bool:
-        """Delete the other half's records from a copy; False if the copy is not of the expected shard."""
+        """Delete records of other shards from a copy of an old shard; return False if it is not the expected shard."""
         with self._opened(aside) as db:
             origin = ShardOrigin.of(db.core.store.source())
             if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
@@ -278,6 +278,6 @@ class Directories:
 
 
 def _shards(path: Path) -> int:
-    """Return the number of shards in a directory's name; MOST + 1 if the name has none."""
+    """Return the number P from a directory's name "s-of-P"; MOST + 1 if there is no number."""
     shards = path.name.rpartition("-of-")[2]
     return int(shards) if shards.isdecimal() else MOST + 1

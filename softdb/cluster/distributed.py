@@ -1,9 +1,9 @@
 """Shards on the ranks of a torch.distributed job: every rank asks its own queries, and answers for its own shards.
 
-Messages and the job's collectives never wait for each other. Small messages go over sockets; large ones, and all if the
-ranks cannot connect, go over a gloo group beside the job's own. Each message names its kind, so a call that only some
-ranks make, or different calls, raise a softdb error within the timeout. Nothing is averaged or summed over ranks: each
-rank gets the gradients of its own queries.
+Messages never wait for the job's collectives, nor the collectives for messages. Small messages go over sockets. Large
+messages go over a gloo group of their own, as do all messages if the sockets cannot connect. Each message names the
+kind of call; if ranks make different calls, softdb raises an error within the timeout. Gradients are not averaged or
+summed over ranks: each rank gets the gradients of its own queries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
 
-HEAD = struct.Struct("<qqq")  # number of the call, checksum of its kind, length of the message in bytes
-SLOT = 4096  # bytes of a message that are sent with its head
+HEAD = struct.Struct("<qqq")  # number of the call, CRC-32 of the call's name, length of the message in bytes
+SLOT = 4096  # number of bytes of a message that are sent together with HEAD; the rest follows
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 class Ranks:
     """Transport to the shards of all ranks. The constructor and every question are collective: every rank calls them.
 
-    After a question that not all ranks answered, the ranks are out of step: construct the transport again on all ranks.
-    Ranks unpickle what other ranks send, so they must trust each other.
+    If some ranks did not answer a question, the transport is broken: construct it again on all ranks. Ranks unpickle
+    data that other ranks send, so they must trust each other.
 
     Args:
-        own: this rank's shards by number, possibly none; together the ranks hold shards 0 … P - 1, each once.
+        own: {number: shard} of this rank, possibly empty. Each shard 0 … P - 1 must be on exactly one rank.
         timeout: seconds to wait for another rank before it counts as lost.
     """
 
@@ -59,13 +59,13 @@ class Ranks:
         self.shards = len(owners)
         if sorted(shard for shard, _ in owners) != list(range(self.shards)) or not owners:
             raise BadInput(
-                f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; start "
-                "as many ranks as the shards were divided for"
+                f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; check the "
+                "argument own= on every rank"
             )
         self._connections = Connections.between(self.rank, self.ranks, self._gathered)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """Ask as `Transport.ask`, by two exchanges: of messages, then of replies."""
+        """Send messages, as `Transport.ask` says: the ranks exchange messages, then replies."""
         kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
         by_rank = {rank: dict[int, Message]() for rank in range(self.ranks)}
         for shard, ask in asks.items():
@@ -78,7 +78,7 @@ class Ranks:
         return of_owners(answers, {})
 
     def _answered(self, asks: dict[int, Message]) -> dict[tuple[int, ...], Any]:
-        """Return the replies of this rank's shards, merged by `together`, with errors in place of replies."""
+        """Return the replies of this rank's shards, merged by `together`; an error takes the place of a reply."""
         replies = dict[int, Any]()
         for shard, ask in asks.items():
             try:
@@ -103,16 +103,16 @@ class Ranks:
         self._group = None
 
     def _gathered(self, data: bytes) -> list[bytes]:
-        """Return the data that every rank passes, by rank."""
+        """Send `data` to all ranks, and return a list of all ranks' data, sorted by rank."""
         gathered = self._exchanged(dict.fromkeys(self._others, data), "open") | {self.rank: data}
         return [gathered[rank] for rank in range(self.ranks)]
 
     # -- the wire --------------------------------------------------------------------------------------------------
 
     def _exchanged(self, sent: Mapping[int, bytes], kind: str) -> dict[int, bytes]:
-        """Send a message to each other rank, and receive one from each.
+        """Send a message to each other rank, and return {rank: message received}.
 
-        Raises ShardUnavailable, and BadInput if the ranks make different calls.
+        Raises ShardUnavailable if a rank is lost, and BadInput if the ranks make different calls.
         """
         if self._group is None:
             raise Closed("the cluster was closed; open it again")
@@ -123,8 +123,8 @@ class Ranks:
         if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
             self._turn = max(self._turn, *(head[0] for head in heads.values()))
             raise BadInput(
-                f"rank {self.rank} asked {kind!r} and ranks {unlike} something else; every rank makes the same calls "
-                "in the same order, with queries (0, d) if it has none, and backward on all ranks or none"
+                f"rank {self.rank} asked {kind!r} and ranks {unlike} other calls; every rank makes the same calls "
+                "in the same order; pass queries (0, d) on a rank without queries, run backward on all ranks or none"
             )
         messages = {rank: data[HEAD.size : HEAD.size + heads[rank][2]] for rank, data in slots.items()}
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
@@ -132,7 +132,7 @@ class Ranks:
         return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
 
     def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Exchange data that fits in a slot with each other rank."""
+        """Exchange at most HEAD.size + SLOT bytes with each other rank; return {rank: bytes received}."""
         connections = self._connections
         if connections is not None:
             return self._collectively(lambda: connections.exchanged(sent, self._limit))
@@ -154,18 +154,18 @@ class Ranks:
         return {rank: buffer.numpy().tobytes() for rank, buffer in received.items()}
 
     def _collectively(self, call: Callable[[], T]) -> T:
-        """Run a collective operation. Raises ShardUnavailable if it fails, and in every later call."""
+        """Run a collective operation. If it fails, raise ShardUnavailable now and in every later call."""
         if self._broken:
             raise ShardUnavailable(
-                f"the ranks are out of step since {self._broken}; construct the transport again on all of them"
+                f"the ranks are out of step since {self._broken}; construct the transport again on all ranks"
             )
         try:
             return call()
         except (RuntimeError, OSError) as error:
             self._broken = str(error).splitlines()[0][:200]
             if self._connections is not None:
-                self._connections.close()  # ranks that wait for this one get an error at once
+                self._connections.close()  # other ranks that wait for this rank get an error at once
             raise ShardUnavailable(
-                f"rank {self.rank} of {self.ranks} waited {self._limit:g} s at most for the others ({self._broken}); a "
+                f"rank {self.rank} of {self.ranks} waited at most {self._limit:g} s for others ({self._broken}); a "
                 "rank is lost, or only some ranks made this call: if one rank asks, every rank must ask"
             ) from error

@@ -1,4 +1,4 @@
-"""The shard's half of an estimate: draw as many records as the caller sets, and report the parts of the error."""
+"""The shard's part of an estimate: draw about as many records as the caller asks for, and sum their errors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from softdb.pool import State
 
 
 def passed(request: Request, source: Stored, pools: bool) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-    """Return output and log-normaliser over all records; the output is (q, 0) if `pools` is False."""
-    if not len(request.queries) and request.folded is not None and request.folded.scale is not None:  # needs no pass
-        nothing = request.queries.sum(1)  # (0,), with their graph
+    """Pool all records; return output (q, v) and log-normaliser (q,). Without `pools` the output is (q, 0)."""
+    if not len(request.queries) and request.folded is not None and request.folded.scale is not None:  # no pass
+        nothing = request.queries.sum(1)  # (0,), with the graph of the queries
         return nothing.unsqueeze(1).expand(-1, source.width if pools else 0), nothing
     return source.stream(replace(request, pools=pools))
 
 
 class ShardDrawing(NamedTuple):
-    """A draw that a message asks for."""
+    """Computes the reply to a `Draw` message."""
 
     request: Request  # with the shard's own seed
     source: Stored
@@ -35,7 +35,7 @@ class ShardDrawing(NamedTuple):
     shard: int
 
     def drawn(self) -> Drawn:
-        """Return estimates and the parts of their errors, in the order of the queries."""
+        """Draw records, and return the reply: estimates and error sums, in the order of the queries."""
         spreads, pooled, exactly = [], np.zeros(len(self.ask.budgets), np.int64), self._exactly()
         order = [np.arange(0)]
         for task, estimator in self._tasks(exactly):
@@ -50,7 +50,7 @@ class ShardDrawing(NamedTuple):
         return Drawn(tuple(columns), pooled, exactly, taking_part(self.request, self.source))
 
     def state(self) -> State:
-        """Draw the same records again, and return their states with the graph of queries and score."""
+        """Draw the same records again, and return output and lse with gradients to the queries and the score."""
         q, states, order = len(self.ask.budgets), list[State](), [np.arange(0)]
         for task, estimator in self._tasks(self._exactly()):
             order.append(task.which)
@@ -65,13 +65,13 @@ class ShardDrawing(NamedTuple):
         return State(*passed(self.request.at(which), self.source, self.request.pools))
 
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
-        """Run one round; return states, parts of the error and numbers of draws. The caller judges the error."""
+        """Draw records for some queries; return outputs and lses, error sums, and numbers of records drawn."""
         sample = estimator.sample(task, salt=self.shard)
         state, spread, _ = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
         return state, spread, sample.figures.drawn.astype(np.int64)
 
     def _exactly(self) -> Live:
-        """Return (q,) True for queries that pool all records: as the message sets, else where that is faster."""
+        """Return (q,) bool: True to pool all records for a query, as the message says or where that is faster."""
         ask = self.ask
         if ask.exactly is not None:
             return ask.exactly
@@ -85,7 +85,7 @@ class ShardDrawing(NamedTuple):
         return exactly
 
     def _tasks(self, exactly: Live) -> Iterator[tuple[Round, Estimator | None]]:
-        """Yield rounds of queries, and the estimator that draws for them; None for a pass over all records."""
+        """Yield (round, estimator) for groups of queries; estimator None means to pool all records for them."""
         if exactly.any() or not len(exactly):
             yield Round(np.flatnonzero(exactly), 0), None
         estimator = Estimator.of(self.request, self.source) if not exactly.all() else None

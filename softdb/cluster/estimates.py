@@ -1,9 +1,9 @@
 """Estimated soft queries over a cluster: the caller runs the rounds and judges the error; shards draw records.
 
-Each shard salts its seeds and signs by its number. `softdb.attend.error.joined` re-centres the shards' errors at the
-merged output, so the error bar is that of one database. The first round shares out the draws in proportion to the
-shards' records. Later rounds do so in proportion to σ_s, where σ_s² / b_s is the squared error from shard s with b_s
-draws (Neyman 1934), but for a tenth by records. Any shares are right: each shard's sums are unbiased by themselves.
+Each shard mixes its number into its random seeds. `softdb.attend.error.joined` merges the shards' errors around the
+merged output, so the error bar is that of one database. The first round divides the draws among shards in proportion to
+their numbers of records. In later rounds 90 % of the draws are divided in proportion to σ_s, where σ_s² / b_s is the
+squared error of shard s after b_s draws (Neyman 1934), and 10 % as in the first round. Any division is unbiased.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from softdb.cluster.shard_source import QueriedShards
 from softdb.index.sampler import FIRST
 from softdb.pool import State, merge
 
-BY_RECORDS = 0.1  # share of the draws of later rounds that is proportional to the shards' records
-BETTER = 0.8  # largest share of the squared error that new shares may leave to be worth a round of the same size
-STEP = 4  # budgets of later rounds are powers of 2^(1/STEP): queries with equal budgets are drawn for together
-FEW = 8  # least number of draws a shard
+BY_RECORDS = 0.1  # in later rounds, share of the draws that is divided in proportion to numbers of records
+BETTER = 0.8  # redraw with a new division if it lowers the squared error at least to this fraction
+STEP = 4  # later budgets are powers of 2^(1/STEP), so that many queries have equal budgets, in one batch
+FEW = 8  # least number of draws from each shard
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass
 class _Book:
-    """Results of the rounds, for each shard and query."""
+    """Results of all rounds so far, for each shard and query."""
 
-    parts: dict[int, list[NDArray[Any]]] = field(default_factory=dict)  # by shard: the columns of its ErrorEstimate
-    pooled: dict[int, Positions] = field(default_factory=dict)  # by shard: (q,) numbers of pooled records
-    exact: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # by shard: (q,) True if all records were pooled
-    last: dict[int, Positions] = field(default_factory=dict)  # by shard: (q,) round of the newest result
-    asks: list[dict[int, messages.Draw]] = field(default_factory=list)  # by round and shard
-    places: list[dict[int, Positions]] = field(default_factory=list)  # by round and shard: indices of the queries
+    parts: dict[int, list[NDArray[Any]]] = field(default_factory=dict)  # shard -> columns of its ErrorEstimate
+    pooled: dict[int, Positions] = field(default_factory=dict)  # shard -> (q,) number of records pooled
+    exact: dict[int, NDArray[np.bool_]] = field(default_factory=dict)  # shard -> (q,) True if all records were pooled
+    last: dict[int, Positions] = field(default_factory=dict)  # shard -> (q,) number of the last round
+    asks: list[dict[int, messages.Draw]] = field(default_factory=list)  # [round][shard]: messages sent
+    places: list[dict[int, Positions]] = field(default_factory=list)  # [round][shard]: indices of queries sent
 
     def write(self, shard: int, where: Positions, drawn: messages.Drawn, queries: int) -> None:
-        """Replace a shard's results for some queries; `queries` is the number of all."""
+        """Replace one shard's results for the queries at indices `where`; `queries` is the number of all queries."""
         if shard not in self.parts:
             self.parts[shard] = [np.zeros((queries, *column.shape[1:]), column.dtype) for column in drawn.estimate]
             self.pooled[shard], self.last[shard] = (np.zeros(queries, np.int64) for _ in range(2))
@@ -58,7 +58,7 @@ class _Book:
         self.last[shard][where] = len(self.asks) - 1
 
     def of(self, which: Positions) -> list[ErrorEstimate]:
-        """Return each shard's error estimate for some queries."""
+        """Return each shard's error estimate for the queries at indices `which`."""
         return [ErrorEstimate(*(column[which] for column in self.parts[shard])) for shard in self.shards]
 
     @property
@@ -68,10 +68,10 @@ class _Book:
 
 
 def estimated(source: QueriedShards, request: Request) -> Pooled:
-    """Estimate a soft query in rounds of draws, until the merged error meets the tolerance."""
+    """Estimate a soft query: draw in rounds, until the error bar of every query is within the tolerance."""
     rounds = _Rounds(source, request, source.posed(request))
     more = True
-    while more:  # every rank takes part until none has remaining queries
+    while more:  # a rank without remaining queries goes on while another rank has some
         rounds.draw()
         rounds.judge()
         more = source.caller.transport.anyone(bool(len(rounds.remaining)))
@@ -79,19 +79,19 @@ def estimated(source: QueriedShards, request: Request) -> Pooled:
 
 
 class _Rounds:
-    """The state of an estimate between two rounds."""
+    """Runs the rounds of one estimate, and keeps budgets and results between two rounds."""
 
     def __init__(self, source: QueriedShards, request: Request, posed: Posed) -> None:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
         self.source, self.request, self.posed, self.tolerance = source, request, posed, tolerance
         counts = np.array([source.caller.known[s].keyed if s in source.caller.known else 0 for s in range(self.shards)])
-        self.records: Numbers = counts / max(1, counts.sum())  # (p,) share of the records
-        self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) share of the draws
-        self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # draws of all shards together
-        self.reshared = np.zeros(q, np.bool_)  # True: new shares have had a round of their own
+        self.records: Numbers = counts / max(1, counts.sum())  # (p,) fraction of all records that each shard has
+        self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) fraction of a query's draws for each shard
+        self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # (q,) number of draws over all shards
+        self.reshared = np.zeros(q, np.bool_)  # (q,) True: the extra round after a new division is used up
         self.remaining, self.book = np.arange(q), _Book()
-        self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, stderr of lse
+        self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, lse_stderr
 
     @property
     def shards(self) -> int:
@@ -99,7 +99,7 @@ class _Rounds:
         return self.source.caller.shards
 
     def draw(self) -> None:
-        """Run one round: each shard draws for the remaining queries, except where it has pooled all its records."""
+        """Run one round: each shard draws for the remaining queries that it has not answered exactly yet."""
         book, question, tolerance = self.book, self.posed.question, self.tolerance
         asks, places, own_budgets = dict[int, messages.Draw](), dict[int, Positions](), self._own_budgets()
         for shard, known in self.source.caller.known.items():
@@ -128,7 +128,7 @@ class _Rounds:
             book.parts.pop(shard, None)
 
     def _own_budgets(self) -> Positions:  # (p, q)
-        """Return integer budgets; after the first round rounded to a grid by largest remainders, so that many agree."""
+        """Return numbers of draws; after the first round rounded to powers of 2^(1/STEP), so that many are equal."""
         wanted = np.maximum(self.budgets * self.shares, FEW)
         if len(self.book.asks):
             lower: Numbers = 2 ** (np.floor(STEP * np.log2(wanted)) / STEP)
@@ -143,7 +143,7 @@ class _Rounds:
         return budgets
 
     def judge(self) -> None:
-        """Compute the merged error, finish the queries that meet the tolerance, and set the others' budgets."""
+        """Compute error bars, remove queries that meet the tolerance, and set budgets for the remaining queries."""
         book, which, tolerance, request = self.book, self.remaining, self.tolerance, self.request
         if not len(which):
             return
@@ -151,7 +151,7 @@ class _Rounds:
         merged = joined(parts)
         pooled = np.sum([book.pooled[shard][which] for shard in book.shards], axis=0)
         few = (pooled < LEAST) & (merged.unseen > SLIGHT)
-        bounds = ("unseen", "hidden", "missed", "alone")  # infinite where too few records were drawn to judge by
+        bounds = ("unseen", "hidden", "missed", "alone")  # set to infinity where too few records were drawn
         merged = merged._replace(**{name: np.where(few, np.inf, getattr(merged, name)) for name in bounds})
         error = bars(merged, tolerance.confidence)
         size = 1.0 if self.source.num_classes else None
@@ -175,7 +175,7 @@ class _Rounds:
         self.remaining = which[more]
 
     def _share_out(self, which: Positions, parts: list[ErrorEstimate], merged: ErrorEstimate) -> NDArray[np.bool_]:
-        """Set the shares of the next round; return (q,) True where they are worth a round of the same size, once."""
+        """Divide the next round's draws among shards; return (q,) True to redraw a query once with an equal budget."""
         book = self.book
         errors = parts_of_error(parts, merged, self.request.pools)  # (p, q)
         drawn = np.stack([np.maximum(book.pooled[shard][which], 1) for shard in book.shards])
@@ -194,7 +194,7 @@ class _Rounds:
         return worth
 
     def answer(self) -> Pooled:
-        """Return the merged states with their error bars, and with gradients through the draws."""
+        """Merge the shards' outputs and lses; return the answer with error bars and with gradients."""
         book, request, source = self.book, self.request, self.source
         device, dtype, every = request.queries.device, request.queries.dtype, np.arange(len(request.queries))
 

@@ -1,4 +1,4 @@
-"""Tables made by other programs: checks before any shard is built."""
+"""Check a table that another program has made, before any shard is built from it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def served(
     replicas: int,
     payload: Sequence[str] | None = None,
 ) -> Truth:
-    """Return the table of another program as the truth of a cluster. Raises BadInput if it cannot be one."""
+    """Open a table that another program has made, for a cluster. Raises BadInput if a column is missing or unfit."""
     dataset = dataset_at(url, options)
     names = dataset.schema.names
     for name, argument in ((fields.id, "ids"), (fields.key, "keys"), (fields.value, "values")):
         if name is not None and name not in names:
             raise BadInput(
-                f"{url} has no column {shown(name)}; expected one of {shown(names)}; give another name, {argument}="
+                f"{url} has no column {shown(name)}; expected one of {shown(names)}; name the column by {argument}="
             )
     columns = None if payload is None else _payload(url, names, fields, payload)
     _require_ids(url, dataset, str(fields.id))
@@ -51,7 +51,7 @@ def _payload(url: str, names: list[str], fields: Fields, payload: Sequence[str])
     untyped: Any = payload
     is_list = isinstance(untyped, Sequence) and not isinstance(untyped, str)
     if not is_list or not all(isinstance(name, str) for name in untyped):
-        raise BadInput(f"payload is {shown(payload)}; expected a list of columns' names, or None for all")
+        raise BadInput(f"payload is {shown(payload)}; expected a list of names of columns, or None for all columns")
     free = [name for name in names if name not in (fields.id, fields.key, fields.value)]
     wrong = next((name for name in payload if name not in free), None)
     if wrong is not None:
@@ -65,7 +65,7 @@ def _require_ids(url: str, dataset: Any, name: str) -> None:
     pa = needed("pyarrow", "cluster", "a cluster")
     kind = dataset.schema.field(name).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise BadInput(f"{url}: column {name!r} is of type {shown(str(kind))}; ids are whole numbers or texts")
+        raise BadInput(f"{url}: column {name!r} is of type {shown(str(kind))}; expected integers or texts as ids")
     _require_none(url, dataset, name)
 
 
@@ -73,11 +73,11 @@ def _require_none(url: str, dataset: Any, name: str, test: str = "IS NULL", prob
     condition = f"array_length(`{name}`) {test}" if test[0] in "<!" else f"`{name}` {test}"
     count = dataset.count_rows(condition)
     if count:
-        raise BadInput(f"{url}: column {name!r} {problem} in {count} of {dataset.count_rows()} rows; mend these rows")
+        raise BadInput(f"{url}: column {name!r} {problem} in {count} of {dataset.count_rows()} rows; correct them")
 
 
 def _vectors(url: str, dataset: Any, name: str) -> tuple[int, str]:
-    """Return the width of a column of vectors, and their dtype."""
+    """Return width and dtype of the vectors in a column. Raises BadInput if it holds anything else."""
     pa = needed("pyarrow", "cluster", "a cluster")
     kind = dataset.schema.field(name).type
     inner = getattr(kind, "value_type", None)
@@ -93,12 +93,12 @@ def _vectors(url: str, dataset: Any, name: str) -> tuple[int, str]:
         width = len(first[0]) if first else 0
         _require_none(url, dataset, name, f"!= {width}", f"has other than {width} numbers")
     if not width:
-        raise BadInput(f"{url}: column {name!r} holds no numbers; it cannot be served before it does")
+        raise BadInput(f"{url}: column {name!r} holds no numbers; write vectors to it, then serve the table")
     return width, "float16" if pa.types.is_float16(inner) else "float32"
 
 
 def _classes(dataset: Any, name: str) -> int:
-    """Return the largest label + 1."""
+    """Return the number of classes: the largest label in a column, plus 1."""
     compute = needed("pyarrow.compute", "cluster", "a cluster")
     maxima = (compute.max(batch.column(0)).as_py() for batch in dataset.to_batches(columns=[name]))
     return 1 + max((largest for largest in maxima if largest is not None), default=0)

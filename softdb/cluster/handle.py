@@ -1,4 +1,4 @@
-"""`Cluster`: several shards as one database. It asks all and merges the replies, so answers equal those of one."""
+"""`Cluster`: several shards as one database. Answers equal those of one database that holds all records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softdb.database.questions import verb
 from softdb.errors import BadInput
 from softdb.reports import IndexReport, SnapshotReport
 
-BUILDING = 3600.0  # least timeout of building an index, in seconds
+BUILDING = 3600.0  # least timeout for building an index, in seconds
 
 
 class Versioned(Protocol):
@@ -32,7 +32,7 @@ class Cluster(Verbs):
         db = Cluster(Local([DatabaseShard(part, i, len(parts)) for i, part in enumerate(parts)]))
 
     Every read names the version that this handle saw last. A shard at another version raises StaleRead; `refresh()`
-    moves the handle to the newest version. Answers have gradients like a database's; docs/cluster.md says which data
+    moves the handle to the newest version. Answers have gradients, as from a database; docs/cluster.md says which data
     are sent. `scan` yields records shard by shard. `search` orders equal scores by id. It takes vectors only: `texts`,
     `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size` raise BadInput. Writing raises ReadOnly.
 
@@ -42,7 +42,7 @@ class Cluster(Verbs):
         partial: True to answer without shards that do not reply. Then `missing` names them, `met` is False and `bar`
             infinite. Losses always need all shards.
         truth: the table that the shards are copies of; None if each shard is a database of its own.
-        intact: returns True if shards that were rebuilt at the same version may be asked, in place of StaleRead.
+        intact: called with {shard: description} of rebuilt shards; returns True to use them, False to raise StaleRead.
     """
 
     core: ClusterCore
@@ -65,7 +65,7 @@ class Cluster(Verbs):
 
     @property
     def caller(self) -> Caller:
-        """Caller of the shards."""
+        """`Caller` that sends this handle's messages to the shards."""
         return self.core.caller
 
     @property
@@ -75,12 +75,12 @@ class Cluster(Verbs):
 
     @property
     def version(self) -> int:
-        """Version that this handle sees: the newest of its shards'. Shards of a table are all at one version."""
+        """Version that this handle sees: the newest among the shards. Shards of a table are all at one version."""
         return self.core.version
 
     @verb
     def refresh(self) -> int:
-        """Move every shard to its newest version, and return the version. Cost: the changes since, copied once."""
+        """Move every shard to its newest version, and return that version. Cost: the new changes are copied once."""
         newest = messages.NEWEST if self.truth is None else self.truth.newest()
         self.caller.look(lambda _: messages.Refresh(newest))
         return self.version
@@ -101,7 +101,7 @@ class Cluster(Verbs):
 
     @verb
     def build_index(self, /, kind: str = "auto", **words: Any) -> list[IndexReport]:
-        """Build the index of every shard in parallel, with the arguments of `SoftDB.build_index`; return a report each.
+        """Build an index in every shard, in parallel; return each shard's report. Arguments as in `SoftDB.build_index`.
 
         Raises BadInput for `background` and `progress`.
         """
@@ -120,7 +120,7 @@ class Cluster(Verbs):
         Cost: a scan, batch by batch. Indexes are not copied.
 
         Raises BadInput if the path exists and is not empty, StaleRead if a shard moves to another version meanwhile,
-        and WriteFailed if the disk refuses.
+        and WriteFailed if the disk refuses to write.
         """
         core = self.core
         return copied(

@@ -1,10 +1,10 @@
-"""Shards of a table on this machine: ordinary database directories that cache a version of the table.
+"""Shards of a table on this machine: each is an ordinary database directory, a cache of one version of the table.
 
 Guarantee: a directory's version is committed in the same transaction as its records, so a kill at any moment leaves it
-at one version or the other. An incomplete directory stores how many rows of the table it has read, and continues from
-there. A lost or damaged directory, or one of another table, is rebuilt. A reader never sees part of a version: changes
-of a shard wait for running answers, and answers for changes. A row that cannot be stored is left out, and its id is
-stored with the version.
+at one version or the other. An incomplete directory stores how many rows of the table were read into it; the next call
+continues with the following row. A directory that is lost, damaged or from another table is rebuilt. A reader never
+sees part of a version, because a lock separates changes from answers (`Gate`). A row that cannot be stored is left out;
+the directory keeps the row's id.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from softdb.index.choose import Progress
 from softdb.store import Batch
 
 _log = logging.getLogger("softdb")
-_BYTES = 1 << 25  # of rows read at once
-MOST_LEFT_OUT = 1000  # rows of a shard that may be left out; with more, the column must be wrong
+_BYTES = 1 << 25  # bytes of rows that are read at once
+MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
 
 Rows = NDArray[np.int64]
 
 
 def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch]:
-    """Return records as a database stores them, in batches around refused rows, which are added to `left_out`."""
+    """Check records, and return them in batches to store. Adds rows that cannot be stored to `left_out`."""
     try:
         return [truth.batch(records)]
     except DuplicateId:
@@ -53,7 +53,7 @@ def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch
 
 
 def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
-    """Return the first row of each id that is not stored; add the others to `left_out`."""
+    """Return the first row of each id that is not in `stored`; add all other rows to `left_out`."""
     first = dict[Id, int]()
     for i, id in enumerate(records.ids):
         if id in stored or first.setdefault(id, i) != i:
@@ -62,7 +62,7 @@ def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
 
 
 class Hydrated(Directories):
-    """Some shards of a table on this machine, which follow the table's versions."""
+    """Some shards of a table on this machine, which `follow` brings to newer versions of the table."""
 
     def __init__(
         self,
@@ -72,19 +72,19 @@ class Hydrated(Directories):
         version: int | None = None,
         report: Progress | None = None,
     ) -> None:
-        """Open the shards, and bring them to a version. With None, only build missing shards, at the newest version.
+        """Open the shards, and bring them to `version`; None: only build missing shards, at the newest version.
 
-        `report` is called meanwhile with "shards", the number of rows of the table read, and the number of all rows.
+        While shards are built, calls `report("shards", number of rows read, number of all rows)`.
 
-        Raises DatabaseLocked if another process has the folder open, BadInput naming a column that cannot be stored,
-        and StaleRead if the version was cleaned up.
+        Raises DatabaseLocked if another process has the folder open, BadInput if a column cannot be stored, and
+        StaleRead if the version was cleaned up.
         """
         super().__init__(truth, folder, own_shards)
         self._moving, self._counting, self._report = threading.Lock(), threading.Lock(), report
         try:
             for at in {self.version(shard) for shard in self.own_shards} - {-1}:
                 shards = [shard for shard in self.own_shards if self.version(shard) == at]
-                for shard in shards if self._same(shards, at) is None else ():  # another table has taken its place
+                for shard in shards if self._same(shards, at) is None else ():  # version gone, or another table
                     self._anew(shard)
             if version is not None or any(self.version(shard) < 0 for shard in self.own_shards):
                 self.follow(truth.newest() if version is None else version)
@@ -98,9 +98,9 @@ class Hydrated(Directories):
     # -- following -------------------------------------------------------------------------------------------------
 
     def follow(self, version: int) -> None:
-        """Bring every shard to a version, in parallel; shards at newer versions stay.
+        """Bring every shard to `version`, in parallel. A shard at a newer version stays at that version.
 
-        Repairs shards with a failed write or a damaged directory, and tries once more.
+        If a write fails or a directory is damaged, repairs the shard and tries once more.
 
         Raises StaleRead, BadInput, WriteFailed, CorruptionError.
         """
@@ -126,7 +126,7 @@ class Hydrated(Directories):
                     self._catch_up(pool, shards, since, dataset)
 
     def remake(self, shard: int) -> None:
-        """Rebuild a shard at its version, or at the newest version if that was cleaned up."""
+        """Rebuild a shard at its version, or at the newest version if its version was cleaned up."""
         with self._moving, ThreadPoolExecutor(1) as pool:
             was = self.version(shard)
             try:
@@ -136,7 +136,7 @@ class Hydrated(Directories):
             self._make(pool, [shard], dataset)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
-        """Complete shards that were being built, if their version still exists; empty the others."""
+        """Complete partly built shards whose version still exists; empty the other incomplete shards."""
         incomplete: dict[int, list[int]] = {}
         for shard in self.own_shards:
             origin = self.origin(shard)
@@ -148,13 +148,13 @@ class Hydrated(Directories):
                 if dataset is not None:
                     self._fill(pool, shards, dataset)
                     continue
-            except BadInput as error:  # a newer version may be in order
+            except BadInput as error:  # a newer version may have no such problem
                 _log.warning("shards %s are rebuilt: %s", shards, error)
             for shard in shards:
                 self._anew(shard)
 
     def _same(self, shards: list[int], version: int) -> Any:
-        """Return the dataset at a version; None if the version is gone, or these shards are of another table's."""
+        """Return the dataset at a version; None if the version is gone, or the shards were built from another table."""
         try:
             dataset = self.truth.at(version)
         except StaleRead:
@@ -164,7 +164,7 @@ class Hydrated(Directories):
         return dataset if all(origin is not None and origin.identity == identity for origin in origins) else None
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:
-        """Bring shards from a version to that of a dataset by the changes, or rebuild them if these are unknown."""
+        """Bring shards from version `since` to `dataset`: apply the changes, or rebuild if these are unknown."""
         same = since >= 0 and self._same(shards, since) is not None
         changes = self.truth.changes(since, dataset) if same else None
         if changes is None:
@@ -182,20 +182,20 @@ class Hydrated(Directories):
         self._make(pool, unclear, dataset)
 
     def _unclear(self, shard: int, removed: list[Id]) -> bool:
-        """Return True if one of several rows with the same id was removed: only the table says which remains."""
+        """Return True if a row was removed whose id has other rows: only the table knows which row remains."""
         origin = self.origin(shard)
         ids = {id for id, _ in origin.left_out} & set(removed) if origin is not None and origin.left_out else set()
         return not all(map(is_id, ids)) or bool(ids and self.databases[shard].core.stored([*filter(is_id, ids)]).any())
 
     def _make(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
-        """Rebuild shards."""
+        """Empty these shards, and build them again from a version of the table."""
         for shard in shards:
             self._anew(shard)
         if shards:
             self._fill(pool, shards, dataset)
 
     def _fill(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any) -> None:
-        """Store the rows that these shards still lack."""
+        """Read the rows that these shards still lack, and store them."""
         seen, origin = {shard: self._seen(shard) for shard in shards}, self._origin(dataset)
         self._total, self._done = dataset.count_rows(), 0
         self._passed_over(min(seen.values()))
@@ -211,7 +211,7 @@ class Hydrated(Directories):
             self._apply(shard, [], None, origin)
 
     def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
-        """Read and store rows of a shard, and read no others."""
+        """Read only the rows at `places`, and store them in a shard."""
         size = self._batch_size()
         for low in range(0, len(places), size):
             batch = places[low : low + size]
@@ -222,7 +222,7 @@ class Hydrated(Directories):
     def _scan(
         self, pool: ThreadPoolExecutor, dataset: Any, own: dict[int, Rows], span: tuple[int, int], origin: ShardOrigin
     ) -> None:
-        """Read all rows between two positions of the table, and store in each shard its own."""
+        """Read all rows from span[0] to span[1] of the table, and store each row in its shard."""
         at, end = span
         for batch in self.truth.batches(dataset, self._batch_size(), at, end - at):
             low, at = at, at + len(batch)
@@ -236,7 +236,7 @@ class Hydrated(Directories):
             list(pool.map(apply, own))
 
     def _apply(self, shard: int, removed: list[Id], rows: Any, origin: ShardOrigin) -> None:
-        """Store changes of a shard, their version and the rows left out in one transaction."""
+        """Delete `removed`, add `rows`, and store version and left-out rows of a shard, in one transaction."""
         db, before, removed_ids = self.databases[shard], self.origin(shard), set(removed)
         left_out = [] if before is None else [row for row in before.left_out if row.id not in removed_ids]
         known = len(left_out)
@@ -258,21 +258,21 @@ class Hydrated(Directories):
                 self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
                 raise
         for id, reason in left_out[known:]:
-            _log.warning("%s: the row of id %s is left out: %s", self.truth.url, shown(id), reason)
+            _log.warning("%s: the row with id %s is left out: %s", self.truth.url, shown(id), reason)
 
     def _passed_over(self, count: int) -> None:
-        """Report that `count` more rows of the table were read or skipped."""
+        """Add `count` rows, read or skipped, to the progress that `report` gets."""
         if self._report is not None:
             with self._counting:
                 self._done += count
                 self._report("shards", self._done, self._total)
 
     def _noted(self, origin: ShardOrigin, left_out: list[LeftOut]) -> str:
-        """Return the origin as a directory stores it. Raises BadInput if too many rows are left out."""
+        """Return the origin with the rows left out, as JSON. Raises BadInput if more than MOST_LEFT_OUT rows are."""
         if len(left_out) > MOST_LEFT_OUT:
             id, reason = left_out[-1]
             several = f"more than {MOST_LEFT_OUT} rows of a shard cannot be stored"
-            raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; mend or delete them")
+            raise BadInput(f"{self.truth.url}: {several}, such as id {shown(id)}: {reason}; correct or delete the rows")
         return replace(origin, left_out=left_out).text
 
     def _seen(self, shard: int) -> int:
@@ -283,12 +283,12 @@ class Hydrated(Directories):
         return max(256, _BYTES // self.truth.row_bytes)
 
     def _origin(self, dataset: Any) -> ShardOrigin:
-        """Return the origin of a shard with all rows of a version; `_apply` adds the shard's number."""
+        """Return the origin that names a version of the table; `_apply` adds the shard's number."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
         return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
     def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
-        """Call `answer` while the shard stays at one version; rebuild a damaged directory, and call again."""
+        """Call `answer` while no change of the shard runs. If the directory is damaged, rebuild it and call again."""
         gate = self.gates[shard]
         try:
             with gate.passing():

@@ -14,8 +14,8 @@ from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.formats.tables import needed
 
-_WRONG = "wrong"  # column of workers' errors
-_BYTES = 1 << 26  # about the size of a file that a worker writes
+_WRONG = "wrong"  # name of the column in which workers return errors
+_BYTES = 1 << 26  # approximate size in bytes of a file that a worker writes
 
 
 @named
@@ -36,7 +36,7 @@ def ingest(
     writes them. A failure leaves the table unchanged: run a killed job again.
 
     Raises:
-        DuplicateId: an id is stored already, or comes twice; with `upsert` stored records are replaced.
+        DuplicateId: an id is stored already, or is in two rows; `upsert=True` replaces stored records.
         BadInput: a row cannot be stored; the message names it.
         DatabaseLocked: other writers kept committing; nothing was written.
     """
@@ -96,12 +96,12 @@ def _require_right(table: Any) -> None:
 
 
 def _rows(truth: Truth) -> int:
-    """Return the number of rows in a batch."""
+    """Return the number of rows in a batch, so that a batch has about _BYTES bytes."""
     return max(1000, _BYTES // truth.row_bytes)
 
 
 def _checked(truth: Truth, batch: Any) -> Any:
-    """Return checked rows in the table's schema. Runs in a worker of Ray."""
+    """Check rows, and convert them to the table's schema. Runs in a worker of Ray. Raises BadInput."""
     rows = truth.rows(batch)
     if rows is None:
         return truth.now().schema.empty_table()
@@ -109,7 +109,7 @@ def _checked(truth: Truth, batch: Any) -> Any:
 
 
 def _written(truth: Truth, batch: Any) -> Any:
-    """Write rows to a file that no version of the table contains yet. Runs in a worker of Ray."""
+    """Write rows to a file that `append` commits later; return its fragment and ids. Runs in a worker of Ray."""
     pa, write = needed("pyarrow", "cluster", "ingest"), needed("lance.fragment", "cluster", "ingest").write_fragments
     try:
         rows, reason = _checked(truth, batch), None
@@ -121,17 +121,17 @@ def _written(truth: Truth, batch: Any) -> Any:
     return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
 
 
-_TRIES = 20  # attempts of a commit while others write, too
+_TRIES = 20  # number of attempts to commit while other processes write, too
 
 
 def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
-    """Commit fragments of Lance whose rows have these ids (pyarrow arrays), all or none; return the new version.
+    """Commit fragments of Lance (files of rows) with these ids in one transaction; return the new version.
 
     Raises DuplicateId, and DatabaseLocked if other writers kept committing.
 
-    Lance does not check an append against concurrent inserts of the same ids. It refuses a merge of fragments if
-    anything was written since the version that the merge names. So the ids are checked in that version, and after a
-    refusal in the next.
+    Lance does not check an append against concurrent inserts of the same ids. But it refuses a merge of fragments if
+    anything was written since the version that the merge names. So this function checks the ids in that version, and if
+    Lance refuses the merge, checks them again in the next version.
     """
     pa, lance = needed("pyarrow", "cluster", "ingest"), needed("lance", "cluster", "ingest")
     if not fragments:

@@ -1,8 +1,8 @@
-"""The invariant of a cluster: its shards hold the records of its table at one version, no more and no fewer.
+"""Check the invariant of a cluster: its shards hold the records of its table at one version, no more and no fewer.
 
-A handle checks it after every refresh, flush, restart and failure by counting: the version that each shard's directory
-stores is this table's, and the numbers of records and of rows left out sum to the number of the table's rows. Shards
-that break the invariant are rebuilt from the table. `verified` compares the records themselves.
+After every refresh and restart a handle calls `is_kept`. It checks that each shard's directory names this table's
+version, and that the numbers of records and of rows left out sum to the table's number of rows. Shards that break the
+invariant are rebuilt from the table. `verified` compares the records themselves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from softdb.cluster.truth import Truth
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
 from softdb.store import Batch
 
-_AT_ONCE = 2000  # rows compared at once
-_NAMED = 10  # most ids in an error message
+_AT_ONCE = 2000  # number of rows compared at once
+_NAMED = 10  # largest number of ids in an error message
 
 
 def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
-    """Return True if shards at one version keep the invariant, or if some are missing and cannot be counted."""
+    """Return True if shards at one version keep the invariant, or if a missing shard prevents the check."""
     if len(known) < truth.shards:
         return True
     dataset = truth.at(of_records(known[0].version))
@@ -35,10 +35,10 @@ def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
 
 
 def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, ...]) -> int:
-    """Compare the records of all shards with a version of the table, and return their number.
+    """Compare the records of all shards with a version of the table; return the number of records.
 
-    Cost: one pass over the table, and over the records. If records differ, rebuilds their shards and raises
-    CorruptionError with shards and ids.
+    Cost: one pass over the table, and one over the records. If records differ, rebuilds the shards that hold them, and
+    raises CorruptionError with the shards and ids.
     """
     dataset, wrong, same, id_column = truth.at(version), dict[Id | None, str](left_out), 0, truth.fields.id
     for rows in truth.batches(dataset, _AT_ONCE):
@@ -62,7 +62,7 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
 
 
 def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
-    """Return ids of a batch that a cluster stores differently or not at all, with the reason."""
+    """Compare a batch of the table with the cluster; return {id: reason} for records that are missing or differ."""
     stored = db.core.stored(batch.ids)
     places = np.flatnonzero(stored)
     records = db.get([batch.ids[i] for i in places])
@@ -82,12 +82,12 @@ def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
 
 
 def _named(truth: Truth, version: int, wrong: dict[Id | None, str], rebuilt: int) -> CorruptionError:
-    """Return an error that names the first differing records, by shard."""
+    """Return an error that names the first _NAMED differing records, sorted by shard."""
     parts = parts_of([*wrong], truth.shards).tolist()
     first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
     names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
     more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
-    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "mend those rows by upsert, or delete them"
+    advice = f"{rebuilt} shards are being rebuilt" if rebuilt else "correct these rows by upsert, or delete them"
     return CorruptionError(
-        f"{len(wrong)} records are not as in {truth.url} at version {version}: {names}{more}; {advice}"
+        f"{len(wrong)} records differ from those in {truth.url} at version {version}: {names}{more}; {advice}"
     )

@@ -1,4 +1,4 @@
-"""Shards in this process, with a thread for each message: given shards, or those of a table on this machine."""
+"""Transports to shards in this process (`Local`, `LocalTable`), which answer each message in a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softdb.errors import Closed, SoftDBError, StaleRead
 
 
 class Local:
-    """Transport to several shards of this process. They share its cores."""
+    """Transport to several shards in this process. The shards share the process's cores."""
 
     collective = False
 
@@ -25,7 +25,7 @@ class Local:
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.shards), "softdb-shard")
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """Ask as `Transport.ask`. A shard that is too slow goes on in its thread."""
+        """Send messages, as `Transport.ask` says. A shard that exceeds the timeout continues in its thread."""
         end = time.monotonic() + timeout
         try:
             sent = {shard: self._threads.submit(self._shards[shard].answer, ask) for shard, ask in asks.items()}
@@ -45,7 +45,7 @@ class Local:
         return ShardReplies(replies, missing)
 
     def anyone(self, more: bool) -> bool:
-        """Return `more`, as `Transport.anyone`."""
+        """Return `more`, because there are no other ranks (see `Transport.anyone`)."""
         return more
 
     def close(self) -> None:
@@ -54,13 +54,13 @@ class Local:
 
 
 class HydratedShard:
-    """A shard hydrated on this machine. If its directory is damaged, it is rebuilt and asked again."""
+    """A shard of a table, in a directory of this machine. `answer` rebuilds a damaged directory, and tries again."""
 
     def __init__(self, hydrated: Hydrated, shard: int) -> None:
         self.hydrated, self.shard = hydrated, shard
 
     def answer(self, ask: Message) -> Any:
-        """Return the reply to a message, as `ClusterShard.answer`."""
+        """Return the reply to a message; see `ClusterShard.answer`."""
         if isinstance(ask, Refresh):
             version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
             if ask.rebuild:
@@ -68,7 +68,7 @@ class HydratedShard:
             self.hydrated.follow(version)
             ask = Describe(NEWEST)
         elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
-            self.hydrated.follow(of_records(ask.version))  # a replica that was not asked since is behind
+            self.hydrated.follow(of_records(ask.version))  # an idle replica may be at an older version
         return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
 
     def _answered(self, ask: Message) -> Any:
@@ -90,7 +90,7 @@ class HydratedShard:
 
 
 class LocalTable(Local):
-    """Transport to all shards of a table in this process; it closes their databases when it is closed or collected."""
+    """Transport to all shards of a table in this process; it closes the databases on `close` or garbage collection."""
 
     def __init__(self, hydrated: Hydrated) -> None:
         super().__init__([HydratedShard(hydrated, shard) for shard in hydrated.own_shards])

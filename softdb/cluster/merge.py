@@ -1,4 +1,4 @@
-"""Merge the replies of several shards: hits by score and id, states by their log-normalisers, counts by sum."""
+"""Merge the replies of several shards: sort hits, average outputs by their log-normalisers, and sum counts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from softdb.cluster import shard as messages
 from softdb.cluster.shard import ShardHits
 from softdb.errors import SoftDBError
 
-_JOINED = (messages.PassOver, messages.Nearest, messages.CountWithin, messages.Explain)  # types with mergeable replies
+_JOINED = (messages.PassOver, messages.Nearest, messages.CountWithin, messages.Explain)  # replies to these are merged
 
 
 def id_order(name: Id) -> tuple[bool, Id]:
-    """Return the sort key of an id among equal scores: numbers come before strings."""
+    """Return a sort key for the ids of hits with equal scores: numbers come before strings."""
     return isinstance(name, str), name
 
 
 def in_order(hits: ShardHits) -> ShardHits:
-    """Sort hits by score, best first, and equal scores by id; row -1 comes last. Cost q k log k."""
+    """Sort hits by score, best first, and equal scores by id; row -1 comes last. Takes O(q k log k) time."""
     order = np.argsort(-hits.scores, axis=1, kind="stable")
     rows, scores = (np.take_along_axis(column, order, 1) for column in (hits.rows, hits.scores))
     present = hits.rows >= 0
-    places = np.cumsum(present, axis=1) - 1  # of each hit among its query's ids
+    places = np.cumsum(present, axis=1) - 1  # index of each hit in the query's list of ids
     places = np.take_along_axis(np.where(present, places, -1), order, 1)
     ids = [
         [names[i] for i in own_places if i >= 0] for names, own_places in zip(hits.ids, places.tolist(), strict=True)
@@ -48,8 +48,8 @@ def first(hits: ShardHits, k: int) -> ShardHits:
 
 
 def ranked(parts: Sequence[ShardHits], k: int | None) -> ShardHits:
-    """Return the k best hits of all shards; with k=None all hits, as wide as the query with the most."""
-    if len(parts) == 1:  # sorted already
+    """Return the k best hits of all shards; with k=None all hits, padded to the longest list of hits."""
+    if len(parts) == 1:  # one shard's hits are sorted already
         return first(parts[0], max(map(len, parts[0].ids), default=0) if k is None else k)
     rows, scores = (np.concatenate([reply[i] for reply in parts], axis=1) for i in (0, 1))
     ids = [list(itertools.chain(*lists)) for lists in zip(*(reply.ids for reply in parts), strict=True)]
@@ -60,9 +60,9 @@ def ranked(parts: Sequence[ShardHits], k: int | None) -> ShardHits:
 
 
 def together(asks: Mapping[int, messages.Message], replies: Mapping[int, Any]) -> dict[tuple[int, ...], Any]:
-    """Merge the replies of shards on one host, to send less; return replies by the tuple of their shards.
+    """Merge the replies of shards on one host, so that less data is sent; return {(shard, …): merged reply}.
 
-    Replies to PassOver, Nearest, CountWithin, Explain and their Backward merge. Other replies, and errors, stay apart.
+    Merges replies to PassOver, Nearest, CountWithin, Explain and Backward. Does not merge other replies or errors.
     """
     groups = dict[Any, list[int]]()
     for shard, ask in asks.items():
@@ -76,7 +76,7 @@ def together(asks: Mapping[int, messages.Message], replies: Mapping[int, Any]) -
 
 
 def of_owners(answers: Mapping[tuple[int, ...], Any], missing: Mapping[int, str]) -> messages.ShardReplies:
-    """Return replies of `together` as a transport returns them. Raises the first that is an error of softdb."""
+    """Convert replies of `together` to `ShardReplies`. If a reply is an error of softdb, raise that error."""
     for owners in sorted(answers):
         if isinstance(answers[owners], SoftDBError):
             raise answers[owners]
@@ -87,7 +87,7 @@ def of_owners(answers: Mapping[tuple[int, ...], Any], missing: Mapping[int, str]
 
 
 def _merged(ask: messages.Message, parts: Sequence[Any]) -> Any:
-    """Merge the replies of several shards to one message."""
+    """Merge replies that several shards gave to the same message."""
     if isinstance(ask, messages.PassOver):
         return passed_over(parts)
     if isinstance(ask, messages.Backward):
@@ -102,7 +102,7 @@ def _merged(ask: messages.Message, parts: Sequence[Any]) -> Any:
 
 
 def passed_over(parts: Sequence[messages.Passed]) -> messages.Passed:
-    """Merge states as `softdb.pool.merge` does, in numpy without a graph: six times as fast for one query."""
+    """Merge outputs weighted by e^lse: `softdb.pool.merge` without gradients, six times as fast for one query."""
     if len(parts) == 1:
         return parts[0]
     lses = np.stack([reply.lse for reply in parts]).astype(np.float64)
@@ -118,7 +118,7 @@ def passed_over(parts: Sequence[messages.Passed]) -> messages.Passed:
 
 
 def joined_records(parts: list[Records], order: NDArray[np.int64]) -> Records:
-    """Join records of several shards into one batch; `order` (n,) indexes their concatenation."""
+    """Concatenate the records of several shards, and return the concatenated records at indices `order` (n,)."""
 
     def listed(name: str) -> list[Any]:
         items = [item for records in parts for item in getattr(records, name)]

@@ -1,4 +1,4 @@
-"""The shard of a record, by the hash of its id, and the rows of a table that a host reads to build a shard."""
+"""Assign records to shards by hashing their ids, and choose the rows of a table that a host reads for its shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard_of(ids: Iterable[Id], shards: int) -> NDArray[np.int64]:
 
 
 def by_shard(ids: Iterable[Id]) -> NDArray[np.int64]:
-    """Return an order (n,) in which the records of each shard are adjacent, for every number of shards."""
+    """Return indices (n,) that sort ids so that each shard's ids are adjacent, whatever the number of shards."""
     parts, bits = shard_of(ids, MOST), MOST.bit_length() - 1
     reverse = np.zeros_like(parts)
     for bit in range(bits):  # the ids of shard s of P share their lowest bits
@@ -37,7 +37,7 @@ def by_shard(ids: Iterable[Id]) -> NDArray[np.int64]:
 
 
 def power_of_two(shards: object) -> int:
-    """Return a checked number of shards. Raises BadInput unless it is a power of two, which `grow` can double."""
+    """Check a number of shards, and return it as int. Raises BadInput unless it is a power of two up to MOST."""
     count = check.integer(shards, "shards", 1, MOST)
     if count & (count - 1):
         near = 1 << (count.bit_length() - 1)
@@ -54,25 +54,25 @@ def _named(id: Id) -> bytes:
         raise BadInput(f"id {id} is beyond 64 bits; expected a signed 64-bit integer or a text") from None
 
 
-WINDOW = 1 << 20  # rows of a window
-REQUEST = {True: 1 << 14, False: 1 << 20}  # cost of a request in bytes read meanwhile; True: in a folder
-BATCH = 1 << 16  # ids read at once
+WINDOW = 1 << 20  # number of rows in a window
+REQUEST = {True: 1 << 14, False: 1 << 20}  # bytes read in the time of a request; key: True if in a folder
+BATCH = 1 << 16  # number of ids read at once
 
 Rows = NDArray[np.int64]
 
 
 class RowWindow(NamedTuple):
-    """Consecutive rows of a table and their shards, which take a few bytes a row.
+    """Shard numbers for up to WINDOW consecutive rows of a table.
 
-    A host reads only its shards' rows if that costs less than reading all: adjacent rows come in one request, and a
-    request costs the time to read REQUEST bytes. `ingest` writes the rows of a shard next to each other.
+    A host reads either all rows of a window or only its own shards' rows, whichever costs less. One request reads
+    adjacent rows, and costs the time to read REQUEST bytes. `ingest` writes the rows of a shard next to each other.
     """
 
     low: int  # position of the first row
     parts: Rows  # (n,) shard of each row
 
     def own(self, shard: int, after: int) -> Rows:
-        """Return the positions of a shard's rows in the table from `after` on, ascending."""
+        """Return the positions in the table, at least `after` and ascending, of a shard's rows."""
         places = np.flatnonzero(self.parts == shard) + self.low
         return places[np.searchsorted(places, after) :]
 
@@ -81,15 +81,15 @@ class RowWindow(NamedTuple):
         if not len(places):
             return True
         request = REQUEST[local]
-        apart = np.diff(places, prepend=-np.inf) * width > request  # nearer rows come in one request
+        apart = np.diff(places, prepend=-np.inf) * width > request  # rows at smaller distances are read in one request
         runs = np.flatnonzero(apart)
         ends = np.append(runs[1:], len(places)) - 1
         read = float((places[ends] - places[runs] + 1).sum()) * width + len(runs) * request
-        return read < len(self.parts) * width / 2  # a scan of all rows copies nothing, and costs half as much a byte
+        return read < len(self.parts) * width / 2  # a scan of all rows costs half as much for each byte
 
 
 def parts_of(ids: list[Any], shards: int) -> Rows:
-    """Return the shard (n,) of each id; a value that is not an id goes to the shard of id 0, which reports it."""
+    """Return the shard (n,) of each id. A value that is not an id goes to id 0's shard, which leaves the row out."""
     return shard_of([id if is_id(id) else 0 for id in ids], shards)
 
 
@@ -99,7 +99,7 @@ def is_id(value: Any) -> TypeGuard[Id]:
 
 
 def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
-    """Yield all rows from position `after` on in windows; reads only the ids."""
+    """Yield windows of the rows from position `after` to the end. Reads only the column of ids."""
     name, rows = str(truth.fields.id), dataset.count_rows()
     for low in range(after, rows, WINDOW):
         scanner = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)

@@ -1,4 +1,4 @@
-"""The form in which a request is sent to shards, and the gradients that the shards return."""
+"""Convert a request to the form that is sent to shards, and backpropagate through the shards' replies."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Rows = NDArray[np.int64]
 
 
 class Posed(NamedTuple):
-    """A request in the form for shards, and the tensors that stay with the caller."""
+    """A query to send to shards, and the tensors with gradients, which stay with the caller."""
 
     question: messages.ShardQuery
-    queries: Tensor  # (q, d) the queries sent, with their graph
+    queries: Tensor  # (q, d) the queries that are sent, before they are detached from autograd
     parameters: tuple[Tensor, ...]  # parameters whose gradients the shards return
     shift: Tensor | float  # (q,) added to the log-normalisers that the shards return
 
 
 def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | None) -> Posed:
-    """Return a request in the form for shards. Raises BadInput for a score that neither folds nor pickles."""
+    """Convert a request to a query for shards. Raises BadInput for a score that neither folds nor can be pickled."""
     queries, temperature = request.queries, divisor(request.temperature, request.queries.dtype)
-    if isinstance(request.weighting, Uniform):  # no score is needed
+    if isinstance(request.weighting, Uniform):  # all records have equal weight, whatever the score
         alike = queries[:, :1].expand(-1, dim) * 0
         return Posed(messages.ShardQuery(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
     folded = request.folded
@@ -67,33 +67,33 @@ def pickled(score: Score | ScoreFunction) -> tuple[bytes, tuple[Tensor, ...]]:
 
 
 def array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as a contiguous numpy array on the host, without its graph."""
+    """Convert a tensor to a contiguous numpy array in host memory, detached from autograd."""
     return tensor.detach().cpu().contiguous().numpy()
 
 
 class Parts(torch.autograd.Function):
-    """States that the shards returned; backward asks each shard for its gradients."""
+    """Autograd function that returns the shards' outputs and lses; backward asks each shard for gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
         caller: Caller,
-        asks: Sequence[dict[int, messages.PassOver | messages.Draw]],  # messages of each round
+        asks: Sequence[dict[int, messages.PassOver | messages.Draw]],  # for each round, {shard: message}
         states: State,  # (p, q, v) and (p, q)
-        places: Sequence[dict[int, Rows]],  # indices of the queries in each message
-        used: Sequence[dict[int, NDArray[np.bool_]]],  # True for each of those queries whose reply entered `states`
-        owners: Sequence[tuple[int, ...]],  # (p,) shards of each state
+        places: Sequence[dict[int, Rows]],  # for each round, {shard: indices of the message's queries}
+        used: Sequence[dict[int, NDArray[np.bool_]]],  # True for each query whose reply is part of `states`
+        owners: Sequence[tuple[int, ...]],  # for each state, the shards whose replies it merges
         queries: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the states unchanged."""
+        """Return `states` unchanged, as tensors with gradients."""
         ctx.caller, ctx.asks, ctx.places, ctx.used, ctx.owners = caller, asks, places, used, owners
         ctx.save_for_backward(states.output, states.lse, queries, *parameters)
         return states.output, states.lse
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each shard the gradients of its output and lse; sum the gradients that the shards return."""
+        """Send each shard the gradients for its output and lse; sum the gradients that the shards return."""
         output, lse, queries, *parameters = ctx.saved_tensors
         query_grad, *parameter_grads = (torch.zeros_like(tensor) for tensor in (queries, *parameters))
         state_of = {shard: state for state, shards in enumerate(ctx.owners) for shard in shards}
@@ -106,7 +106,7 @@ class Parts(torch.autograd.Function):
                 shard: int, version: int, asks: Any = asks, places: Any = places, used: Any = used
             ) -> messages.Message:
                 state, ask, mask = state_of[shard], asks[shard], used[shard]
-                if merged[state]:  # a pass: its shards get equal gradients, which are sent to their host once
+                if merged[state]:  # shards on one host get equal gradients
                     return messages.Backward(ask.version, ask, of_output[state], of_merged[state], lses[state])
                 grads = (grad[state][places[shard]] for grad in (of_output, of_lse))
                 masked = (

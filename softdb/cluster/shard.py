@@ -1,12 +1,12 @@
 """Protocol between a caller and the shards of a cluster: messages, shards, and transports.
 
 Messages are frozen dataclasses of numpy arrays and plain values. They pickle, so any transport can carry them. Each
-message names the version that it asks of; a shard at another version raises StaleRead. A shard knows its number, keeps
-no state between messages, and gives equal messages equal replies, so any message may be retried, or sent to a replica.
+message names the version of the records that it expects; a shard at another version raises StaleRead. A shard keeps no
+state between messages and gives equal messages equal replies, so a message may be retried, or sent to a replica.
 
-Rows in messages are the cluster's: row = directory << ROW_BITS | local row * shards + shard. Two directories of the
-same records number their rows differently: a row of one raises StaleRead in the other, unless the message carries the
-ids, by which the other directory finds the records. Versions hold the directory's number in their high bits, too.
+Row numbers in messages are unique in the cluster: row = directory << ROW_BITS | local row * shards + shard, where
+`directory` is a random number of the shard's directory on disk. Two directories of the same records number their rows
+differently. A directory that gets rows of another raises StaleRead, unless the message also carries the records' ids.
 """
 
 from __future__ import annotations
@@ -21,71 +21,71 @@ from numpy.typing import NDArray
 from softdb.check import Id, Metric, Schema
 
 Array = NDArray[Any]
-NEWEST = -1  # stands for the newest version
-VERSION_BITS = 40  # low bits of a version; the 20 bits above are the directory's number, or 0
-ROW_BITS = 43  # low bits of a row; the 20 bits above are the directory's number, or 0
+NEWEST = -1  # version number that stands for the newest version
+VERSION_BITS = 40  # number of low bits with the version; the 20 bits above are the directory's number, or 0
+ROW_BITS = 43  # number of low bits with the row; the 20 bits above are the directory's number, or 0
 
 
 def of_records(version: int) -> int:
-    """Return the version of the records, without the directory's number."""
+    """Return a version without its high bits, which are the directory's number."""
     return version & ((1 << VERSION_BITS) - 1)
 
 
 def directory_of(version: int) -> int:
-    """Return the directory's number in a version."""
+    """Return the directory's number, which is in the high bits of a version."""
     return version >> VERSION_BITS
 
 
 @dataclass(frozen=True)
 class ShardQuery:
-    """Queries as a shard scores its keys by them: logits are metric(q, k) / temperature, or score(q, k) / temperature.
+    """Queries as they are sent to a shard; logits are metric(q, k) / temperature, or score(q, k) / temperature.
 
-    A score that folds is sent as its metric and the folded queries; its parameters stay with the caller. Any other
-    score is sent pickled, and the shard returns the gradients of its parameters.
+    If the score folds into the queries, the folded queries and the metric are sent; the score's parameters stay with
+    the caller. Any other score is sent pickled, and the shard returns the gradients of the score's parameters.
     """
 
     queries: Array  # (q, d) float32 or float64
-    metric: Metric | None  # None: `score` is used
+    metric: Metric | None  # None: use `score`
     temperature: float = 1.0
     trains: bool = False  # True if 1 / temperature, or the score's parameters, want a gradient
-    score: bytes | None = None  # pickled
-    uniform: bool = False  # average pooling: all records have equal weight
+    score: bytes | None = None  # pickled score; None: use `metric`
+    uniform: bool = False  # True: all records have equal weight
     where: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message to a shard. The docstring of each subclass names the reply's type after "->"."""
+    """A message to a shard. The docstring of each subclass says what the shard replies after "->"."""
 
     version: int
 
     @property
     def by_rows(self) -> bool:
-        """True if the reply depends on the rows of one directory; else any directory at the version can answer."""
+        """True if only the directory named in `version` can answer; False if any directory at that version can."""
         return False
 
     def fits(self, version: int) -> bool:
-        """Return True if a shard at this version may answer."""
+        """Return True if a shard that is at `version` may answer this message."""
         return self.version == version if self.by_rows else of_records(self.version) == of_records(version)
 
 
 @dataclass(frozen=True)
 class Describe(Message):
-    """Describe the shard, at any version -> `Description`."""
+    """Describe the shard, whatever its version -> `Description`."""
 
 
 @dataclass(frozen=True)
 class Refresh(Message):
-    """Bring the shard to a version of its table or database, or to NEWEST -> `Description`."""
+    """Bring the shard to `version` of its table or database; NEWEST is the newest -> `Description`."""
 
     rebuild: bool = False  # True: rebuild the shard from the table first
 
 
 @dataclass(frozen=True)
 class CallVerb(Message):
-    """Call a method, or read a property, of the shard's SoftDB -> its result.
+    """Call a method, or read a property, of the shard's database -> the result.
 
-    One of "build_index", "count", "drop_index", "get", "id_types", "stats", "stored".
+    `verb` is "build_index", "count", "drop_index", "get", "id_types", "stats" or "stored".
     """
 
     verb: str
@@ -94,7 +94,7 @@ class CallVerb(Message):
 
 @dataclass(frozen=True)
 class Locate(Message):
-    """Look up ids -> (i,) int64 rows; -1 for ids that are not stored, have no key, or do not match the filter."""
+    """Look up n ids -> rows (n,) int64; -1 for an id that is not stored, has no key, or does not match the filter."""
 
     ids: list[Id]
     where: dict[str, Any] | None = None
@@ -102,17 +102,17 @@ class Locate(Message):
 
 @dataclass(frozen=True)
 class ResolveRows(Message):
-    """Read the records of rows (r,) -> list of RecordEntry, with the cluster's rows; deleted records are absent."""
+    """Read ids, payloads and texts of rows (r,) -> list of RecordEntry; deleted records are absent."""
 
     rows: Array
     payloads: bool = True
     texts: bool = False
-    ids: list[Id] | None = None  # of the rows, for another directory at the same version
+    ids: list[Id] | None = None  # ids of the rows, for another directory at the same version
 
 
 @dataclass(frozen=True)
 class ScanRows(Message):
-    """Read the next `size` records in row order -> (Records, last local row or None at the end)."""
+    """Read the next `size` records, sorted by row -> (Records, the last local row; None if no more records follow)."""
 
     after: int  # last local row of the previous message; -1 at first
     size: int
@@ -120,81 +120,81 @@ class ScanRows(Message):
 
     @property
     def by_rows(self) -> bool:
-        """True: `after` is a row of one directory."""
+        """True, because `after` is a row number of one directory."""
         return True
 
 
 @dataclass(frozen=True)
 class Gather(Message):
-    """Read keys and values of rows (r,) -> `GatheredRows`. Raises StaleRead for a deleted record."""
+    """Read keys and values of rows (r,) -> `GatheredRows`. Raises StaleRead if a record was deleted."""
 
     rows: Array
     keys: bool = True
     values: bool = True
-    ids: list[Id] | None = None  # of the rows, for another directory at the same version
+    ids: list[Id] | None = None  # ids of the rows, for another directory at the same version
 
 
 @dataclass(frozen=True)
 class Nearest(Message):
-    """Find the k nearest records, ties by id -> `ShardHits`."""
+    """Find the k nearest records; sort equal scores by id -> `ShardHits`."""
 
     question: ShardQuery
-    k: int | None  # None: all records that score at least `least`
+    k: int | None  # number of hits; None: all records that score at least `least`
     exact: bool = False
     least: float | None = None
-    excluded: list[list[Id]] | None = None  # one list for all queries, or a list for each
+    excluded: list[list[Id]] | None = None  # ids not to return: one list for all queries, or one list for each
 
 
 @dataclass(frozen=True)
 class PassOver(Message):
-    """Pool all records that take part -> `Passed`."""
+    """Pool all records that match the filter -> `Passed`."""
 
     question: ShardQuery
-    pools: bool = True  # False: only the log-normaliser is wanted
+    pools: bool = True  # False: compute only the log-normaliser
     apart: bool = False  # True: do not merge the reply with those of other shards on the same host
 
 
 @dataclass(frozen=True)
 class Draw(Message):
-    """Draw records for each query, and pool them -> `Drawn`. The caller decides when enough are drawn."""
+    """Draw records for each query, and pool the drawn records -> `Drawn`. The caller decides if more are needed."""
 
     question: ShardQuery
     pools: bool
-    budgets: Array  # (q,) int64: number of records to pool
-    seed: int  # the shard salts it with its number
-    confidence: float
-    bounded: bool  # False: the shard may pool all its records where that is faster than drawing
-    exactly: Array | None = None  # (q,) bool: queries for which all records are pooled; None: the shard decides
+    budgets: Array  # (q,) int64: about how many records to draw
+    seed: int  # the shard mixes its own number into the seed
+    confidence: float  # share of answers whose error shall be below the error bar
+    bounded: bool  # False: the shard may pool all its records if that is faster than drawing
+    exactly: Array | None = None  # (q,) bool: True to pool all records for a query; None: the shard decides
 
     @property
     def by_rows(self) -> bool:
-        """True: draws are hashes of rows, so another directory would draw other records."""
+        """True, because draws depend on row numbers: another directory would draw other records."""
         return True
 
 
 @dataclass(frozen=True)
 class Backward(Message):
-    """Compute the reply to `of` again, with its gradients -> `Gradient`.
+    """Compute the reply to the message `of` again, with gradients -> `Gradient`.
 
-    If that reply was merged with others into an output o with log-normaliser L, the gradients sent are those of the
-    merged output, and each shard computes its own: with w = e^(lse - L), the gradient of its output is w output_grad,
-    and the gradient of its lse is w (output_grad · (output - o) + lse_grad).
+    If the shard's reply (output, lse) was merged with others into an output o with log-normaliser L, let g be the
+    gradient of o and h that of L. With w = e^(lse - L), the gradient of the shard's own output is w g, and that of its
+    lse is w (g · (output - o) + h). The message then has output_grad = g and lse_grad = h - g · o.
     """
 
     of: PassOver | Draw
-    output_grad: Array  # (q, v)
-    lse_grad: Array  # (q,); of a merged reply: less output_grad · o
-    merged_lse: Array | None = None  # (q,) L; None: the reply was not merged
+    output_grad: Array  # (q, v) gradient of the loss by the output
+    lse_grad: Array  # (q,) gradient of the loss by the lse; for a merged reply, h - g · o
+    merged_lse: Array | None = None  # (q,) log-normaliser L of the merged reply; None: not merged
 
     @property
     def by_rows(self) -> bool:
-        """True if the reply to `of` depends on rows."""
+        """True if only one directory can answer the message `of`."""
         return self.of.by_rows
 
 
 @dataclass(frozen=True)
 class CountWithin(Message):
-    """Count the records that score at least `least`, exactly -> `Counted`."""
+    """Count, by an exact scan, the records that score at least `least` -> `Counted`."""
 
     question: ShardQuery
     least: float
@@ -202,19 +202,19 @@ class CountWithin(Message):
 
 @dataclass(frozen=True)
 class Sample(Message):
-    """Draw records by softmax weight within the shard, with replacement -> `ShardHits`, padded with -1."""
+    """Draw records with replacement, with probabilities equal to softmax weights -> `ShardHits`, padded with row -1."""
 
     question: ShardQuery
-    counts: Array  # (q,) int64
-    seed: int  # the shard salts it with its number
+    counts: Array  # (q,) int64: number of records to draw for each query
+    seed: int  # the shard mixes its own number into the seed
 
 
 @dataclass(frozen=True)
 class Explain(Message):
-    """Find the k records of largest weight, and the shard's share of the entropy -> `Explained`."""
+    """Find the k records of largest weight, and sum the shard's terms of the weights' entropy -> `Explained`."""
 
     question: ShardQuery
-    lse: Array  # (q,) log-normaliser over all shards
+    lse: Array  # (q,) log-normaliser over the records of all shards
     k: int
 
 
@@ -226,97 +226,97 @@ class LeftOut(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Description of a shard."""
+    """Number, version, schema and statistics of a shard."""
 
-    shard: int
-    shards: int
+    shard: int  # number of this shard
+    shards: int  # number of shards
     version: int
     schema: Schema
-    keyed: int  # records with a key
-    value_size: float  # root mean square of ‖v‖
+    keyed: int  # number of records with a key
+    value_size: float  # root mean square of ‖v‖ over the values v
     finder: str | None  # kind of the index; None: no index
     encoder: str | None  # name of the encoder of the keys
-    records: int
-    identity: str | None = None  # of the table's version; None: no table, the shard is a database of its own
-    left_out: tuple[LeftOut, ...] = ()  # rows of the table
+    records: int  # number of records
+    identity: str | None = None  # identity of the table's version; None: the shard is not a copy of a table
+    left_out: tuple[LeftOut, ...] = ()  # rows of the table that cannot be stored
 
 
 class Passed(NamedTuple):
-    """Output and log-normaliser of a shard, which merge with those of others."""
+    """Output and log-normaliser over the records of one shard; the caller merges the replies of all shards."""
 
     output: Array  # (q, v)
     lse: Array  # (q,)
-    taking_part: int  # number of records
+    taking_part: int  # number of records that match the filter
 
 
 class Drawn(NamedTuple):
-    """An estimate of a shard's output, and the parts of its error."""
+    """Estimate of the output over one shard's records, and sums from which the caller computes the error bar."""
 
-    estimate: tuple[Array, ...]  # fields of an ErrorEstimate
-    pooled: Array  # (q,) int64: number of pooled records
-    exactly: Array  # (q,) bool: all records were pooled, without error
-    taking_part: int  # number of records
+    estimate: tuple[Array, ...]  # fields of a `softdb.attend.error.ErrorEstimate`
+    pooled: Array  # (q,) int64: number of records that were pooled
+    exactly: Array  # (q,) bool: True if all records were pooled, so that there is no error
+    taking_part: int  # number of records that match the filter
 
 
 class Gradient(NamedTuple):
     """Gradients of the queries, and of the trained parameters summed over the queries."""
 
     queries: Array  # (q, d)
-    parameters: tuple[Array, ...]  # 1 / temperature, or the score's
+    parameters: tuple[Array, ...]  # gradients of 1 / temperature, or of the score's parameters
 
 
 class ShardHits(NamedTuple):
-    """Candidates, best first."""
+    """Hits of one shard for each query, best first."""
 
-    rows: Array  # (q, k) int64, -1 = none
-    scores: Array  # (q, k) by the metric, or by the score; -inf = none
-    ids: list[list[Id]]  # of each query's hits; row -1 has no entry
+    rows: Array  # (q, k) int64; -1: no hit
+    scores: Array  # (q, k); -inf: no hit
+    ids: list[list[Id]]  # for each query, the ids of its hits; none for row -1
     finder: str
-    certain: bool  # True if the candidates are exact
-    taking_part: int  # number of records
+    certain: bool  # True if the search was exact
+    taking_part: int  # number of records that match the filter
 
 
 class GatheredRows(NamedTuple):
-    """Columns of the requested rows, in their order; None for a column that was not requested."""
+    """Keys and values, in the order of the requested rows; None for a column that was not requested."""
 
     keys: Array | None  # (r, d)
     values: Array | None  # (r, v), or (r,) labels
 
 
 class Counted(NamedTuple):
-    """Exact counts."""
+    """Number of records that score at least `least`, for each query."""
 
     counts: Array  # (q,) int64
 
 
 class Explained(NamedTuple):
-    """Records of largest weight, and the shard's share of the entropy."""
+    """Records of largest weight, and the shard's terms of the entropy."""
 
     hits: ShardHits
     entropy: Array  # (q,) -Σ w log w over the shard's records
 
 
 class ClusterShard(Protocol):
-    """A shard: it answers messages about its records."""
+    """A shard, which replies to messages about its records."""
 
     def answer(self, ask: Message) -> Any:
-        """Return the reply to a message. Raises StaleRead at another version, and the errors of SoftDB's verbs."""
+        """Return the reply to a message. Raises StaleRead if the shard is at another version, and SoftDB's errors."""
 
 
 class ShardReplies(NamedTuple):
-    """Replies, and the shards that gave them."""
+    """Replies of several shards, and the shards that did not reply."""
 
-    replies: dict[int, Any]  # by shard; a merged reply by the first of its shards
-    missing: dict[int, str]  # shards that did not reply in time -> the reason
+    replies: dict[int, Any]  # shard -> reply; a merged reply is listed under the first of its shards
+    missing: dict[int, str]  # shard that did not reply in time -> the reason
     merged: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # first shard of a merged reply -> all its shards
 
     def of(self, shard: int) -> tuple[int, ...]:
-        """Return the shards whose replies are merged in the reply of `shard`."""
+        """Return the shards whose replies were merged into the reply that is listed under `shard`."""
         return self.merged.get(shard, (shard,))
 
 
 class Transport(Protocol):
-    """Carries a message to each of several shards at once."""
+    """Carries messages to several shards at once, and their replies back."""
 
     shards: int  # number of shards; they are numbered from 0
     collective: bool  # True: if one rank asks, every rank must ask
@@ -324,13 +324,13 @@ class Transport(Protocol):
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send each shard its message, and return the replies that arrive within `timeout` seconds.
 
-        Raises the error of softdb that a shard raised, if any. A shard that cannot be reached, or is too slow, is
+        If a shard raised an error of softdb, raises that error. A shard that cannot be reached, or is too slow, is
         listed in `missing`. Replies of shards on one host may be merged (`softdb.cluster.merge.together`). Raises
-        ShardUnavailable if no reply of any shard is usable, as when only some ranks make a collective call.
+        ShardUnavailable if no reply of any shard is usable, for example if only some ranks make a collective call.
         """
 
     def anyone(self, more: bool) -> bool:
-        """Return True if any rank passes more=True; without ranks, return `more`."""
+        """Return True if any rank passes more=True. A transport without ranks returns `more`."""
 
     def close(self) -> None:
-        """Release the shards; shards that other callers use keep running."""
+        """End the connection to the shards. Shards that other callers use keep running."""

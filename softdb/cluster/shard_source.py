@@ -1,4 +1,4 @@
-"""The shards of a cluster as the source of a request: its filter, the missing shards, and states with gradients."""
+"""`QueriedShards`: base of a source whose records are on shards; it asks the shards and notes missing ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A = TypeVar("A", bound="QueriedShards")
 
 
 class QueriedShards(Source):
-    """The shards, and the filter that selects the records that take part."""
+    """Source of the records on all shards that match a filter."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
         self.caller, self.where = caller, where
@@ -30,19 +30,19 @@ class QueriedShards(Source):
 
     @property
     def live(self) -> Live:
-        """Raise BadInput: the caller has no mask of records."""
+        """Raise BadInput, because this process holds no record."""
         raise self._elsewhere()
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """Raise BadInput: records stay on their shards."""
+        """Raise BadInput, because this process holds no record."""
         raise self._elsewhere()
 
     @staticmethod
     def _elsewhere() -> BadInput:
-        return BadInput("this needs every record in one place, but they lie on the shards of a cluster; ask a database")
+        return BadInput("this needs every record in one place, but they are on a cluster's shards; use one database")
 
     def positions(self, rows: Positions) -> Positions:
-        """Return the rows, which serve as positions."""
+        """Return `rows` unchanged: a cluster uses row numbers as positions."""
         return rows
 
     @property
@@ -52,17 +52,17 @@ class QueriedShards(Source):
 
     @property
     def width(self) -> int:
-        """Width v of the values."""
+        """Width v of a pooled answer."""
         return self.schema.pooled_dim
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes; None if values are no labels."""
+        """Number of classes; None if the values are not labels."""
         return self.schema.num_classes
 
     @property
     def count(self) -> int:
-        """Number of records that take part; asks the shards if no reply has given it yet."""
+        """Number of records that match the filter. Asks the shards if no earlier reply has said it."""
         if self._count is None:
             no_queries = np.zeros((0, self.schema.dim), np.float32)
             question = ShardQuery(no_queries, self.schema.metric, where=self.where)
@@ -71,34 +71,34 @@ class QueriedShards(Source):
         return self._count
 
     def took_part(self, count: int) -> None:
-        """Store the number of records that take part, if it is not known yet."""
+        """Cache the number of records that match the filter, unless it is known already."""
         self._count = count if self._count is None else self._count
 
     def whole(self: A) -> A:
-        """Refuse partial answers from now on, and return this source: a loss needs all shards."""
+        """Refuse partial answers from now on, because a loss needs all shards; return this source."""
         if self.caller.partial:
             self.caller = self.caller.complete()
         return self
 
     def ask(self, make: Callable[[int, int], Message], which: Iterable[int] | None = None) -> ShardReplies:
-        """Ask the shards by `Caller.ask`, and add the missing ones to `missing`."""
+        """Ask the shards through `Caller.ask`, and add shards that do not reply to `missing`."""
         answers = self.caller.ask(make, which)
         self.missing = tuple(sorted({*self.missing, *answers.missing}))
         return answers
 
     def posed(self, request: Request) -> Posed:
-        """Return a request in the form for shards."""
+        """Convert a request to a query for shards, with this source's filter."""
         return posed(request, self.schema.metric, self.schema.dim, self.where)
 
     @staticmethod
     def wants_gradient(question: Posed) -> bool:
-        """Return True if the queries or the parameters of a question want gradients."""
+        """Return True if the queries or the parameters of a question need gradients."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (question.queries, *question.parameters))
 
     def states(
         self, question: Posed, states: State, asks: Any, places: Any, used: Any, owners: Sequence[tuple[int, ...]]
     ) -> State:
-        """Return states of shards with gradients to the question's queries and parameters; arguments as in `Parts`."""
+        """Connect the shards' outputs and lses to autograd if gradients are needed. Arguments as in `Parts.forward`."""
         if not self.wants_gradient(question):
             return states
         answered = Parts.apply(  # type: ignore[no-untyped-call]

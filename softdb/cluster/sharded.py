@@ -1,4 +1,4 @@
-"""The records of a cluster as a source: each kind of answer asks every shard and merges the replies."""
+"""`Sharded`: the source of a cluster's records. Each kind of answer asks every shard and merges the replies."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Rows = NDArray[np.int64]
 
 
 class Sharded(QueriedShards):
-    """The records of all shards that take part in one request."""
+    """Source of the records on all shards that match the filter of one request."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
         super().__init__(caller, where)
-        self._descriptions = caller.known  # of the shards, when the request was made
-        self.known: dict[int, RecordEntry] = {}  # by row: ids, and in a collective call all else, of the hits
+        self._descriptions = caller.known  # descriptions of the shards when the request was made
+        self.known: dict[int, RecordEntry] = {}  # row -> id of a hit; in a collective call also payload and text
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def stream(self, request: Request) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-        """Return output and log-normaliser over all records.
+        """Pool all records: return the output (q, v) and the log-normaliser (q,).
 
-        Each shard is sent q d numbers and returns q (v + 1). Raises BadInput for weightings that shards cannot merge.
+        Sends q d numbers to each shard, which returns q (v + 1). Raises BadInput unless weights are softmax or uniform.
         """
         if not isinstance(request.weighting, Softmax | Uniform):
             raise BadInput(
@@ -66,7 +66,7 @@ class Sharded(QueriedShards):
         return state.output, state.lse + posed.shift
 
     def _states(self, request: Request, posed: Posed, apart: bool = False) -> State:  # (p, q, v), (p, q)
-        """Return the shards' states with gradients, without the shift; with apart=False merged on each host."""
+        """Return each shard's output and lse with gradients, before the shift; apart=False merges those of a host."""
         asks = dict[int, messages.PassOver]()
 
         def message(shard: int, version: int) -> messages.PassOver:
@@ -85,7 +85,7 @@ class Sharded(QueriedShards):
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Candidates:
-        """Return the k nearest records of all shards by the score."""
+        """Return, for each query, the k records of all shards that score highest."""
         detached = request.detached
         folded = None if isinstance(request.weighting, Argmax) and plateaus(request.score) else detached.folded
         if folded is None:
@@ -99,7 +99,7 @@ class Sharded(QueriedShards):
         return Candidates(hits.rows, hits.finder)
 
     def hits(self, query: Query, excluded: list[list[Id]] | None = None) -> Hits:
-        """Return the hits of all shards, best first, equal scores by id."""
+        """Search all shards; return the best hits, with equal scores sorted by id."""
         queries, offset = query.queries, query.offset
         question = messages.ShardQuery(array(queries), query.metric, where=self.where)
         k = None if query.least is not None else min(offset + query.k, self.caller.count)
@@ -112,29 +112,29 @@ class Sharded(QueriedShards):
         return Hits(torch.from_numpy(rows).to(queries.device), scores, self.resolve, self.missing)
 
     def ranked(self, message: messages.Nearest) -> messages.ShardHits:
-        """Return the best hits of all shards, each asked at its version."""
+        """Send `message` to every shard, for the shard's version; return the best hits of all shards."""
         answers = self.ask(lambda _, version: replace(message, version=version))
         return self.known_ids(ranked(_in_order(answers), message.k))
 
     def known_ids(self, hits: messages.ShardHits) -> messages.ShardHits:
-        """Cache the ids of hits, and return the hits."""
+        """Store the ids of hits in `known`, and return the hits unchanged."""
         for rows, names in zip(hits.rows.tolist(), hits.ids, strict=True):
             self.known.update((row, RecordEntry(row, name)) for row, name in zip(rows, names, strict=False))
         self._fetched(hits.rows)
         return hits
 
     def scored(self, request: Request, positions: Positions) -> Scored:
-        """Score candidates on copies of their keys: the shards return q k d numbers."""
+        """Fetch the candidates' keys (q k d numbers) from the shards, and score the keys here, with gradients."""
         keys = self.gathered(positions, values=False)[0]
         scores = scores_of(request.score, request.queries, keys.to(request.queries))
         return Scored(positions, scores.masked_fill(torch.from_numpy(positions < 0).to(scores.device), -torch.inf))
 
     def pooled(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Pool copies of the candidates' values."""
+        """Fetch the candidates' values from the shards, and pool the values here."""
         return pool(weights, self.gathered(scored.positions, keys=False)[1].to(weights.device), self.num_classes)
 
     def gathered(self, positions: Positions, keys: bool = True, values: bool = True) -> tuple[Tensor, Tensor]:
-        """Return keys (…, d) and values (…, v), or labels (…), of rows (…); zeros for row -1 and unwanted columns."""
+        """Fetch keys (…, d) and values (…, v), or labels (…), of rows (…). Zeros for row -1 and unwanted columns."""
         rows, back = np.unique(positions, return_inverse=True)
         shard_of = np.where(rows < 0, -1, rows % self.caller.shards)
 
@@ -155,7 +155,7 @@ class Sharded(QueriedShards):
 
     @property
     def resolve(self) -> Any:
-        """Function that reads ids, payloads and texts of rows at the version of the answer."""
+        """Function (rows, payloads, texts) -> {row: RecordEntry}, which reads the version that the answer saw."""
         return self._resolved
 
     def _resolved(self, rows: Rows, payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
@@ -177,7 +177,7 @@ class Sharded(QueriedShards):
         return {entry.row: entry for entries in answers.replies.values() for entry in entries}
 
     def _names(self, shard: int, version: int, rows: Rows) -> list[Id] | None:
-        """Return the cached ids of rows; None if one is missing, or the records are at another version by now."""
+        """Return the ids of rows from `known`; None if an id is missing, or the shard is at another version now."""
         description = self._descriptions.get(shard)
         known = [self.known.get(row) for row in rows.tolist()]
         if description is None or messages.of_records(description.version) != messages.of_records(version):
@@ -185,25 +185,25 @@ class Sharded(QueriedShards):
         return None if None in known else [entry.id for entry in known if entry is not None]
 
     def _fetched(self, rows: Positions) -> None:
-        """Resolve all hits now if ranks ask together: no rank can ask alone later."""
+        """In a collective transport, read all hits' ids, payloads and texts now: no rank can ask alone later."""
         if self.caller.transport.collective:
             self.known |= self._looked_up(np.unique(rows[rows >= 0]), payloads=True, texts=True)
 
     # -- other answers ---------------------------------------------------------------------------------------------
 
     def estimate(self, request: Request) -> Pooled:
-        """Estimate by rounds of draws in every shard, until the merged error bar meets the tolerance."""
+        """Estimate a soft query by draws in every shard, until the merged error bar is within the tolerance."""
         if request.pools:
             require_estimator(request)
         try:
             return estimated(self, request)
-        except StaleRead:  # the directory that the records were drawn from is gone
+        except StaleRead:  # a directory was rebuilt, so that its draws cannot be repeated
             if not self.caller.taken_over():
                 raise
             return estimated(self, request)
 
     def count_within(self, request: Request, least: float) -> Estimate:
-        """Sum the exact counts of the shards. Cost of a pass in every shard."""
+        """Sum the shards' exact counts of records that score at least `least`. Cost: one pass in every shard."""
         question = messages.ShardQuery(array(request.queries), self.schema.metric, where=self.where)
         answers = self.ask(lambda shard, version: messages.CountWithin(version, question, least))
         value = torch.from_numpy(np.sum([reply.counts for reply in answers.replies.values()], axis=0)).double()
@@ -212,7 +212,7 @@ class Sharded(QueriedShards):
         return Estimate(value, bar, complete, complete, self.missing)
 
     def sample(self, request: Request, count: int, generator: torch.Generator) -> Samples:
-        """Draw a shard by the sum of its weights, then a record of that shard by its weight. Two passes."""
+        """Draw `count` records a query: first a shard by its sum of weights, then a record in it. Cost: two passes."""
         require_softmax(request)
         posed = self.posed(request)
         lses = self._states(replace(request, pools=False), posed, apart=True).lse.mT  # (q, p)
@@ -237,8 +237,8 @@ class Sharded(QueriedShards):
         log_prob = (scored.scores / request.temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
         return Samples(hits, torch.ones(len(rows), dtype=torch.bool, device=lse.device), lambda: log_prob)
 
-    def heaviest(self, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # and (q,)
-        """Return the records of largest weight, and the entropy of all weights. Costs a search and a pass a shard."""
+    def heaviest(self, request: Request, lse: Tensor, count: int) -> tuple[Scored, Tensor]:  # …, (q,)
+        """Return the records of largest weight, and the weights' entropy (q,). Costs a search and a pass a shard."""
         posed = self.posed(request)
         lse_of_shards = array(lse - posed.shift)
         answers = self.ask(lambda shard, version: messages.Explain(version, posed.question, lse_of_shards, count))
@@ -248,5 +248,5 @@ class Sharded(QueriedShards):
 
 
 def _in_order(answers: messages.ShardReplies) -> list[Any]:
-    """Return the replies in the order of their shards."""
+    """Return the replies, sorted by shard."""
     return [reply for _, reply in sorted(answers.replies.items())]

@@ -1,4 +1,4 @@
-"""Opening tables with Lance, errors of Lance as errors of softdb, and syncing local tables to disk."""
+"""Open tables with Lance, convert Lance's errors to softdb's, and sync local tables to disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from softdb.formats.rows import Fields
 from softdb.formats.tables import needed
 from softdb.store import files
 
-LANCE = (OSError, ValueError, RuntimeError)  # types of Lance's errors
+LANCE = (OSError, ValueError, RuntimeError)  # types of exceptions that Lance raises
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "
 _UNREACHABLE = r"Error performing|error sending request|Failed to resolve|[Tt]imed out|Permission denied|os error 5\)"
 
 
 def dataset_at(url: str, options: dict[str, str] | None) -> Any:
-    """Open the newest version of the table at an address. Raises the errors of `failure`."""
+    """Open the newest version of the table at `url`. Raises the errors that `failure` returns."""
     lance = needed("lance", "cluster", "a cluster")
     with lance_errors(url):
         return lance.dataset(url, storage_options=options)
@@ -31,7 +31,7 @@ def dataset_at(url: str, options: dict[str, str] | None) -> Any:
 
 @contextlib.contextmanager
 def lance_errors(url: str) -> Iterator[None]:
-    """Turn errors of Lance into errors of softdb: see `failure`."""
+    """Convert errors of Lance in a `with` block to errors of softdb, by `failure`."""
     try:
         yield
     except SoftDBError:
@@ -41,7 +41,7 @@ def lance_errors(url: str) -> Iterator[None]:
 
 
 def failure(url: str, error: Exception) -> SoftDBError:
-    """Return the error of softdb for an error of Lance while reading a table."""
+    """Convert an error that Lance raised while reading a table to an error of softdb."""
     text, missing = cause(error), missing_file(error)
     if "No object store provider" in text:
         return BadInput(f"url {url!r} cannot be opened by Lance ({text}); give a folder, or s3://, gs:// or az://")
@@ -54,38 +54,38 @@ def failure(url: str, error: Exception) -> SoftDBError:
         return NotADatabase(f"{url} holds no table that can be read ({text}); create() makes a table")
     damage = f"cannot be read ({text})" if missing is None else f"lacks its file {missing}"
     return CorruptionError(
-        f"{url} {damage}; bring the file back, or go back to a version without it: "
+        f"{url} {damage}; bring the file back, or return to a version without it by "
         "lance.dataset(url, version=…).restore()"
     )
 
 
 def require_storage(url: str, error: Exception) -> None:
-    """Raise the error of softdb if Lance could not reach the storage, or did not find a file of a version."""
+    """Raise an error of softdb if Lance could not reach the storage or a file is missing; else do nothing."""
     problem = failure(url, error)
     if isinstance(problem, StorageUnavailable) or missing_file(error):
         raise problem from error
 
 
 def missing_file(error: Exception) -> str | None:
-    """Return the file of a version that Lance did not find; None for other errors, such as a missing version."""
+    """Return the name of the file that Lance did not find; None for other errors, such as a missing version."""
     missing = re.search(r"(?:Not found: |Object at location )([^\s,]+)", str(error))
     return None if missing is None or "Dataset at path" in str(error) else missing[1]
 
 
 def cause(error: Exception) -> str:
-    """Return the first line of Lance's error without its source locations, and the object store's error code."""
+    """Return the first line of Lance's message without source locations, and the object store's error code if any."""
     text = re.sub(_NOISE, "", str(error).split("\n")[0])[:400]
     code = re.search(r"<Code>(\w+)</Code>", str(error))
     return text if code is None else f"{text} {code[1]}"
 
 
 class Synced:
-    """Syncs the files of a local table, since Lance itself syncs nothing.
+    """Syncs the files of a local table to disk, since Lance itself syncs nothing.
 
-    A commit of Lance writes data and deletions, then a manifest, whose creation is the commit. Before a verb returns,
-    every file that this handle has not synced yet is synced, whoever wrote it, since a version contains all earlier
-    writes. After a power failure before the sync, the newest version, which no verb has returned, may be damaged. The
-    version before is intact: `lance.dataset(url, version=…).restore()` goes back to it.
+    A commit of Lance writes files of data and deletions, then a manifest; creating the manifest commits. Before a verb
+    returns, `sync` syncs every file that this handle has not synced yet, including files of other writers, because a
+    version needs all earlier files. A power failure before the sync may damage the newest version, which no verb has
+    returned. The version before is intact: `lance.dataset(url, version=…).restore()` goes back to that version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,12 +93,12 @@ class Synced:
         self._known: set[str] = set()
 
     def sync(self) -> None:
-        """Sync new files. Raises WriteFailed. Cost: a listing of all files, and a sync for each new file."""
+        """Sync files that are not synced yet. Raises WriteFailed. Cost: lists all files, and syncs each new file."""
         try:
             self._sync(self.path)
         except OSError as error:
             raise WriteFailed(
-                f"{self.path} could not be synced ({error}); what was written may not outlive a crash of the machine"
+                f"{self.path} could not be synced ({error}); a crash of the machine may lose the last write"
             ) from error
 
     def _sync(self, folder: Path) -> None:
@@ -107,7 +107,7 @@ class Synced:
             unknown = entry.path not in self._known
             if entry.is_dir(follow_symlinks=False):
                 self._sync(Path(entry.path))
-            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # others are temporary names
+            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # else a temporary file
                 files.sync(Path(entry.path))
             else:
                 continue
@@ -118,7 +118,7 @@ class Synced:
 
 
 def column(values: Any, kind: Any, present: Any = None) -> Any:
-    """Return numbers (n, …) as an Arrow column, null where `present` is False."""
+    """Convert numbers (n, …) to an Arrow column of type `kind`, with nulls where `present` (n,) is False."""
     pa, array = needed("pyarrow", "cluster", "a cluster"), np.ascontiguousarray(values)
     mask = None if present is None or present.all() else ~present
     if not pa.types.is_fixed_size_list(kind):
@@ -128,33 +128,33 @@ def column(values: Any, kind: Any, present: Any = None) -> Any:
 
 
 def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
-    """Raise BadInput naming the first required column that is missing or has another width than the records."""
+    """Raise BadInput if a column in `fields` or `others` is missing, or has another width than the schema says."""
     widths = {fields.key: schema.dim, fields.value: schema.value_dim}
     for name in filter(None, (fields.id, fields.key, fields.value, *others)):
         if name not in dataset.schema.names:
-            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version that has it")
+            raise BadInput(f"{dataset.uri} has no column {name!r} any more; add it, or restore() a version with it")
         width, size = widths.get(name), getattr(dataset.schema.field(name).type, "list_size", None)
         if width is not None and size not in (None, width):
             problem = f"column {name!r} is {size} wide; expected {width}"
-            raise BadInput(f"{dataset.uri}: {problem}; mend it, or restore() a version before")
+            raise BadInput(f"{dataset.uri}: {problem}; correct the column, or restore() an earlier version")
 
 
 def literal(id: Id) -> str:
-    """Return an id as a literal of Lance's filter language."""
+    """Write an id as a literal for a filter expression of Lance."""
     return str(id) if type(id) is int else "'" + str(id).replace("'", "''") + "'"
 
 
 class Occupied(NamedTuple):
-    """Files and rows of a version of a table."""
+    """Numbers of records, dead rows, files and bytes in one version of a table."""
 
     records: int
-    dead: int  # rows of deleted and replaced records
+    dead: int  # number of rows whose records were deleted or replaced
     files: int
     bytes: int
 
 
 def occupied(dataset: Any) -> Occupied:
-    """Count the files, bytes and rows of a version."""
+    """Count the records, dead rows, files and bytes of one version of a table."""
     parts = dataset.get_fragments()
     sizes = [file.file_size_bytes or 0 for fragment in parts for file in fragment.data_files()]
     dead = sum(fragment.num_deletions for fragment in parts)

@@ -1,4 +1,4 @@
-"""`TableCluster`: a cluster over a Lance table, which writes, follows other writers, and grows."""
+"""`TableCluster`: a cluster whose records are in a Lance table. It reads and writes, and can double its shards."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TableCluster(Cluster):
 
     Each write is one commit of the table for all shards. When the verb returns, the records are on disk and in this
     handle's answers; another handle sees them after `refresh()`. Concurrent writes both succeed, one after the other.
-    If two handles insert the same id at once, exactly one of them gets DuplicateId. A write costs a commit of the table
-    (some ms in a folder, some requests to an object store) and a refresh. `delete` by a filter deletes the records that
-    match at the version that this handle sees.
+    If two handles insert the same id at once, one succeeds and the other gets DuplicateId. A write costs a commit of
+    the table (some ms in a folder, some requests to an object store) and a refresh. `delete` by a filter deletes the
+    records that match at the version that this handle sees.
     """
 
     core: TableCore
@@ -54,7 +54,7 @@ class TableCluster(Cluster):
 
     @property
     def table(self) -> Truth:
-        """Table of the records."""
+        """The Lance table that stores the records."""
         return self.core.table
 
     @property
@@ -64,7 +64,7 @@ class TableCluster(Cluster):
 
     @verb
     def refresh(self) -> int:
-        """Move to the table's newest version, and return it. Cost: the changes since are read once.
+        """Move to the table's newest version, and return that version. Cost: the new changes are read once.
 
         Raises ShardUnavailable if a shard exceeds the timeout; a shard that is being built continues meanwhile.
         """
@@ -75,18 +75,18 @@ class TableCluster(Cluster):
     def left_out(self) -> tuple[messages.LeftOut, ...]:
         """Rows of other programs that cannot be stored as records, each with its id and the reason.
 
-        They take part in no answer. Mend them by `upsert` or `delete`; if an id comes twice, delete one of its rows.
+        These rows take part in no answer. Correct or remove rows with `upsert` or `delete`; keep one row for each id.
         """
         return tuple(row for _, shard in sorted(self.caller.known.items()) for row in shard.left_out)
 
     @verb
     def verify(self) -> int:
-        """Compare the records of all shards with the table at this handle's version; return their number.
+        """Compare the records of all shards with the table at this handle's version; return the number of records.
 
-        Cost: one pass over the table, and over the records.
+        Cost: one pass over the table, and one over the records.
 
-        Raises CorruptionError with shard and id of records that differ, are missing or are left out. Shards that differ
-        are rebuilt from the table.
+        Raises CorruptionError with shard and id of records that differ, are missing or are left out. Rebuilds shards
+        that differ from the table.
         """
         with self.core.moving:
             return verified(self, self.table, self.version, self.left_out)
@@ -110,9 +110,9 @@ class TableCluster(Cluster):
         `build_index()` on the copy.
 
         Args:
-            path: a directory that does not exist or is empty. A failed copy leaves it so.
+            path: a directory that does not exist or is empty. A failed copy leaves no files in it.
 
-        Raises BadInput for another path, StaleRead if the version was cleaned up, and WriteFailed if the disk refuses.
+        Raises BadInput for any other path, StaleRead if the version was cleaned up, and WriteFailed if writing fails.
         """
         target, version = check.folder(path, "path", "the path of a new directory"), self.version
         return copied(target, lambda folder: of_table(self.table, version, folder))
@@ -121,7 +121,7 @@ class TableCluster(Cluster):
     def compact(self) -> CompactReport:
         """Merge the table's small files into few large ones, and index its ids. Answers do not change.
 
-        Worth it after some hundred writes: each adds a file, which a rebuilt shard reads. The report counts the files
+        Useful after some hundred writes: each write adds a file that a rebuilt shard reads. The report counts the files
         of the newest version, and the rows of deleted and replaced records in them. Older versions keep their files.
         """
         self.core.require_writable()

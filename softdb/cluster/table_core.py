@@ -1,4 +1,4 @@
-"""`TableCore`: shards that follow a Lance table, and writes to the table."""
+"""`TableCore`: implements `Core` for a cluster whose records are in a Lance table, with writes and growth."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, S
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 
-PATIENCE = 3600.0  # least timeout of building new shards, in seconds
-_TRIES = 20  # attempts of a refresh while other handles refresh, too
+PATIENCE = 3600.0  # least timeout for building new shards, in seconds
+_TRIES = 20  # number of attempts to refresh while other handles refresh, too
 
 
 class TableCore(ClusterCore):
-    """Shards of a Lance table; `table` has the number of shards that this handle asks."""
+    """Core of a cluster over a Lance table, which `table` describes."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TableCore(ClusterCore):
     ) -> None:
         self.table, self.mode = truth, mode
         self._connect, self._encoder = connect, encoder
-        self._before = weakref.WeakSet[messages.Transport]()  # to fewer shards, which older answers still refer to
+        self._before = weakref.WeakSet[messages.Transport]()  # transports from before `grow`, which older answers use
         self.moving = threading.RLock()
         super().__init__(Caller(connect(truth), timeout, partial, functools.partial(is_kept, truth)))
 
@@ -59,19 +59,19 @@ class TableCore(ClusterCore):
         return super().encoder() if self._encoder is None else self._encoder
 
     def close(self) -> None:
-        """Close all transports; safe to call twice."""
+        """Close all transports. Calling `close` twice is allowed."""
         for transport in list(self._before):
             transport.close()
         super().close()
 
     def stats(self) -> Stats:
-        """Return sums over all shards; the path is the table's address."""
+        """Return statistics summed over all shards; `path` is the table's address."""
         return dataclasses.replace(super().stats(), path=self.table.url, durability="full")
 
     # -- following the table ---------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the shards to the newest version."""
+        """Bring the shards to the table's newest version; switch to more shards if another handle has added some."""
         with self.moving:
             shards = self.table.stored_shards()
             caller = self.caller if shards == self.table.shards else self._joined(shards, self.caller.timeout)
@@ -79,12 +79,12 @@ class TableCore(ClusterCore):
             self._take(caller)
 
     def _go_on(self, caller: Caller) -> None:
-        """Bring shards to the newest version, and rebuild them if they break `softdb.cluster.invariant`."""
+        """Bring shards to the newest version; rebuild them if their records differ in number from the table's."""
         table, rebuild = self.table.with_shards(caller.shards), False
         for _ in range(_TRIES):
             newest = table.newest()
             if newest < self.version:
-                raise StaleRead(f"another table has taken the place of {self.table.url}; open the new table")
+                raise StaleRead(f"another table has replaced {self.table.url}; open the new table")
             caller.look(lambda _: messages.Refresh(newest, rebuild))  # noqa: B023
             if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
                 continue
@@ -92,10 +92,10 @@ class TableCore(ClusterCore):
                 return
             if rebuild:
                 raise CorruptionError(
-                    f"the shards hold other records than {self.table.url}, even rebuilt; verify() names the records"
+                    f"the rebuilt shards still differ from {self.table.url}; verify() names the records that differ"
                 )
             rebuild = True
-        raise StaleRead(f"the shards went on {_TRIES} times while they were compared with the table; refresh() again")
+        raise StaleRead(f"the shards changed {_TRIES} times while they were compared with the table; refresh() again")
 
     def grow(self) -> int:
         """Double the number of shards, and return the new number."""
@@ -113,7 +113,7 @@ class TableCore(ClusterCore):
         return shards
 
     def _joined(self, shards: int, timeout: float) -> Caller:
-        """Return a caller of the table's records in `shards` shards, which are built first."""
+        """Build the table's records in `shards` shards, and return a caller for them."""
         table = self.table.with_shards(shards)
         transport = self._connect(table)
         try:
@@ -125,7 +125,7 @@ class TableCore(ClusterCore):
         return caller
 
     def _take(self, caller: Caller) -> None:
-        """Switch to another caller. The old one stays open for running questions, and for older hits and gradients."""
+        """Switch to `caller`. The old caller stays open for running questions, and for older hits and gradients."""
         if caller is self.caller:
             return
         self._before.add(self.caller.transport)
@@ -135,7 +135,7 @@ class TableCore(ClusterCore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records, write them in one commit of the table, and refresh the shards."""
+        """Check records, write them to the table in one commit, and refresh the shards."""
         self.require_writable()
         checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
         with telling(progress) as tell:
@@ -149,7 +149,7 @@ class TableCore(ClusterCore):
         self.seen()
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
-        """Delete records by id, or the records that match a filter at the version that this handle sees."""
+        """Delete records by id, or those that match a filter at this handle's version; return the number deleted."""
         self.require_writable()
         if ids is None:
             ids = [id for records in self.scan(10_000, where) for id in records.ids]
@@ -160,19 +160,19 @@ class TableCore(ClusterCore):
     def require_writable(self) -> None:
         """Raise ReadOnly if this handle or this table is read-only."""
         if self.mode != "rw" or not self.table.own:
-            way = "open it with mode='rw'" if self.table.own else "write to it with what made it, then refresh()"
+            way = "open it with mode='rw'" if self.table.own else "write with the program that made it, then refresh()"
             raise ReadOnly(f"this handle of {self.table.url} only reads; {way}")
 
     def seen(self) -> None:
-        """Refresh the shards after a commit. An error says that the records are written all the same."""
+        """Refresh the shards after a commit. If that fails, the error says that the write itself succeeded."""
         try:
             self.refresh()
         except SoftDBError as error:
-            message = f"it is written and safe, but not yet seen here: {error.args[0]}"
+            message = f"the write is committed, but this handle does not see it yet: {error.args[0]}"
             if isinstance(error, Closed | ShardUnavailable | StaleRead):
                 error.args = (message, *error.args[1:])
                 raise
-            raise StaleRead(message) from error  # other types would mean that the write failed
+            raise StaleRead(message) from error  # other types of error would mean that the write failed
 
 
 def _version(description: messages.Description) -> int:

@@ -1,4 +1,4 @@
-"""`softdb.cluster.create`, `open` and `serve`: open a table by its address as one database."""
+"""`softdb.cluster.create`, `open` and `serve`: open the Lance table at an address as one database."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from softdb.index.choose import Progress
 
 Place = Literal["here", "ray"]
 
-_HANDLES = 64  # most handles of a table on one machine, each with its own directories
+_HANDLES = 64  # largest number of handles of a table on one machine; each has its own directories
 
 
 @named
@@ -46,7 +46,7 @@ def create(
     storage_options: dict[str, str] | None = None,
     **opened: Any,
 ) -> TableCluster:
-    """Make a table and open it.
+    """Create an empty table, and open it.
 
         db = softdb.cluster.create("s3://bucket/records.lance", shards=4, dim=128)
 
@@ -138,19 +138,19 @@ def serve(
     storage_options: dict[str, str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TableCluster:
-    """Open a Lance table that another program has made, to read it.
+    """Open a Lance table that another program has made, for reading only.
 
         db = softdb.cluster.serve("recipes.lance", keys="vector")    # a table of LanceDB
 
     Args:
         url: the table's folder; LanceDB's table `t` is `t.lance` in the database's folder.
         keys: name of the column of keys: lists of floats of one length.
-        values: name of the column of values: such lists, or integers below `num_classes`; None: the keys serve.
+        values: name of the column of values: lists of floats, or integers below `num_classes`; None: use the keys.
         ids: name of the column of ids: unique texts or integers.
         payload: names of the columns that form the payload; None: all others. Other columns are never read.
         num_classes: number of classes; None: the largest label + 1.
 
-    Other arguments are those of `open` and `create`. `refresh()` reads the changes since if the table has stable row
+    Other arguments are those of `open` and `create`. `refresh()` reads only the new changes if the table has stable row
     ids, else all rows.
 
     Raises BadInput, before any shard is built, if a column is missing, holds null, or holds vectors of several lengths.
@@ -192,7 +192,7 @@ def _opened(
 
 
 def _here(truth: Truth, folder: Path, report: Progress | None) -> LocalTable:
-    """Return a transport to all shards in this process, in the first folder that no other handle has open."""
+    """Return a transport to all shards in this process; their directories are in a folder that no other handle uses."""
     version = truth.newest()
     for number in range(_HANDLES):
         try:
@@ -201,5 +201,5 @@ def _here(truth: Truth, folder: Path, report: Progress | None) -> LocalTable:
             continue
         return LocalTable(hydrated)
     raise DatabaseLocked(
-        f"{_HANDLES} handles on this machine have {truth.url} open; close some, or give another folder, cache="
+        f"{_HANDLES} handles on this machine have {truth.url} open; close some handles, or give another folder, cache="
     )

@@ -1,11 +1,11 @@
-"""The truth of a cluster: a Lance table. Each commit is a version of the table, from which shards are built.
+"""`Truth`: the Lance table that stores a cluster's records. Each commit makes a version; shards are built from one.
 
 A table that softdb makes has the columns of softdb's exports: `id`, the primary key, `key`, `value`, `text` and
-`payload` (JSON). The table's metadata hold the database's header, its configuration the number of shards. Spark, Ray
-Data, DuckDB and LanceDB can read and write it. Tables of other programs are only read.
+`payload` (JSON). The table's metadata hold the database's header; the table's configuration holds the number of
+shards. Spark, Ray Data, DuckDB and LanceDB can read and write such a table. Other programs' tables are only read.
 
 Durability: an object store keeps every acknowledged write. Lance does not sync files, so in a local folder softdb syncs
-them before a verb returns (`softdb.cluster.storage`).
+the files before a verb returns (`softdb.cluster.storage`).
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ from softdb.formats.rows import Fields, Header, Rows
 from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
 
-KEY = {b"lance-schema:unenforced-primary-key": b"true"}
+KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
-_TRIES = 20  # attempts of an update while others write, too
+_TRIES = 20  # number of attempts to update while other handles write, too
 
 
 @dataclass
 class Truth:
-    """A Lance table and the meaning of its columns. Pickles without the open table."""
+    """A Lance table, its columns and its schema. Can be pickled; the copy opens the table again."""
 
     url: str
-    options: dict[str, str] | None  # of the object store
+    options: dict[str, str] | None  # Lance's options for the object store
     fields: Fields  # names of the columns of id, key and value
     own: bool  # True: softdb made the table; False: another program did, and the table is only read
     schema: Schema
-    shards: int
-    replicas: int
+    shards: int  # number of shards
+    replicas: int  # number of actors for each shard
     encoder: str | None = None  # name of the encoder of the keys
     _opened: Any = field(default=None, repr=False, compare=False)
     _synced: Synced | None = field(default=None, repr=False, compare=False)
@@ -94,12 +94,12 @@ class Truth:
 
     @property
     def digest(self) -> str:
-        """Digest of the arguments by which another program's table is read; empty for softdb's own tables."""
+        """Hash of the columns and schema with which a foreign table is read; "" for a table that softdb made."""
         arguments = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
         return "" if self.own else blake2b(arguments, digest_size=8).hexdigest()
 
     def columns(self, dataset: Any) -> list[str] | None:
-        """Return the columns to read; None: all."""
+        """Return the names of the columns to read; None: all columns."""
         if self.payload is None:
             return None
         needed_names = {self.fields.id, self.fields.key, self.fields.value, *self.payload}
@@ -108,7 +108,7 @@ class Truth:
     # -- versions --------------------------------------------------------------------------------------------------
 
     def now(self) -> Any:
-        """Open the newest version. Raises NotADatabase, StorageUnavailable, and BadInput naming a missing column."""
+        """Open the newest version. Raises NotADatabase, StorageUnavailable, and BadInput if a column is missing."""
         if self._opened is None:
             self._opened = dataset_at(self.url, self.options)
         with lance_errors(self.url):
@@ -124,8 +124,8 @@ class Truth:
         except LANCE as error:
             require_storage(self.url, error)
             raise StaleRead(
-                f"version {version} of {self.url} is not there ({cause(error)}): it was cleaned up, or does not exist "
-                f"yet; refresh() shows version {newest.version}"
+                f"version {version} of {self.url} cannot be opened ({cause(error)}): it was cleaned up, or does not "
+                f"exist yet; refresh() shows version {newest.version}"
             ) from None
 
     def newest(self) -> int:
@@ -133,7 +133,7 @@ class Truth:
         return int(self.now().version)
 
     def identity(self, dataset: Any) -> str:
-        """Return the identity of a version, which differs between tables at the same address."""
+        """Return a string that identifies a version of this table, even if another table replaces this one later."""
         with lance_errors(self.url):
             known = getattr(transaction(dataset, dataset.version), "uuid", None)
             return str(known or next(v["timestamp"] for v in dataset.versions() if v["version"] == dataset.version))
@@ -141,9 +141,9 @@ class Truth:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def rows(self, batch: Any, left_out: list[LeftOut] | None = None) -> Rows | None:
-        """Convert a record batch or table to records; None for no rows.
+        """Convert an Arrow batch or table to records; return None if it has no rows.
 
-        Rows that cannot be records are added to `left_out`; without it, the first raises BadInput.
+        Adds rows that cannot be records to `left_out`. If `left_out` is None, such a row raises BadInput.
         """
         pa = _arrow()
         table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
@@ -158,7 +158,7 @@ class Truth:
         return rows
 
     def batch(self, records: Rows) -> Batch:
-        """Check records and return them as a database stores them. Raises BadInput, DuplicateId."""
+        """Check records, and convert them to a batch that a database stores. Raises BadInput, DuplicateId."""
         checker = RecordChecker(self.schema, lambda: None)
         parts = records.ids, records.keys, records.values, records.payloads, records.texts
         return checker.batch(*parts, lambda *_: None)
@@ -169,29 +169,29 @@ class Truth:
         return "://" not in self.url
 
     def batches(self, dataset: Any, size: int, after: int = 0, count: int | None = None) -> Iterator[Any]:
-        """Yield `count` rows (None: all) from position `after` on, in order, in batches of at most `size` rows."""
+        """Yield `count` rows (None: all), starting at position `after`, in batches of at most `size` rows."""
         columns = self.columns(dataset)
         scanner = dataset.scanner(columns, offset=after or None, limit=count, batch_size=size, scan_in_order=True)
         yield from self.read(scanner)
 
     def read(self, scanner: Any) -> Iterator[Any]:
-        """Yield record batches of a scanner. Raises StorageUnavailable, and CorruptionError naming a file."""
+        """Yield Arrow batches from a scanner. Raises StorageUnavailable, and CorruptionError if a file is damaged."""
         with lance_errors(self.url):
             yield from scanner.to_batches()
 
     def taken(self, dataset: Any, places: Any) -> Any:
-        """Read the rows at the positions `places` (n,), ascending, as a table, and no other rows."""
+        """Read only the rows at positions `places` (n,), ascending; return an Arrow table."""
         with lance_errors(self.url):
             return dataset.take(_arrow().array(places), self.columns(dataset))
 
     def changes(self, since: int, dataset: Any) -> Changes | None:
-        """Return the changes since a version, as `changes_between`; None if unknown or too large for memory."""
+        """Return the changes from version `since` to `dataset`; None if `changes_between` cannot tell them."""
         return changes_between(self.url, since, dataset, str(self.fields.id), self.columns(dataset))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def insert(self, batch: Batch) -> int:
-        """Add records, all or none; return the new version. Raises DuplicateId, also for a concurrent insert."""
+        """Add records, all or none; return the new version. Raises DuplicateId, also if another handle was first."""
         return self.write(self.table(batch), upsert=False)
 
     def upsert(self, batch: Batch) -> int:
@@ -199,7 +199,7 @@ class Truth:
         return self.write(self.table(batch), upsert=True)
 
     def write(self, rows: Any, upsert: bool) -> int:
-        """Insert or upsert rows of the table's schema, a table or a reader, in one commit; return the new version."""
+        """Insert or upsert rows (an Arrow table or reader of the same schema) in one commit; return the new version."""
         newest = self.now()
         merge = newest.merge_insert("id").when_not_matched_insert_all()
         merge = merge.when_matched_update_all() if upsert else merge.when_matched_fail()
@@ -224,27 +224,27 @@ class Truth:
     def delete(self, ids: list[Id]) -> tuple[int, int]:
         """Delete records by id, ignoring missing ones; return the number deleted and the new version."""
         is_integer, newest = self.id_type == "integer", self.now()
-        ids = [id for id in dict.fromkeys(ids) if (type(id) is int) is is_integer]  # those of other types are missing
+        ids = [id for id in dict.fromkeys(ids) if (type(id) is int) is is_integer]  # others cannot be stored
         table = _arrow().table({"id": self._ids(ids)})
         merge, counts = newest.merge_insert("id").when_matched_delete(), dict[str, int]()
         version = self._written(newest, lambda: counts.update(merge.execute(table)))
         return counts["num_deleted_rows"], version
 
     def stored_shards(self) -> int:
-        """Return the number of shards in the table's configuration."""
+        """Return the number of shards that the table's configuration names."""
         return int(self.now().config()["softdb.shards"]) if self.own else self.shards
 
     def with_shards(self, shards: int) -> Truth:
-        """Return a copy with another number of shards."""
+        """Return a copy of this object with another number of shards. The table is not changed."""
         return replace(self, shards=shards)
 
     def put_shards(self, shards: int) -> int:
-        """Store another number of shards; return the new version. Raises DatabaseLocked for a concurrent change."""
+        """Store another number of shards; return the new version. Raises DatabaseLocked if another handle writes."""
         newest = self.now()
         return self._written(newest, lambda: newest.update_config({"softdb.shards": str(shards)}))
 
     def compact(self) -> int:
-        """Merge small files into large ones, and index the ids; return the new version. No record changes."""
+        """Merge small files into large files, and index the ids; return the new version. No record changes."""
         newest = self.now()
 
         def work() -> None:
@@ -254,7 +254,7 @@ class Truth:
         return self._written(newest, work)
 
     def table(self, batch: Batch) -> Any:
-        """Return checked records as rows of the table."""
+        """Convert checked records to an Arrow table with the table's schema."""
         pa, n = _arrow(), len(batch.ids)
         schema = self.now().schema
         keyed = np.ones(n, np.bool_) if batch.keyed is None else batch.keyed
@@ -280,7 +280,7 @@ class Truth:
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> None:
-        """Raise UnknownId for an id that is not stored, and BadInput for a first key or value without the other."""
+        """Raise UnknownId if an id is not stored, and BadInput if a keyless record would get a key or value alone."""
         names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
@@ -292,12 +292,12 @@ class Truth:
         half = {"key", "value"} & set(names) - set(columns)
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
-            raise BadInput(f"id {shown(bare)} has neither key nor value yet; give both")
+            raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
-        """Run a write, sync it, and return the new version. Raises errors of softdb for those of Lance."""
+        """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""
         if not self.own:
-            raise ReadOnly(f"{self.url} was made by another program; write to it with that, then refresh()")
+            raise ReadOnly(f"{self.url} was made by another program; write with that program, then refresh()")
         try:
             work()
         except SoftDBError:
@@ -306,7 +306,7 @@ class Truth:
             text = str(error)
             twice = re.search(r"found matching row with key values: id = (.*?), /", text, re.DOTALL)
             if twice is not None:
-                raise DuplicateId(f"id {twice[1]} is stored already; upsert replaces") from None
+                raise DuplicateId(f"id {twice[1]} is stored already; upsert replaces it") from None
             if "concurrent" in text:
                 raise _overtaken(self.url) from None
             if missing_file(error) is not None:
@@ -330,7 +330,7 @@ def create(
     ids: str,
     encoder: str | None,
 ) -> None:
-    """Make an empty table. Raises BadInput if there is a table already, and WriteFailed."""
+    """Create an empty table. Raises BadInput if the address holds a table already, and WriteFailed."""
     pa, lance = _arrow(), needed("lance", "cluster", "a cluster")
     number = pa.from_numpy_dtype(schema.dtype)
     value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
@@ -352,7 +352,7 @@ def create(
     except LANCE as error:
         if "already exists" in str(error):
             raise BadInput(f"{url} holds a table already; open it, or choose another address") from None
-        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another address or mend the cause") from error
+        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another address") from error
     dataset.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
     if "://" not in url:
         Synced(Path(url)).sync()
@@ -364,7 +364,7 @@ def stored(url: str, options: dict[str, str] | None) -> Truth:
     dataset = dataset_at(url, options)
     description, config = (dataset.schema.metadata or {}).get(b"softdb"), dataset.config()
     if description is None or "softdb.shards" not in config:
-        raise NotADatabase(f"{url} is a table that softdb has not made; serve it by softdb.cluster.serve(url, keys=…)")
+        raise NotADatabase(f"{url} is a table that softdb has not made; open it by softdb.cluster.serve(url, keys=…)")
     header = Header.of(json.loads(description), url)
     schema = check.schema(**header.schema, stored=None)
     shards, replicas = int(config["softdb.shards"]), int(config["softdb.replicas"])
@@ -373,7 +373,7 @@ def stored(url: str, options: dict[str, str] | None) -> Truth:
 
 
 def _overtaken(url: str) -> DatabaseLocked:
-    return DatabaseLocked(f"too many write to {url} at once; nothing was written, try again")
+    return DatabaseLocked(f"too many processes write to {url} at once; nothing was written, try again")
 
 
 def _arrow() -> Any:

@@ -1,7 +1,7 @@
-"""GPUs: copies of a database's columns, FAISS indexes and Triton kernels, with torch operations as a replacement.
+"""Answers on GPUs: copies of a database's columns, FAISS indexes, and Triton kernels or equal torch operations.
 
 The package implements the protocols of `softdb.index.placement` and `softdb.index.contract.Devices`. `softdb.database`
-passes it to `index` and `attend`, which never import it. Begin with `board`, or with `pooled` for plain tensors.
+passes objects of this package to `index` and `attend`, which never import it. Begin reading with module `board`.
 """
 
 from __future__ import annotations

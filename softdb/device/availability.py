@@ -1,4 +1,4 @@
-"""Availability of a device to this process and to the Triton kernels, with the reason if it is unavailable."""
+"""Check that this process and the Triton kernels can use a device, and say why if they cannot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib.util
 
 import torch
 
-PRETENDED = False  # for tests: True treats tensors of the CPU as a device's, under Triton's interpreter
-CAPABILITY = (8, 0)  # oldest compute capability that the kernels are compiled for
+PRETENDED = False  # set by tests: True treats the CPU as a GPU, under Triton's interpreter
+CAPABILITY = (8, 0)  # oldest CUDA compute capability on which the kernels run
 
 
 def usable(device: torch.device) -> str | None:
-    """Return None if Triton kernels run on a device, else the reason why torch computes the same in blocks."""
+    """Return None if the Triton kernels run on a device, else the reason why torch operations must replace them."""
     if PRETENDED and device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -34,7 +34,7 @@ def _reason(index: int) -> str | None:
 
 
 def forked(device: torch.device) -> bool:
-    """Return True if this process was forked from one that had started CUDA, so that it cannot use CUDA."""
+    """Return True if this process cannot use CUDA because it was forked from a process that had started CUDA."""
     if device.type != "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:

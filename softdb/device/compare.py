@@ -1,8 +1,8 @@
 """Exact search on devices with torch, and the exact order of candidates.
 
-Queries, keys and candidates stay on the device; only the positions of matches are copied to the host. Exact search
-works as in `flat`, including the second round for queries that rounding leaves undecided. Of several devices each
-searches its own range of positions, and the best matches of all are the answer.
+Queries, keys and candidates stay on the device; only the positions of matches are copied to the host. The search
+follows `softdb.index.flat`: if rounding errors leave a query's k nearest uncertain, a second round compares them more
+precisely. With several devices, each device searches its own range of records, and the results are merged.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
 from softdb.index.query import Query
 from softdb.index.rerank import ordered as ordered_on_host
 
-SCORED = 1 << 26  # scores computed at once: 256 MB
-CONVERTED = 1 << 26  # numbers of half-precision keys converted at once
-GATHERED = 1 << 25  # numbers of candidate keys gathered at once: 128 MB, twice that in float64
-QUERIES = 1024  # queries compared with a block at once
+SCORED = 1 << 26  # number of scores computed at once: 256 MB
+CONVERTED = 1 << 26  # number of half-precision elements converted at once
+GATHERED = 1 << 25  # number of elements of candidates' keys gathered at once: 128 MB, or 256 MB as float64
+QUERIES = 1024  # number of queries compared with a block of keys at once
 
 
 def nearest(
     shards: tuple[Shard, ...],
     query: Query,
-    start: int = 0,  # first position
+    start: int = 0,  # position of the first record to compare
 ) -> Rows:  # (q, k)
-    """Return positions of the k nearest as `flat.nearest`, on the shards' devices. Cost q n d, memory O(block + q k).
+    """Return positions of the k nearest records, by exact search on the shards' devices; -1 pads missing records.
 
-    If torch may round float32 products to TF32, the products are computed in float64, since TF32 is too imprecise.
+    If torch may round float32 products to TF32, computes in float64. Cost q n d, memory O(block + q k).
     """
     queries, k = query.queries, query.k
     matches = np.full((len(queries), k), -1, np.int64)
@@ -55,7 +55,7 @@ def nearest(
             exact = scan.scores(own.double(), torch.from_numpy(near).to(shard.device))
             positions.append(near + shard.low)
             scores.append(exact.cpu().numpy())
-    if positions:  # by exact score, ties by position
+    if positions:  # sort by exact score, equal scores by position
         every = np.concatenate(positions, axis=1)
         order = np.lexsort((every, -np.concatenate(scores, axis=1)), axis=1)[:, :k]
         matches[:, : order.shape[1]] = np.take_along_axis(every, order, 1)
@@ -63,7 +63,7 @@ def nearest(
 
 
 def radius_search(shards: tuple[Shard, ...], query: Query) -> Rows:  # (q, m), -1 = none
-    """Return positions within a radius as `flat.radius_search`, from one shard's device after the other."""
+    """Return positions of all records within the query's radius. Searches one shard's device after the other."""
     queries = query.queries
     dtype, blocks = torch.promote_types(queries.dtype, torch.float32), [np.empty((len(queries), 0), np.int64)]
     for shard in shards:
@@ -81,12 +81,12 @@ def ordered(
     k: int,
     metric: Metric,
 ) -> Rows:  # (q, k)
-    """Return positions of the k best candidates by exact score, ties by row, padded with -1. Cost q c d."""
-    if shard.keys is None:  # copy only the candidates' positions to the host, and read the mapped keys in place
+    """Return the k candidates with the best exact scores, equal scores by position, padded with -1. Cost q c d."""
+    if shard.keys is None:  # the keys are on the host: copy only positions, and read the keys there
         own = np.ascontiguousarray(queries.cpu().numpy())
         return ordered_on_host(shard.snapshot, own, positions.cpu().numpy(), k, metric)[0]
     size = shard.snapshot.size
-    positions = positions.masked_fill(positions < 0, size).sort(dim=1).values  # -1 comes last
+    positions = positions.masked_fill(positions < 0, size).sort(dim=1).values  # `size` stands for -1, and comes last
     none = positions == size
     scores = scores_of_pairs(shard, queries, positions.masked_fill(none, 0), metric).masked_fill_(none, -torch.inf)
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -95,7 +95,7 @@ def ordered(
 
 
 class DeviceScan(flat.Scan):
-    """Records of one exact search on a device."""
+    """Exact search in one shard on its device."""
 
     def __init__(self, shard: Shard, allowed: Live | None, start: int, metric: Metric) -> None:
         self.shard, self.live = shard, shard.live_mask(allowed)
@@ -104,7 +104,7 @@ class DeviceScan(flat.Scan):
         self.queries, self.gathered = QUERIES, GATHERED
 
     def compared(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Search as `nearest` by the device's kernels, which read the keys once; None if they cannot be used."""
+        """Return what `flat.Scan.nearest` returns, computed by Triton kernels; None if the kernels cannot run."""
         keys, few = self.shard.keys, 4 * self.count <= len(self.keep) - self.start
         if keys is None or few or queries.dtype is not torch.float32 or usable(self.shard.device) is not None:
             return None
@@ -115,20 +115,20 @@ class DeviceScan(flat.Scan):
             exact, order = self._rescored(chunk, positions + self.start)
             worst, floor = exact[:, k - 1], scores[:, -1].double()
             unsure = ~floor.isfinite() | scores[:, 0].isnan()
-            if width < self.count:  # negated, so that a NaN counts as unsure
+            if width < self.count:  # `~(… > …)` is True for NaN
                 unsure |= ~(worst > floor + self._slack(chunk, worst, order))
             parts.append((order[:, :k], worst, unsure))
         near, worst, unsure = (torch.cat(column) for column in zip(*parts, strict=True))
         return near, worst, unsure
 
     def _rescored(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # (q, c), (q, c)
-        """Return exact scores and positions of candidates, best first, ties by position."""
+        """Return exact scores and positions of candidates, best first, equal scores by position."""
         positions = positions.sort(dim=1).values
         exact, order = self.scores(queries.double(), positions).sort(dim=1, descending=True, stable=True)
         return exact, positions.gather(1, order)
 
     def _slack(self, queries: Tensor, worst: Tensor, positions: Tensor) -> Tensor:  # (q,) float64
-        """Return a bound of the rounding errors of scores, as `Probe.slack`, for the kernels' float32 sums."""
+        """Return an upper bound of the rounding error of each query's scores, for the kernels' sums in float32."""
         terms = torch.finfo(torch.float32).eps / 2 * (2 * self.dim + 16)
         lengths: Tensor = torch.linalg.vector_norm(queries.double(), dim=1)
         if self.metric is Metric.L2:
@@ -137,35 +137,35 @@ class DeviceScan(flat.Scan):
         return slack
 
     def second_round(self, queries: Tensor, worst: Tensor, k: int) -> Rows:
-        """Decide undecided queries on the device if it holds the keys, else on the CPU."""
+        """Search again, more precisely, for uncertain queries: on the device if it holds the keys, else on the CPU."""
         if self.shard.keys is not None:
             return super().second_round(queries, worst, k)
         return flat.nearest(self.snapshot, Query(queries.cpu(), k, self.metric, self.live.mask), self.start)
 
     @staticmethod
     def merge(best: Best | None, scores: Tensor, positions: Tensor, width: int) -> Best:
-        """Merge as `products.merge`, but sort whole blocks, which is faster on a GPU."""
+        """Merge a block's scores into the best so far. Sorts the whole block, which is faster on a GPU."""
         block_best = top(None, scores, positions.expand(scores.shape), width)
         return block_best if best is None else top(best, *block_best, width)
 
     def blocks(self, queries: int) -> Iterator[KeyBlock]:
-        """Yield blocks of the records, sized to the memory for their scores."""
+        """Yield blocks of keys, so small that the scores of `queries` queries fit into memory."""
         size = max(4096, min(SCORED // queries, CONVERTED // self.dim, 1 << 20))
         for positions, keys, _ in self.shard.blocks(size, self.live, self.start, pools=False):
             yield KeyBlock(positions, keys)
 
     def keys_at(self, positions: Tensor) -> Tensor:
-        """Copy keys."""
+        """Copy the keys at these positions."""
         return self.shard.keys_at(positions)
 
     def scores(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Return exact scores (q, c), -inf for records that do not take part, which overflowing products may select."""
+        """Return exact scores (q, c); -inf for records that do not take part (an overflow may have selected some)."""
         scores = scores_of_pairs(self.shard, queries, positions, self.metric)
         return scores.masked_fill_(~self.live.on_device[positions], -torch.inf)
 
 
 def scores_of_pairs(shard: Shard, queries: Tensor, positions: Tensor, metric: Metric) -> Tensor:
-    """Return exact scores of positions (q, c), none of them -1, in the dtype of the queries (q, d)."""
+    """Return exact scores (q, c) of queries (q, d) and the keys at positions (q, c), in the queries' dtype."""
     if not positions.shape[1]:
         return queries.new_empty(positions.shape)
     chunk = max(1, GATHERED // (positions.shape[1] * queries.shape[1]))

@@ -1,9 +1,9 @@
 """Indexes on a GPU: FAISS' inverted lists, searched with tensors on the GPU, on torch's own stream.
 
-FAISS scans 4-bit codes on a CPU only. On a GPU `ivf` has a byte for each 2 to 16 numbers (GPU memory is scarce, and
-fewer bytes are faster), and `ivf-sq8` a byte for each number, nearly exact; FAISS has no graphs and no RaBitQ for GPUs.
-`probe` handles FAISS' other limits on a GPU: at most 2048 results or lists a query (beyond, all records are compared),
-no filter and no removal (more records are fetched and filtered afterwards; if too few remain, all are compared).
+FAISS scans 4-bit codes on a CPU only. On a GPU, index `ivf` codes 2 to 16 elements of a key in a byte (few bytes are
+fast and save memory), and `ivf-sq8` codes each element in a byte, nearly exactly. FAISS on a GPU has two more limits,
+which module `probe` handles. It returns at most 2048 results a query; for more, all records are compared. It has no
+filters and deletions; more records are fetched and filtered afterwards, and if too few remain, all are compared.
 
 `faiss.contrib.torch_utils` is not used: it replaces the methods of every index in the process, and its `search` takes
 no parameters. FAISS gets the tensors' addresses instead.
@@ -27,17 +27,17 @@ from softdb.errors import MissingDependency
 from softdb.index.contract import Devices, Floats, Index, Rows, faiss_module
 from softdb.index.ivf import ID, IVF, IVFSQ8
 
-MOST = 2048  # results or lists of a query: FAISS' limit on a GPU
-PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # numbers of subvectors that FAISS' kernels support
-MANY, WIDE, WIDEST = 48, 8, 16  # width of a subvector: at most WIDE, or WIDEST from MANY subvectors on
-TABLES = 48  # subvectors whose float32 tables fit into 48 KiB of shared memory; beyond, tables are float16
-QUERIES = 4096  # queries searched at once
+MOST = 2048  # largest number of results, or of lists, for a query: FAISS' limit on a GPU
+PARTS = (96, 64, 56, 48, 40, 32, 28, 24, 20, 16, 12, 8, 4, 3, 2, 1)  # numbers of subvectors that FAISS supports
+MANY, WIDE, WIDEST = 48, 8, 16  # a subvector has at most WIDE elements, or WIDEST if there are MANY or more
+TABLES = 48  # most subvectors whose float32 tables fit in 48 KiB of shared memory; else float16 tables
+QUERIES = 4096  # number of queries searched at once
 
 _log = logging.getLogger("softdb")
 
 
 def gpu_faiss(device: torch.device | None = None) -> Any:
-    """Return FAISS with GPU support. Raises MissingDependency if it has none, or does not see the device."""
+    """Import FAISS. Raises MissingDependency if FAISS has no GPU support, or does not see the device."""
     faiss = faiss_module()
     if not hasattr(faiss, "StandardGpuResources"):
         raise MissingDependency(
@@ -53,7 +53,7 @@ def gpu_faiss(device: torch.device | None = None) -> Any:
 
 
 class _Resources(NamedTuple):
-    """FAISS' streams and scratch memory of a process. FAISS allows one thread at a time to use them."""
+    """FAISS' streams and scratch memory for this process, with a lock: only one thread at a time may use them."""
 
     inner: Any
     lock: threading.RLock
@@ -65,13 +65,13 @@ def _resources() -> _Resources:
 
 
 def current_stream(device: torch.device) -> int:
-    """Return the address of torch's current stream on a device."""
+    """Return the address of torch's current CUDA stream on a device."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 @contextlib.contextmanager
 def session(device: torch.device) -> Iterator[Any]:
-    """Lend FAISS' resources, with torch's current stream of a device as FAISS' stream."""
+    """Lock FAISS' resources for a `with` block, in which FAISS runs on torch's current stream of the device."""
     faiss, resources, ordinal = gpu_faiss(), _resources(), device.index or 0
     with resources.lock:
         before = resources.inner.getDefaultStream(ordinal)
@@ -83,7 +83,7 @@ def session(device: torch.device) -> Iterator[Any]:
 
 
 class OnGPU(IVF):
-    """Inverted lists on a GPU. `engines` binds the subclasses to a device of a database."""
+    """Base of indexes with inverted lists on a GPU. `engines` makes subclasses for one device of a database."""
 
     device: ClassVar[torch.device]
     host: ClassVar[type[IVF]]  # class of the index on the CPU, which is stored on disk
@@ -94,7 +94,7 @@ class OnGPU(IVF):
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """Train centroids and codes on the device."""
+        """Train centroids and codes on the device; return the empty index."""
         inner = cls.untrained(metric, sample, count, codes)
         with session(cls.device):
             inner.train(sample)
@@ -102,21 +102,21 @@ class OnGPU(IVF):
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:
-        """Return a copy of a FAISS index on the device."""
+        """Copy a FAISS index from the CPU to the device."""
         faiss = gpu_faiss()
         options = faiss.GpuClonerOptions()
-        options.use_cuvs = False  # in some builds, a library with other limits and codes
-        options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # for the tables only
+        options.use_cuvs = False  # cuVS, which some builds use, has other limits and codes
+        options.useFloat16 = isinstance(inner, faiss.IndexIVFPQ) and inner.pq.M > TABLES  # affects lookup tables only
         with session(cls.device) as resources:
             return faiss.index_cpu_to_gpu(resources, cls.device.index or 0, inner, options)
 
     def downloaded(self) -> Any:
-        """Return a copy of the FAISS index on the CPU."""
+        """Copy the FAISS index from the device to the CPU."""
         with session(self.device):
             return gpu_faiss().index_gpu_to_cpu(self.inner)
 
     def add(self, rows: Rows, keys: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> None:
-        """Add records (n, d)."""
+        """Add rows (n,) with keys (n, d)."""
         with session(self.device):
             super().add(rows, keys)
 
@@ -126,7 +126,7 @@ class OnGPU(IVF):
         c: int,  # at most MOST
         effort: int | None = None,
     ) -> Tensor:  # (q, c) int64, -1 = none
-        """Return the c rows whose codes are nearest to each query, on the device, without copies to the host."""
+        """Return, on the device, the c rows whose codes are nearest to each query. Copies nothing to the host."""
         faiss, queries, q = gpu_faiss(), queries.contiguous(), len(queries)
         rows = torch.empty((q, c), dtype=torch.int64, device=queries.device)
         scores = torch.empty((q, c), dtype=torch.float32, device=queries.device)
@@ -139,7 +139,7 @@ class OnGPU(IVF):
         return rows
 
     def find(self, queries: Floats, c: int, rows: Rows | None = None, effort: int | None = None) -> Rows:
-        """Search as `near` for arrays of the host; finds at most MOST rows, then -1."""
+        """Return the c rows (q, c) nearest to each query, as numpy arrays; at most MOST rows, then -1."""
         if rows is not None:
             raise ValueError("an index on a GPU takes no filter; use softdb.device.probe")
         matches = np.full((len(queries), c), -1, np.int64)
@@ -150,11 +150,11 @@ class OnGPU(IVF):
         return matches
 
     def copy(self) -> Index:
-        """Return a copy, made through the host's memory, that can grow while this index is searched."""
+        """Copy this index, through the host's memory, so that the copy can grow while this index is searched."""
         return self.restored(self.uploaded(self.downloaded()))
 
     def hosted(self) -> Index:
-        """Return a copy on the CPU."""
+        """Copy this index to the CPU."""
         return self.restored(self.downloaded(), self.host)
 
     @property
@@ -163,30 +163,30 @@ class OnGPU(IVF):
         return str(self.device)
 
     def dump(self) -> Any:
-        """Return the bytes of the index as a CPU index, which any machine can read."""
+        """Serialize the index as a CPU index, which a machine without a GPU can read, too."""
         return faiss_module().serialize_index(self.downloaded())
 
 
 class _DeviceIVF(OnGPU):
-    """Inverted lists of product codes, a byte for each 2 to 16 numbers."""
+    """Index of kind "ivf" on a GPU: product codes, a byte for 2 to 16 elements of a key."""
 
     host: ClassVar[type[IVF]] = IVF
 
     @classmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """Return the finest product codes that FAISS supports for a width, else a byte for each number."""
+        """Return names of the finest product codes that FAISS supports for keys of width `dim`, else ("SQ8",)."""
         widths = {parts: dim / parts for parts in PARTS if dim % parts == 0}
         fits = [parts for parts, width in widths.items() if width <= (WIDEST if parts >= MANY else WIDE)][:3]
         return tuple(f"PQ{parts}" for parts in reversed(fits)) or ("SQ8",)
 
     @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
-        """Return the bytes of a record: a byte for each subvector, and the id."""
+        """Return the bytes that the index needs for a record: the code and the id."""
         return (dim if codes == "SQ8" else int(codes.removeprefix("PQ"))) + ID
 
 
 class _DeviceIVFSQ8(OnGPU):
-    """Inverted lists with a byte for each number."""
+    """Index of kind "ivf-sq8" on a GPU: a byte for each element of a key."""
 
     kind: ClassVar[str] = IVFSQ8.kind
     host: ClassVar[type[IVF]] = IVFSQ8
@@ -195,13 +195,13 @@ class _DeviceIVFSQ8(OnGPU):
 
 
 def engines(devices: Devices, device: torch.device) -> dict[str, type[OnGPU]]:
-    """Return the engines for GPUs, bound to a device."""
+    """Return {kind: class} of the indexes for GPUs, with subclasses that know the device."""
     bound = {"devices": devices, "device": device}
     return {engine.kind: type(engine.__name__, (engine,), bound) for engine in (_DeviceIVF, _DeviceIVFSQ8)}
 
 
 def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device) -> Index:
-    """Return a copy of an index on a device, or the index itself if FAISS does not support its codes there."""
+    """Copy an index to a device; return the index itself if FAISS does not support the codes on a GPU."""
     if not _movable(index, device):
         return index
     engine = engines[index.kind]
@@ -209,7 +209,7 @@ def uploaded(index: Index, engines: dict[str, type[OnGPU]], device: torch.device
 
 
 def _movable(index: Index, device: torch.device) -> bool:
-    """Return True if FAISS supports an index on a GPU; else log a warning."""
+    """Return True if FAISS can copy this index to the device; else log a warning and return False."""
     try:
         faiss, inner = gpu_faiss(device), index.inner
     except MissingDependency as error:

@@ -1,4 +1,4 @@
-"""Launches of the kernels: forward and backward passes, and the nearest records, with the results of `twin`."""
+"""Launch the Triton kernels: forward pass, backward pass and search. Same functions and results as in `twin`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from softdb.device.passes import DevicePass
 from softdb.device.plan import Plan, Way, plan_of, splits_of
 from softdb.device.twin import PassedSums
 
-METRICS = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # codes of the kernels
-MERGED = 64, 32  # ranges, and numbers of a value, merged at once
-CANDIDATES = 1 << 26  # scores of chosen groups computed at once: 256 MB
-GROUPS = 64, 1024  # least and most records of a group
+METRICS = {Metric.DOT: 0, Metric.COSINE: 1, Metric.L2: 2}  # numbers that the kernels use for metrics
+MERGED = 64, 32  # number of ranges, and of value columns, that a program merges at once
+CANDIDATES = 1 << 26  # number of scores in chosen groups computed at once: 256 MB
+GROUPS = 64, 1024  # least and largest number of records in a group
 
 
 def forward(inputs: DevicePass) -> tuple[PassedSums, Tensor]:
-    """Return the sums of a pass, and lse (h, q)."""
+    """Run the forward pass; return its output and sums, and lse (h, q)."""
     plan, (h, q, _) = plan_of(inputs), inputs.queries.shape
     width, chunks = inputs.width, max(1, -(-inputs.width // plan.BV))
     blocks = -(-q // plan.BQ)
@@ -54,7 +54,7 @@ def forward(inputs: DevicePass) -> tuple[PassedSums, Tensor]:
 def backward(
     inputs: DevicePass, sums: PassedSums, output_grad: Tensor, lse_grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the queries, the keys and the values, in float32, where wanted."""
+    """Return the gradients of queries, keys and values in float32; None for those that are not wanted."""
     q = inputs.queries.shape[1]
     empty = sums.total == 0
     g = output_grad.float().masked_fill(empty.unsqueeze(2), 0).contiguous()
@@ -95,7 +95,7 @@ def _to_records(
 
     plan, (h, q, d) = plan_of(inputs, Way.TO_RECORDS), inputs.queries.shape
     n, width, columns = inputs.keys.shape[1], inputs.width, _Arguments(inputs, plan)
-    zeros = inputs.queries.new_zeros  # the kernel writes nothing for records that take no part
+    zeros = inputs.queries.new_zeros  # zeros: the kernel skips records that take no part
     key_grad = zeros(h, n, d) if wanted[1] else zeros(0)
     value_grad = zeros(h, n, width) if wanted[2] else zeros(0)
     chunks = max(-(-d // plan.BD) if wanted[1] else 1, -(-width // plan.BV) if wanted[2] else 1)
@@ -111,7 +111,7 @@ def _to_records(
 
 
 def nearest(inputs: DevicePass, k: int) -> tuple[Tensor, Tensor]:  # (h, q, k), (h, q, k)
-    """Return scores and positions of the k nearest, best first, ties by position, as `twin.nearest`."""
+    """Return scores and positions of the k nearest, best first, equal scores by position; see `twin.nearest`."""
     (h, q, _), n = inputs.queries.shape, inputs.keys.shape[1]
     plan = plan_of(inputs)
     size = max(plan.BN, min(max(GROUPS[0], 1 << (math.isqrt(max(1, n // max(1, k)))).bit_length()), GROUPS[1]))
@@ -157,7 +157,7 @@ def _nearest(inputs: DevicePass, k: int, plan: Plan, size: int, groups: int) -> 
 
 
 def _first(scores: Tensor, k: int) -> Tensor:  # (…, m) -> (…, k), int64
-    """Return indices of the k largest, ties by index and NaN first. Sorts unique integers: torch leaves ties open."""
+    """Return indices of the k largest scores, NaN first, ties by index. Sorts integers: torch does not order ties."""
     bits = (scores + 0.0).masked_fill(scores.isnan(), torch.inf).view(torch.int32)  # + 0: -0 is 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     place = torch.arange(scores.shape[-1], device=scores.device)
@@ -166,12 +166,12 @@ def _first(scores: Tensor, k: int) -> Tensor:  # (…, m) -> (…, k), int64
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device current for Triton's launches; silence numpy's warnings of overflows in its interpreter."""
+    """Make a CUDA device current for launches; on the CPU, silence overflow warnings of Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
 
 
 class _Arguments:
-    """Tensors of a pass in the form for kernels."""
+    """Arguments of the kernels for one pass: tensors, strides and compile-time flags."""
 
     def __init__(self, inputs: DevicePass, plan: Plan) -> None:
         queries, keys = _inner(inputs.queries), _inner(inputs.keys)
@@ -194,5 +194,5 @@ class _Arguments:
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """Return a tensor with a contiguous last dimension, a copy only if needed."""
+    """Return the tensor itself if its last dimension is contiguous, else a contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Columns on devices: those of a generation, with the methods of `Snapshot`, and plain tensors."""
+"""Keys and values on devices: `DeviceTensors` for plain tensors, `DeviceColumns` for a database's snapshot."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from softdb.pool import State, merge
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block, value_size
 
-GATHERED = 1 << 22  # numbers of candidates' keys scored at once: 16 MB
+GATHERED = 1 << 22  # number of elements of candidates' keys scored at once: 16 MB
 
 
 def served(device: torch.device) -> bool:
-    """Return True if queries over tensors on this device are computed on the device."""
+    """Return True if softdb computes queries over tensors on this device by this package."""
     return device.type == "cuda" or usable(device) is None
 
 
 class DeviceTensors(NamedTuple):
-    """Keys and values as tensors on one device, with their graph."""
+    """Keys and values as tensors on one device. Answers have gradients to both."""
 
     keys: Tensor  # (n, d)
     values: Tensor  # (n, v), or int labels (n,)
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor]:  # (q, v), (q,)
-        """Pool as `ColumnPass.pooled`."""
+        """Return the weighted mean of the values, and lse; see `ColumnPass.pooled`."""
         words: dict[str, Any] = {"metric": what.metric, "scale": what.scale, "num_classes": what.num_classes}
         queries, keep, mask = self._beside(what)
         output, lse = pooled(queries, self.keys, self.values if what.pools else None, keep=keep, mask=mask, **words)
         return output.to(what.queries.device), lse.to(what.queries.device)
 
     def nearest(self, what: SoftmaxPass, k: int) -> Rows | None:  # (q, k)
-        """Search as `TensorPass.nearest`."""
+        """Return positions of the k nearest records; None if a score overflows. See `TensorPass.nearest`."""
         queries, keep, mask = self._beside(what)
         scores, positions = nearest(queries, self.keys, k, metric=what.metric, keep=keep, mask=mask)
         return None if bool(scores.isnan().any()) else np.asarray(positions.cpu().numpy())
@@ -59,38 +59,38 @@ class DeviceTensors(NamedTuple):
 
 
 def placed_tensors(keys: Tensor, values: Tensor) -> DeviceTensors | None:
-    """Return tensors wrapped for computing on their device; None for tensors of the CPU."""
+    """Return `DeviceTensors` for tensors on a GPU; None for tensors on the CPU."""
     return DeviceTensors(keys, values) if served(keys.device) else None
 
 
 @dataclass(frozen=True)
 class DeviceColumns(PlacedColumns):
-    """Columns of a generation with at least one record, in ranges on devices."""
+    """Columns of a snapshot with at least one record; each device holds a range of the records."""
 
     snapshot: Snapshot
     shards: tuple[Shard, ...]
 
     @cached_property
     def value_size(self) -> float:
-        """Root mean square of ‖v‖, as `Snapshot.value_size`."""
+        """Root mean square of ‖v‖ over the values v; see `Snapshot.value_size`."""
         return value_size(self.generation, self.size, self.values_at)
 
     @property
     def device(self) -> torch.device:
-        """Device of the answers."""
+        """Device on which answers are returned: the first."""
         return self.shards[0].device
 
     def resident(self, pools: bool) -> bool:
-        """Return True if the keys, and with `pools` the values, stay on the devices; else they are streamed."""
+        """Return True if the keys (and with `pools` the values) stay on the devices; False if they are streamed."""
         return all(shard.keys is not None and (not pools or shard.values is not None) for shard in self.shards)
 
     def place(self, pools: bool) -> str:
-        """Return the suffix of an answer's `finder`."""
+        """Return the suffix of an answer's `finder`, such as " on cuda:0"."""
         names = " and ".join(str(shard.device) for shard in self.shards)
         return f" on {names}" if self.resident(pools) else f" streamed to {names}"
 
     def pooled(self, what: SoftmaxPass) -> tuple[Tensor, Tensor] | None:  # (q, v), (q,)
-        """Pool as `ColumnPass.pooled`: each device pools its range, and the states merge by their normalisers."""
+        """Pool each device's range, and merge the outputs by lse; None if values are not resident. See `ColumnPass`."""
         if not self.resident(pools=True):
             return None
         states = []
@@ -108,16 +108,16 @@ class DeviceColumns(PlacedColumns):
         return output, lse
 
     def keys_at(self, positions: Rows) -> Tensor:
-        """Return keys as `Snapshot.keys_at`, on the device."""
+        """Return the keys at these positions, on the device; see `Snapshot.keys_at`."""
         return self._gathered(False, positions)
 
     def values_at(self, positions: Rows) -> Tensor:
-        """Return values as `Snapshot.values_at`, on the device."""
+        """Return the values at these positions, on the device; see `Snapshot.values_at`."""
         values = self._gathered(True, positions)
         return values if values.is_floating_point() else values.long()
 
     def blocks(self, size: int, allowed: Live | None = None, start: int = 0) -> Iterator[Block]:
-        """Yield blocks as `Snapshot.blocks`, with keys and values on the device and positions on the host."""
+        """Yield blocks of records: keys and values on the device, positions on the host. See `Snapshot.blocks`."""
         for shard in self.shards:
             live = shard.live_mask(shard.of(allowed))
             for block in shard.blocks(size, live, max(0, start - shard.low)):
@@ -132,7 +132,7 @@ class DeviceColumns(PlacedColumns):
         metric: Metric,
         dtype: torch.dtype,
     ) -> NDArray[Any]:  # (q, c)
-        """Return exact scores of candidates, -inf for -1. Only the scores are copied to the host."""
+        """Return exact scores of candidates; -inf for position -1. Copies only the scores to the host."""
         scores = np.full(positions.shape, -np.inf, np.dtype(str(dtype).removeprefix("torch.")))
         chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
         for low in range(0, len(positions) if positions.size else 0, chunk):
@@ -143,7 +143,7 @@ class DeviceColumns(PlacedColumns):
         return scores
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none
-        """Return positions within a radius, as `softdb.index.flat.radius_search`."""
+        """Return positions of all records within the query's radius; see `softdb.index.flat.radius_search`."""
         return compare.radius_search(self.shards, query)
 
     def _gathered(self, values: bool, positions: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Division of a pass into programs, determined by shapes, dtypes and the number of processors, so that it repeats."""
+"""Divide a pass into programs (kernel instances). Equal shapes, dtypes and devices give equal divisions."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import torch
 from softdb.check import Metric
 from softdb.device.passes import DevicePass
 
-LEAST = 16  # least side of a product on tensor cores
-ACCUMULATED = 1 << 14  # float32 sums that a program holds: 64 KB of registers
-STAGE = 32 << 10  # bytes of keys and values in a pipeline stage
-ROWS = 1 << 14  # most records of a range: longer sums in float32 lose digits
-WAVES = 8  # programs for each processor, so that processors finish at about the same time
-TILES = 4  # least tiles of a range, which share the program's fixed cost
-PARTIAL = 1 << 26  # most numbers of partial sums: 256 MB
+LEAST = 16  # least number of rows or columns of a matrix product on tensor cores
+ACCUMULATED = 1 << 14  # largest number of float32 sums in a program: 64 KB of registers
+STAGE = 32 << 10  # largest size in bytes of keys and values in a pipeline stage
+ROWS = 1 << 14  # largest number of records in a range: longer sums in float32 lose digits
+WAVES = 8  # number of programs for each processor, so that processors finish at about the same time
+TILES = 4  # least number of tiles in a range, since a program has a fixed cost
+PARTIAL = 1 << 26  # largest number of partial sums in float32: 256 MB
 
 
 class Way(enum.Enum):
-    """Kind of a pass."""
+    """Kind of a pass: forward, or backward to the queries, or backward to keys and values."""
 
     FORWARD, TO_QUERIES, TO_RECORDS = range(3)
 
 
 class Plan(NamedTuple):
-    """Sizes of a program's tiles."""
+    """Tile sizes of a program, and Triton's launch options."""
 
-    BQ: int  # queries
-    BN: int  # records
-    BD: int  # numbers of a key
-    BV: int  # numbers of a value, or classes
-    BL: int  # numbers of a key for distances
+    BQ: int  # number of queries
+    BN: int  # number of records
+    BD: int  # columns of a key
+    BV: int  # columns of a value, or classes
+    BL: int  # columns of a key for l2 distances
     warps: int
     stages: int
 
     @property
     def options(self) -> dict[str, int]:
-        """Keyword arguments of the kernels."""
+        """Tile sizes and launch options as keyword arguments of the kernels."""
         tiles = {name: getattr(self, name) for name in ("BQ", "BN", "BD", "BV", "BL")}
         return tiles | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def plan_of(inputs: DevicePass, way: Way = Way.FORWARD) -> Plan:
-    """Return the tile sizes of a pass."""
+    """Choose the tile sizes for a pass."""
     q, d = inputs.queries.shape[1:]
     dtypes = {inputs.keys.dtype} if inputs.values is None or inputs.labels else {inputs.keys.dtype, inputs.values.dtype}
     narrow = torch.float32 not in dtypes and way is not Way.TO_RECORDS  # products on tensor cores
@@ -70,14 +70,14 @@ def _plan(q: int, d: int, v: int, parts: int, by_distance: bool, way: Way) -> Pl
 
 
 def _power(number: int) -> int:
-    """Return the least power of two that is not smaller than `number`, at least LEAST."""
+    """Return the least power of two that is at least `number` and at least LEAST."""
     return max(LEAST, 1 << max(0, number - 1).bit_length())
 
 
 def splits_of(n: int, programs: int, numbers: int, plan: Plan, device: torch.device) -> tuple[int, int]:
     """Return the number of ranges of the records, and the number of records in each.
 
-    `programs` is the number of programs of a range, `numbers` the number of its partial sums.
+    `programs` is the number of programs for one range; `numbers` is the number of partial sums for one range.
     """
     wanted = max(-(-WAVES * _processors(device) // max(1, programs)), -(-n // ROWS))
     rows = -(-n // max(1, min(wanted, PARTIAL // max(1, numbers))))

@@ -1,4 +1,4 @@
-"""Soft queries over columns on a device, with gradients of queries, keys and values, and the k nearest records."""
+"""Soft queries (with gradients of queries, keys and values) and searches over tensors on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softdb.scoring.products import length
 
 
 def pooled(
-    queries: Tensor,  # (q, d) or (h, q, d); all others but `keep` alike
+    queries: Tensor,  # (q, d); or (h, q, d) for h heads: then all others but `keep` have heads, too
     keys: Tensor,  # (n, d) or (h, n, d)
     values: Tensor | None,  # (n, v) or (h, n, v), or int labels (n,) or (h, n); None: nothing is pooled
     *,
@@ -26,15 +26,15 @@ def pooled(
     mask: Tensor | None = None,  # (q, n) or (h, q, n) bool
     num_classes: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # (q, v) or (h, q, v), and (q,) or (h, q)
-    """Return the mean of the values by the softmax of scale · metric(q, k), and lse = log Σ exp(scale · metric(q, k)).
+    """Return the mean of the values, weighted by the softmax of S = scale · metric(q, k), and lse = log Σ exp(S).
 
-    Larger is closer, so metric l2 is minus the squared distance. A record takes part if `keep` and `mask` are True; the
-    numbers of other records are ignored. If no record takes part, the output is 0 and lse -inf, with zero gradients.
+    Larger is closer, so metric l2 is minus the squared distance. A record takes part if `keep` and `mask` are True;
+    other records have no effect. If no record takes part, the output is 0 and lse -inf, with zero gradients.
     lse is NaN for a query with a score that overflows. Queries, keys and values get first derivatives. float32 queries
     lose no precision with columns of float32, float16 and bfloat16. Equal calls give equal bits; autocast and TF32
     have no effect.
 
-    Cost: q n (d + v) products; about 64 queries share a read of the columns, and backward reads them once more. Uses
+    Cost: q n (d + v) products; about 64 queries share a read of the columns, and backward reads them again. Uses
     Triton kernels where `usable`, for float32 queries and widths up to 1,024; else blocks of torch operations.
     Raises BadInput for shapes that do not fit, and for labels without num_classes.
     """
@@ -55,12 +55,12 @@ def nearest(
     metric: Metric,
     keep: Tensor | None = None,  # (n,) bool
     mask: Tensor | None = None,  # (q, n) or (h, q, n) bool
-) -> tuple[Tensor, Tensor]:  # (q, k) or (h, q, k), in the queries' dtype, and int64 alike
-    """Return scores and positions of the k nearest records that take part, best first, ties by position.
+) -> tuple[Tensor, Tensor]:  # (q, k) or (h, q, k), in the queries' dtype, and int64 of the same shape
+    """Return scores and positions of the k nearest records that take part, best first, equal scores by position.
 
     Pads with -inf and -1 if fewer take part. A score that overflows is NaN and comes first, so `scores[:, 0]` shows it.
-    No gradient. Scores are the unscaled ones of `pooled`, rounded as float32; equal calls give equal bits. Cost: about
-    64 queries share a read of the keys, and about k √(n / k) keys are read again. Uses kernels or torch as `pooled`.
+    No gradient. Scores are metric(q, k), with rounding errors of float32; equal calls give equal bits. Cost: about
+    64 queries share a read of the keys, and about k √(n / k) keys are read again. Uses kernels or torch, as `pooled`.
     """
     if metric is Metric.COSINE:
         queries = queries / length(queries).unsqueeze(-1)
@@ -71,13 +71,13 @@ def nearest(
 
 
 class PooledPass(torch.autograd.Function):
-    """A pass over all records: output (h, q, v) and lse (h, q)."""
+    """Autograd function of a pass over all records: returns output (h, q, v) and lse (h, q)."""
 
     @staticmethod
     def forward(
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor | None, inputs: DevicePass
     ) -> tuple[Tensor, Tensor]:
-        """Compute the pass. The queries, keys and values are those of `inputs`, passed again for their gradients."""
+        """Compute the pass. `inputs` contains queries, keys and values; they are also arguments, to get gradients."""
         if inputs.unfit() is None:
             sums, lse = launch.forward(inputs)
         else:
@@ -90,7 +90,7 @@ class PooledPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the queries, keys and values that want them."""
+        """Return gradients of queries, keys and values, as far as autograd needs them."""
         queries, keys, values, *saved = ctx.saved_tensors
         inputs = ctx.inputs._replace(queries=queries, keys=keys)
         if values is not None:

@@ -1,4 +1,4 @@
-"""The kernels' results by blocks of torch operations: for any device and dtype, and as the kernels' reference."""
+"""The computations of the Triton kernels as torch operations, for any device and dtype. Tests compare both."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from softdb.device.passes import DevicePass
 from softdb.scoring import score_of
 
-SCORED = 1 << 24  # scores computed at once
-CONVERTED = 1 << 24  # numbers of keys and values converted at once
+SCORED = 1 << 24  # number of scores computed at once
+CONVERTED = 1 << 24  # number of elements of keys and values converted at once
 
 
 class PassedSums(NamedTuple):
-    """Result of a pass: its output, and the state for its gradient."""
+    """Output of a pass, and the sums that the backward pass needs."""
 
     output: Tensor  # (h, q, v)
     top: Tensor  # (h, q) largest unscaled score; 0 if no record takes part
@@ -24,12 +24,12 @@ class PassedSums(NamedTuple):
 
 
 class _RecordBlock(NamedTuple):
-    """Consecutive records."""
+    """Keys, values and mask of consecutive records."""
 
     rows: slice
     keys: Tensor  # (h, m, d) in the dtype of the computation
-    values: Tensor | None  # (h, m, v) in that dtype, or labels (h, m)
-    live: Tensor | None  # broadcasts to (h, q, m)
+    values: Tensor | None  # (h, m, v) in the dtype of the computation, or labels (h, m)
+    live: Tensor | None  # mask that broadcasts to (h, q, m); None: all take part
 
 
 def computed_in(inputs: DevicePass) -> torch.dtype:
@@ -49,7 +49,7 @@ def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_RecordBlock]:
         keys = inputs.keys[:, rows].to(dtype)
         values = None if inputs.values is None else inputs.values[:, rows]
         live = inputs.live(rows)
-        if inputs.keep is not None:  # the bytes of a dead record may be anything
+        if inputs.keep is not None:  # dead records may contain NaN
             dead = ~inputs.keep[rows].unsqueeze(1)
             keys = keys.masked_fill(dead, 0)
             values = None if values is None else values.masked_fill(dead[:, 0] if inputs.labels else dead, 0)
@@ -59,14 +59,14 @@ def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_RecordBlock]:
 
 
 def _scores(inputs: DevicePass, queries: Tensor, keys: Tensor, live: Tensor | None) -> Tensor:  # (h, q, m)
-    """Return scores: -inf for dead records, NaN for scores that overflow."""
+    """Return scores of a block: -inf for records that take no part, NaN for scores that overflow."""
     scores = score_of(inputs.metric)(queries, keys)
     scores = scores.masked_fill(~scores.isfinite(), torch.nan)
     return scores if live is None else scores.masked_fill(~live, -torch.inf)
 
 
 def forward(inputs: DevicePass) -> PassedSums:
-    """Compute a pass by an online softmax."""
+    """Compute the forward pass, block by block, by an online softmax."""
     dtype = computed_in(inputs)
     queries = inputs.queries.to(dtype)
     output = queries.new_zeros(*queries.shape[:2], inputs.width)
@@ -97,9 +97,9 @@ def _pooled(weights: Tensor, values: Tensor, labels: bool, width: int) -> Tensor
 def backward(
     inputs: DevicePass, sums: PassedSums, output_grad: Tensor, lse_grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the queries, the keys and the values, where wanted. Computes the scores again.
+    """Return the gradients of queries, keys and values; None for those not wanted. Computes the scores again.
 
-    ds = scale · w (g·v - g·output + g_lse), dv = w g.
+    With weights w and output gradient g: ds = scale · w (g·v - g·output + g_lse) for a score, dv = w g for a value.
     """
     dtype = computed_in(inputs)
     empty = sums.total == 0
@@ -134,9 +134,9 @@ def backward(
 
 
 def nearest(inputs: DevicePass, k: int) -> tuple[Tensor, Tensor]:  # (h, q, k), (h, q, k)
-    """Return scores and positions of the k nearest, best first, ties by position; pads with -inf and -1.
+    """Return scores and positions of the k nearest records, best first, equal scores by position.
 
-    A score that overflows is NaN and comes first.
+    A score that overflows is NaN and comes first. Pads with score -inf and position -1.
     """
     dtype = computed_in(inputs)
     queries = inputs.queries.to(dtype)

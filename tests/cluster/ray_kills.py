@@ -139,7 +139,7 @@ class Turns:
         try:
             db.upsert(some, keys_of(some, self.count), payloads=[self.count] * len(some))
         except SoftDBError as error:
-            if "it is written and safe" not in str(error):
+            if "the write is committed" not in str(error):
                 raise
             db.refresh()
         self.state |= dict.fromkeys(some, self.count)

@@ -295,7 +295,7 @@ class TestTable:
                 with pytest.raises(ray.exceptions.PendingCallsLimitExceeded):  # at most this many wait
                     _ = [transport.hosts[0][0].pid.remote() for _ in range(2 * PENDING)]
                 impatient.caller.timeout = 2.0
-                with pytest.raises(errors.ShardUnavailable, match="it is written and safe, but not yet seen here"):
+                with pytest.raises(errors.ShardUnavailable, match="the write is committed, but this handle"):
                     impatient.upsert(["late"], np.ones((1, DIM)))
             finally:
                 for pid in stopped:

@@ -146,7 +146,7 @@ def as_the_table(db: TableCluster) -> None:
     assert held(db) == table
     assert len(db) == len(table)
     if out:
-        with pytest.raises(errors.CorruptionError, match="records are not as in"):
+        with pytest.raises(errors.CorruptionError, match="records differ from those in"):
             db.verify()
     else:
         assert db.verify() == len(table)

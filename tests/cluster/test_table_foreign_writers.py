@@ -155,7 +155,7 @@ def test_a_shard_with_other_records_than_the_table_is_named_and_rebuilt(db: Tabl
     shard.delete(["r1"])
     shard.insert([added], KEYS[:1])
     shard.update([other], payloads=["changed"])
-    expected = rf"3 records are not as in .* shard \d, id .*'{other}': its payload differs.*1 shards are being rebuilt"
+    expected = rf"3 records differ from .* shard \d, id .*'{other}': its payload differs.*1 shards are being rebuilt"
     with pytest.raises(errors.CorruptionError, match=expected) as error:
         db.verify()
     assert "id 'r1': it is missing" in str(error.value)

@@ -139,9 +139,9 @@ def test_a_lancedb_table_is_served_unchanged(tmp_path: Path) -> None:
         )
         db.refresh()
         assert (3 in db, db[99].payload) == (False, {"title": "late"})
-        with pytest.raises(errors.ReadOnly, match="only reads; write to it with what made it"):
+        with pytest.raises(errors.ReadOnly, match="only reads; write with the program that made it"):
             db.insert(1, vector)
-    with pytest.raises(errors.NotADatabase, match="softdb has not made; serve it"):
+    with pytest.raises(errors.NotADatabase, match="softdb has not made; open it"):
         cluster.open(url)
 
 
@@ -231,19 +231,19 @@ def table(**columns: Any) -> pa.Table:
 @pytest.mark.parametrize(
     ("rows", "words", "match"),
     [
-        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* another name, keys="),
-        (table(), {"values": "label"}, "has no column 'label'.* give values="),
-        (table(), {"ids": "name"}, "has no column 'name'.* give ids="),
+        (table(), {"keys": "key"}, "has no column 'key'; expected one of .* by keys="),
+        (table(), {"values": "label"}, "has no column 'label'.* by values="),
+        (table(), {"ids": "name"}, "has no column 'name'.* by ids="),
         (table(vector=pa.array([[1.0, 2.0], None])), {}, "column 'vector' is null in 1 of 2 rows"),
         (table(vector=pa.array([[1.0, 2.0], [3.0]])), {}, "column 'vector' has other than 2 numbers in 1 of 2 rows"),
         (table(vector=pa.array(["1", "2"])), {}, "column 'vector' is of type 'string'; expected lists of floats"),
-        (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; it cannot be served"),
+        (table(vector=pa.array([[], []], pa.list_(pa.float32()))), {}, "holds no numbers; write vectors"),
         (table(vector=pa.array([[1, 2], [3, 4]])), {}, "is of type 'list<.*int64>'; expected lists of floats"),
         (table(id=pa.array(["a", None])), {}, "column 'id' is null in 1 of 2 rows"),
-        (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; ids are whole numbers or texts"),
+        (table(id=pa.array([1.5, 2.5])), {}, "column 'id' is of type 'double'; expected integers or texts as ids"),
         (table(label=pa.array([1, None])), {"values": "label"}, "column 'label' is null in 1 of 2"),
         (table(), {"payload": ["title"]}, "payload names 'title'; expected columns .* other than id"),
-        (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id', but .* are \['title'\]"),
+        (table(title=["x", "y"]), {"payload": ["id"]}, r"payload names 'id'; expected columns .*: \['title'\]"),
         (table(title=["x", "y"]), {"payload": "title"}, "payload is 'title'; expected a list"),
         (table(), {"shards": 3}, "shards is 3; expected a power of two"),
         (table(), {"metric": "cos"}, "metric"),

@@ -237,7 +237,7 @@ def test_no_reader_goes_back_to_an_older_version(world: World, monkeypatch: pyte
     for _ in range(2):
         with pytest.raises(errors.StaleRead):
             world.db.attend(world.queries)
-        with pytest.raises(errors.StaleRead, match="behind"):
+        with pytest.raises(errors.StaleRead, match="this handle has seen"):
             world.db.refresh()
         assert world.db.version == version
     world.replicas.first = 0
@@ -277,7 +277,7 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
     assert version == world.db.table.newest()
     monkeypatch.setattr(table_core, "_TRIES", 2)
     turns = iter(range(3))
-    with pytest.raises(errors.StaleRead, match="went on 2 times"):
+    with pytest.raises(errors.StaleRead, match="changed 2 times"):
         world.db.refresh()
 
 
@@ -285,5 +285,5 @@ def test_a_table_replaced_by_another_is_reported(world: World) -> None:
     shutil.rmtree(world.db.url)
     made(world.db.url, SHARDS, value_dim=3)
     world.db.table._opened = None
-    with pytest.raises(errors.StaleRead, match="another table has taken the place"):
+    with pytest.raises(errors.StaleRead, match="another table has replaced"):
         world.db.refresh()

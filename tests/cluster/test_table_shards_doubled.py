@@ -133,7 +133,7 @@ def test_a_damaged_half_does_not_stop_a_split(tmp_path: Path, caplog: pytest.Log
     truth.put_shards(4)
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
         check_complete(db)
-    assert "shard 1 is made from the table: its half cannot be split off" in caplog.text
+    assert "shard 1 is built from the table: the old shard cannot be split" in caplog.text
 
 
 def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def work(place: Place, step: str | None, count: int, says: Connection) -> None:
             try:
                 do(db, i)
             except SoftDBError as error:  # its directories were taken away
-                if "it is written and safe" not in str(error):
+                if "the write is committed" not in str(error):
                     raise
             says.send(i)
 

@@ -211,7 +211,7 @@ def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pyte
     assert told(truth)["a"][2] == "own"
     monkeypatch.setattr(import_module("softdb.cluster.truth"), "_TRIES", 2)
     overtaken(monkeypatch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}), times=2)
-    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written, try again"):
+    with pytest.raises(errors.DatabaseLocked, match=r"too many processes write .* nothing was written, try again"):
         truth.update(["a"], {"payload": ["3"]})
     truth.update(["a"], {"payload": ["4"]})
     assert told(truth)["a"][2] == 4
@@ -252,7 +252,7 @@ def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypat
     monkeypatch.setattr(import_module("softdb.cluster.ingest"), "_TRIES", 2)
     names = iter("xyz")
     overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
-    with pytest.raises(errors.DatabaseLocked, match=r"too many write .* nothing was written"):
+    with pytest.raises(errors.DatabaseLocked, match=r"too many processes write .* nothing was written"):
         appended(truth, ["a"])
     assert set(told(truth)) == {"x", "y"}
     with pytest.raises(errors.DuplicateId, match="id 'a' comes twice"):

@@ -1,8 +1,8 @@
-"""The backward pass: scores are computed again (Dao et al. 2022, algorithm 4). No two programs add to the same number.
+"""Kernels of the backward pass, which compute scores again (Dao et al. 2022, algorithm 4), without atomic additions.
 
-ds = p (g·v + offset) with p = exp(c (S - top)) / total and offset = g_lse - g·output. Gradient of the queries:
-pulled = Σ ds k over each range of the records. Gradients of keys and values: Σ ds q and Σ p g over all queries, for a
-tile of records. The caller multiplies by the scale.
+With p = 2^(c (S - top)) / total and offset = g_lse - g·output, the gradient of a score is ds = p (g·v + offset). For
+queries, a program sums ds k over one range of the records (`pulled`). For keys and values, a program sums ds q and p g
+over all queries, for one tile of records. The caller multiplies by the scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def pulls(
     scores, alive, g, grads, q_rows, g_q, q_valid, v, at, v_n, valid, tops, inverse_totals, offsets, out, c, width,
     POOL: tl.constexpr, WHOLE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Return p and ds of a tile, (BQ, BN) each. WHOLE: v ≤ BV, and `grads` holds the whole gradients of the output."""
+    """Return p and ds for a tile, (BQ, BN) each. WHOLE is True if v ≤ BV, so that `grads` has all columns of g."""
     top = tl.load(tops + out, mask=q_valid, other=0.0)
     inverse = tl.load(inverse_totals + out, mask=q_valid, other=0.0)
     along = tl.zeros_like(scores) + tl.load(offsets + out, mask=q_valid, other=0.0)[:, None]
@@ -31,9 +31,9 @@ def pulls(
             along += product(g_tile, tl.trans(rows_of(v, at, v_n, valid, first, width, BV)))
     elif POOL == LABELS:
         label = tl.load(v + at, mask=valid, other=0)
-        inside = (label >= 0) & (label < width)  # an invalid label must read nothing
+        inside = (label >= 0) & (label < width)  # do not read beyond g if a label is invalid
         along += tl.load(g + q_rows[:, None] * g_q + label[None, :], mask=alive & inside[None, :], other=0.0)
-    # a recomputed score may exceed the top by rounding, which a tiny temperature would make infinite
+    # by rounding, a recomputed score may exceed the top; with a tiny temperature, exp2 would overflow
     p = tl.exp2(tl.minimum(scores - top[:, None], 0.0) * c) * inverse[:, None]
     p = tl.where(alive & finite(scores), p, 0.0)
     return p, p * along
@@ -47,7 +47,7 @@ def pass_backward(
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
     WHOLE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Store BD numbers of the gradients of BQ queries from a range of records; l2 shifts keys by the centre (h, d)."""
+    """Store BD columns of Σ ds k for BQ queries and one range of records; for l2, k is relative to `centre` (h, d)."""
     pid = tl.program_id(0)
     first = (pid % chunks) * BD
     blocks = tl.cdiv(queries, BQ)
@@ -93,7 +93,7 @@ def records_backward(
     WHOLE: tl.constexpr, TO_KEYS: tl.constexpr, TO_VALUES: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Store BD and BV numbers of the gradients of keys and values of a tile of records, from all queries."""
+    """Store BD columns of the key gradients, and BV of the value gradients, for one tile of records."""
     pid = tl.program_id(0)
     chunk, tile, head = pid % chunks, (pid // chunks % tiles).to(tl.int64), (pid // chunks // tiles).to(tl.int64)
     at = tile * BN + tl.arange(0, BN)

@@ -1,7 +1,7 @@
-"""The forward pass: sums over each range of the records by an online softmax, and the merging of the ranges.
+"""Kernels of the forward pass: one sums over each range of the records by an online softmax, one merges the ranges.
 
-S = q·k, p = exp(c (S - best)) with the best score of each tile, total = Σ p, acc = Σ p v (Milakov and Gimelshein 2018;
-ranges as in flash-decoding). c is scale / log 2, since the kernels use exponentials of base 2.
+With scores S and the best score of each tile, p = 2^(c (S - best)), total = Σ p and acc = Σ p v (Milakov and Gimelshein
+2018; ranges as in flash-decoding). c is scale / log 2, since the kernels use exponentials of base 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOTHING, VALUES, LABELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def tile_pooled(p, v, at, v_stride, valid, first, width, POOL: tl.constexpr, BV: tl.constexpr):  # (BQ, BN) -> (BQ, BV)
-    """Return Σ p v of a tile; for labels, the sum of p of each class."""
+    """Return Σ p v over the records of a tile; for labels, the sum of p for each class."""
     if POOL == VALUES:
         values = rows_of(v, at, v_stride, valid, first, width, BV)
     else:
@@ -33,7 +33,7 @@ def pass_forward(
     METRIC: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums over one range of the records, for BQ queries and BV numbers of the values."""
+    """Store top, total and BV columns of Σ p v, for BQ queries and one range of the records."""
     pid = tl.program_id(0)
     first = (pid % chunks) * BV
     blocks = tl.cdiv(queries, BQ)
@@ -80,7 +80,7 @@ def merge_splits(
     sums, tops, totals, output, top_out, total_out, lse, c, scale, rows, width, splits, chunks,
     POOL: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the sums of one query's ranges in float64. `rows` is the number of heads times queries."""
+    """Merge the sums over all ranges for one query, in float64. `rows` is the number of heads times queries."""
     pid = tl.program_id(0)
     row, first = (pid // chunks).to(tl.int64), (pid % chunks) * BV
     top = tl.full((BS,), float("-inf"), tl.float32)

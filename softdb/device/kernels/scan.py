@@ -1,7 +1,7 @@
-"""The best score of each group of records, and all scores of the chosen groups.
+"""Kernels of a search: one stores the best score of each group of records, one stores all scores of chosen groups.
 
-The k nearest records lie in the k groups with the largest best scores, ties by position: these groups' best records
-are k records that are nearer than every record of any other group.
+The k groups with the largest best scores contain the k nearest records: the best records of these k groups score
+higher than every record in any other group (or equal, at a lower position).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def group_bests(
     METRIC: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr, GROUP: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest score of a group of GROUP records: -inf if no record takes part, inf if a score overflows."""
+    """Store the largest score in a group of GROUP records: -inf if no record takes part, inf if a score overflows."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(queries, BQ)
     q_rows = (pid % blocks * BQ + tl.arange(0, BQ)).to(tl.int64)
@@ -47,8 +47,8 @@ def group_scores(
     METRIC: tl.constexpr, KEEP: tl.constexpr, MASK: tl.constexpr, ONCE: tl.constexpr, GROUP: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Store the scores of a chosen group for one query, by the same operations: -inf if dead, NaN if not finite."""
-    pid = tl.program_id(0).to(tl.int64)  # over (h, q, m)
+    """Store all scores in a group for one query, computed as in `group_bests`: -inf if dead, NaN if not finite."""
+    pid = tl.program_id(0).to(tl.int64)  # index into (h, q, m), flattened
     head, query = pid // m // queries, pid // m % queries
     group = tl.load(chosen + pid)
     q_valid = tl.arange(0, BQ) == 0

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 DOT, COSINE, L2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-COUNTS = ("heads", "queries", "n", "rows", "splits", "chunks", "tiles", "groups", "m")  # not compiled for each value
+COUNTS = ("heads", "queries", "n", "rows", "splits", "chunks", "tiles", "groups", "m")  # not specialized by value
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter cannot multiply bfloat16
 
 
 @triton.jit
 def product(x, y):  # (m, k) float32, (k, n) as stored -> (m, n) float32
-    """Return x y. For half-precision y, split x into parts with exact products: two of float16, three of bfloat16."""
+    """Return x y. If y is float16 (bfloat16), split x into two (three) such parts, whose products are exact."""
     if y.dtype == tl.float32:
         result = tl.dot(x, y, input_precision="ieee")
     elif y.dtype == tl.float16:
@@ -39,7 +39,7 @@ def product(x, y):  # (m, k) float32, (k, n) as stored -> (m, n) float32
 
 @triton.jit
 def rows_of(base, rows, stride, valid, first, width, B: tl.constexpr):  # -> (m, B)
-    """Load B numbers, from column `first` on, of rows (m,); 0 beyond the width and for rows that are not valid."""
+    """Load B columns of rows (m,), starting at column `first`; 0 beyond the width and for rows that are not valid."""
     columns = first + tl.arange(0, B)
     at = base + rows[:, None] * stride + columns[None, :]
     return tl.load(at, mask=valid[:, None] & (columns < width)[None, :], other=0.0)
@@ -47,7 +47,7 @@ def rows_of(base, rows, stride, valid, first, width, B: tl.constexpr):  # -> (m,
 
 @triton.jit
 def squares(keys):  # (m, BD) -> (m,) three times
-    """Return Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)², one of which neither underflows nor overflows."""
+    """Return Σ k², Σ (2⁶⁴ k)² and Σ (2⁻⁷⁰ k)² for each key: at least one neither underflows nor overflows."""
     keys = keys.to(tl.float32)
     up, down = keys * 18446744073709551616.0, keys * 8.470329472543003e-22
     return tl.sum(keys * keys, 1), tl.sum(up * up, 1), tl.sum(down * down, 1)
@@ -55,7 +55,7 @@ def squares(keys):  # (m, BD) -> (m,) three times
 
 @triton.jit
 def inverse_lengths(sums, small, large):  # (m,) each, as `squares`
-    """Return 1 / ‖k‖; 0 for a vector of zeros."""
+    """Return 1 / ‖k‖ for each key, from the sums of `squares`; 0 for a key of zeros."""
     inverse = tl.div_rn(1.0, tl.sqrt_rn(sums))
     tiny = tl.where(small >= 4.7e-38, tl.div_rn(18446744073709551616.0, tl.sqrt_rn(small)), 0.0)
     huge = tl.div_rn(8.470329472543003e-22, tl.sqrt_rn(large))
@@ -67,7 +67,7 @@ def distances(
     q, q_rows, q_stride, q_valid, k, k_rows, k_stride, k_valid, d,
     BQ: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Return -‖q - k‖² (BQ, BN), summed from differences, BL numbers at a time."""
+    """Return -‖q - k‖² (BQ, BN), summed from the differences of BL columns at a time."""
     scores = tl.zeros((BQ, BN), tl.float32)
     for first in range(0, d, BL):
         queries = rows_of(q, q_rows, q_stride, q_valid, first, d, BL)
@@ -82,9 +82,9 @@ def scored(
     q, q_tile, q_rows, q_stride, q_valid, k, k_rows, k_stride, k_valid, d,
     METRIC: tl.constexpr, ONCE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Return scores (BQ, BN) and, for cosines, the inverse lengths (BN,) of the keys.
+    """Return scores (BQ, BN) and 1 / ‖k‖ (BN,), which is 1 unless the metric is cosine.
 
-    ONCE: d ≤ BD, and `q_tile` holds the whole queries; then the caller's loop has no inner loop, and can prefetch.
+    ONCE is True if d ≤ BD: `q_tile` has all columns of the queries. There is no inner loop, so Triton can prefetch.
     """
     inverse = tl.full((BN,), 1.0, tl.float32)
     if METRIC == L2:
@@ -114,7 +114,7 @@ def scored(
 
 @triton.jit
 def present(keep, at, valid, KEEP: tl.constexpr):  # (m,) -> (m,)
-    """Return the mask of records that take part in any query."""
+    """Return `valid` without the records that `keep` excludes from all queries."""
     if KEEP:
         valid = valid & (tl.load(keep + at, mask=valid, other=0) != 0)
     return valid
@@ -122,7 +122,7 @@ def present(keep, at, valid, KEEP: tl.constexpr):  # (m,) -> (m,)
 
 @triton.jit
 def together(mask, q_rows, q_stride, q_valid, at, valid, MASK: tl.constexpr):  # (BQ,), (BN,) -> (BQ, BN)
-    """Return the mask of records that take part in each query."""
+    """Return True for each pair of a query and a record that takes part in the query."""
     both = q_valid[:, None] & valid[None, :]
     if MASK:
         both = both & (tl.load(mask + q_rows[:, None] * q_stride + at[None, :], mask=both, other=0) != 0)
@@ -131,5 +131,5 @@ def together(mask, q_rows, q_stride, q_valid, at, valid, MASK: tl.constexpr):  #
 
 @triton.jit
 def finite(scores):
-    """Return the mask of finite scores."""
+    """Return True for each finite score."""
     return tl.abs(scores) < float("inf")

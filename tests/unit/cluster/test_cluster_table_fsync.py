@@ -53,7 +53,7 @@ def test_a_failed_sync_is_raised_and_retried(tmp_path: Path, seen: list[str], mo
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "sync", fails)
-        with pytest.raises(WriteFailed, match=r"could not be synced \(the disk is gone\); what was written may not"):
+        with pytest.raises(WriteFailed, match=r"could not be synced \(the disk is gone\); a crash of the machine may"):
             synced.sync()
     synced.sync()
     assert seen == ["a.lance", "."]
