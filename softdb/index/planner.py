@@ -17,8 +17,8 @@ PAIRS = 1 << 19  # compare pair by pair if queries times matches are at most thi
 
 CALL = 20_000_000  # fixed cost of a round of draws, in bytes read (as all costs below)
 CODE = 0.35  # cost to read one part of a code
-DRAWN = 6000  # cost to read a drawn record at a random address
-GATHERED = 6  # cost of each number of a drawn record's key
+DRAWN = 4000  # cost to read a drawn record at a random address
+GATHERED = 20  # cost of each number of a drawn record's key
 SPREAD = 5  # cost of each number of a drawn record's value, error sums included
 PASSED = 0.11  # cost of each number of a record for each query, when all records are read
 

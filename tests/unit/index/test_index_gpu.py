@@ -545,7 +545,7 @@ def test_indexes_are_built_on_the_gpu(fake: FakeGpu, monkeypatch: Any) -> None:
         assert report.met
         assert report.device == "cpu:0"
         assert report.codes in ("PQ4", "PQ20", "SQ8")
-        with pytest.raises(softdb.BadInput, match="no index of kind 'ivf' meets; the smallest, ivf PQ4"):
+        with pytest.raises(softdb.BadInput, match="but the smallest index of kind 'ivf', ivf PQ4"):
             db.build_index("ivf", memory=1000)
 
 
