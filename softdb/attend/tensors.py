@@ -101,5 +101,5 @@ class Columns(Source):
 
     @property
     def resolve(self) -> Resolve:
-        """Function that returns entries whose ids are the positions."""
+        """Function from row numbers to `RecordEntry` objects, with the row number as id."""
         return lambda rows, payloads=True, texts=False: {row: RecordEntry(row, row) for row in rows.tolist()}

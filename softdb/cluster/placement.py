@@ -55,7 +55,7 @@ def _named(id: Id) -> bytes:
 
 
 WINDOW = 1 << 20  # number of rows in a window
-REQUEST = {True: 1 << 14, False: 1 << 20}  # bytes read in the time of a request; key: True if in a folder
+REQUEST = {True: 1 << 14, False: 1 << 20}  # cost of one request in bytes read; True: table in a folder
 BATCH = 1 << 16  # number of ids read at once
 
 Rows = NDArray[np.int64]

@@ -265,7 +265,7 @@ class SoftDB(Verbs):
             MissingDependency: FAISS, or its GPU build, is not installed.
         """
         if self._store.mode != "rw":
-            raise ReadOnly("this handle is read-only; build the index from the one that writes")
+            raise ReadOnly("this handle is read-only; build the index with a handle that writes")
         vectors = None if queries is None else self.core.as_queries(queries).detach()
         if not isinstance(background, bool):
             raise BadInput(f"background is {check.shown(background)}; expected True or False")
@@ -301,7 +301,7 @@ class SoftDB(Verbs):
             queries: (q, d) typical queries; None: stored keys that are held out.
         """
         if self._store.mode != "rw":
-            raise ReadOnly("this handle is read-only; tune the index from the one that writes")
+            raise ReadOnly("this handle is read-only; tune the index with a handle that writes")
         vectors = None if queries is None else self.core.as_queries(queries).detach()
         with index_write_errors():
             return self._finder.tune(recall, None if k is None else check.integer(k, "k"), vectors)

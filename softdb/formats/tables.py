@@ -84,7 +84,9 @@ def _hugging_face(path: Path, size: int) -> Table:
     state = json.loads((path / "state.json").read_bytes())
     for file in (*state["_data_files"], *(state.get("_indices_data_files") or ())):
         if Path(file["filename"]).name != file["filename"]:
-            raise BadInput(f"{path.name} names {shown(file['filename'])}, outside of the folder, which is not read")
+            raise BadInput(
+                f"{path.name} names {shown(file['filename'])}, outside of the folder; save the dataset again"
+            )
     return replace(table_of(datasets.load_from_disk(str(path)), size), path=path)
 
 

@@ -38,7 +38,7 @@ BUILT = 3  # largest number of indexes built: the next one only if the one befor
 NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys by length; quantiles between them
 ALIKE = 1.001  # lengths whose ratio is below this count as equal, so that rounding does not separate them
 FITTED = 256  # number of queries that fit the rule by which an index chooses lists
-AIMS = 4  # largest number of times that the goal is set; it is raised while held-out queries have a lower recall
+AIMS = 4  # largest number of tuning rounds, each for a higher goal, until held-out queries reach the target recall
 
 
 class Target(NamedTuple):

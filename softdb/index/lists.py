@@ -58,7 +58,7 @@ class Lists(Sketches):
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """Return an empty index with centroids (by k-means), rotations and words trained on the sample."""
+        """Return an empty index with centroids (by k-means), a rotation and codebooks trained on the sample."""
         inner = Quantizer.train(sample, lists_in(count, sample), parts_in(codes), metric is Metric.L2)
         return cls(metric, inner, inner.sketched(sample, metric is Metric.L2))
 

@@ -30,7 +30,7 @@ from softdb.store.segments import MAX_ROWS, header
 _AT_ONCE = 8192  # maximum rows or slots read at once
 _BYTES = 1 << 26  # maximum bytes read at once
 HEAD = len(header(np.dtype(np.float32), (MAX_ROWS, 1)))  # bytes of the header of every column file
-_CHANCE = 1e-5  # largest expected number of matches by chance with which a search is trusted
+_CHANCE = 1e-5  # matches are trusted if fewer are expected by chance
 _NAME = re.compile(r"(keys|values)-(\d{8,18})\.npy")
 
 Numbers = NDArray[np.int64]

@@ -38,7 +38,7 @@ class Mark(NamedTuple):
 
 
 def mark(place: str | int, folder: int | None = None) -> Mark | None:
-    """Return the mark of a path or a descriptor; None if there is no file. With `folder`, links are not followed."""
+    """Return device, inode, size and times of a file; None if there is none. With `folder`, links are not followed."""
     try:
         status = os.stat(place, dir_fd=folder, follow_symlinks=folder is None)
     except OSError:

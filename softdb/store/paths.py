@@ -15,7 +15,7 @@ from softdb.check import MAX_DEPTH, shown
 from softdb.errors import BadFilter, BadInput
 
 _MAX_NUMBERS = 4  # numbers in a path, at most: each may mean a list's index or a field, so 4 give 16 paths
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # a longer one overflows in SQLite below 3.54, to another index
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")  # longer ones overflow in SQLite below 3.54, and name another element
 
 
 def utf8(text: str, what: str = "where holds") -> str:

@@ -158,8 +158,8 @@ def _refuse_empty(m: int, groups: list[list[int]], share: float, choose: bool) -
     ways += ["another holdout"] * (len(groups) > held_out_sides)
     ways += ["patience None (--patience 0 on the command line)"] * (choose and len(groups) > 1)
     raise BadInput(
-        f"{m} queries in {len(groups)} groups, the largest of {largest}, leave a side empty when {share:g} are "
-        f"held out: queries that share a positive stay together; {', or '.join(ways)}"
+        f"holdout={share:g} leaves the training or a held-out set empty: queries that share a positive stay together, "
+        f"and the {m} queries form {len(groups)} groups, the largest of {largest}; {', or '.join(ways)}"
     )
 
 

@@ -73,7 +73,7 @@ class QueryProjection(torch.nn.Linear):
             return vectors
         if vectors.shape[1] != self.in_features:
             raise BadInput(
-                f"the projection is of queries {self.in_features} wide but this database is {vectors.shape[1]} wide; "
+                f"the projection expects queries of width {self.in_features}, but the database has {vectors.shape[1]}; "
                 "use the projection that was trained for it"
             )
         with check.precise():

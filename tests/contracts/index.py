@@ -99,7 +99,7 @@ class IndexContract:
         with softdb.open(tmp_path / "db", mode="r") as db:
             assert index_report(db).target == 0.99
             assert db.search(queries, k=10).rows.tolist() == actual
-            with pytest.raises(softdb.ReadOnly, match="tune the index from the one that writes"):
+            with pytest.raises(softdb.ReadOnly, match="tune the index with a handle that writes"):
                 db.tune()
 
     def made(self, path: Path | None = None, **words: Any) -> tuple[softdb.SoftDB, Floats, Floats]:

@@ -176,7 +176,7 @@ def test_files_of_hugging_face_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     state = {"_data_files": [{"filename": "../secret.arrow"}]}
     (tmp_path / "d" / "state.json").write_text(json.dumps(state))
-    refused(tmp_path / "d", r"d names '\.\./secret\.arrow', outside of the folder, which is not read")
+    refused(tmp_path / "d", r"d names '\.\./secret\.arrow', outside of the folder; save the dataset again")
 
 
 def test_a_lance_table_with_files_elsewhere(tmp_path: Path) -> None:

@@ -580,7 +580,7 @@ def test_models_of_the_old_keys_are_refused(dim: int) -> None:
             with pytest.raises(softdb.StaleRead, match="all keys of the database were made anew"):
                 ask()
         if dim != 8:
-            with pytest.raises(softdb.BadInput, match="the projection is of queries 8 wide but this database is 12"):
+            with pytest.raises(softdb.BadInput, match="expects queries of width 8, but the database has 12"):
                 projection.of(db, [text(3)])
         with pytest.raises(softdb.SoftDBError, match=r"made anew|8 wide"):
             memory(torch.ones(1, 8))

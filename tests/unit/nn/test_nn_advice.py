@@ -193,7 +193,7 @@ def require_fit(db: softdb.SoftDB, right: list[int], **words: Any) -> None:
     assert len(fitted.history) == 1
 
 
-@advice(" leave a side empty when ")
+@advice(" leaves the training or a held-out set empty")
 def test_training_holds_some_pairs_out(folder: Path) -> Steps:
     with with_values() as db:
         yield lambda: require_fit(db, [0, 0, 0, 0])

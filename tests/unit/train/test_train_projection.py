@@ -165,7 +165,7 @@ def test_the_caller_may_choose_the_held_out_queries() -> None:
     names[int(parts.test[0])] = False
     with pytest.raises(BadInput, match=r"\d held-out queries, the first is query \d+, share a right record"):
         fit(db, queries, positives, holdout=names)
-    with pytest.raises(BadInput, match="leave a side empty when 1 are held out"):
+    with pytest.raises(BadInput, match="holdout=1 leaves the training or a held-out set empty"):
         fit(db, queries, positives, holdout=names | True)
 
 
@@ -240,7 +240,7 @@ def test_queries_hang_together_through_others() -> None:
 
 @pytest.mark.parametrize("positives", [[["a"]] * 9, [["a"], ["b"]], [["a"]]])
 def test_impossible_held_out_sets_are_refused(positives: list[list[Id]]) -> None:
-    with pytest.raises(BadInput, match=r"leave a side empty when 0\.2 are held out: queries that share a positive"):
+    with pytest.raises(BadInput, match=r"holdout=0\.2 leaves the training or a held-out set empty: queries that"):
         split(torch.arange(float(len(positives)))[:, None], positives, 0.2, True, 0)
 
 
