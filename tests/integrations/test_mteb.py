@@ -103,7 +103,7 @@ def test_senseless_arguments_are_refused() -> None:
     for match, given, how in (
         ("4 wide", np.ones((1, 4)), {}),
         ("NaN", np.full((1, 3), np.nan), {}),
-        ("give query_idx_to_id", np.ones((1, 3)), {"top_ranked": {"q": ["a"]}}),
+        ("in query_idx_to_id", np.ones((1, 3)), {"top_ranked": {"q": ["a"]}}),
         ("give every query's", np.ones((2, 3)), {"top_ranked": {"q": ["a"]}, "query_idx_to_id": {0: "q"}}),
         ("'z' of top_ranked", np.ones((1, 3)), {"top_ranked": {"q": ["z"]}, "query_idx_to_id": {0: "q"}}),
     ):

@@ -172,4 +172,4 @@ def test_the_command_lists_the_losses(worlds: dict[str, World], tmp_path: Path) 
     run = CliRunner().invoke(app, ["verify", str(tmp_path / "db"), "--repair", str(tmp_path / "again"), "--json"])
     assert json.loads(run.stdout)["lost"][0]["id"] == 12
     run = CliRunner().invoke(app, ["verify", str(tmp_path / "db"), "--dim", "3"])
-    assert (run.exit_code, "expected the path alone; add --repair" in run.output) == (1, True)
+    assert (run.exit_code, "other settings go with --repair" in run.output) == (1, True)

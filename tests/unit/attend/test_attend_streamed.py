@@ -310,7 +310,7 @@ def test_tensors_that_a_callable_hides_are_refused(queries: Tensor, keys: Array,
         actual: Tensor = NegativeL2()(queries, keys) / bandwidth
         return actual
 
-    with pytest.raises(BadInput, match=r"not parameters of it.*nn\.Module"):
+    with pytest.raises(BadInput, match=r"not its parameters.*nn\.Module"):
         stream(queries, world, score, 1.0)
     with torch.no_grad():
         stream(queries, world, score, 1.0)

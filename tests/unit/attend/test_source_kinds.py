@@ -75,7 +75,7 @@ class TestSharded(SourceContract):
 
     def test_records_that_lie_elsewhere_are_not_listed(self, world: World) -> None:
         for ask in (lambda: world.source.live, lambda: world.source.blocks(1)):
-            with pytest.raises(BadInput, match="lie on the shards of a cluster"):
+            with pytest.raises(BadInput, match="are on a cluster's shards"):
                 ask()
 
 

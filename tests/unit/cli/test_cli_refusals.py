@@ -62,7 +62,7 @@ def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> N
     np.save(tmp_path / "wide.npy", np.zeros((3, 17)))
     assert "queries are 17 wide but this database's keys are 16 wide" in fails(*ivf, "--queries", tmp_path / "wide.npy")
     assert "memory is 'much'; expected a number of bytes" in fails(*ivf, "--memory", "much")
-    assert "memory is 9 bytes, which no index of kind 'ivf' meets" in fails(*ivf, "--memory", 9)
+    assert "memory is 9 bytes, but the smallest index of kind 'ivf'" in fails(*ivf, "--memory", 9)
     assert "recall is 2.0; expected a share" in fails(*ivf, "--recall", 2)
     assert "4 records are too few to train an index on" in fails("index", plane, "--kind", "ivf")
     assert "there is no index to tune, searches are exact" in fails("tune", vectors)

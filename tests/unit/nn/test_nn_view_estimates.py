@@ -168,5 +168,5 @@ def test_senseless_arguments_are_refused() -> None:
         view.attend(queries, max_draws=10, generator=3)  # type: ignore[arg-type]
     with pytest.raises(softdb.BadInput, match="takes no rtol"):
         retrieval_loss(view, queries, [1, 2, 3, 4], rtol=0.1)
-    with pytest.raises(softdb.BadInput, match=r"no estimate|no index knows"):
+    with pytest.raises(softdb.BadInput, match=r"no estimate|no index can estimate"):
         view.attend(queries, max_draws=10, score=softdb.scores.Laplacian(1.0))

@@ -114,7 +114,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"keys": True, "rtol": 0.1}, r"rtol is 0\.1 but keys are trained, too"),
+        ({"keys": True, "rtol": 0.1}, r"rtol is 0\.1, but training keys allows no rtol"),
         ({"keys": 0}, "keys is 0"),
         ({"keys": "all"}, "keys is 'all'"),
     ],
