@@ -176,7 +176,10 @@ def test_files_that_hold_no_projection(tmp_path: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(BadInput, match=message):
             load(tmp_path / f"{name}.pt")
-    with softdb.open(None, dim=2) as db, pytest.raises(BadInput, match="of queries 3 wide but this database is 2 wide"):
+    with (
+        softdb.open(None, dim=2) as db,
+        pytest.raises(BadInput, match="expects queries of width 3, but the database has 2"),
+    ):
         QueryProjection(3).of(db, [[1, 2]])
 
 

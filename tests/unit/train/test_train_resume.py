@@ -221,7 +221,7 @@ def test_pairs_that_make_no_sense() -> None:
         BadInput, match="positives are 1 for 240 queries; give one id, or one list of ids, for each query"
     ):
         fit(db, queries, "r0")
-    with pytest.raises(BadInput, match="0 queries in 0 groups"):
+    with pytest.raises(BadInput, match="the 0 queries form 0 groups"):
         fit(db, torch.zeros(0, D), [])
     with pytest.raises(BadInput, match="queries are 7 wide but"):
         fit(db, queries[:, 1:], positives)
