@@ -293,7 +293,7 @@ class SoftDB(Verbs):
     def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
         """Measure the index's recall, set its search effort to reach the target, and return the report.
 
-        Call it after many changes, or for queries of another kind. The codes stay. Cost: exact search of 512 queries.
+        Call it after many changes, or for queries of another kind. The codes stay. Cost: exact search of 1,024 queries.
 
         Args:
             recall: share of the true k nearest to find; None: as before.
