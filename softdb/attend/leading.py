@@ -105,7 +105,7 @@ class TakingPart:
         )
 
     def rows(self, low: int, high: int) -> Tensor:  # (high - low, n) bool
-        """Return the mask of the keys for queries low … high - 1, numbered over all entries."""
+        """Return the mask of keys for queries low … high - 1, counting the queries of all entries."""
         places = torch.unravel_index(torch.arange(low, high, device=self.device), self.layout.moved)
         keys = torch.arange(self.layout.n, device=self.device)
         live = keys <= places[-1].unsqueeze(1) if self.causal else torch.ones_like(keys, dtype=torch.bool)

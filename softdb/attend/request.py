@@ -66,7 +66,7 @@ def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…
 
 
 class Population(Protocol):
-    """The attributes of a source from which a request counts records."""
+    """Attributes of a source that `Request.taking_part` needs to count records."""
 
     @property
     def live(self) -> Live:

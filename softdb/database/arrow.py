@@ -31,7 +31,7 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
         try:
             table = table.append_column(name, pyarrow.array(column))
         except (pyarrow.ArrowException, OverflowError) as error:
-            raise BadInput(f"field {name!r} is no column ({error}); export the whole payload instead") from None
+            raise BadInput(f"field {name!r} cannot become a column ({error}); export whole payloads") from None
     if names is None:
         return table
     id_types = ["id_is_int"] if converter.mixed and "id" in names else []

@@ -29,7 +29,7 @@ GATHERED = 1 << 22  # number of elements of candidates' keys scored at once: 16 
 
 
 def served(device: torch.device) -> bool:
-    """Return True if softdb computes queries over tensors on this device by this package."""
+    """Return True if softdb computes queries over tensors on this device by `softdb.device`."""
     return device.type == "cuda" or usable(device) is None
 
 

@@ -152,7 +152,7 @@ def _qdrant(path: Path, file: Any, size: int, name: str | None) -> Iterator[Any]
     if [row[2] for row in connection.execute("PRAGMA main.table_list(points)")] != ["table"] or any(
         row[6] for row in connection.execute("PRAGMA main.table_xinfo(points)")
     ):
-        raise BadInput(f"{path.name}: points is no plain table; give a folder that Qdrant has written")
+        raise BadInput(f"{path.name} has no plain table points; give a folder that Qdrant has written")
     ((rows,),) = connection.execute("SELECT coalesce(max(rowid), 0) FROM points")
     yield {"rows": rows}
     blobs = connection.execute("SELECT point FROM points")

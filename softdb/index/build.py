@@ -173,7 +173,7 @@ def _aimed(trial: _FullTrial, recall: float, progress: Progress) -> tuple[Settin
     goal, best = recall, None
     for aim in range(AIMS):
         setting = aimed_at(goal)
-        if best is None and trial.afford(setting):  # the index must now find the outliers that were dropped
+        if best is None and trial.afford(setting):  # the index alone finds dropped outliers: aim again
             setting = aimed_at(goal)
         each = trial.recalls(setting.effort, setting.fetch_k, held_out=True)
         measured = round(float(each.mean()), 9)
@@ -212,7 +212,7 @@ class _FullTrial:
         self.searcher = Searcher(index)
         self.wanted = k + (own is not None)
         self.truth: Rows = (index.devices or flat).nearest(snapshot, Query(queries, self.wanted, index.metric))
-        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # recalls (q,) by effort, fetch_k and half
+        self.known: dict[tuple[int, int, bool], NDArray[np.float64]] = {}  # (q / 2,) by effort, fetch_k, held_out
         self.ordinary: tuple[Rows, Rows] | None = None  # rows other than outliers, and their true nearest (q / 2, k)
 
     def fit(self) -> None:

@@ -184,7 +184,7 @@ def top(
     positions: Tensor,  # (q, m)
     width: int,
 ) -> Best:
-    """Return the `width` best of the best scores so far and other scores."""
+    """Merge other scores into the best so far, and return the `width` best."""
     if best is not None:
         scores, positions = torch.cat([best.scores, scores], 1), torch.cat([best.positions, positions], 1)
     if scores.shape[1] <= width:

@@ -168,7 +168,7 @@ class Coded(NamedTuple):
     sketches: NDArray[np.uint8]  # (n, parts / 2) the coarser codes
     gains: NDArray[np.uint8]  # (n,) factors of the coarser codes, at least 1, in steps of 1 / GAIN
     errors: NDArray[np.uint8]  # (n,) errors of the coarser codes in steps of `error_step`, rounded up
-    corrections: NDArray[np.float16]  # (n,) offsets of the coarser codes with a factor of 1
+    corrections: NDArray[np.float16]  # (n,) `offsets(1.0)` of the coarser codes, in units
 
     def take(self, which: NDArray[Any]) -> Coded:
         """Return the records that a mask or an array of indices selects."""

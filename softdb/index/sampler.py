@@ -25,9 +25,9 @@ from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
 FIRST = 500  # number of records drawn for a query in the first round
-NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the newest cost in the moving mean; factor of a mean above 1 at each use
+NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the newest cost in the mean; decay of a mean above 1 at each use
 PLAIN = 0.05  # share of the draws that are uniform (kPlain of draw.cc)
-FEWEST = 10_000  # with fewer records comparing all costs less than any draw
+FEWEST = 10_000  # with fewer records a pass over all costs less than any draw
 
 
 class Drawing(NamedTuple):

@@ -83,7 +83,7 @@ def positives_of(
         if outside.any():
             raise BadInput(
                 f"positive {shown(names[int(outside.argmax())])} ({int(outside.sum())} of {len(names)}) is outside the "
-                "filter; every positive must match where=, or the loss compares with records that cannot win"
+                "filter; every positive must match where=, as the loss includes only records that match"
             )
     return Positives(request, source, check.padded(located, list(map(len, lists))))
 

@@ -47,8 +47,8 @@ def compact(store: Store) -> CompactReport:
 def _groups(snapshot: Snapshot) -> list[set[int]]:
     """Return groups of neighbouring segments, by their numbers; each group is to become one segment.
 
-    A segment without dead rows stays if it is at least half full, or as long as all later segments together. So a row
-    is copied about log n times in its life, and about log n segments remain.
+    A segment without dead rows stays if it is at least half full, or has no fewer rows than are live in all later ones.
+    So a row is copied about log n times in its life, and about log n segments remain.
     """
     groups: list[set[int]] = []
     group: list[int] = []  # indices of segments

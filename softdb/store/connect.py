@@ -94,7 +94,7 @@ def _require_plain(path: Path) -> None:
         with path.open("rb") as file:
             file.seek(-len(_SUPER), os.SEEK_END)
             if file.read() == _SUPER:
-                raise CorruptionError(f"{path.name} names another journal, which softdb does not write; remove it")
+                raise CorruptionError(f"{path.name} names a journal that softdb does not write; remove {path.name}")
 
 
 def _harden(connection: apsw.Connection) -> None:

@@ -128,7 +128,7 @@ def test_points_of_qdrant_that_are_no_plain_table(qdrant: tuple[Path, sqlite3.Co
     for statement in schema:
         qdrant[1].execute(statement)
     qdrant[1].close()
-    refused(qdrant[0], r"storage\.sqlite: points is no plain table; give a folder that Qdrant has written")
+    refused(qdrant[0], r"storage\.sqlite has no plain table points; give a folder that Qdrant has written")
 
 
 @pytest.mark.parametrize("memory", ["memo", "doubled"])

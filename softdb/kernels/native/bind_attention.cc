@@ -123,12 +123,12 @@ void bind_attention(nb::module_& module) {
         nb::gil_scoped_release unlocked;
         kernels().exponentials(x.data(), int64_t(x.shape(0)), out.data());
     }, "x"_a.noconvert(), "out"_a.noconvert(), "e^x of numbers that are not positive, as attention computes them.");
-    nb::class_<Piece>(module, "Piece", "Records that are visited: columns, and which of their rows.")
+    nb::class_<Piece>(module, "Piece", "A range of records: columns, and the rows that take part.")
         .def(nb::init<Rows, std::optional<Rows>, std::optional<Read<int32_t, 1>>, std::optional<Read<int64_t, 1>>,
                       std::optional<Read<int64_t, 1>>, std::optional<Read<bool, 2>>, int64_t, int64_t>(),
              "keys"_a.noconvert(), "values"_a.none().noconvert(), "labels"_a.none().noconvert(),
              "rows"_a.none().noconvert(), "places"_a.none().noconvert(), "mask"_a.none().noconvert(), "low"_a, "high"_a);
-    nb::class_<Attention>(module, "Attention", "What queries ask of every piece.")
+    nb::class_<Attention>(module, "Attention", "Queries of exact attention, and the parameters that all pieces share.")
         .def(nb::init<Read<float, 2>, const std::string&, float, float, int64_t, std::optional<Read<float, 1>>>(),
              "queries"_a.noconvert(), "metric"_a, "inverse_temperature"_a, "negligible"_a, "num_classes"_a = 0,
              "centre"_a.none().noconvert() = nb::none())

@@ -122,14 +122,14 @@ void bind_scores(nb::module_& module) {
     module.def("rerank", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
                             Table<int64_t> matches, Table<float> scores) {
         return kernels().rerank({queries, positions, keys.stored, Metric(metric), matches, scores});
-    }, free, "The best of each query's candidates by exact score; whether all were found, and no score is NaN.");
+    }, free, "Write the best of each query's candidates by exact score; True if there are k each and no score is NaN.");
     module.def("take_in", [](Table<const float> queries, Line<const int64_t> positions, Table<const float> keys,
                              Line<const double> lengths, Table<int64_t> matches, Table<float> scores) {
         return kernels().take_in({queries, positions.first, keys, lengths.first, matches, scores});
-    }, free, "The k best of those found and of the longest keys.");
+    }, free, "Merge the longest keys into the k best of each query; True if any match changed.");
     module.def("prepare", [](Table<const float> queries, bool cosine, Table<float> out) {
         return kernels().prepare({queries, cosine, out});
-    }, "Queries of length 1 for the cosine; whether all numbers are finite.");
+    }, "Write queries, of length 1 for the cosine; True if all numbers are finite.");
     module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
                            Table<float> scores) {
         kernels().score({queries, positions, keys.stored, Metric(metric), scores, {}});
@@ -141,12 +141,12 @@ void bind_scores(nb::module_& module) {
     module.def("scan", [](Table<const float> queries, const StoredColumn& keys, int metric, Line<const bool> keep, int64_t low,
                           int64_t high, Table<int64_t> matches, Table<float> scores) {
         return kernels().scan({queries, keys.stored, Metric(metric), keep.first, low, high, matches, scores});
-    }, free, "The best of the records by scores in float32; whether some score is NaN or infinite.");
+    }, free, "Write the best records by scores in float32; True if a score is NaN or infinite.");
     module.def("rescore", [](Table<const float> queries, Table<const int64_t> positions, Line<const double> floor,
                             const StoredColumn& keys, int metric, Table<int64_t> matches, Table<double> exact, int64_t k,
                             Line<bool> unsure) {
         kernels().rescore({queries, positions, floor.first, keys.stored, Metric(metric), matches, exact, k, unsure.first});
-    }, free, "Their order by scores in float64, and whether it is sure.");
+    }, free, "Sort candidates by scores in float64, and mark queries whose order is unsure.");
 }
 
 // Pointers to the arrays of an index, which the caller keeps alive.
@@ -225,7 +225,7 @@ void bind_lists(nb::module_& module) {
     module.def("bars", [](Table<double> figures, Table<const float> sums, double z, double doubt) {
         kernels().bars({figures, sums, z, doubt});
     }, free);
-    nb::class_<BoundLists>(module, "Lists", "Inverted lists where they lie, for as long as their arrays live.")
+    nb::class_<BoundLists>(module, "Lists", "Inverted lists, read in place: the arrays must outlive this object.")
         .def(nb::init<int64_t, Table<const uint8_t>, Line<const float>, Table<const uint8_t>, Line<const float>,
                       Line<const float>, Line<const float>, Line<const int64_t>, Table<const uint8_t>,
                       Table<const uint16_t>, Table<const uint16_t>, double, Table<const float>, int64_t,
@@ -250,7 +250,7 @@ void bind_lists(nb::module_& module) {
         kernels().encode({residuals, centroids, own.first, squares.first, words.first, halves.first, halves.rows,
                           words.rows / halves.rows, float(peak), codes, factors.first, central.first, errors.first});
     }, free);
-    nb::class_<BoundSketch>(module, "Sketch", "Coarser codes where they lie, for as long as their arrays live.")
+    nb::class_<BoundSketch>(module, "Sketch", "Coarser codes, read in place: the arrays must outlive this object.")
         .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,
                       Table<const uint16_t>, double, double, Table<const float>, int64_t, Line<const float>,
                       Line<const float>, Line<const float>, Line<const float>, Table<const float>, Table<const float>,
@@ -282,7 +282,7 @@ void bind_lists(nb::module_& module) {
             args.value_radius = value_radius, args.salt = salt, args.z = z, args.doubt = doubt, args.fewest = fewest, args.slight = slight;
             args.output = output, args.moved = moved, args.first = first, args.sums = sums, args.roots = roots;
             args.weights = weights;
-        }, "Where the answers go.")
+        }, "Set the arrays that answers are written to.")
         .def("run", [](BoundDraw& draw) {
             const int64_t bytes = kernels().draw_scratch(draw.args);
             static thread_local std::vector<char> kept;  // reused, as new pages cost more than the work on them
@@ -297,7 +297,7 @@ void bind_lists(nb::module_& module) {
 }  // namespace
 
 void bind_records(nb::module_& module) {
-    nb::class_<StoredColumn>(module, "Column", "A stored column where it lies, for as long as its arrays live.")
+    nb::class_<StoredColumn>(module, "Column", "A stored column, read in place: its arrays must outlive this object.")
         .def(nb::init<Line<const int64_t>, Line<const int64_t>, int64_t, int>());
     module.attr("SIGNS") = kSigns;
     module.attr("FIGURES") = int64_t(Figure::count);

@@ -91,7 +91,7 @@ def test_to_arrow_takes_columns_and_fields_and_a_filter() -> None:
         assert db.to_arrow(["key"], where={"year": 2000}).to_pydict() == {"key": [[0.0, 1.0]]}
         assert db.to_arrow().schema.field("key").type == pa.list_(pa.float32(), 2)
         db.update([1], payloads=[{"year": "late"}])
-        with pytest.raises(softdb.BadInput, match="to_arrow: field 'year' is no column"):
+        with pytest.raises(softdb.BadInput, match="to_arrow: field 'year' cannot become a column"):
             db.to_arrow(["year"])
         with pytest.raises(softdb.BadInput, match="to_arrow: columns are 'id'; expected a list of names"):
             db.to_arrow("id")

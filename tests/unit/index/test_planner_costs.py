@@ -49,6 +49,11 @@ def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, 
         torch.testing.assert_close(alone.scores, every.scores[i : i + 1])
 
 
+def test_a_draw_of_a_wide_key_costs_more() -> None:
+    narrow, wide = (draw_cost(1, 0, 0, 1000, d, 0) - draw_cost(1, 0, 0, 0, d, 0) for d in (64, 384))
+    assert 1.5 * narrow < wide < 6 * narrow
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_infinite_queries_are_refused(db: softdb.SoftDB, bad: float) -> None:
     queries = np.ones((2, 24), np.float32)

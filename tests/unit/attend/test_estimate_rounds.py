@@ -1,0 +1,94 @@
+"""Rounds of an estimate: how many records a further round draws, and how answers of several rounds are joined."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from softdb.attend.result import Estimated
+from softdb.attend.rounds import MARGIN, WRONG, Estimator, Round
+from softdb.check import Tolerance
+
+BUDGET, ALLOWED = 500, 0.05
+
+
+@pytest.fixture(autouse=True)
+def never_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Estimator, "too_dear", lambda *_: False)
+
+
+def further(bar: float, stderr: float, records: int = 10**6) -> list[int]:
+    """Budgets of the rounds that follow one of BUDGET draws, for one query whose error may be ALLOWED."""
+    unused: Any = None
+    eligible: Any = SimpleNamespace(inside=records)
+    tolerance = Tolerance(0.05, 0.0, 0.95, None)
+    estimator = Estimator(unused, unused, tolerance, unused, eligible, 1.0, unused, unused, records)
+    task = Round(np.arange(1), BUDGET)
+    met, rounds, passed = estimator.after(task, np.array([bar]), np.array([ALLOWED]), np.array([stderr]))
+    assert met.tolist() == [bar <= ALLOWED]
+    assert not len(passed)
+    return [more.budget for more in rounds]
+
+
+def test_a_met_tolerance_needs_no_further_round() -> None:
+    assert further(ALLOWED, ALLOWED / 2) == []
+
+
+def test_a_bar_that_draws_explain_is_met_by_one_further_round() -> None:
+    assert further(20 * ALLOWED, 10 * ALLOWED) == [int(MARGIN * 400 * BUDGET)]
+
+
+@pytest.mark.parametrize("bar", [1e3 * ALLOWED, math.inf])
+def test_a_bar_that_draws_do_not_explain_asks_for_a_bounded_round(bar: float) -> None:
+    assert further(bar, ALLOWED / 10) == [4 * BUDGET]
+    assert further(bar, 100 * ALLOWED) == [WRONG * BUDGET]
+
+
+@pytest.mark.parametrize("size", [1e3, 1e200, math.inf])
+def test_a_further_round_draws_no_more_than_all_records(size: float) -> None:
+    assert further(size * ALLOWED, size * ALLOWED / 2, records=30_000) == [30_000]
+
+
+def partial(numbers: list[float], width: int) -> Estimated:
+    """The answer to some queries: each column repeats the query's number."""
+    column = torch.tensor(numbers)
+    wide = column[:, None].repeat(1, width)
+    return Estimated(
+        column[:, None].repeat(1, 3), column, column, column, column, column > 0, wide.long(), wide, wide, column.long()
+    )
+
+
+def test_answers_of_rounds_are_joined_in_the_order_of_the_queries() -> None:
+    first, second = partial([3.0, 9.0, 1.0], 4), partial([2.0, 4.0], 2)  # 9 was not met in the first round
+    parts = [(np.array([2, 0]), np.array([0, 2]), first), (np.array([1, 3]), np.arange(2), second)]
+    answer = Estimated.joined(4, parts)
+    expected = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for column in (
+        answer.output[:, 2],
+        answer.lse,
+        answer.bar,
+        answer.positions[:, 0],
+        answer.scores[:, 1],
+        answer.drawn,
+    ):
+        assert torch.equal(column.float(), expected)
+    assert answer.positions[1].tolist() == [2, 2, -1, -1]
+    assert answer.scores[3].tolist() == [4, 4, -math.inf, -math.inf]
+    assert answer.weights[1].tolist() == [2, 2, 0, 0]
+    assert answer.met.all()
+
+
+def test_joined_answers_keep_the_graph() -> None:
+    output = torch.ones(1, 3, requires_grad=True)
+    graphed = partial([1.0], 1)._replace(output=output)
+    answer = Estimated.joined(
+        2, [(np.array([1]), np.arange(1), graphed), (np.array([0]), np.arange(1), partial([2.0], 1))]
+    )
+    answer.output[1].sum().backward()  # type: ignore[no-untyped-call]
+    assert output.grad is not None
+    assert output.grad.tolist() == [[1.0, 1.0, 1.0]]
