@@ -58,7 +58,7 @@ def attention(
     value: Any,
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,
     valid_len: Any = None,
@@ -74,7 +74,7 @@ def attention(
     value: Any,
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,
     valid_len: Any = None,
@@ -90,7 +90,7 @@ def attention(
     value: Any,  # (…, n, v)
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,  # bool, broadcasts to (…, m, n)
     valid_len: Any = None,  # (b,) or (b, m)
@@ -150,7 +150,10 @@ def attention(
     layout = Layout.of(*tensors)
     live = TakingPart.of(layout, mask, valid_len, is_causal, tensors[0].device)
     queries, keys, values = layout.queries(tensors[0]), layout.records(tensors[1]), layout.records(tensors[2])
-    request = Request.of(queries, score, weights, check.temperature(temperature))
+    heat = check.temperature(temperature, (*layout.lead, layout.m))
+    if isinstance(heat, Tensor):
+        heat = layout.queries(heat.view(*layout.lead, layout.m, 1)).squeeze(-1)
+    request = Request.of(queries, score, weights, heat)
     call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or has_width, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:

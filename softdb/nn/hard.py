@@ -36,7 +36,7 @@ def hard_attention(
     queries: Vectors,  # (q, d)
     n: int = 1,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
@@ -172,7 +172,7 @@ def straight_through(
     db: SoftDB,
     queries: Vectors,  # (q, d)
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     relaxation: float = 1.0,
     k: int | None = None,
     score: Score | ScoreFunction | None = None,

@@ -46,7 +46,7 @@ ZERO_WEIGHT_LOSS = 100.0  # loss of a label whose weight is 0, as in torch.nn.BC
 class AttendOptions(TypedDict, total=False):
     """Arguments of `SoftDB.attend` that a loss passes on; None means the default."""
 
-    temperature: float | None
+    temperature: float | Tensor | None
     score: Score | ScoreFunction | None
     weights: str | Weighting | None
     k: int | None
@@ -64,7 +64,7 @@ def retrieval_loss(
     queries: Vectors,  # (q, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
-    temperature: float | None = None,
+    temperature: float | Tensor | None = None,
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
@@ -140,7 +140,7 @@ def info_nce(
     in_batch: bool = True,
     skip: int = 0,
     among: int | None = None,
-    temperature: float | None = None,
+    temperature: float | Tensor | None = None,
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,

@@ -97,7 +97,7 @@ class Memory(Reindexed):
         keys: bool = True,
         values: bool | None = None,
         k: int = 32,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         reindex: Policy | int | None = None,
         overfetch: int = 2,
     ) -> None:

@@ -47,7 +47,7 @@ def positives_of(
     db: Records,
     queries: Vectors,
     positives: Any,
-    temperature: float | None,
+    temperature: float | Tensor | None,
     score: Score | ScoreFunction | None,
     where: dict[str, Any] | None,
     k: int | None = None,

@@ -41,7 +41,7 @@ def gradient_report(
     db: SoftDB,
     queries: Vectors,  # (q, d)
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
@@ -76,7 +76,7 @@ def gradient_report(
     [1.0, 1.0, 1.0]
     """
     request, source = database(db).core.request(queries, temperature, score, where=where)
-    vectors = request.queries.detach()
+    vectors = request.vectors.detach()
     shape = (len(vectors), source.width)
     if upstream is None:
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -133,7 +133,7 @@ class View(Reindexed):
         self,
         queries: Numbers,  # (q, d')
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         k: int | None = None,
         score: Score | ScoreFunction | None = None,
         where: dict[str, Any] | None = None,
@@ -212,7 +212,7 @@ class View(Reindexed):
     def request(
         self,
         queries: Vectors,  # (q, d')
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         score: Score | ScoreFunction | None = None,
         *,
         k: int | None = None,
@@ -230,7 +230,7 @@ class View(Reindexed):
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             vectors = check.queries(queries, query_width(score, self.dim), None, taker)
-            request = Request.of(vectors, score, None, check.temperature(temperature))
+            request = Request.of(vectors, score, None, check.temperature(temperature, vectors.shape[:-1]))
             folded = request.detached.folded
             indexable = (
                 (k is not None or tolerance is not None)
@@ -240,7 +240,7 @@ class View(Reindexed):
             )
             version = self._current(encoding) if indexable else None
             snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
-        if version is not None and request.score is score_of(self.metric):
+        if version is not None and request.plain_score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = Encoded(
             snapshot,
