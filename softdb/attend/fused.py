@@ -217,7 +217,8 @@ def backward(
 ) -> Array:  # (q, d) float32
     """Return the gradient for the queries. Add the gradients for keys and values to `column_grads` unless it is None.
 
-    With c the scales and z = c s the logits, dL/dc = Σ dz s = (Σ dz (z - top) + g_lse top) / c, as Σ dz = g_lse. Keys have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
+    With c the scales and z = c s the logits, dL/dc = Σ dz s = (Σ dz (z - top) + g_lse top) / c, as Σ dz = g_lse. Keys
+    have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
     """
     layout, (output_grad, lse_grad) = _PassLayout(queries, what, scales), grads
     # a gradient is a difference of keys: relative to the mean query, cancellation loses no digits

@@ -246,7 +246,7 @@ class Attention(torch.nn.MultiheadAttention):
             heads = heads + mass.view(-1, self.num_heads, 1) * bias.to(output.dtype).view(shape)
         return heads.flatten(0, 1)
 
-    def _learnt(self, q: Tensor, temperature: float | Tensor) -> list[State]:  # (q, h, head_dim) -> (q·h, head_dim) each
+    def _learnt(self, q: Tensor, temperature: float | Tensor) -> list[State]:  # (q, h, head_dim), () or (q·h,)
         """Return partial results (output, lse): of the learnt key and value (bias_k, bias_v), and of the zero ones."""
         states = []
         if self.bias_k is not None and self.bias_v is not None:
