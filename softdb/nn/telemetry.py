@@ -75,6 +75,7 @@ def gradient_report(
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]
     """
+    temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
     request, source = database(db).core.request(queries, temperature, score, where=where)
     vectors = request.vectors.detach()
     shape = (len(vectors), source.width)
@@ -153,6 +154,8 @@ class Telemetry:
         chosen = torch.randperm(len(queries), generator=self._generator)[: self.sample].to(queries.device)
         upstream = None if upstream is None else upstream.to(queries.device)[chosen]
         words = {"generator": self._generator, **words}
+        heat = check.temperature(words.get("temperature", 1.0), queries.shape[:1])
+        words["temperature"] = heat.detach()[chosen.to(heat.device)] if isinstance(heat, Tensor) else heat
         report = gradient_report(db, queries.detach()[chosen], upstream=upstream, **words)
         seconds = time.perf_counter() - start
         self.history.append({"step": step, "seconds": seconds, "queries": len(chosen), **report.means()})
