@@ -130,7 +130,7 @@ def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  
     if not is_tensor(value):
         return number(value, "temperature", expected, lambda x: x > 0)
     try:
-        every = _floating(value, expected).expand(*leading)
+        every = _floating(value, expected).broadcast_to(tuple(leading))
     except RuntimeError:
         raise BadInput(
             f"temperature has shape {tuple(value.shape)} and the queries {tuple(leading)}; expected a number, or a "

@@ -151,7 +151,9 @@ class Questions:
         Args:
             queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
                 the keys, unless the score compares other widths.
-            temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values.
+            temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values. A
+                number, or a floating tensor () or (q,), which gets a gradient; learn its logarithm, as it must stay
+                above 0. Not for normalised weights.
             score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, which
                 its index uses. (The default of `softdb.attention` is torch's: score=scores.ScaledDot().)
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"

@@ -146,7 +146,8 @@ class Attention(torch.nn.MultiheadAttention):
             k: attend only to the k records nearest to each head.
             rtol: estimate each head's Σ w v with a relative error of at most rtol; see `db.attend`.
             generator: random numbers for rtol, new with each call; pass one in training.
-            temperature: divides the scores, after √d.
+            temperature: divides the scores, after √d. With a database also a floating tensor that broadcasts to
+                (N, L, num_heads), such as (num_heads,), which gets a gradient.
 
         Raises BadInput for shapes that do not fit, and arguments not for this use; Closed for a closed database.
         """

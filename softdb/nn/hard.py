@@ -50,7 +50,7 @@ def hard_attention(
         db: the database.
         queries: (q, d) with their graph.
         n: draws for each query; with 2 or more, `leave_one_out` gives a baseline.
-        temperature: divides the scores.
+        temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
         score: as in `attend`.
         where: a filter on the payload.
         generator: random numbers of the draws; None: torch's default generator.

@@ -92,7 +92,8 @@ def retrieval_loss(
         db: the database, a `View` or a `Memory`; a Memory without k= uses its own k.
         queries: (q, d) with their graph, or q texts if the database has an encoder.
         positives: ids; at least one for each query, and any number of them.
-        temperature: divides the scores; None: 1, or the Memory's own.
+        temperature: divides the scores; a number, or a floating tensor () or (q,) with its graph. None: 1, or the
+            Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser with this relative error.

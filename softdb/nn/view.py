@@ -154,7 +154,7 @@ class View(Reindexed):
 
         Args:
             queries: numbers as wide as f(k), or a tensor with its graph.
-            temperature: divides the scores.
+            temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").

@@ -180,7 +180,7 @@ class ClusterContract(abc.ABC):
         samples = cluster.sample(queries, 4, temperature=heat)
         log_z = one.log_partition(queries, temperature=heat).value
         scored = one.search(queries, N, exact=True)
-        for i, own in enumerate(samples.ids):
+        for i, own in enumerate(samples.hits.ids):
             places = [scored.ids[i].index(name) for name in own]
             logits = scored.scores[i, places] / heat.expand(Q)[i]
             near(samples.log_prob[i], logits - log_z[i], 1e-9)

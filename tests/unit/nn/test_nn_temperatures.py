@@ -51,7 +51,8 @@ def heat_of(shape: tuple[int, ...] = (Q,)) -> Tensor:
 
 def require_equal_slopes(loss: Tensor, heat: Tensor, expected: Tensor, wide: Tensor) -> None:
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-4, atol=1e-5)
-    slopes = torch.autograd.grad(loss.sum(), heat)[0], torch.autograd.grad(expected.sum(), wide)[0]
+    pairs = ((loss, heat), (expected, wide))
+    slopes = [torch.autograd.grad(one.sum(), of, retain_graph=True)[0] for one, of in pairs]
     torch.testing.assert_close(slopes[0].double(), slopes[1], rtol=1e-4, atol=1e-5)
     assert float(slopes[1].abs().max()) > 1e-3
 
