@@ -86,6 +86,7 @@ def test_steps_learn_the_temperature_as_adam_does(metric: Any) -> None:
     assert f"{done.temperature:.3f}" in str(done).splitlines()[-1]
 
 
+@pytest.mark.filterwarnings("ignore::softdb.errors.TrainingWarning")
 def test_a_learnt_temperature_has_a_least_value() -> None:
     keys = keys_of()
     with holding(keys) as db:
