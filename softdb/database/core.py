@@ -163,8 +163,8 @@ class Core(Protocol[S]):
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         by = score_of(self.schema.metric) if score is None else score
-        temperature = check.temperature(temperature)
         tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
+        temperature = check.temperature(temperature, check.leading(queries) or (len(tensor),))
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
         request = Request.of(

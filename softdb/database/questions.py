@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Estimate, Hits, Pooled, Samples
+from softdb.answers import Estimate, Hits, Pooled, Samples, shaped_as
 from softdb.attend import Source
 from softdb.database.core import Core, SearchArguments
 from softdb.errors import BadInput, SoftDBError
@@ -29,7 +30,11 @@ V = TypeVar("V", bound="Questions")
 
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
-    """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
+    """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name.
+
+    If the first parameter is `queries`, the answer gets their leading dimensions: the method answers (…, d) as (q, d).
+    """
+    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,8 +44,10 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
             self.core.require_open()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 with check.precise():
-                    return method(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
+                    answer = method(self, *args, **kwargs)
+            else:
+                answer = method(self, *args, **kwargs)
+            return shaped_as(answer, args[0] if args else kwargs.get("queries")) if answers_queries else answer
         except DEVICE_ERRORS as error:
             raise self.core.device_failed(method.__name__, error) from error
         except SoftDBError as error:

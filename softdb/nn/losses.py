@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Pooled
+from softdb.answers import Pooled, shaped
 from softdb.check import shown
 from softdb.database import Verbs
 from softdb.errors import BadInput
@@ -59,6 +59,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 @eager
+@shaped
 def retrieval_loss(
     db: Records,
     queries: Vectors,  # (q, d)
@@ -131,6 +132,7 @@ def retrieval_loss(
 
 
 @eager
+@shaped
 def info_nce(
     db: Records,
     queries: Vectors,  # (q, d)
@@ -226,18 +228,19 @@ def label_loss(
     share = check.share(interpolation, "interpolation")
     true = class_labels(labels, classes)
     if logits is not None:
-        require_shape(logits, "logits", (len(true), classes))
+        require_shape(logits, "logits", (*true.shape, classes))
     pooled = _output(db, queries, asking)
-    if len(true) != len(pooled):
-        raise BadInput(f"labels are {len(true)} for {len(pooled)} queries; give one label for each query")
-    true = true.to(pooled.device).unsqueeze(1)
-    probability = pooled.gather(1, true)
+    if true.shape != pooled.shape[:-1]:
+        labelled, asked = (" × ".join(map(str, shape)) for shape in (true.shape, pooled.shape[:-1]))
+        raise BadInput(f"labels are {labelled} for {asked} queries; give one label for each query")
+    true = true.to(pooled.device).unsqueeze(-1)
+    probability = pooled.gather(-1, true)
     zero = probability < torch.finfo(probability.dtype).tiny  # its gradient 1 / p would be infinite
-    logs = probability.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)  # (q, 1)
+    logs = probability.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)  # (…, 1)
     if logits is not None:
-        model_logs = logits.to(logs).log_softmax(1).gather(1, true)
+        model_logs = logits.to(logs).log_softmax(-1).gather(-1, true)
         shares = logs.new_tensor([share, 1 - share]).log()
-        logs = torch.cat([logs, model_logs], 1) + shares
+        logs = torch.cat([logs, model_logs], -1) + shares
     _, likelihood = softmax(logs, 1.0, logs > -torch.inf)
     return reduce(-likelihood.masked_fill(likelihood == -torch.inf, -ZERO_WEIGHT_LOSS))
 
@@ -269,13 +272,13 @@ def pooled_loss(
     handle(db)
     output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
-    return reduce((output - targets.to(output)).square().sum(1))
+    return reduce((output - targets.to(output)).square().sum(-1))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # (q, v)
+def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # (…, v)
     if unknown := asking.keys() - AttendOptions.__annotations__.keys():
         raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
     options: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}

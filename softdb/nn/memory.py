@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from softdb import check
-from softdb.answers import Pooled
+from softdb.answers import Pooled, shaped
 from softdb.attend import Request
 from softdb.check import shown
 from softdb.database import SoftDB
@@ -144,7 +144,8 @@ class Memory(Reindexed):
     __call__: Callable[..., Pooled]
 
     @eager
-    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
+    @shaped
+    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d) or (…, d), a tensor with its graph
         """Answer the soft query over the k nearest records, by the current keys and values.
 
         `exact` is True with at most k records; else `missed_mass` is unknown, NaN. `finder` names the origin of the
