@@ -88,8 +88,8 @@ class Questions:
         If fewer records take part, the remaining columns have row -1 and score -inf.
 
         Args:
-            queries: (q, d) numbers, or q texts if the database has an encoder. A tensor keeps its graph: `hits.scores`
-                have gradients. Answers are in the queries' precision; a list is float32.
+            queries: (q, d) or (…, d) numbers, or q texts if the database has an encoder. A tensor keeps its graph:
+                `hits.scores` have gradients. Answers are in the queries' precision; a list is float32.
             k: number of records, default 10; not with `radius`.
             texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
                 Pass q texts. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
@@ -157,7 +157,8 @@ class Questions:
 
         Args:
             queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
-                the keys, unless the score compares other widths.
+                the keys, unless the score compares other widths. For queries (…, d), such as (b, h, m, d) in a
+                transformer, every part of the answer has these leading dimensions in place of q.
             temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values.
             score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, which
                 its index uses. (The default of `softdb.attention` is torch's: score=scores.ScaledDot().)
@@ -174,7 +175,7 @@ class Questions:
                 is inf where the draws bound no error. A few extreme records are pooled in addition.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
-            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) holds for every query.
+            mask: bool that broadcasts to (q, n) or (…, n), the n records with a key in row order, True = takes part.
             need_weights: return the weights of an exact answer: `weights` (q, n) of `hits`, all records that take part,
                 in row order. Memory q n. With `k` and tolerances the answer always has weights.
 

@@ -49,7 +49,7 @@ def hard_attention(
 
     Args:
         db: the database.
-        queries: (q, d) with their graph.
+        queries: (q, d) or (…, d) with their graph; an answer has their leading dimensions in place of q.
         n: draws for each query; with 2 or more, `leave_one_out` gives a baseline.
         temperature: divides the scores.
         score: as in `attend`.

@@ -62,7 +62,7 @@ class AttendOptions(TypedDict, total=False):
 @shaped
 def retrieval_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     temperature: float | None = None,
@@ -73,7 +73,7 @@ def retrieval_loss(
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
 
         loss = log Σ_i exp(s(q, k_i) / T) - log Σ_{i positive} exp(s(q, k_i) / T)
@@ -91,8 +91,9 @@ def retrieval_loss(
 
     Args:
         db: the database, a `View` or a `Memory`; a Memory without k= uses its own k.
-        queries: (q, d) with their graph, or q texts if the database has an encoder.
-        positives: ids; at least one for each query, and any number of them.
+        queries: (q, d) or (…, d) with their graph, or q texts if the database has an encoder.
+        positives: ids; at least one for each query, and any number of them. For queries (…, d) a tensor (…), or lists
+            nested in the same way.
         temperature: divides the scores; None: 1, or the Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
@@ -135,7 +136,7 @@ def retrieval_loss(
 @shaped
 def info_nce(
     db: Records,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     negatives: int = 16,
@@ -147,7 +148,7 @@ def info_nce(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Return the InfoNCE loss against hard negatives from the database and the other queries' positives.
 
         loss = -log( Σ_{i positive} exp(s_i / T) / Σ_{i positive or negative} exp(s_i / T) )
@@ -195,14 +196,14 @@ def info_nce(
 @eager
 def label_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
-    labels: Any,  # (q,) integers
+    queries: Vectors,  # (q, d), or (…, d)
+    labels: Any,  # (q,) or (…) integers
     *,
-    logits: Tensor | None = None,  # (q, num_classes)
+    logits: Tensor | None = None,  # (q, num_classes), or (…, num_classes)
     interpolation: float = 0.25,
     reduction: Reduction = "mean",
     **asking: Unpack[AttendOptions],
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood of labels under the label distribution of the soft query.
 
         p_db(y) = Σ_{i: y_i = y} w_i,  loss = -log( λ p_db(y) + (1 - λ) softmax(logits)_y )
@@ -213,7 +214,7 @@ def label_loss(
 
     Args:
         db, queries, reduction: see `retrieval_loss`; the database has labels (num_classes).
-        labels: the true class of each query.
+        labels: the true class of each query, (…) for queries (…, d); logits alike.
         logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
@@ -231,8 +232,8 @@ def label_loss(
         require_shape(logits, "logits", (*true.shape, classes))
     pooled = _output(db, queries, asking)
     if true.shape != pooled.shape[:-1]:
-        labelled, asked = (" × ".join(map(str, shape)) for shape in (true.shape, pooled.shape[:-1]))
-        raise BadInput(f"labels are {labelled} for {asked} queries; give one label for each query")
+        counts = [" × ".join(map(str, shape)) for shape in (true.shape, pooled.shape[:-1])]
+        raise BadInput(f"labels are {counts[0]} for {counts[1]} queries; give one label for each query")
     true = true.to(pooled.device).unsqueeze(-1)
     probability = pooled.gather(-1, true)
     zero = probability < torch.finfo(probability.dtype).tiny  # its gradient 1 / p would be infinite
@@ -248,12 +249,12 @@ def label_loss(
 @eager
 def pooled_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
-    targets: Tensor,  # (q, v)
+    queries: Vectors,  # (q, d), or (…, d)
+    targets: Tensor,  # (q, v), or (…, v)
     *,
     reduction: Reduction = "mean",
     **asking: Unpack[AttendOptions],
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Squared distance ‖o - t‖² between the soft query's output o and its target t.
 
     "mean" is over the queries, not over the v coordinates: v times torch's mse_loss. If the database has labels, o is a
@@ -262,7 +263,7 @@ def pooled_loss(
 
     Args:
         db, queries, reduction: see `retrieval_loss`.
-        targets: the wanted output of each query, as wide as `attend` returns.
+        targets: the wanted output of each query, of the shape that `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 

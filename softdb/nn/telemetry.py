@@ -61,11 +61,11 @@ def gradient_report(
 
     Args:
         db: the database.
-        queries: (q, d) as in training; their graph is not used.
+        queries: (q, d) or (…, d) as in training; their graph is not used.
         temperature, score, k, rtol, atol, max_draws, where: arguments of `attend`, as in training.
         generator: random numbers of the estimates. Do not share it with training, whose draws would change. None: the
             same draws every time.
-        upstream: (q, v) gradient of the training loss to the output; None: fixed random directions.
+        upstream: (…, v) gradient of the training loss to the output; None: fixed random directions.
 
     Raises BadInput as `attend`, and for an upstream of another shape than the output.
 

@@ -154,7 +154,7 @@ class View(Reindexed):
         `missed_mass` is NaN, unknown. With a kernel as score, the kernel replaces exp(s / T), as in `SoftDB.attend`.
 
         Args:
-            queries: numbers as wide as f(k), or a tensor with its graph.
+            queries: numbers (q, d') or (…, d'), as wide as f(k), or a tensor with its graph.
             temperature: divides the scores.
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
