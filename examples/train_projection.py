@@ -4,11 +4,13 @@
 
 The records are 20,000 dictionary definitions, the queries are words, and a word shall find its definitions. A linear
 map of the queries is trained by the gradient of the retrieval log-likelihood over all records; the records do not
-change. `softdb train` is this loop with early stopping; write your own if the model is more than a matrix.
+change. The temperature is learnt as in CLIP (Radford et al. 2021, section 2.5): by the logarithm of its inverse, which
+is at most 100. `softdb train` is this loop with early stopping; write your own if the model is more than a matrix.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -21,7 +23,8 @@ from softdb.data import load_wordnet
 from softdb.nn.losses import retrieval_loss
 from softdb.train import QueryProjection, ranking
 
-EPOCHS, BATCH, TEMPERATURE = 2, 256, 0.05
+EPOCHS, BATCH = 2, 256
+TEMPERATURE, MAX_SCALE = 0.07, 100.0  # the first temperature, and the largest inverse
 
 
 def main(folder: Path) -> None:
@@ -36,12 +39,14 @@ def main(folder: Path) -> None:
 
     with softdb.open(folder / "definitions", mode="r") as db:  # training does not write
         projection = QueryProjection(queries.shape[1])  # starts as the identity
-        adam = torch.optim.Adam(projection.parameters(), lr=1e-3)
+        log_scale = torch.nn.Parameter(torch.tensor(math.log(1 / TEMPERATURE)))
+        adam = torch.optim.Adam([*projection.parameters(), log_scale], lr=1e-3)
         order, draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
         first, checkpoint = 0, folder / "checkpoint.pt"
         if checkpoint.exists():
             saved = torch.load(checkpoint, weights_only=True)
             projection.load_state_dict(saved["projection"])
+            log_scale.data.copy_(saved["log_scale"])
             adam.load_state_dict(saved["adam"])
             order.set_state(saved["order"])
             draws.set_state(saved["draws"])
@@ -53,15 +58,18 @@ def main(folder: Path) -> None:
                 projected = projection(queries[batch])
                 right = [answers[i] for i in batch.tolist()]
                 # rtol estimates the sum over all records if an index makes that faster; otherwise it is exact
-                loss = retrieval_loss(db, projected, right, temperature=TEMPERATURE, rtol=0.1, generator=draws)
+                loss = retrieval_loss(db, projected, right, temperature=(-log_scale).exp(), rtol=0.1, generator=draws)
                 adam.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
+                with torch.no_grad():
+                    log_scale.clamp_(max=math.log(MAX_SCALE))
             state = {"projection": projection.state_dict(), "adam": adam.state_dict(), "epoch": epoch + 1}
-            state |= {"order": order.get_state(), "draws": draws.get_state()}
+            state |= {"order": order.get_state(), "draws": draws.get_state(), "log_scale": log_scale.detach()}
             torch.save(state, fresh := checkpoint.with_suffix(".new"))
             os.replace(fresh, checkpoint)  # atomic: a complete checkpoint exists at any moment
-            print(f"epoch {epoch + 1}    loss of the last batch {loss.item():.2f}")
+            heat = math.exp(-log_scale.item())
+            print(f"epoch {epoch + 1}    loss of the last batch {loss.item():.2f}    temperature {heat:.4f}")
 
         right, recalls = [answers[i] for i in test.tolist()], []
         for name, model in (("before", None), ("after", projection)):

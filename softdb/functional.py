@@ -58,7 +58,7 @@ def attention(
     value: Any,
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,
     valid_len: Any = None,
@@ -74,7 +74,7 @@ def attention(
     value: Any,
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,
     valid_len: Any = None,
@@ -90,7 +90,7 @@ def attention(
     value: Any,  # (…, n, v)
     *,
     score: Score | ScoreFunction | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     weights: str | Weighting | None = None,
     mask: Any = None,  # bool, broadcasts to (…, m, n)
     valid_len: Any = None,  # (b,) or (b, m)
@@ -109,7 +109,8 @@ def attention(
             output is cast back.
         score: a `softdb.scores` object or a callable (q, d_q), (n, d) -> (q, n); None: ScaledDot, q·k/√d, as in torch.
             `SoftDB.attend` scores by the database's metric instead; Dot(), Cosine() or NegativeL2() give the same here.
-        temperature: towards 0 the output is the nearest key's value, towards infinity the mean of all values.
+        temperature: towards 0 the output is the nearest key's value, towards infinity the mean of all values. A number,
+            or a floating tensor that broadcasts to (…, m), with a gradient; for heads (…, h, m, d_q) shape (h, 1).
         weights: "softmax", "sparsemax", "entmax15", "normalised" (plain normalisation of a kernel), "uniform" (average
             pooling, which ignores the score), "argmax" (a lookup, without gradient to query and key), or a Weighting;
             None: normalised for a kernel, else softmax.
@@ -125,7 +126,7 @@ def attention(
     Up to 2^24 scores, and always with `details` or a Weighting of your own, all scores are in memory. Plain torch
     operations compute them, twice differentiable if the score is (the Laplacian and Triangular kernels are not). More
     scores are streamed, in O(block) memory beyond copies of the arguments. Backward then computes the scores again, and
-    gives first derivatives for query, key, value and the parameters of a score that is an nn.Module.
+    gives first derivatives for query, key, value, temperature and the parameters of a score that is an nn.Module.
     Cost b m n (d + v).
 
     Raises BadInput before any computation for shapes that do not fit, NaN or infinity, and unknown weights; later if
@@ -150,7 +151,10 @@ def attention(
     layout = Layout.of(*tensors)
     live = TakingPart.of(layout, mask, valid_len, is_causal, tensors[0].device)
     queries, keys, values = layout.queries(tensors[0]), layout.records(tensors[1]), layout.records(tensors[2])
-    request = Request.of(queries, score, weights, check.temperature(temperature))
+    heat = check.temperature(temperature, (*layout.lead, layout.m))
+    if isinstance(heat, Tensor):
+        heat = layout.queries(heat.view(*layout.lead, layout.m, 1)).squeeze(-1)
+    request = Request.of(queries, score, weights, heat)
     call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or has_width, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
     if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:

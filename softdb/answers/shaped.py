@@ -34,7 +34,7 @@ def shaped(function: Callable[P, R]) -> Callable[P, R]:
 def shaped_as(answer: R, queries: Any) -> R:
     """Give an answer to q queries the leading dimensions of the checked queries, if these have several."""
     shape = leading(queries)
-    return answer if shape is None else _reshaped(answer, shape)
+    return _reshaped(answer, shape) if len(shape) > 1 else answer
 
 
 def _reshaped(answer: Any, shape: Sequence[int]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from softdb.attend.protocol import SourceRecords
 from softdb.attend.request import Live, Request
 from softdb.errors import BadInput
-from softdb.scoring import Score, ScoreFunction, Sparse, fold
+from softdb.scoring import Score, ScoreFunction, Sparse, Tempered, divided, fold
 from softdb.scoring.once import Once
 from softdb.scoring.score import alike
 
@@ -75,6 +75,8 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
 
     A plain callable only has to accept shared keys. If each query has its own keys, it is called once for each query.
     """
+    if isinstance(score, Tempered):
+        return divided(scores_of(score.score, queries[..., :-1], keys), queries)
     separate = keys.ndim > queries.ndim
     if not separate or isinstance(score, torch.nn.Module) or fold(score, queries[:1].detach()) is not None:
         scores = score(queries, keys)

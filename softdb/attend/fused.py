@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     keep: Array  # (size,) bool over positions, True = takes part
     mask: Array | None  # (q, live records) bool, True = takes part
     metric: Metric
-    temperature: float
+    temperature: float  # 1 if the queries have scales
     num_classes: int | None
     pools: bool
 
@@ -64,21 +64,33 @@ class _PassSums(NamedTuple):
     total: Array  # (q,) float64, Σ exp((s - top) / T); 0 for a query without records
 
 
-def kernel_form(request: Request) -> tuple[Fold, float] | None:
-    """Return the fold and the scale, if the request is a softmax of scale · metric(q, k); else None."""
+def kernel_form(request: Request, scaled_l2: bool = False) -> tuple[Fold, float | Tensor] | None:
+    """Return the fold and the scale, if the request is a softmax of scale · metric(q, k); else None.
+
+    If queries differ in their scale, or it wants a gradient, it is a tensor in the shape of the queries' leading
+    dimensions; then for l2 None, unless the caller's kernel supports that (`scaled_l2`).
+    """
     if isinstance(request.weighting, Sparse) or request.streamed_score is not request.score:
         return None
     folded = request.folded
     if folded is None or folded.scale is None:
         return None
-    if isinstance(folded.scale, Tensor) and folded.scale.requires_grad and torch.is_grad_enabled():
-        return None  # the kernels compute no gradient for the scale
-    scale = float(folded.scale) / request.temperature
+    scale = folded.scale
+    if isinstance(scale, Tensor) and (scale.ndim or (scale.requires_grad and torch.is_grad_enabled())):
+        if folded.metric is Metric.L2 and not scaled_l2:
+            return None
+        scales = (scale / request.temperature).to(folded.queries).expand(folded.queries.shape[:-1])
+        return (folded, scales) if bool(((scales > 1e-30) & (scales < 1e30)).all()) else None
+    scale = float(scale) / request.temperature
     return (folded, scale) if 1e-30 < scale < 1e30 else None  # else outside the range of float32
 
 
-def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tensor] | None:  # (q, d), and (q,) or ()
-    """Return queries for the kernels, the pass, and a term to add to its lse. None: torch has to answer."""
+def pass_of(
+    request: Request, source: SourceRecords
+) -> tuple[Tensor, Tensor | None, Pass, Tensor] | None:  # (q, d), (q,), and (q,) or ()
+    """Return queries for the kernels, their scales if the metric is l2 and they have any, the pass, and a term to add
+    to its lse. None: torch has to answer.
+    """
     queries, columns = request.queries, source.columns
     if (
         columns is None
@@ -91,7 +103,7 @@ def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tens
     width = source.width if request.pools else 0
     if len(queries) * source.count * (queries.shape[1] + width) < WORTH:
         return None
-    form = kernel_form(request)
+    form = kernel_form(request, scaled_l2=True)
     if form is None or not _trains(request, source):
         return None
     folded, inverse = form
@@ -99,8 +111,15 @@ def pass_of(request: Request, source: SourceRecords) -> tuple[Tensor, Pass, Tens
     if folded.metric is Metric.COSINE:
         plain = plain / length(plain).unsqueeze(1)
     mask = None if request.mask is None else np.ascontiguousarray(request.mask.cpu().numpy())
+    scales = None
+    if isinstance(inverse, Tensor):
+        if folded.metric is Metric.L2:
+            scales = inverse
+        else:  # s(cq, k) = c s(q, k), where the kernels take queries of any length also for the cosine
+            plain = plain * inverse.unsqueeze(1)
+        inverse = 1.0
     what = columns, request.keep(source.live), mask, folded.metric, 1 / inverse, source.num_classes, request.pools
-    return plain, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
+    return plain, scales, Pass(*what), torch.as_tensor(folded.bias) / request.temperature
 
 
 def _trains(request: Request, source: SourceRecords) -> bool:
@@ -120,36 +139,41 @@ class Fused(torch.autograd.Function):
     def forward(
         ctx: Any,
         queries: Tensor,  # (q, d)
+        scales: Tensor | None,  # (q,) factors of the scores, for l2
         keys: Tensor | None,  # (n, d), keys of the source if they require a gradient
         values: Tensor | None,  # (n, v), values of the source if they require a gradient
         what: Pass,
     ) -> tuple[Tensor, Tensor]:
         """Compute output and lse, one chunk of the queries after the other."""
         plain = np.ascontiguousarray(queries.detach().numpy())
+        factors = None if scales is None else np.ascontiguousarray(scales.detach().numpy())
         sums = []
         for chunk in _chunks(plain):
-            sums.append(forward(plain[chunk], what.chunk(chunk)))
+            sums.append(forward(plain[chunk], what.chunk(chunk), None if factors is None else factors[chunk]))
         output, top, total = (torch.from_numpy(np.concatenate(column)) for column in zip(*sums, strict=True))
         ctx.what, ctx.columns = what, (keys, values)
-        ctx.save_for_backward(queries, output, top, total)
+        ctx.save_for_backward(queries, scales, output, top, total)
         if not bool(torch.isfinite(top).all()):
             return output, torch.full_like(top, math.nan)
         return output, (total.log() + top / what.temperature).float()
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients for the queries, and for keys and values if they require one."""
-        queries, *saved = ctx.saved_tensors
+        """Return gradients for queries and scales, and for keys and values if they require one."""
+        queries, scales, *saved = ctx.saved_tensors
         columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
         plain, *given = (tensor.detach().numpy() for tensor in (queries, *saved, output_grad, lse_grad))
         query_grad = np.empty_like(plain)
+        factors, scale_grad = (None, None) if scales is None else (scales.detach().numpy(), np.empty(len(plain)))
         for chunk in _chunks(plain):
             *sums, grad, grad_of_lse = (array[chunk] for array in given)
-            arguments = np.ascontiguousarray(plain[chunk]), ctx.what.chunk(chunk), _PassSums(*sums)
-            query_grad[chunk] = backward(*arguments, (grad, grad_of_lse), written)
-        sources = queries, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)
-        return *Once.guarded([torch.from_numpy(query_grad), *columns], sources), None
+            arguments = np.ascontiguousarray(plain[chunk]), ctx.what.chunk(chunk), _PassSums(*sums), (grad, grad_of_lse)
+            own = None if factors is None else np.ascontiguousarray(factors[chunk])
+            query_grad[chunk] = backward(*arguments, written, own, None if own is None else scale_grad[chunk])
+        sources = queries, output_grad, lse_grad, *(t for t in (scales, *ctx.columns) if t is not None)
+        grads = torch.from_numpy(query_grad), None if scales is None else torch.from_numpy(scale_grad).to(scales)
+        return *Once.guarded([*grads, *columns], sources), None
 
 
 def _chunks(queries: Array) -> list[slice]:
@@ -159,9 +183,9 @@ def _chunks(queries: Array) -> list[slice]:
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 
-def forward(queries: Array, what: Pass) -> _PassSums:  # (q, d) float32
+def forward(queries: Array, what: Pass, scales: Array | None = None) -> _PassSums:  # (q, d) and (q,) float32
     """Read every record that takes part once, and return the answer for all queries."""
-    q, layout = len(queries), _PassLayout(queries, what)
+    q, layout = len(queries), _PassLayout(queries, what, scales)
     attention = layout.attention(queries)
     floats = attention.scratch(layout.value_width)
 
@@ -188,12 +212,15 @@ def backward(
     sums: _PassSums,
     grads: Sequence[Array],  # gradients for output (q, v) and lse (q,), float32
     column_grads: Sequence[Array | None] = (None, None),  # (n, d) and (n, v) float32, to add to
+    scales: Array | None = None,  # (q,) float32
+    scale_grad: Array | None = None,  # (q,) float64, to write to
 ) -> Array:  # (q, d) float32
     """Return the gradient for the queries. Add the gradients for keys and values to `column_grads` unless it is None.
 
-    Keys have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
+    With c the scales and z = c s the logits, dL/dc = Σ dz s = (Σ dz (z - top) + g_lse top) / c, as Σ dz = g_lse. Keys
+    have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
     """
-    layout, (output_grad, lse_grad) = _PassLayout(queries, what), grads
+    layout, (output_grad, lse_grad) = _PassLayout(queries, what, scales), grads
     # a gradient is a difference of keys: relative to the mean query, cancellation loses no digits
     centre = queries.mean(0) if what.metric is Metric.L2 else None
     seen = queries if centre is None else queries - centre
@@ -206,18 +233,22 @@ def backward(
     top = np.where(empty, np.float32(np.inf), sums.top)  # so that all weights are 0
     pooled_grad = np.ascontiguousarray(output_grad.T) if what.labels else output_grad
 
-    def work(pieces: Iterator[Any]) -> tuple[Array, Array]:
-        pulled, mass, scratch = np.zeros(queries.shape), np.zeros(len(queries)), _aligned(floats)
+    def work(pieces: Iterator[Any]) -> tuple[Array, Array, Array]:
+        pulled, (mass, along), scratch = np.zeros(queries.shape), np.zeros((2, len(queries))), _aligned(floats)
         for piece in pieces:
             attention.backward(
-                piece, pooled_grad, offset, inverse_total, top, pulled, mass, *column_grads, scratch
+                piece, pooled_grad, offset, inverse_total, top, pulled, mass, None if scales is None else along,
+                *column_grads, scratch,
             )  # fmt: skip
-        return pulled, mass
+        return pulled, mass, along
 
     parts = layout.shares()
-    pulled, mass = (np.sum(column, axis=0) for column in zip(*share_out(work, parts), strict=True))
+    pulled, mass, along = (np.sum(column, axis=0) for column in zip(*share_out(work, parts), strict=True))
     if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
         pulled = 2 * (pulled - mass[:, None] * seen)
+    if scales is not None and scale_grad is not None:
+        pulled *= scales[:, None]
+        scale_grad[:] = (along + np.where(empty, 0, lse_grad * sums.top.astype(np.float64))) / scales
     return np.asarray(pulled, np.float32)
 
 
@@ -234,8 +265,8 @@ def _aligned(size: int) -> Array:
 class _PassLayout:
     """Splits the records into pieces for kernel calls, and assigns pieces to threads."""
 
-    def __init__(self, queries: Array, what: Pass) -> None:
-        self.what = what
+    def __init__(self, queries: Array, what: Pass, scales: Array | None = None) -> None:
+        self.what, self.scales = what, scales
         first = what.columns.segments[0]
         column = first.keys if first.values is None else first.values
         self.value_width = column.shape[1] if column.ndim == 2 and what.pools else 0
@@ -247,7 +278,7 @@ class _PassLayout:
         what = self.what
         negligible = -(25 * math.log(2) + math.log(max(1, len(what.keep))))
         return native().Attention(
-            queries, what.metric.value, 1 / what.temperature, negligible, what.num_classes or 0, centre
+            queries, what.metric.value, 1 / what.temperature, negligible, what.num_classes or 0, centre, self.scales
         )
 
     def shares(self) -> list[Iterator[Any]]:

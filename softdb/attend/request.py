@@ -22,10 +22,12 @@ from softdb.scoring import (
     Score,
     ScoreFunction,
     Softmax,
+    Tempered,
     Uniform,
     Weighting,
     fold,
     weighting,
+    with_temperature,
 )
 
 Positions: TypeAlias = NDArray[np.int64]
@@ -86,7 +88,7 @@ class Request(Query):
 
     score: Score | ScoreFunction  # the weighting turns its values into weights
     weighting: Weighting = Softmax()  # noqa: RUF009 - immutable
-    temperature: float = 1.0
+    temperature: float = 1.0  # of all queries; 1 for a `Tempered` score
     _: KW_ONLY
     k: int = 0
     metric: Metric = Metric.DOT
@@ -103,27 +105,39 @@ class Request(Query):
         queries: Tensor,
         score: Score | ScoreFunction,
         weights: str | Weighting | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,  # or (q,)
         **parts: Any,
     ) -> Request:
         """Check the arguments and return a request; `parts` are further fields of the class.
 
         If `weights` is None, they are "normalised" for a kernel, else "softmax". Normalised weights are computed as the
-        softmax of log s, which cannot underflow.
+        softmax of log s, which cannot underflow. Temperatures of the queries become a coordinate of the queries.
         """
         by = weighting(("normalised" if isinstance(score, Kernel) else "softmax") if weights is None else weights)
         if isinstance(by, Normalised):
-            if temperature != 1:
+            if isinstance(temperature, Tensor) or temperature != 1:
                 raise BadInput(
                     f"temperature is {shown(temperature)} but normalised weights have none; leave it at 1 and set the "
                     "kernel's bandwidth, or use softmax"
                 )
             score, by = LogScore(score), Softmax()
+        if isinstance(temperature, Tensor):
+            queries, score, temperature = with_temperature(queries, temperature), Tempered(score), 1.0
         return cls(queries, score, by, temperature, **parts)
 
     def top(self, k: int, exact: bool = False) -> Request:
         """Return the request for the k nearest records only."""
         return replace(self, k=k, exact=exact)
+
+    @property
+    def vectors(self) -> Tensor:  # (q, d)
+        """The queries as the user's score takes them, without temperatures."""
+        return self.queries[..., :-1].contiguous() if isinstance(self.score, Tempered) else self.queries
+
+    @property
+    def plain_score(self) -> Score | ScoreFunction:
+        """The score before the division by temperatures."""
+        return self.score.score if isinstance(self.score, Tempered) else self.score
 
     @cached_property
     def folded(self) -> Fold | None:
@@ -163,7 +177,9 @@ class Request(Query):
         return replace(self, queries=self.queries[chosen], mask=mask)
 
     def shown_scores(self, scores: Tensor) -> Tensor:  # (…) -> (…)
-        """Convert scores back to the scale of the score that the user passed (undo `LogScore`)."""
+        """Convert scores back to the scale of the score that the user passed (undo `LogScore` and `Tempered`)."""
+        if isinstance(self.score, Tempered):
+            return scores / self.queries[..., -1:].detach()
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
     def taking_part(self, source: Population) -> Tensor:  # (q,)

@@ -21,7 +21,7 @@ from softdb.index.contract import Floats, prepared
 from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
-from softdb.scoring import Softmax, divisor, softmax
+from softdb.scoring import Softmax, Tempered, divided, divisor, softmax
 from softdb.store import Snapshot
 
 Numbers = NDArray[np.float64]
@@ -57,7 +57,7 @@ class Estimator(NamedTuple):
     tolerance: Tolerance
     sampler: Sampler
     eligible: Drawable
-    factor: float  # logit / score of the metric
+    factor: Numbers  # (q,) logit / score of the metric
     queries: Floats  # (q, d) as the index compares them
     unindexed: Live | None  # (size,) mask of the records that take part but are not in the index
     taking_part: int  # number of records that take part, indexed or not
@@ -76,13 +76,12 @@ class Estimator(NamedTuple):
         sampler, eligible, indexed_until = drawable
         if folded.metric is not sampler.index.metric:
             return None
-        scale = folded.scale.detach() if isinstance(folded.scale, Tensor) else folded.scale  # draws have no gradient
-        factor, count, unindexed = float(scale) / request.temperature, eligible.inside, None
+        factor, count, unindexed = factors_of(request.detached), eligible.inside, None
         if indexed_until < columns.size:
             unindexed = request.keep(source.live).copy()
             unindexed[:indexed_until] = False
             count += int(np.count_nonzero(unindexed))
-        if not 1e-30 < factor < 1e30 or count < FEWEST or not eligible.inside:
+        if factor is None or count < FEWEST or not eligible.inside:
             return None
         queries = prepared(folded.queries.detach().cpu().numpy(), sampler.index.metric)
         return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count)
@@ -100,7 +99,7 @@ class Estimator(NamedTuple):
         """Key under which costs are remembered: queries with the same key cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
-        return many, self._width, round(np.log2(self.factor)), rtol, atol, self.tolerance.confidence
+        return many, self._width, round(np.log2(np.median(self.factor))), rtol, atol, self.tolerance.confidence
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
@@ -163,7 +162,7 @@ class Estimator(NamedTuple):
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
         """Draw records and pool them. `salt` seeds random signs; parts that are merged need different salts."""
         confidence, budget = self.tolerance.confidence, task.budget
-        drawing = Drawing(self.queries[task.which], self.factor, budget, self.request.seed, 1 - confidence)
+        drawing = Drawing(self.queries[task.which], self.factor[task.which], budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
         answering = Answering(snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT)
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
@@ -173,7 +172,9 @@ class Estimator(NamedTuple):
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
         scores, figures, answer = torch.from_numpy(sample.scores), sample.figures, sample.answer
         assert answer is not None
-        if metric_in_place(request.score, request.queries, columns) is not None:
+        if metric_in_place(request.plain_score, request.queries, columns) is not None:
+            if isinstance(request.score, Tempered):
+                scores = divided(scores, request.queries)
             return scores, State(torch.from_numpy(answer.output), torch.from_numpy(figures.lse))
         scores = score_rows(request.score, request.queries, columns, positions)
         live = torch.from_numpy(positions >= 0).to(scores.device)
@@ -229,6 +230,16 @@ class Estimator(NamedTuple):
             before, spread = spread.lse, joined([spread, exact])
             weights = weights * np.exp(before - spread.lse)[:, None]
         return state, spread, weights
+
+
+def factors_of(request: Request) -> Numbers | None:  # (q,)
+    """Return logit / metric(q, k) of each query, without gradient; None if the score has none, or outside float32."""
+    folded = request.folded
+    if folded is None or folded.scale is None:
+        return None
+    factors = torch.as_tensor(folded.scale).detach().cpu().double().numpy() / request.temperature
+    fits = bool(((factors > 1e-30) & (factors < 1e30)).all())
+    return np.broadcast_to(factors, len(request.queries)) if fits else None
 
 
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:

@@ -115,7 +115,8 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
             continue
         live = slice(int(drawn.figures.drawn[i]))
         base, proposed = drawn.figures.base[i], drawn.chances[i, live]
-        logits = np.concatenate([drawn.scores[i, live] * estimator.factor, scores[i] / estimator.request.temperature])
+        near = scores[i] / estimator.request.temperature
+        logits = np.concatenate([drawn.scores[i, live] * estimator.factor[i], near])
         with np.errstate(over="ignore"):
             rates = wanted * np.exp(logits - base)
         chances = -np.expm1(-rates) / np.concatenate([proposed, np.ones(len(unindexed))])

@@ -24,7 +24,7 @@ from softdb.index.rerank import CODES, scores_at
 from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.pool import pool
-from softdb.scoring import Constant, Dot, Kernel, Score, ScoreFunction, score_of
+from softdb.scoring import Constant, Dot, Kernel, Score, ScoreFunction, Tempered, divided, score_of
 from softdb.store import Snapshot
 
 
@@ -35,6 +35,8 @@ def score_rows(
     positions: Positions,  # (q, k), -1 = none
 ) -> Tensor:  # (q, k), -inf for none
     """Return exact scores of candidates from the stored keys, with gradients for the queries. Cost q k d."""
+    if isinstance(score, Tempered):
+        return divided(score_rows(score.score, queries[:, :-1].contiguous(), snapshot, positions), queries)
     live = torch.from_numpy(positions >= 0).to(queries.device)
     metric = metric_in_place(score, queries, snapshot)
     if metric is not None:

@@ -102,7 +102,7 @@ class Stored(OfGeneration):
         With a mask each query searches among its own records.
         """
         folded, k = request.detached.folded, min(request.k, self.count)
-        if folded is None or (isinstance(request.weighting, Argmax) and plateaus(request.score)):
+        if folded is None or (isinstance(request.weighting, Argmax) and plateaus(request.plain_score)):
             return Candidates(scan(request, self), "scan")
         query = Query(folded.queries, k, folded.metric, request.allowed, exact=request.exact, pairwise=False)
         if request.mask is None:

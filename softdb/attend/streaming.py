@@ -50,8 +50,8 @@ def stream(source: SourceRecords, request: Request) -> tuple[Tensor, Tensor]:  #
         return answered
     passed = pass_of(request, source)
     if passed is not None:
-        queries, what, lacking = passed
-        output, lse = Fused.apply(queries, *source.trained, what)  # type: ignore[no-untyped-call]
+        queries, scales, what, lacking = passed
+        output, lse = Fused.apply(queries, scales, *source.trained, what)  # type: ignore[no-untyped-call]
         if not bool(lse.isnan().any()):  # NaN: a score overflowed, so torch computes the answer below
             return output, lse + lacking
     parameters = request.score.parameters() if isinstance(request.score, torch.nn.Module) else ()

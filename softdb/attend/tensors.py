@@ -83,7 +83,7 @@ class Columns(Source):
     def find(self, request: Request) -> Candidates:
         """Find the k nearest records of each query by comparing every record."""
         folded, positions = None if self.placed is None else request.detached.folded, None
-        if folded is not None and self.placed is not None and not plateaus(request.score):
+        if folded is not None and self.placed is not None and not plateaus(request.plain_score):
             what = SoftmaxPass(folded.queries, folded.metric, 1.0, *request.masks(self.live), None, pools=False)
             positions = self.placed.nearest(what, min(request.k, self.count))
         return Candidates(scan(request, self) if positions is None else positions, "scan")

@@ -277,16 +277,16 @@ def queries(
     return tensor if tensor.ndim == 2 else tensor.flatten(0, -2)
 
 
-def leading(value: Any) -> tuple[int, ...] | None:
-    """Return the leading shape (…) of checked queries (…, d); None for texts, a single query and a batch (q, d)."""
+def leading(value: Any, count: int = 1) -> tuple[int, ...]:
+    """Return the leading shape (…) of checked queries (…, d); (count,) for texts, a single query and a batch (q, d)."""
     if getattr(value, "ndim", 3) <= 2:
-        return None
+        return (count,)
     sizes: list[int] = []
     while isinstance(value, Sequence) and not isinstance(value, str) and len(value):
         sizes.append(len(value))
         value = value[0]
     shape = (*sizes, *np.shape(value))
-    return shape[:-1] if len(shape) > 2 else None
+    return shape[:-1] if len(shape) > 2 else (count,)
 
 
 def mask(value: object, shape: Sequence[int]) -> Tensor:

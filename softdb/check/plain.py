@@ -121,8 +121,8 @@ def positive(value: object, name: str) -> float:
 def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  # a number, or (q,)
     """Return the temperature of soft queries: a number, or a tensor (q,) with a number for each of the q queries.
 
-    A tensor must broadcast to the queries' leading shape, and keeps its graph. It becomes a number if it has one element
-    and no gradient is wanted. Raises BadInput for other shapes, integers, NaN, and numbers that are not above 0.
+    A tensor must broadcast to the queries' leading shape, and keeps its graph. One element becomes a number if no
+    gradient is wanted. Raises BadInput for other shapes, integers, NaN, and numbers that are not above 0.
     """
     expected = "a finite number above 0, or a floating tensor of such numbers"
     if is_tensor(value) and value.numel() == 1 and not (value.requires_grad and _records()):
@@ -130,11 +130,11 @@ def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  
     if not is_tensor(value):
         return number(value, "temperature", expected, lambda x: x > 0)
     try:
-        every = _floating(value, expected).expand(*leading)
+        every = _floating(value, expected).broadcast_to(tuple(leading))
     except RuntimeError:
         raise BadInput(
-            f"temperature has shape {tuple(value.shape)} and the queries {tuple(leading)}; expected a number, or a shape "
-            "that broadcasts to that of the queries"
+            f"temperature has shape {tuple(value.shape)} and the queries {tuple(leading)}; expected a number, or a "
+            "shape that broadcasts to that of the queries"
         ) from None
     numbers = value.detach()
     if not bool(((numbers >= LEAST_HEAT) & (numbers <= 1 / LEAST_HEAT)).all()):

@@ -19,14 +19,14 @@ from softdb.attend.blocks import scored_tiles
 from softdb.attend.count import count_exactly
 from softdb.attend.request import Candidates
 from softdb.attend.scoring import scan
-from softdb.check import Id, Metric, Tolerance
+from softdb.check import Id, Tolerance
 from softdb.cluster import shard as messages
 from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
 from softdb.pool import State
-from softdb.scoring import Fold, Softmax, Uniform, score_of
+from softdb.scoring import Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
 CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # names allowed in CallVerb
@@ -38,23 +38,6 @@ Rows = NDArray[np.int64]
 def salted(seed: int, shard: int) -> int:
     """Mix the shard's number into a seed: the error bar assumes that shards draw independently of each other."""
     return int(np.random.SeedSequence([seed, shard]).generate_state(1, np.uint64)[0] >> 24)
-
-
-class Scaled(torch.nn.Module):
-    """Score of a metric, multiplied by a trained factor (1 / temperature)."""
-
-    def __init__(self, metric: Metric, factor: float) -> None:
-        super().__init__()
-        self.metric, self.own = metric, score_of(metric)
-        self.factor = torch.nn.Parameter(torch.tensor(factor, dtype=torch.float64))
-
-    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:  # (q, d), (n, d) or (q, k, d) -> (q, n) or (q, k)
-        """Return factor · metric(q, k) for each query and key."""
-        return self.own(queries, keys) * self.factor.to(queries.dtype)
-
-    def fold(self, queries: Tensor) -> Fold:  # (q, d)
-        """Return the metric and the queries unchanged, with the factor as scale."""
-        return Fold(self.metric, queries, self.factor)
 
 
 def _parted(state: State, merged_lse: Tensor, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,25 +154,25 @@ class DatabaseShard:
         self, ask: messages.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
         """Convert a query from a message to a request to this database; return the request and its source."""
-        queries = torch.tensor(ask.queries).requires_grad_(grad)
-        score, temperature = self._score(ask)
+        queries, temperature = torch.tensor(ask.queries).requires_grad_(grad), ask.temperature
+        score = self._score(ask)
+        if ask.scaled:
+            queries, temperature = queries[:, :-1], queries[:, -1].reciprocal()
         weights = Uniform() if ask.uniform else Softmax()
         return self.db.core.request(queries, temperature, score, weights, ask.where, tolerance=tolerance)
 
     @staticmethod
-    def _score(ask: messages.ShardQuery) -> tuple[Any, float]:
+    def _score(ask: messages.ShardQuery) -> Any:
         if ask.metric is None:
             assert ask.score is not None
             try:
-                return pickle.loads(ask.score), ask.temperature
+                return pickle.loads(ask.score)
             except Exception as error:
                 raise BadInput(
                     f"a shard cannot load the score ({type(error).__name__}: {error}); define it in a module that the "
                     "shards can import, not in a notebook or a script, or use one of softdb.scores"
                 ) from error
-        if ask.trains:
-            return Scaled(ask.metric, 1 / ask.temperature), 1.0
-        return score_of(ask.metric), ask.temperature
+        return score_of(ask.metric)
 
     def _passed(self, ask: messages.PassOver) -> messages.Passed:
         request, source = self.request(ask.question)

@@ -17,7 +17,7 @@ from softdb.cluster import shard as messages
 from softdb.cluster.caller import Caller
 from softdb.errors import BadInput
 from softdb.pool import State
-from softdb.scoring import Score, ScoreFunction, Uniform, divisor
+from softdb.scoring import Score, ScoreFunction, Tempered, Uniform, divisor
 from softdb.scoring.once import Once
 
 Rows = NDArray[np.int64]
@@ -40,17 +40,19 @@ def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | No
         return Posed(messages.ShardQuery(array(alike), metric, uniform=True, where=where), alike, (), 0.0)
     folded = request.folded
     if folded is None or folded.scale is None:
-        score, parameters = pickled(request.score)
-        question = messages.ShardQuery(array(queries), None, temperature, bool(parameters), score, where=where)
+        score, parameters = pickled(request.plain_score)
+        scaled = isinstance(request.score, Tempered)
+        question = messages.ShardQuery(array(queries), None, temperature, bool(parameters), score, scaled, where=where)
         return Posed(question, queries, parameters, 0.0)
-    sent_queries, scale = folded.queries, folded.scale
-    trains = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
-    if trains and folded.metric is Metric.DOT:
-        sent_queries, scale, trains = sent_queries * scale, 1.0, False  # fold the factor into the queries
+    sent_queries, scale, shift, scaled = folded.queries, folded.scale, folded.bias / temperature, False
+    if isinstance(scale, Tensor) and (scale.ndim or (scale.requires_grad and torch.is_grad_enabled())):
+        factors = (scale / temperature).to(sent_queries).expand(len(sent_queries)).unsqueeze(1)
+        scaled = folded.metric is not Metric.DOT
+        sent_queries = torch.cat([sent_queries, factors], 1) if scaled else sent_queries * factors
+        scale = temperature = 1.0
     factor = torch.as_tensor(scale, dtype=torch.float64) / temperature
-    question = messages.ShardQuery(array(sent_queries), folded.metric, float(1 / factor), trains, where=where)
-    shift = folded.bias / temperature
-    return Posed(question, sent_queries, (factor,) if trains else (), shift)
+    question = messages.ShardQuery(array(sent_queries), folded.metric, float(1 / factor), scaled=scaled, where=where)
+    return Posed(question, sent_queries, (), shift)
 
 
 def pickled(score: Score | ScoreFunction) -> tuple[bytes, tuple[Tensor, ...]]:

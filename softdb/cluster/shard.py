@@ -40,15 +40,17 @@ def directory_of(version: int) -> int:
 class ShardQuery:
     """Queries as they are sent to a shard; logits are metric(q, k) / temperature, or score(q, k) / temperature.
 
+    If `scaled`, the last number of a query is a factor c of its scores, and logits are c metric(q, k).
     If the score folds into the queries, the folded queries and the metric are sent; the score's parameters stay with
     the caller. Any other score is sent pickled, and the shard returns the gradients of the score's parameters.
     """
 
-    queries: Array  # (q, d) float32 or float64
+    queries: Array  # (q, d) float32 or float64; (q, d + 1) if `scaled`
     metric: Metric | None  # None: use `score`
     temperature: float = 1.0
-    trains: bool = False  # True if 1 / temperature, or the score's parameters, want a gradient
+    trains: bool = False  # True if the score's parameters want a gradient
     score: bytes | None = None  # pickled score; None: use `metric`
+    scaled: bool = False
     uniform: bool = False  # True: all records have equal weight
     where: dict[str, Any] | None = None
 
@@ -262,7 +264,7 @@ class Gradient(NamedTuple):
     """Gradients of the queries, and of the trained parameters summed over the queries."""
 
     queries: Array  # (q, d)
-    parameters: tuple[Array, ...]  # gradients of 1 / temperature, or of the score's parameters
+    parameters: tuple[Array, ...]  # gradients of the score's parameters
 
 
 class ShardHits(NamedTuple):

@@ -87,10 +87,10 @@ class Sharded(QueriedShards):
     def find(self, request: Request) -> Candidates:
         """Return, for each query, the k records of all shards that score highest."""
         detached = request.detached
-        folded = None if isinstance(request.weighting, Argmax) and plateaus(request.score) else detached.folded
+        folded = None if isinstance(request.weighting, Argmax) and plateaus(request.plain_score) else detached.folded
         if folded is None:
-            score = pickled(request.score)[0]
-            question = messages.ShardQuery(array(detached.queries), None, score=score, where=self.where)
+            score = pickled(request.plain_score)[0]
+            question = messages.ShardQuery(array(detached.vectors), None, score=score, where=self.where)
         else:
             question = messages.ShardQuery(array(folded.queries), folded.metric, where=self.where)
         k = min(request.k, self.caller.count)

@@ -134,7 +134,7 @@ class Questions:
         self,
         queries: Any,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         score: Score | ScoreFunction | None = None,
         weights: str | Weighting | None = None,
         k: int | None = None,
@@ -159,7 +159,9 @@ class Questions:
             queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
                 the keys, unless the score compares other widths. For queries (…, d), such as (b, h, m, d) in a
                 transformer, every part of the answer has these leading dimensions in place of q.
-            temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values.
+            temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values. A
+                number, or a floating tensor that broadcasts to (q,) or (…), which gets a gradient; learn its logarithm,
+                as it must stay above 0. Not for normalised weights.
             score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, which
                 its index uses. (The default of `softdb.attention` is torch's: score=scores.ScaledDot().)
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
@@ -196,7 +198,7 @@ class Questions:
         self,
         queries: Any,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         score: Score | ScoreFunction | None = None,
         rtol: float = 0.05,
         confidence: float = 0.95,
@@ -279,7 +281,7 @@ class Questions:
         queries: Any,
         n: int = 1,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         score: Score | ScoreFunction | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,

@@ -21,7 +21,7 @@ def pooled(
     values: Tensor | None,  # (n, v) or (h, n, v), or int labels (n,) or (h, n); None: nothing is pooled
     *,
     metric: Metric,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,  # a tensor in the shape of the queries' leading dimensions: not for l2
     keep: Tensor | None = None,  # (n,) bool
     mask: Tensor | None = None,  # (q, n) or (h, q, n) bool
     num_classes: int | None = None,
@@ -40,6 +40,8 @@ def pooled(
     """
     if metric is Metric.COSINE:
         queries = queries / length(queries).unsqueeze(-1)
+    if isinstance(scale, Tensor):
+        queries, scale = queries * scale.to(queries).unsqueeze(-1), 1.0
     inputs = folded(queries, keys, values, metric, float(scale), keep, mask, num_classes)
     trained = inputs.values if inputs.values is not None and inputs.values.is_floating_point() else None
     output, lse = PooledPass.apply(inputs.queries, inputs.keys, trained, inputs)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ class SoftmaxPass(NamedTuple):
 
     queries: Tensor  # (q, d)
     metric: Metric
-    scale: float
+    scale: float | Tensor  # a tensor (q,): scales of the queries, for dot products and cosines
     keep: Tensor | None  # (size,) bool: records that take part; None: every live one
     mask: Tensor | None  # (q, size) bool: records that take part for each query
     num_classes: int | None

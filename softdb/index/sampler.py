@@ -34,7 +34,7 @@ class Drawing(NamedTuple):
     """Parameters of one round of draws."""
 
     queries: Floats  # (q, d) prepared
-    factor: float  # logit / score
+    factor: Numbers | float  # (q,) logit / score
     budget: int  # number of records to draw for a query, in addition to those set apart
     seed: int
     doubt: float  # probability that the bounds on undrawn records are wrong
@@ -179,6 +179,7 @@ class Sampler:
         """Draw about `drawing.budget` records for each query, and compute an answer from them. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(drawing.queries)
         q, seeds = len(queries), _factors(drawing.seed, queries.shape[1])
+        factors = np.ascontiguousarray(np.broadcast_to(np.asarray(drawing.factor, np.float64), q))
         budget = min(drawing.budget, max(1, eligible.inside))
         width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
         positions, (scores, chances) = np.empty((q, width), np.int64), np.empty((2, q, width))
@@ -191,7 +192,7 @@ class Sampler:
         def kernel_for(run: slice) -> Any:
             drawn = queries[run], *eligible.slots, eligible.places
             apart = self._apart, self._scales, snapshot.key_column, CODES[index.metric]
-            parameters = drawing.factor, drawing.least, budget, drawing.visible, controls, seeds
+            parameters = factors[run], drawing.least, budget, drawing.visible, controls, seeds
             written = positions[run], scores[run], chances[run], controls_of[run], figures[:, run]
             which = drawing.points, run.start or 0, threads
             draw = native().Draw(self._native, self._largest, *drawn, *apart, *parameters, *written, *which)

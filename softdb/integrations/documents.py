@@ -106,7 +106,7 @@ def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
 
 def search_one(db: SoftDB | TableCluster, **params: Any) -> list[Hit]:
     """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first."""
-    if leading(params.get("queries")):
+    if len(leading(params.get("queries"))) > 1:
         raise BadInput("the embedding of the query is nested; expected one list of numbers")
     if db.mode == "r":
         db.refresh()

@@ -35,6 +35,7 @@ class Attention:
         negligible: float,
         num_classes: int = 0,
         centre: NDArray[float32] | None = None,  # (d,) to subtract from keys, as already from queries
+        scales: NDArray[float32] | None = None,  # (q,) factors of the scores
     ) -> None: ...
     def scratch(self, value_width: int) -> int: ...
     def forward(
@@ -54,6 +55,7 @@ class Attention:
         top: NDArray[float32],  # (q,)
         query_grad: NDArray[float64],  # (q, d), added to
         mass: NDArray[float64],  # (q,), added to
+        along_scores: NDArray[float64] | None,  # (q,), added to
         key_grad: NDArray[float32] | None,  # (n, d), added to
         value_grad: NDArray[float32] | None,  # (n, v), added to
         scratch: NDArray[float32],

@@ -121,7 +121,7 @@ class Attention(torch.nn.MultiheadAttention):
         k: int | None = None,
         rtol: float | None = None,
         generator: torch.Generator | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor | None]:  # as query; weights or None
         """Attend to the records, and return the output; with need_weights also the weights, else None.
 
@@ -146,12 +146,14 @@ class Attention(torch.nn.MultiheadAttention):
             k: attend only to the k records nearest to each head.
             rtol: estimate each head's Σ w v with a relative error of at most rtol; see `db.attend`.
             generator: random numbers for rtol, new with each call; pass one in training.
-            temperature: divides the scores, after √d.
+            temperature: divides the scores, after √d. With a database also a floating tensor that broadcasts to
+                (N, L, num_heads), such as (num_heads,), which gets a gradient.
 
         Raises BadInput for shapes that do not fit, and arguments not for this use; Closed for a closed database.
         """
         if self.db is None:
-            if where is not None or k is not None or rtol is not None or generator is not None or temperature != 1:
+            unused = all(argument is None for argument in (where, k, rtol, generator))
+            if not unused or isinstance(temperature, Tensor) or temperature != 1:
                 raise BadInput(
                     "where, k, rtol, generator or temperature are given without a database; omit them or pass db"
                 )
@@ -175,8 +177,8 @@ class Attention(torch.nn.MultiheadAttention):
                     "head has its own candidates; leave them out"
                 )
             self._needs_candidates(k, need_weights)
-            temperature = check.positive(temperature, "temperature")
             x = self._batch(query, self.embed_dim, "query")
+            temperature = check.temperature(temperature, (*x.shape[:2], self.num_heads))
             blocked = records_blocked(x, self.db.core.keyed, key_padding_mask, attn_mask, self.num_heads)
             options: dict[str, Any] = {"where": where, "k": k, "rtol": rtol, "generator": generator}
             options["mask"] = None if blocked is None else ~blocked
@@ -192,7 +194,7 @@ class Attention(torch.nn.MultiheadAttention):
         self,
         db: Verbs,
         query: Tensor,  # (N, L, E)
-        temperature: float,
+        temperature: float | Tensor,  # or (q·h,)
         need_weights: bool,
         options: dict[str, Any],  # further arguments of `db.attend`
     ) -> tuple[Tensor, Tensor | None]:  # (N, L, E), (N, L, heads, candidates)
@@ -245,7 +247,7 @@ class Attention(torch.nn.MultiheadAttention):
             heads = heads + mass.view(-1, self.num_heads, 1) * bias.to(output.dtype).view(shape)
         return heads.flatten(0, 1)
 
-    def _learnt(self, q: Tensor, temperature: float) -> list[State]:  # (q, h, head_dim) -> (q·h, head_dim) each
+    def _learnt(self, q: Tensor, temperature: float | Tensor) -> list[State]:  # (q, h, head_dim), () or (q·h,)
         """Return partial results (output, lse): of the learnt key and value (bias_k, bias_v), and of the zero ones."""
         states = []
         if self.bias_k is not None and self.bias_v is not None:

@@ -20,7 +20,7 @@ from softdb.attend.blocks import scores_of
 from softdb.attend.estimate import require_estimator
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import SHOWN
+from softdb.attend.rounds import SHOWN, factors_of
 from softdb.attend.scoring import scan
 from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
@@ -275,12 +275,12 @@ class Encoded(OfGeneration):
             require_estimator(request)
         version, folded, tolerance = self.version, request.detached.folded, request.tolerance
         draws = 0 if tolerance is None else tolerance.most or 0
-        if version is None or folded is None or folded.scale is None or draws * len(request.queries) >= self.count:
+        factor = factors_of(request.detached)
+        if version is None or folded is None or factor is None or draws * len(request.queries) >= self.count:
             return self.exact(request)
         recent, keep = self._split(request, version)
-        vectors, factor = prepared(folded.queries.cpu().numpy(), self.metric), float(folded.scale) / request.temperature
-        drawing = Drawing(vectors, factor, draws, request.seed, 1.0)
-        drawn = version.draw(drawing, keep) if 1e-30 < factor < 1e30 else None
+        drawing = Drawing(prepared(folded.queries.cpu().numpy(), self.metric), factor, draws, request.seed, 1.0)
+        drawn = version.draw(drawing, keep)
         return self.exact(request) if drawn is None else self._weighed(request, *drawn, recent)
 
     def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Pooled:

@@ -37,7 +37,7 @@ def hard_attention(
     queries: Vectors,  # (q, d), or (…, d)
     n: int = 1,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
@@ -51,7 +51,7 @@ def hard_attention(
         db: the database.
         queries: (q, d) or (…, d) with their graph; an answer has their leading dimensions in place of q.
         n: draws for each query; with 2 or more, `leave_one_out` gives a baseline.
-        temperature: divides the scores.
+        temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
         score: as in `attend`.
         where: a filter on the payload.
         generator: random numbers of the draws; None: torch's default generator.
@@ -174,7 +174,7 @@ def straight_through(
     db: SoftDB,
     queries: Vectors,  # (q, d), or (…, d)
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     relaxation: float = 1.0,
     k: int | None = None,
     score: Score | ScoreFunction | None = None,

@@ -46,7 +46,7 @@ ZERO_WEIGHT_LOSS = 100.0  # loss of a label whose weight is 0, as in torch.nn.BC
 class AttendOptions(TypedDict, total=False):
     """Arguments of `SoftDB.attend` that a loss passes on; None means the default."""
 
-    temperature: float | None
+    temperature: float | Tensor | None
     score: Score | ScoreFunction | None
     weights: str | Weighting | None
     k: int | None
@@ -65,7 +65,7 @@ def retrieval_loss(
     queries: Vectors,  # (q, d), or (…, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
-    temperature: float | None = None,
+    temperature: float | Tensor | None = None,
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
@@ -94,7 +94,8 @@ def retrieval_loss(
         queries: (q, d) or (…, d) with their graph, or q texts if the database has an encoder.
         positives: ids; at least one for each query, and any number of them. For queries (…, d) a tensor (…), or lists
             nested in the same way.
-        temperature: divides the scores; None: 1, or the Memory's own.
+        temperature: divides the scores; a number, or a floating tensor () or (q,) with its graph. None: 1, or the
+            Memory's own.
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser with this relative error.
@@ -143,7 +144,7 @@ def info_nce(
     in_batch: bool = True,
     skip: int = 0,
     among: int | None = None,
-    temperature: float | None = None,
+    temperature: float | Tensor | None = None,
     score: Score | ScoreFunction | None = None,
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,

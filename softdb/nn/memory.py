@@ -70,7 +70,8 @@ class Memory(Reindexed):
         keys: True: train the keys; False: read them from the database.
         values: True: train the values; None: train the values if they are vectors. Without values, keys are pooled.
         k: number of records pooled for each query; if the memory has fewer, all of them.
-        temperature: divides the scores.
+        temperature: divides the scores; a number, or an nn.Parameter () that becomes a parameter of the memory. Its
+            gradient is dense, so give it to an optimiser of its own: SparseAdam refuses it.
         reindex: policy that says when to reindex, as for a `View`; call `step()` after each step of the optimiser.
         overfetch: number of candidates to score, as a multiple of k.
 
@@ -97,14 +98,19 @@ class Memory(Reindexed):
         keys: bool = True,
         values: bool | None = None,
         k: int = 32,
-        temperature: float = 1.0,
+        temperature: float | torch.nn.Parameter = 1.0,
         reindex: Policy | int | None = None,
         overfetch: int = 2,
     ) -> None:
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
-        self.temperature = check.positive(temperature, "temperature")
+        if isinstance(temperature, torch.nn.Parameter):
+            check.temperature(temperature)
+        else:
+            advice = "a memory trains only an nn.Parameter; pass one, or its item()"
+            temperature = check.number(temperature, "temperature", "a finite number above 0", lambda x: x > 0, advice)
+        self.temperature = temperature
         origin = Origin.newest(db)
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
         self._followed = Followed.of(origin)
@@ -126,11 +132,16 @@ class Memory(Reindexed):
     @property
     def device(self) -> torch.device:
         """Device of the parameters. Raises BadInput if keys and values are on different devices."""
-        devices = {parameter.device for parameter in self.parameters()}
+        devices = {parameter.device for parameter in self.columns.values()}
         if len(devices) > 1:
-            placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.named_parameters())
+            placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.columns.items())
             raise BadInput(f"the memory has {placed}; move both with memory.to(device)")
         return devices.pop()
+
+    @property
+    def columns(self) -> dict[str, torch.nn.Parameter]:
+        """The trained columns, "keys" and "values"."""
+        return {name: own for name, own in (("keys", self.keys), ("values", self.values)) if own is not None}
 
     def __len__(self) -> int:
         """Return the number of records in this memory."""
@@ -138,8 +149,9 @@ class Memory(Reindexed):
 
     def extra_repr(self) -> str:
         """Return the database, the trained columns and the settings."""
-        trained = " and ".join(name for name, _ in self.named_parameters())
-        return f"{self.db!r}, trains {trained}, k={self.k}, temperature={self.temperature}"
+        trained, heat = " and ".join(self.columns), self.temperature
+        heat = heat.item() if isinstance(heat, Tensor) else heat
+        return f"{self.db!r}, trains {trained}, k={self.k}, temperature={heat}"
 
     __call__: Callable[..., Pooled]
 
@@ -164,18 +176,19 @@ class Memory(Reindexed):
         """Return the records with their current keys and values, as the source of a request. Raises Closed."""
         return Parameters(self._at_newest(), self.keys, self.values, self._stale.now, self.overfetch)
 
-    def request(self, queries: Vectors, temperature: float | None = None) -> tuple[Request, Parameters]:
+    def request(self, queries: Vectors, temperature: float | Tensor | None = None) -> tuple[Request, Parameters]:
         """Check queries; return a request on the parameters' device, and its source. temperature=None: the memory's."""
         device = self.device
         vectors, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
-        heat = self.temperature if temperature is None else check.positive(temperature, "temperature")
+        temperature = self.temperature if temperature is None else temperature
+        heat = check.temperature(temperature, check.leading(queries, len(vectors)))
         request = Request.of(vectors.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
-        self._last_queries = request.queries.detach()[:RECENT_QUERIES].clone()
+        self._last_queries = request.vectors.detach()[:RECENT_QUERIES].clone()
         return request, source
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise BadInput for an optimiser that lacks these parameters, refuses sparse gradients, or moves every row."""
-        own = {id(parameter) for parameter in self.parameters()}
+        own = {id(parameter) for parameter in self.columns.values()}
         groups = [group for group in optimizer.param_groups if any(id(item) in own for item in group["params"])]
         name = type(optimizer).__name__
         if not groups:
@@ -251,7 +264,7 @@ class Memory(Reindexed):
             self._followed.origin = origin.written(changed, self.keys, self.values)
             self._moved += len(changed)
         self._touched[:] = False
-        for parameter in self.parameters():  # a gradient that is still set changes records at the next step
+        for parameter in self.columns.values():  # a gradient that is still set changes records at the next step
             self._mark(parameter)
         if len(changed) or reindex:
             self._committed(reindex)
@@ -340,7 +353,7 @@ class Memory(Reindexed):
         """Register hooks that record in `_touched` which parameters get gradients."""
         while self._gradient_hooks:
             self._gradient_hooks.pop().remove()
-        for parameter in self.parameters():
+        for parameter in self.columns.values():
             requires_grad, parameter.requires_grad = parameter.requires_grad, True
             self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
             parameter.requires_grad = requires_grad
@@ -369,7 +382,7 @@ class Memory(Reindexed):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state = {name: tensor for name, tensor in state_dict.items() if name != prefix + RECORDS}
-        own = {prefix + name: tensor for name, tensor in self.named_parameters() if prefix + name in state}
+        own = {prefix + name: tensor for name, tensor in self.columns.items() if prefix + name in state}
         if own:
             if not self.db.closed:
                 self._at_newest()

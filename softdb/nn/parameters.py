@@ -106,7 +106,7 @@ class Parameters(Source):
 
         Cost: a search, and q k overfetch d; without an index q n d.
         """
-        queries, k, origin = request.queries.detach(), min(request.k, self.count), self.origin
+        queries, k, origin = request.vectors.detach(), min(request.k, self.count), self.origin
         if not k:
             return Candidates(np.zeros((len(queries), 0), np.int64), "flat")
         if self.keys is None:

@@ -47,7 +47,7 @@ def positives_of(
     db: Records,
     queries: Vectors,
     positives: Any,
-    temperature: float | None,
+    temperature: float | Tensor | None,
     score: Score | ScoreFunction | None,
     where: dict[str, Any] | None,
     k: int | None = None,
@@ -70,7 +70,7 @@ def positives_of(
     else:
         refuse(db, {"rtol": tolerance, "score": score, "where": where})
         request, source = db.request(queries, temperature)
-    lists = listed(positives, *check.leading(queries) or (len(request.queries),))
+    lists = listed(positives, *check.leading(queries, len(request.queries)))
     names = [name for ids in lists for name in ids]
     source = source.whole()
     located = source.positions(verbs.core.located(names, required=True)) if names else np.zeros(0, np.int64)

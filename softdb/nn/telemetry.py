@@ -42,7 +42,7 @@ def gradient_report(
     db: SoftDB,
     queries: Vectors,  # (q, d), or (…, d)
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     score: Score | ScoreFunction | None = None,
     k: int | None = None,
     rtol: float | None = None,
@@ -76,9 +76,10 @@ def gradient_report(
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]
     """
+    temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
     request, source = database(db).core.request(queries, temperature, score, where=where)
-    vectors = request.queries.detach()
-    shape = (*(check.leading(queries) or (len(vectors),)), source.width)
+    vectors = request.vectors.detach()
+    shape = (*check.leading(queries, len(vectors)), source.width)
     if upstream is None:
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         upstream = upstream / torch.linalg.vector_norm(upstream, dim=-1, keepdim=True)
@@ -156,6 +157,8 @@ class Telemetry:
         chosen = torch.randperm(len(flat), generator=self._generator)[: self.sample].to(queries.device)
         upstream = None if upstream is None else upstream.to(queries.device).flatten(0, -2)[chosen]
         words = {"generator": self._generator, **words}
+        heat = check.temperature(words.get("temperature", 1.0), queries.shape[:-1])
+        words["temperature"] = heat.detach()[chosen.to(heat.device)] if isinstance(heat, Tensor) else heat
         report = gradient_report(db, flat[chosen], upstream=upstream, **words)
         seconds = time.perf_counter() - start
         self.history.append({"step": step, "seconds": seconds, "queries": len(chosen), **report.means()})

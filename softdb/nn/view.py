@@ -134,7 +134,7 @@ class View(Reindexed):
         self,
         queries: Numbers,  # (q, d'), or (…, d')
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         k: int | None = None,
         score: Score | ScoreFunction | None = None,
         where: dict[str, Any] | None = None,
@@ -155,7 +155,7 @@ class View(Reindexed):
 
         Args:
             queries: numbers (q, d') or (…, d'), as wide as f(k), or a tensor with its graph.
-            temperature: divides the scores.
+            temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
@@ -215,7 +215,7 @@ class View(Reindexed):
     def request(
         self,
         queries: Vectors,  # (q, d')
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         score: Score | ScoreFunction | None = None,
         *,
         k: int | None = None,
@@ -233,7 +233,7 @@ class View(Reindexed):
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             vectors = check.queries(queries, query_width(score, self.dim), None, taker)
-            heat = check.temperature(temperature, check.leading(queries) or (len(vectors),))
+            heat = check.temperature(temperature, check.leading(queries, len(vectors)))
             request = Request.of(vectors, score, None, heat)
             folded = request.detached.folded
             indexable = (
@@ -244,7 +244,7 @@ class View(Reindexed):
             )
             version = self._current(encoding) if indexable else None
             snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
-        if version is not None and request.score is score_of(self.metric):
+        if version is not None and request.plain_score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = Encoded(
             snapshot,

@@ -12,12 +12,13 @@ from softdb.scoring.named import valid_mask, weighting
 from softdb.scoring.products import Cosine, Dot, General, ScaledDot, unit
 from softdb.scoring.score import Fold, Score, ScoreFunction, fold, metric_of, query_width
 from softdb.scoring.sparse import Argmax, Entmax15, Sparse, Sparsemax
+from softdb.scoring.tempered import Tempered, divided, with_temperature
 from softdb.scoring.weighting import Weighed, Weighting, divisor
 
 __all__ = [
     "Additive", "Argmax", "Boxcar", "Constant", "Cosine", "DistanceScore", "Dot", "Entmax15", "Epanechnikov", "Fold",
     "Gaussian", "General", "Kernel", "Laplacian", "LinearAdditive", "NegativeL2", "Normalised", "ScaledDot", "Score",
-    "ScoreFunction", "Softmax", "Sparse", "Sparsemax", "Triangular", "Uniform", "Weighed", "Weighting", "divisor",
-    "fold", "leave_one_out", "metric_of", "normalised_log", "query_width", "score_of", "scott", "silverman", "softmax",
-    "unit", "valid_mask", "weighting",
+    "ScoreFunction", "Softmax", "Sparse", "Sparsemax", "Tempered", "Triangular", "Uniform", "Weighed", "Weighting",
+    "divided", "divisor", "fold", "leave_one_out", "metric_of", "normalised_log", "query_width", "score_of", "scott",
+    "silverman", "softmax", "unit", "valid_mask", "weighting", "with_temperature",
 ]  # fmt: skip

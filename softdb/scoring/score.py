@@ -24,7 +24,7 @@ class Fold(NamedTuple):
 
     metric: Metric
     queries: Tensor  # (…, q, d) as wide as the keys, with gradient to the score's queries and parameters
-    scale: Tensor | float | None  # above 0; None: the metric only gives the same order of records
+    scale: Tensor | float | None  # () or (…, q), above 0; None: the metric only gives the same order of records
     bias: Tensor | float = 0.0  # (…, q)
 
 

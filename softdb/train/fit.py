@@ -28,6 +28,7 @@ from softdb.train.projection import BROKEN, QueryProjection
 from softdb.typing import Vectors
 
 MAX_LR = 1000.0  # largest learning rate allowed; Adam moves each parameter by about lr in a step
+FIRST_HEAT, LEAST_HEAT = 0.07, 0.01  # a learnt temperature: the first, and the least (Radford et al. 2021)
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
 Progress = Callable[[str, int, int], None]
@@ -41,6 +42,7 @@ class Epoch(NamedTuple):
     recall_1: float | None
     recall_10: float | None
     mrr_100: float | None
+    temperature: float | None = None  # at the end of the epoch, if it is learnt
 
 
 class Fitted(NamedTuple):
@@ -51,6 +53,7 @@ class Fitted(NamedTuple):
     after: Ranking  # measures of the held-out queries with the projection
     history: list[Epoch]
     best: int  # number of epochs that the projection was trained
+    temperature: float  # T, of the best epoch if it was learnt
 
     @property
     def fell(self) -> list[str]:
@@ -62,6 +65,8 @@ class Fitted(NamedTuple):
         for name, label in MEASURES.items():
             note = "   fell" if name in self.fell else ""
             lines.append(f"{label:<22}{getattr(self.before, name):9.3f}{getattr(self.after, name):9.3f}{note}")
+        if self.history and self.history[-1].temperature is not None:
+            lines.append(f"{'temperature':<31}{self.temperature:9.3f}")
         return "\n".join(lines)
 
 
@@ -69,7 +74,7 @@ class Fitted(NamedTuple):
 class _Settings:
     """Checked arguments of `fit`."""
 
-    temperature: float
+    temperature: Any  # a number, or "learn"
     k: int | None
     rtol: float | None
     bias: bool
@@ -87,7 +92,10 @@ class _Settings:
             raise BadInput(
                 f"rtol is {self.rtol:g}, but training keys allows no rtol; give k in place of rtol, or neither"
             )
-        self.temperature, self.lr = check.positive(self.temperature, "temperature"), check.positive(self.lr, "lr")
+        if self.temperature != "learn":
+            expected = 'a finite number above 0, or "learn"'
+            self.temperature = check.number(self.temperature, "temperature", expected, lambda x: x > 0, 'pass "learn"')
+        self.lr = check.positive(self.lr, "lr")
         if self.lr > MAX_LR:
             raise BadInput(f"lr is {self.lr:g}; expected at most {MAX_LR:g}, such as 0.001")
         if self.criterion not in list(MEASURES):
@@ -108,7 +116,7 @@ def fit(
     queries: Vectors,  # (m, d) numbers, or m texts
     positives: Any,  # m ids, or m lists of ids
     *,
-    temperature: float = 0.05,
+    temperature: float | Literal["learn"] = 0.05,
     k: int | None = None,
     rtol: float | None = None,
     bias: bool = False,
@@ -136,7 +144,9 @@ def fit(
         db: the database, which may be read-only.
         queries: (m, d) numbers, or m texts if the database has an encoder.
         positives: the ids of each query's right records.
-        temperature: T, which divides the scores; scores that are cosines need a small one.
+        temperature: T, which divides the scores; scores that are cosines need a small one. "learn": Adam also trains
+            log 1 / T, from T = 0.07 on and with T at least 0.01 (Radford et al. 2021, section 2.5). The result and the
+            projection's metadata have T; pass it to soft queries.
         k: normalise over the k nearest and the positives only.
         rtol: estimate the normaliser with this relative error, with new random numbers each step; cheaper only with an
             IVF index. Without k and rtol the loss is exact, over every record.
@@ -191,9 +201,9 @@ def fit(
                 checkpoints.write(file, identity, run.state())
         projection = run.projection
         projection.load_state_dict(run.best_weights)
-        projection.metadata["encoder"] = db.encoder_name
+        projection.metadata |= {"encoder": db.encoder_name, "temperature": run.best_heat}
         before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
-        fitted = Fitted(projection, before, after, run.history, run.best)
+        fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat)
     if fitted.fell:
         drops = [f"{MEASURES[name]} {getattr(before, name):.3f} -> {getattr(after, name):.3f}" for name in fitted.fell]
         advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
@@ -232,13 +242,21 @@ class _Training:
         self.db, self.queries, self.positives, self.sides, self.settings = db, queries, positives, sides, settings
         self.projection = QueryProjection(queries.shape[1], settings.bias, settings.hidden, settings.seed).to(queries)
         self.view = None if self.projection.keys is None else View(database(db), self.projection.keys)
-        self.adam = torch.optim.Adam(self.projection.parameters(), lr=settings.lr)
+        learns = settings.temperature == "learn"
+        self.log_scale = torch.nn.Parameter(torch.tensor(-math.log(FIRST_HEAT))) if learns else None
+        trained = [*self.projection.parameters(), *([] if self.log_scale is None else [self.log_scale])]
+        self.adam = torch.optim.Adam(trained, lr=settings.lr)
         self.order = torch.Generator().manual_seed(settings.seed)
         self.draws = torch.Generator().manual_seed(settings.seed)
         self.history: list[Epoch] = []
         self.best = 0
         self.best_measure = -1.0 if settings.patience is None else self.measured(self.ranked(sides.choose, None))
-        self.best_weights = self.weights()
+        self.best_weights, self.best_heat = self.weights(), self.heat or settings.temperature
+
+    @property
+    def heat(self) -> float | None:
+        """The temperature, if it is learnt."""
+        return None if self.log_scale is None else math.exp(-self.log_scale.item())
 
     @property
     def stalled(self) -> bool:
@@ -268,32 +286,36 @@ class _Training:
             loss = self.step(batch)
             if not math.isfinite(loss):
                 raise BadInput(f"the loss became {loss} in epoch {number + 1}; lower lr, or raise temperature")
-            if not all(bool(parameter.isfinite().all()) for parameter in self.projection.parameters()):
+            if not all(bool(tensor.isfinite().all()) for group in self.adam.param_groups for tensor in group["params"]):
                 raise BadInput("the projection became NaN or infinity; lower lr, or raise temperature")
             total += loss * len(batch)
             if progress is not None:
                 progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
         if self.settings.patience is None:
-            self.history.append(Epoch(total / len(shuffled), None, None, None))
+            self.history.append(Epoch(total / len(shuffled), None, None, None, self.heat))
         else:
             ranking = self.ranked(self.sides.choose, self.projection)
-            self.history.append(Epoch(total / len(shuffled), *ranking[:3]))
+            self.history.append(Epoch(total / len(shuffled), *ranking[:3], self.heat))
             if self.measured(ranking) <= self.best_measure:
                 return
             self.best_measure = self.measured(ranking)
         self.best, self.best_weights = len(self.history), self.weights()
+        self.best_heat = self.heat or self.best_heat
 
     @torch.enable_grad()
     def step(self, batch: Tensor) -> float:
         """Make one Adam step on a batch of queries, and return the batch's mean loss before the step."""
         settings, queries = self.settings, self.projection(self.queries[batch])
+        temperature = settings.temperature if self.log_scale is None else (-self.log_scale).exp()
         loss = retrieval_loss(
-            self.view or self.db, queries, self.right(batch), temperature=settings.temperature, k=settings.k,
+            self.view or self.db, queries, self.right(batch), temperature=temperature, k=settings.k,
             rtol=settings.rtol, generator=None if settings.rtol is None else self.draws,
         )  # fmt: skip
         self.adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.adam.step()
+        if self.log_scale is not None:
+            self.log_scale.data.clamp_(max=-math.log(LEAST_HEAT))
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
@@ -304,6 +326,8 @@ class _Training:
             "draws": self.draws.get_state(),
             "history": [list(epoch) for epoch in self.history],
             "best": (self.best, self.best_measure, self.best_weights),
+            "log_scale": self.log_scale,
+            "best_heat": self.best_heat,
         }
 
     def restore(self, state: dict[str, Any], file: Path) -> None:
@@ -315,6 +339,9 @@ class _Training:
             self.draws.set_state(state["draws"])
             self.history = [Epoch(*epoch) for epoch in state["history"]]
             self.best, self.best_measure, self.best_weights = state["best"]
+            if self.log_scale is not None:
+                self.log_scale.data.copy_(state["log_scale"])
+                self.best_heat = state["best_heat"]
         except BROKEN as error:
             raise BadInput(
                 f"{file} is a checkpoint whose parts are missing or broken ({check.shown(str(error))}); begin "

@@ -78,7 +78,7 @@ class QueryProjection(torch.nn.Linear):
             )
         with check.precise():
             projected: Tensor = self(vectors.float())
-        return projected.reshape(*(check.leading(queries) or projected.shape[:1]), projected.shape[1])
+        return projected.reshape(*check.leading(queries, len(projected)), projected.shape[1])
 
 
 def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: dict[str, Any] | None = None) -> None:

@@ -164,6 +164,35 @@ class ClusterContract(abc.ABC):
             near(mine, own, 1e-9)
 
     @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+    @pytest.mark.parametrize("shape", [(), (Q,)], ids=["scalar", "queries"])
+    def test_temperatures_that_learn(self, pair: Any, metric: str, shape: tuple[int, ...]) -> None:
+        one, cluster, queries = pair(self.SHARDS[-1], metric)
+        heat = (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(0))).double().requires_grad_()
+        for score, words in ((None, {}), (None, {"k": 7}), (scores.Laplacian(1.0), {"weights": "softmax"})):
+            differing = []
+            for db in (cluster, one):
+                answers = differentiated(db, queries, temperature=heat, score=score, **words)
+                pooled = db.attend(queries, temperature=heat, score=score, **words)
+                loss = pooled.output.square().sum() + pooled.lse.sum()
+                differing.append((*answers, torch.autograd.grad(loss, heat)[0]))
+            for mine, own in zip(*differing, strict=True):
+                near(mine, own, 1e-9)
+        samples = cluster.sample(queries, 4, temperature=heat)
+        log_z = one.log_partition(queries, temperature=heat).value
+        scored = one.search(queries, N, exact=True)
+        for i, own in enumerate(samples.hits.ids):
+            places = [scored.ids[i].index(name) for name in own]
+            logits = scored.scores[i, places] / heat.expand(Q)[i]
+            near(samples.log_prob[i], logits - log_z[i], 1e-9)
+        if metric != "l2":
+            return
+        (mine,), (own,) = (
+            [e.scores for e in db.attend(queries[:1], temperature=heat.reshape(-1)[:1]).explain(3)]
+            for db in (cluster, one)
+        )
+        assert mine == pytest.approx(own, rel=1e-9)
+
+    @pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
     def test_the_nearest_are_those_of_one_database_ties_too(self, pair: Any, metric: str) -> None:
         for shards in self.SHARDS:
             one, cluster, queries = pair(shards, metric)

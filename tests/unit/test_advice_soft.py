@@ -48,50 +48,43 @@ def expected(metric: str, temperature: Tensor) -> Tensor:
     return (compared / temperature).softmax(1) @ torch.from_numpy(VALUES).double()
 
 
-def require_gradient(metric: str, answer: Callable[[Tempered], Tensor]) -> None:
-    """A temperature of .7 in the score gives the value and the gradient of float64."""
-    score, reference = Tempered(SCORES[metric], 0.7, Metric(metric)), torch.tensor(0.7).double().requires_grad_()
-    found, right = answer(score), expected(metric, reference)
+def require_gradient(metric: str, answer: Callable[[Tensor], Tensor]) -> None:
+    """A temperature of .7 that is learnt by its logarithm gives the value and the gradient of float64."""
+    log, wide = (torch.tensor(0.7).log().to(dtype).requires_grad_() for dtype in (torch.float32, torch.float64))
+    found, right = answer(log.exp()), expected(metric, wide.exp())
     torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
     found.square().sum().backward()  # type: ignore[no-untyped-call]
     right.square().sum().backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(score.temperature.grad, reference.grad.float(), atol=1e-5, rtol=1e-4)  # type: ignore[union-attr]
+    assert wide.grad is not None
+    torch.testing.assert_close(log.grad, wide.grad.float(), atol=1e-5, rtol=1e-4)
 
 
-def attended(db: softdb.SoftDB, **words: Any) -> Callable[[Tempered], Tensor]:
-    return lambda score: db.attend(QUERIES, score=score, **words).output
-
-
-@advice("to train one give score=, an nn.Module that divides a score by its parameter")
-def test_a_temperature_is_trained_in_the_score(folder: Path) -> Steps:
+@advice("to keep a learnt one above 0, learn its logarithm")
+def test_a_learnt_temperature_stays_above_0_by_its_logarithm(folder: Path) -> Steps:
     with with_values() as db:
-        yield lambda: db.attend(QUERIES, temperature=HEAT)
-    for metric in SCORES:
-        with with_values(metric) as db:
-            require_gradient(metric, attended(db))
-            require_gradient(metric, attended(db, k=50))
-
-
-@advice("to train one give score=, an nn.Module that divides a score by its parameter")
-def test_a_temperature_over_tensors_is_trained_in_the_score(folder: Path) -> Steps:
+        yield lambda: db.attend(QUERIES, temperature=torch.tensor(-0.1, requires_grad=True))
     keys, values = torch.from_numpy(KEYS), torch.from_numpy(VALUES)
-    yield lambda: softdb.attention(QUERIES, keys, values, temperature=HEAT)
-    for metric in SCORES:
-        require_gradient(metric, lambda score: softdb.attention(QUERIES, keys, values, score=score))
+    for metric, score in SCORES.items():
+        with with_values(metric) as db:
+            require_gradient(metric, lambda heat, db=db: db.attend(QUERIES, temperature=heat).output)  # type: ignore[misc]
+            require_gradient(metric, lambda heat, db=db: db.attend(QUERIES, temperature=heat, k=50).output)  # type: ignore[misc]
+            view = soft.View(db, nn.Identity())
+            require_gradient(metric, lambda heat, view=view: view.attend(QUERIES, temperature=heat).output)  # type: ignore[misc]
+        require_gradient(
+            metric,
+            lambda heat, score=score: softdb.attention(QUERIES, keys, values, score=score, temperature=heat),  # type: ignore[misc]
+        )
 
 
-@advice("to train one give score=, an nn.Module that divides a score by its parameter")
-def test_a_temperature_of_a_view_is_trained_in_the_score(folder: Path) -> Steps:
-    with with_values("l2") as db:
-        view = soft.View(db, nn.Identity())
-        yield lambda: view.attend(QUERIES, temperature=HEAT)
-        require_gradient("l2", lambda score: view.attend(QUERIES, score=score).output)
-
-
-@advice("it is not trained; pass its item()")
-def test_a_temperature_of_a_memory_is_a_number(folder: Path) -> Steps:
+@advice("a memory trains only an nn.Parameter; pass one, or its item()")
+def test_a_temperature_of_a_memory_is_a_parameter_or_a_number(folder: Path) -> Steps:
     with with_values() as db:
         yield lambda: soft.Memory(db, k=9, temperature=HEAT)
+        heat, wide = nn.Parameter(HEAT.detach()), HEAT.detach().double().requires_grad_()
+        soft.Memory(db, k=50, temperature=heat)(QUERIES).output.square().sum().backward()
+        expected("dot", wide).square().sum().backward()  # type: ignore[no-untyped-call]
+        assert wide.grad is not None
+        torch.testing.assert_close(heat.grad, wide.grad.float(), atol=1e-5, rtol=1e-4)
         memory = soft.Memory(db, k=50, temperature=HEAT.item())
         torch.testing.assert_close(
             memory(QUERIES).output.double(), expected("dot", HEAT.double()), atol=1e-5, rtol=1e-5

@@ -127,9 +127,9 @@ READS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "temperature nan": (lambda db: db.attend(ONE, temperature=np.nan), BadInput, "temperature is nan"),
     "temperature text": (lambda db: db.attend(ONE, temperature="1"), BadInput, "temperature is '1'"),
     "temperature with gradient": (
-        lambda db: db.attend(ONE, temperature=torch.ones((), requires_grad=True)),
+        lambda db: db.attend(ONE, temperature=torch.zeros((), requires_grad=True)),
         BadInput,
-        "to train one give score=",
+        "to keep a learnt one above 0, learn its logarithm",
     ),
     "mask shape": (
         lambda db: db.attend(ONE, mask=np.ones((1, 3), bool)),

@@ -23,7 +23,8 @@ struct Part {
     int64_t low = 0, high = 0;
 };
 
-// Exact attention: softmax(s / T) over the records of a part, with s = q.k, q.k / |k| or -|q - k|^2.
+// Exact attention: softmax(s / T) over the records of a part, with s = q.k, q.k / |k| or -|q - k|^2, times a scale c of
+// the query if `scales` is given.
 struct Attend {
     const float* queries = nullptr;  // (q, d)
     int64_t q = 0;
@@ -33,6 +34,7 @@ struct Attend {
     Part part;
     Metric metric = Metric::dot;
     const float* centre = nullptr;  // (d,) subtracted from keys; the caller has subtracted it from queries; null: 0
+    const float* scales = nullptr;  // (q,) c; null: 1
     float inverse_temperature = 1;
     float negligible = 0;      // logits below the largest by more than -negligible are ignored
     float* top = nullptr;      // (q,) the largest score so far; in backward the largest of all
@@ -51,6 +53,7 @@ struct Attend {
     // and adds to these
     double* query_grad = nullptr;  // (q, d) sum of ds k
     double* mass = nullptr;        // (q,) sum of ds
+    double* along_scores = nullptr;  // (q,) sum of ds (s - top), or null
     float* key_grad = nullptr;     // (n, d) sum of ds q, or null
     float* value_grad = nullptr;   // (n, v) sum of w g, or null
 };

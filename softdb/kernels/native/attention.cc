@@ -28,7 +28,7 @@ struct Plan {
     bool few;
     int64_t d, v, block;
     float *keys, *values, *scores, *along, *inverse, *tops, *queries, *grads, *query_rows, *grad_rows;
-    float *offsets, *inverse_totals;
+    float *offsets, *inverse_totals, *signs, *below;
     int64_t size = 0;
 
     explicit Plan(const Attend& given) : args(given), few(given.q <= kFew) {
@@ -46,6 +46,8 @@ struct Plan {
         grads = take(args.backward ? lanes * v : 0);
         offsets = take(args.backward ? lanes : 0);
         inverse_totals = take(args.backward ? lanes : 0);
+        signs = take(lanes);
+        below = take(args.along_scores ? block * panel : 0);
         query_rows = take(args.key_grad ? lanes * d : 0);
         grad_rows = take(args.value_grad ? lanes * v : 0);
     }
@@ -220,21 +222,31 @@ void mask_out(const Attend& args, const Panel& panel, int64_t i, int64_t count, 
     }
 }
 
+// The factor by which each query's products become scores: its scale, negative for squared distances.
+void sign(const Plan& plan) {
+    const Attend& args = plan.args;
+    for (int64_t j = 0; j < padded(args.q); j++)
+        plan.signs[j] = (args.metric == Metric::l2 ? -1 : 1) * (args.scales && j < args.q ? args.scales[j] : 1);
+}
+
 struct Best {
     Vec best[2], doubt[2];  // the largest score of each query; 0, or NaN if a score is not finite
 };
 
-// Apply signs, lengths and the mask to the scores. V vectors for each row.
+// Apply signs, scales, lengths and the mask to the scores. V vectors for each row.
 template <int V>
 Best finish(const Plan& plan, const Panel& panel, int64_t i, int64_t count, float* scores) {
     const Attend& args = plan.args;
     Best result;
-    for (int v = 0; v < V; v++) result.best[v] = everywhere(kDead), result.doubt[v] = Vec{};
+    Vec signs[V];
+    for (int v = 0; v < V; v++) {
+        result.best[v] = everywhere(kDead), result.doubt[v] = Vec{}, signs[v] = load(plan.signs + panel.first + v * kLanes);
+    }
     for (int64_t r = 0; r < count; r++) {
-        float factor = args.metric == Metric::l2 ? -1.0f : args.metric == Metric::cosine ? plan.inverse[r] : 1.0f;
+        float factor = args.metric == Metric::cosine ? plan.inverse[r] : 1.0f;
         for (int v = 0; v < V; v++) {
             float* at = scores + r * panel.lanes + v * kLanes;
-            Vec score = load(at) * factor;
+            Vec score = load(at) * factor * signs[v];
             store(at, score);
             result.best[v] = greater(score, result.best[v]);
             result.doubt[v] += score * 0.0f;
@@ -352,6 +364,7 @@ void attend_forward(const Attend& args) {
     Plan plan(args);
     plan.pack(args.queries, args.keys.width, plan.queries);
     plan.pad(args.top, -kDead, plan.tops);  // so that padding has weights of 0
+    sign(plan);
     float best[kPanel], totals[kPanel];
     for (int64_t i = args.part.low; i < args.part.high; i += plan.block) {
         Loaded block(plan, i);
@@ -391,6 +404,31 @@ void pulls(const Plan& plan, const Panel& panel, int64_t count, float* weights, 
             total += result;
         }
         store(totals + v, total);
+    }
+}
+
+constexpr float kFar = -1000;  // logits so far below the largest have a weight of 0
+
+// Write s - top to `below`; kFar for lower ones, as 0 times infinity is not a number.
+void copy_below(const Plan& plan, const Panel& panel, int64_t count) {
+    for (int v = 0; v < panel.lanes; v += kLanes) {
+        Vec top = load(plan.tops + panel.first + v);
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = r * panel.lanes + v;
+            store(plan.below + at, greater(load(plan.scores + at) - top, everywhere(kFar)));
+        }
+    }
+}
+
+// along_scores += sum of ds (s - top).
+void add_along_scores(const Plan& plan, const Panel& panel, int64_t count) {
+    for (int v = 0; v < panel.lanes; v += kLanes) {
+        Vec total{};
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = r * panel.lanes + v;
+            total += load(plan.scores + at) * load(plan.below + at);
+        }
+        for (int j = 0; j < kLanes && v + j < panel.size; j++) plan.args.along_scores[panel.first + v + j] += double(total[j]);
     }
 }
 
@@ -440,6 +478,7 @@ void attend_backward(const Attend& args) {
     Plan plan(args);
     plan.pack(args.queries, args.keys.width, plan.queries);
     plan.pad(args.top, -kDead, plan.tops);
+    sign(plan);
     plan.pad(args.offset, 0, plan.offsets);
     plan.pad(args.inverse_total, 0, plan.inverse_totals);
     if (plan.v) plan.pack(args.output_grad, args.values.width, plan.grads);
@@ -458,8 +497,10 @@ void attend_backward(const Attend& args) {
             } else {
                 compare<false>(plan, block.values(), v_width, count, plan.grads, panel, plan.along, {});
             }
+            if (args.along_scores) copy_below(plan, panel, count);
             weigh(plan, panel, count, totals);
             pulls(plan, panel, count, plan.scores, plan.along, totals);
+            if (args.along_scores) add_along_scores(plan, panel, count);
             for (int j = 0; j < panel.size; j++) args.mass[first + j] += double(totals[j]);
             if (args.value_grad)
                 send(args, panel, plan.along, plan.grad_rows, args.values.width, i, count, args.value_grad);

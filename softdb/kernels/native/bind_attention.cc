@@ -37,13 +37,13 @@ struct Piece {
 // The arguments that are the same for all pieces.
 struct Attention {
     Read<float, 2> queries;
-    std::optional<Read<float, 1>> centre;
+    std::optional<Read<float, 1>> centre, scales;
     Attend args;
 
     Attention(
         Read<float, 2> queries_, const std::string& metric, float inverse_temperature, float negligible,
-        int64_t num_classes, std::optional<Read<float, 1>> centre_
-    ) : queries(queries_), centre(centre_) {
+        int64_t num_classes, std::optional<Read<float, 1>> centre_, std::optional<Read<float, 1>> scales_
+    ) : queries(queries_), centre(centre_), scales(scales_) {
         args.queries = queries.data();
         args.q = int64_t(queries.shape(0));
         if (metric == "cosine") args.metric = Metric::cosine;
@@ -53,6 +53,7 @@ struct Attention {
         args.negligible = negligible;
         args.num_classes = num_classes;
         if (centre) args.centre = centre->data();
+        if (scales) args.scales = scales->data();
     }
 
     Attend of(const Piece& piece) const {
@@ -75,10 +76,12 @@ struct Attention {
     int64_t scratch(int64_t value_width) const {
         Attend wanted = args;
         float any = 0;
+        double sums = 0;
         wanted.keys.width = int64_t(queries.shape(1));
         wanted.values.width = value_width;
         wanted.backward = true;
         wanted.key_grad = wanted.value_grad = &any;
+        wanted.along_scores = scales ? &sums : nullptr;
         return kernels().attend_scratch(wanted);
     }
 
@@ -97,7 +100,7 @@ struct Attention {
     void backward(
         const Piece& piece, Read<float, 2> output_grad, Read<float, 1> offset, Read<float, 1> inverse_total,
         Read<float, 1> top, Write<double, 2> query_grad, Write<double, 1> mass,
-        std::optional<Write<float, 2>> key_grad, std::optional<Write<float, 2>> value_grad, Write<float, 1> scratch
+        std::optional<Write<double, 1>> along_scores, std::optional<Write<float, 2>> key_grad, std::optional<Write<float, 2>> value_grad, Write<float, 1> scratch
     ) const {
         Attend call = of(piece);
         call.backward = true;
@@ -107,6 +110,7 @@ struct Attention {
         call.top = const_cast<float*>(top.data());  // backward does not write to it
         call.query_grad = query_grad.data();
         call.mass = mass.data();
+        if (along_scores) call.along_scores = along_scores->data();
         if (key_grad) call.key_grad = key_grad->data();
         if (value_grad) call.value_grad = value_grad->data();
         call.scratch = scratch.data();
@@ -129,15 +133,16 @@ void bind_attention(nb::module_& module) {
              "keys"_a.noconvert(), "values"_a.none().noconvert(), "labels"_a.none().noconvert(),
              "rows"_a.none().noconvert(), "places"_a.none().noconvert(), "mask"_a.none().noconvert(), "low"_a, "high"_a);
     nb::class_<Attention>(module, "Attention", "Queries of exact attention, and the parameters that all pieces share.")
-        .def(nb::init<Read<float, 2>, const std::string&, float, float, int64_t, std::optional<Read<float, 1>>>(),
+        .def(nb::init<Read<float, 2>, const std::string&, float, float, int64_t, std::optional<Read<float, 1>>,
+                      std::optional<Read<float, 1>>>(),
              "queries"_a.noconvert(), "metric"_a, "inverse_temperature"_a, "negligible"_a, "num_classes"_a = 0,
-             "centre"_a.none().noconvert() = nb::none())
+             "centre"_a.none().noconvert() = nb::none(), "scales"_a.none().noconvert() = nb::none())
         .def("scratch", &Attention::scratch, "value_width"_a, "float32 of memory that a thread needs.")
         .def("forward", &Attention::forward, Unlocked(), "piece"_a, "output"_a.noconvert(), "top"_a.noconvert(),
              "total"_a.noconvert(), "scratch"_a.noconvert())
         .def("backward", &Attention::backward, Unlocked(), "piece"_a, "output_grad"_a.noconvert(),
              "offset"_a.noconvert(), "inverse_total"_a.noconvert(), "top"_a.noconvert(), "query_grad"_a.noconvert(),
-             "mass"_a.noconvert(), "key_grad"_a.none().noconvert(), "value_grad"_a.none().noconvert(),
+             "mass"_a.noconvert(), "along_scores"_a.none().noconvert(), "key_grad"_a.none().noconvert(), "value_grad"_a.none().noconvert(),
              "scratch"_a.noconvert());
 }
 

@@ -259,7 +259,7 @@ void bind_lists(nb::module_& module) {
         .def("__init__", [](BoundDraw* made, const BoundSketch& sketch, double largest, Table<const float> queries,
                             Line<const uint16_t> allowed, Line<const float> sizes, Line<const uint32_t> places,
                             Line<const int64_t> apart, Line<const float> scales, const StoredColumn& keys, int metric,
-                            double factor, double least, int64_t budget, double visible, bool controls,
+                            Line<const double> factors, double least, int64_t budget, double visible, bool controls,
                             Line<const uint64_t> seeds, Table<int64_t> positions, Table<double> scores,
                             Table<double> chances, Table<double> controlled, Table<double> bounds, double points, int64_t first,
                             int64_t threads) {
@@ -267,7 +267,7 @@ void bind_lists(nb::module_& module) {
             Draw& args = made->args;
             args.largest = float(largest), args.queries = queries, args.allowed = allowed.first, args.sizes = sizes.first;
             args.places = places.first, args.apart = apart.first, args.scales = scales.first, args.aparts = apart.length;
-            args.keys = keys.stored, args.metric = Metric(metric), args.factor = factor, args.least = least;
+            args.keys = keys.stored, args.metric = Metric(metric), args.factors = factors.first, args.least = least;
             args.budget = budget, args.visible = visible, args.controls = controls, args.seeds = seeds.first;
             args.positions = positions, args.scores = scores, args.chances = chances, args.controlled = controlled;
             args.bounds = bounds, args.points = points, args.first_query = first, args.threads = threads < kMostThreads ? threads : kMostThreads, args.crew = &made->crew;

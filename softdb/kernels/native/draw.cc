@@ -88,6 +88,7 @@ struct Query {
     double rate;     // rate of uniform draws
     float floor;     // the l with the same probability
     float rough;     // mean square of the rounding of tables
+    double factor;   // logit / score
     double length;   // |q|² of the query minus the origin
     double raised;   // expected variance over that of the draws, at least 1
     double mass;     // Ẑ / e^top
@@ -198,7 +199,7 @@ struct Drawing {
     };
 
     CodeView view(const Query& query, int64_t list) const {
-        const float factor = float(args.factor), spread = args.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
+        const float factor = float(query.factor), spread = args.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
         return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
                 float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square,
                 factor * query.sides[list] * args.radii[list], factor * query.sides[list] * args.error_step,
@@ -319,15 +320,15 @@ struct Drawing {
         for (int64_t j = first; j < last; j++) sample.positions[j] = args.places[sample.slots[j]];
         each_record(reader, sample.positions + first, last - first, [&](int64_t j, const char* at) {
             sample.exact[first + j] =
-                score_of<double>(args.queries[i], (const Number*)at, args.keys.width, args.metric) * args.factor;
+                score_of<double>(args.queries[i], (const Number*)at, args.keys.width, args.metric) * args.factors[i];
         });
     }
 
     void set_slopes(Query& query) const {
-        const double along = args.factor / __builtin_sqrt(double(args.queries.width));
-        const double turn = query.spread * args.factor * args.error_step / __builtin_sqrt(double(args.queries.width));
+        const double along = query.factor / __builtin_sqrt(double(args.queries.width));
+        const double turn = query.spread * query.factor * args.error_step / __builtin_sqrt(double(args.queries.width));
         for (int64_t j = 0; j < lists.count; j++) {
-            const double square = lists.offsets ? max(-query.raw[j] / args.factor, 0.0) * 4 : query.length;
+            const double square = lists.offsets ? max(-query.raw[j] / query.factor, 0.0) * 4 : query.length;
             query.sides[j] = float(__builtin_sqrt(square));
             query.slopes[j] = float(turn) * query.sides[j];
             query.usual[j] = float(kUsual * along) * query.sides[j] * args.spreads[j];
@@ -349,13 +350,14 @@ struct Drawing {
                 query.seen[t] = lists.origin ? given[t] - lists.origin[t] : given[t];
             }
             query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
+            query.factor = args.factors[low + i];
             query.length = double(summed(query.seen, query.seen, d, product));
             for (int64_t t = 0; t < args.rotation.rows; t++) query.turned[t] = summed(query.seen, args.rotation[t], d, product);
         }
         for (int64_t j = 0; j < lists.count; j++)
             for (int64_t i = 0; i < count; i++) {
                 const double near = double(summed(queries[i].seen, args.centroids[j], d, product));
-                queries[i].raw[j] = args.factor * (lists.origin ? 2 * near - double(args.lengths[j]) - queries[i].length : near);
+                queries[i].raw[j] = queries[i].factor * (lists.origin ? 2 * near - double(args.lengths[j]) - queries[i].length : near);
             }
     }
 
@@ -365,7 +367,7 @@ struct Drawing {
         make_tables(lists, query.turned, entries, query.tables);
         query.spread = query.beta = 1, query.base = -kInfinity;
         fill(query.masses, lists.count, 0.0);
-        const double rounding = query.tables.step * args.factor;
+        const double rounding = query.tables.step * query.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
         set_slopes(query);
         const double per_unit = 2 / double(args.error_step);
@@ -374,7 +376,7 @@ struct Drawing {
             const double wide = query.slopes[j] * per_unit * args.spreads[j];
             order[j] = args.sizes[j] > 0 ? float(query.raw[j] - query.base + wide) : -__builtin_inff();
         }
-        if (counts()) query.base = args.factor * args.least;
+        if (counts()) query.base = query.factor * args.least;
         near<Number>(query, i);
         all(query);
     }
@@ -769,7 +771,7 @@ struct Drawing {
         }
         for (int64_t place = 0; place < count; place++) {
             const int64_t k = by_weight ? ranks[place] & 0xFFFFFFFF : place;
-            args.positions[i][place] = sample.positions[k], args.scores[i][place] = sample.exact[k] / args.factor;
+            args.positions[i][place] = sample.positions[k], args.scores[i][place] = sample.exact[k] / args.factors[i];
             args.chances[i][place] = 1 - chances[k];
             if (args.controlled.width) args.controlled[i][place] = controls[k] * (1 - chances[k]);
             if (by_weight) args.weights[i][place] = weights[k];

@@ -98,7 +98,7 @@ struct Draw {
     int64_t aparts = 0;
     Stored keys;
     Metric metric = Metric::dot;
-    double factor = 0;                // logit / score
+    const double* factors = nullptr;  // (q,) logit / score
     double least = 0;                 // NaN: draw by weight; else count records with at least this score
     int64_t budget = 0;               // number of records to draw
     double points = 0;                // for samples: expected number of points; 0: no samples

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from softdb.reports import ReembedReport
 
 
+def _temperature(text: str) -> float | str:
+    """Convert the option to a number, or return it for `fit` to check."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def train(
     path: Database,
     pairs: Annotated[
@@ -35,7 +43,9 @@ def train(
     positives: Annotated[
         str, Option(metavar="FIELD", help="Field with the right records: an id or a list of ids.")
     ] = "positives",
-    temperature: Annotated[float, Option(help="Temperature of the softmax over all records.")] = 0.05,
+    temperature: Annotated[
+        Any, Option(parser=_temperature, metavar="T", help="Temperature of the softmax over all records, or learn.")
+    ] = 0.05,
     k: Annotated[int | None, Option("-k", min=1, help="Compare with the k nearest records only.")] = None,
     rtol: Annotated[float | None, Option(help="Estimate the sum over all records to this relative error.")] = None,
     bias: Annotated[bool, Option("--bias", help="Train a vector that is added to the queries, too.")] = False,
@@ -84,9 +94,10 @@ def train(
                 epochs=epochs, batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
                 criterion=cast(Any, criterion), seed=seed, checkpoint=checkpoint, resume=resume, progress=show,
             )  # fmt: skip
-        facts = {"pairs": len(read.lines), "temperature": temperature, "k": k, "rtol": rtol, "seed": seed}
+        facts = {"pairs": len(read.lines), "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
     measured: dict[str, Any] = {"before": before, "after": after, "fell": fitted.fell, "epochs": fitted.best}
+    measured["temperature"] = fitted.temperature
     save(out, fitted.projection, {**facts, **measured})  # before the keys change, as they are useless without this file
     applied = keys and after[criterion] > before[criterion]
     measured["generation"] = _rekeyed(path, out).generation if applied else None
