@@ -294,14 +294,46 @@ def test_a_mask_broadcasts_to_the_leading_shape(world: World, shape: Shape) -> N
         close(drawn.view(-1, 2), world.db.sample(queries.view(-1, D), 2, mask=whole, generator=seeded()).hits.rows, 0)
 
 
-def test_a_temperature_broadcasts_to_the_leading_shape(world: World) -> None:
-    """A tensor of one number without a gradient; `test_temperature` has others."""
-    queries = torch.randn(2, 3, D)
-    close(
-        world.db.attend(queries, temperature=torch.full((1, 1), 0.5)).lse, world.db.attend(queries, temperature=0.5).lse
-    )
-    with pytest.raises(BadInput, match=r"temperature has shape \(4,\) and the queries \(2, 3\)"):
-        world.db.attend(queries, temperature=torch.ones(4))
+HEATED: dict[str, Callable[[World, Tensor, Shape, Tensor], Tensor]] = {
+    "attend": lambda w, q, _, heat: w.db.attend(q, temperature=heat).lse,
+    "nearest": lambda w, q, _, heat: w.db.attend(q, temperature=heat, k=5).output.sum(-1),
+    "cluster": lambda w, q, _, heat: w.cluster.attend(q, temperature=heat).lse,
+    "view": lambda w, q, _, heat: w.view.attend(q, temperature=heat).lse,
+    "loss": lambda w, q, shape, heat: nn.retrieval_loss(w.db, q, places(shape), temperature=heat, reduction="none"),
+    "memory": lambda w, q, shape, heat: nn.retrieval_loss(
+        w.memory, q, places(shape), temperature=heat, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEATED)
+def test_a_temperature_broadcasts_to_the_leading_shape(world: World, name: str) -> None:
+    queries, call = torch.randn(2, 3, D), HEATED[name]
+    for shape in [(), (1,), (3,), (2, 1), (1, 3), (2, 3)]:
+        heat = (numbered(shape).abs() + 0.5).requires_grad_()
+        answer = call(world, queries, (2, 3), heat)
+        expected = call(world, queries.view(6, D), (6,), heat.expand(2, 3).reshape(6))
+        assert answer.shape == (2, 3)
+        close(answer.flatten(), expected, 1e-6)
+        weights = numbered((6,))
+        close(
+            torch.autograd.grad(answer, heat, weights.view(2, 3))[0],
+            torch.autograd.grad(expected, heat, weights)[0],
+            1e-5,
+        )
+    with pytest.raises(BadInput, match=r"temperature has shape \(6,\) and the queries \(2, 3\)"):
+        call(world, queries, (2, 3), torch.ones(6))
+
+
+def test_reports_take_a_temperature_for_each_query(world: World) -> None:
+    queries, heat = torch.randn(2, 3, D), torch.rand(2, 1, generator=seeded()) + 0.5
+    report = nn.gradient_report(world.db, queries, temperature=heat, k=4)
+    flat = nn.gradient_report(world.db, queries.view(6, D), temperature=heat.expand(2, 3).reshape(6), k=4)
+    for column, expected in zip(report, flat, strict=True):
+        close(column.flatten(), expected, 1e-6)
+    some = nn.Telemetry(sample=4)(world.db, queries, temperature=heat, k=4)
+    assert some is not None
+    assert set(some.mass.tolist()) <= set(flat.mass.tolist())
 
 
 @pytest.mark.parametrize(
