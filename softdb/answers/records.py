@@ -199,23 +199,20 @@ class Hits(Sequence["QueryHits"]):
     @cached_property
     def ids(self) -> list[list[Id]]:
         """Ids of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
-        return self._nested([[self._entries[row].id for row in rows if row >= 0] for rows in self._lines])
+        return self._by_query({row: entry.id for row, entry in self._entries.items()})
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
         """Payloads of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
-        return self._nested([[self._payload_by_row[row] for row in rows if row >= 0] for rows in self._lines])
+        return self._by_query(self._payload_by_row)
 
     @cached_property
     def texts(self) -> list[list[str | None]]:
         """Texts of each query's hits, None where there is no text. Raises StaleRead for a hit that has changed."""
-        return self._nested([[self._text_entries[row].text for row in rows if row >= 0] for rows in self._lines])
+        return self._by_query({row: entry.text for row, entry in self._text_entries.items()})
 
-    @property
-    def _lines(self) -> list[list[int]]:  # q, k
-        return self.rows.flatten(0, -2).tolist()
-
-    def _nested(self, lists: list[Any]) -> list[Any]:
+    def _by_query(self, column: Mapping[int, Any]) -> list[Any]:
+        lists = [[column[row] for row in rows if row >= 0] for rows in self.rows.flatten(0, -2).tolist()]
         return nested(lists, self.rows.shape[:-1])
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:

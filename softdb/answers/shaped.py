@@ -12,17 +12,14 @@ from torch import Tensor
 
 from softdb.check import leading
 
-__all__ = ["nested", "shaped", "shaped_as"]
+__all__ = ["nested", "reshaped", "shaped", "shaped_as"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def shaped(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function whose second parameter is `queries`, so that its answer has their leading dimensions.
-
-    The function answers queries (…, d) as if they were (q, d), in row-major order.
-    """
+    """Wrap a function of `queries`, its second parameter: it answers (…, d) as (q, d), and the answer is reshaped."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,21 +31,20 @@ def shaped(function: Callable[P, R]) -> Callable[P, R]:
 def shaped_as(answer: R, queries: Any) -> R:
     """Give an answer to q queries the leading dimensions of the checked queries, if these have several."""
     shape = leading(queries)
-    return _reshaped(answer, shape) if len(shape) > 1 else answer
+    return reshaped(answer, shape) if len(shape) > 1 else answer
 
 
-def _reshaped(answer: Any, shape: Sequence[int]) -> Any:
-    """Replace the first dimension q of a tensor, or of each tensor of an answer, by the dimensions of `shape`.
+def reshaped(answer: Any, shape: Sequence[int], dims: int = 1) -> Any:
+    """Replace the first `dims` dimensions of a tensor, or of each tensor of an answer, by those of `shape`.
 
     A number, such as a mean loss, stays as it is. So do functions: an answer reshapes what they return.
     """
     if isinstance(answer, Tensor):
-        return answer.reshape(*shape, *answer.shape[1:]) if answer.ndim else answer
+        return answer.reshape(*shape, *answer.shape[dims:]) if answer.ndim else answer
     if hasattr(answer, "_fields"):
-        return type(answer)(*(_reshaped(column, shape) for column in answer))
+        return type(answer)(*(reshaped(column, shape, dims) for column in answer))
     if is_dataclass(answer) and not isinstance(answer, type):
-        columns = {field.name: _reshaped(getattr(answer, field.name), shape) for field in fields(answer)}
-        return replace(answer, **columns)
+        return replace(answer, **{f.name: reshaped(getattr(answer, f.name), shape, dims) for f in fields(answer)})
     return answer
 
 

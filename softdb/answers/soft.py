@@ -1,7 +1,4 @@
-"""Answers of soft queries: pooled values, explanations, samples and estimates, with one entry for each query.
-
-Shapes are those for queries (q, d). For queries (…, d) the leading dimensions take the place of q.
-"""
+"""Answers of soft queries: pooled values, explanations, samples, estimates. For queries (…, d) read (…) for (q,)."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
 from softdb.answers.records import Hits
-from softdb.answers.shaped import nested
+from softdb.answers.shaped import nested, reshaped
 from softdb.check import Id, integer, precise, shown
 from softdb.lazy import cached_property
 from softdb.visible import visible
@@ -128,14 +125,11 @@ class Pooled:
         return f"<Pooled: output {shape(self.output)}, {exact}, finder {self.finder!r}{hits}>"
 
     def _repr_html_(self) -> str:
-        hits = [] if self.hits is None else map(repr, self.hits.flat[:LINES])
-        lines: list[list[str]] = []
-        columns = self.lse, self.bar, self.missed_mass, self.exact, self.n_pooled
-        queries = zip(*(column.flatten()[:LINES].tolist() for column in columns), strict=True)
-        for query, output, best in zip_longest(queries, self.output.flatten(0, -2)[:LINES], hits):
-            lse, bar, missed, exact, pooled = query
-            error = "exact" if exact else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
-            lines.append([str(len(lines)), numbers(output), f"{lse:.4g}", error, f"{pooled:,}", best or ""])
-        count = part_of(len(lines), self.lse.numel())
-        caption = f"queries {count}, output {shape(self.output)}, finder {self.finder!r}"
+        flat = reshaped(self, (self.lse.numel(),), self.lse.ndim)
+        hits, lines = [] if flat.hits is None else map(repr, flat.hits[:LINES]), []
+        for i, (output, lse, best) in enumerate(zip_longest(flat.output[:LINES], flat.lse[:LINES].tolist(), hits)):
+            bar, missed = float(flat.bar[i]), float(flat.missed_mass[i])
+            error = "exact" if flat.exact[i] else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
+            lines.append([str(i), numbers(output), f"{lse:.4g}", error, f"{flat.n_pooled[i]:,}", best or ""])
+        caption = f"queries {part_of(len(lines), len(flat.lse))}, output {shape(self.output)}, finder {self.finder!r}"
         return table(["query", "output", "lse", "error", "records", "hits"], lines, caption)

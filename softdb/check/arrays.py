@@ -264,11 +264,9 @@ def queries(
         tensor = torch.from_numpy(array).to(device)
     if tensor.ndim == 1:
         tensor = tensor[None]
-    if tensor.ndim == 0:
-        raise BadInput(f"queries are one number; expected (q, {width}), or (…, {width})")
-    if tensor.shape[-1] != width:
-        shape = f" (shape {tuple(tensor.shape)})" if tensor.ndim > 2 else ""
-        raise BadInput(f"queries are {tensor.shape[-1]} wide{shape} but {taker} {width} wide; encode them alike")
+    if tensor.shape[-1:] != (width,):
+        came = f"{tensor.shape[1]} wide" if tensor.ndim == 2 else f"of shape {tuple(tensor.shape)}"
+        raise BadInput(f"queries are {came} but {taker} {width} wide; encode them alike")
     # a finite sum proves that all numbers are finite; otherwise they are checked, as a sum may also overflow
     if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
         bad = (~torch.isfinite(tensor.detach()).all(dim=-1)).nonzero()[0].tolist()
@@ -279,8 +277,6 @@ def queries(
 
 def leading(value: Any, count: int = 1) -> tuple[int, ...]:
     """Return the leading shape (…) of checked queries (…, d); (count,) for texts, a single query and a batch (q, d)."""
-    if getattr(value, "ndim", 3) <= 2:
-        return (count,)
     sizes: list[int] = []
     while isinstance(value, Sequence) and not isinstance(value, str) and len(value):
         sizes.append(len(value))
@@ -290,10 +286,7 @@ def leading(value: Any, count: int = 1) -> tuple[int, ...]:
 
 
 def mask(value: object, shape: Sequence[int]) -> Tensor:
-    """Return a bool mask (q, n) of the n records with a key, in row order, True = takes part.
-
-    The mask must broadcast to `shape`, which is (…, n) for queries (…, d), without repeating its last dimension.
-    """
+    """Return the mask (q, n) of keyed records in row order, True = takes part, from a bool mask that fits (…, n)."""
     import torch
 
     expected = "expected bool, True where the record takes part"

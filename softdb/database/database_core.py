@@ -217,8 +217,7 @@ class DatabaseCore(Core[Stored]):
 
         tensor, allowed, source = with_one_encoder(self.store, prepare)
         if mask is not None:
-            shape = (*check.leading(queries, len(tensor)), source.snapshot.count)
-            mask = check.mask(mask, shape).to(tensor.device)
+            mask = check.mask(mask, (*check.leading(queries, len(tensor)), source.snapshot.count)).to(tensor.device)
         return tensor, allowed, mask, source
 
     def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:

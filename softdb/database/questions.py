@@ -30,11 +30,8 @@ V = TypeVar("V", bound="Questions")
 
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
-    """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name.
-
-    If the first parameter is `queries`, the answer gets their leading dimensions: the method answers (…, d) as (q, d).
-    """
-    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]
+    """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
+    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]  # then (…, d) like (q, d)
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -115,10 +115,7 @@ def handle(db: object) -> Verbs:
 
 
 def listed(positives: Any, *leading: int) -> list[list[Id]]:
-    """Return the distinct ids of each query, given as one id or a list, in lists nested as `leading`.
-
-    Raises BadInput for a query without ids, and for more or fewer positives than queries.
-    """
+    """Return each query's distinct ids, given as one id or a list, nested as `leading`. Raises BadInput without ids."""
     lists = [_items(query) for query in _unnested(positives, leading)]
     for i, ids in enumerate(lists):
         if not ids:
@@ -130,8 +127,7 @@ def listed(positives: Any, *leading: int) -> list[list[Id]]:
 def _unnested(positives: Any, leading: tuple[int, ...]) -> list[Any]:
     items = _items(positives)
     if len(items) != leading[0]:
-        nested = f", nested as {leading} queries" if len(leading) > 1 else ""
-        advice = f"give one id, or one list of ids, for each query{nested}"
+        advice = "give one id, or one list of ids, for each query" + ", nested as the queries" * (len(leading) > 1)
         raise BadInput(f"positives are {len(items)} for {leading[0]} queries; {advice}")
     return items if len(leading) == 1 else [query for item in items for query in _unnested(item, leading[1:])]
 

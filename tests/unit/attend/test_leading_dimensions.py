@@ -373,16 +373,16 @@ def test_one_query_is_still_a_batch_of_one_and_texts_stay_a_list() -> None:
     [
         (
             lambda w, q: w.db.attend(q[..., 1:]),
-            r"queries are 3 wide \(shape \(2, 3, 3\)\) but this database's keys are 4",
+            r"queries are of shape \(2, 3, 3\) but this database's keys are 4",
         ),
-        (lambda w, q: w.view.attend(q[..., 1:]), r"queries are 3 wide \(shape \(2, 3, 3\)\) but the encoded keys"),
+        (lambda w, q: w.view.attend(q[..., 1:]), r"queries are of shape \(2, 3, 3\) but the encoded keys"),
         (lambda w, q: w.db.attend([[[1.0] * 4], [[1.0] * 4] * 2]), "queries are ragged"),
         (lambda w, q: w.db.attend(q.log()), r"NaN or infinity, first in query \(0, 0\)"),
         (lambda w, q: w.db.attend(q, mask=torch.ones(6, N).bool()), r"mask has shape \(6, 40\); expected \(2, 3, 40\)"),
         (lambda w, q: w.db.attend(q, mask=torch.ones(2, 3, 1).bool()), r"mask has shape \(2, 3, 1\); expected \(2, 3,"),
         (
             lambda w, q: nn.retrieval_loss(w.db, q, places((6,))),
-            r"positives are 6 for 2 queries; .* as \(2, 3\) queries",
+            r"positives are 6 for 2 queries; .* nested as the queries",
         ),
         (
             lambda w, q: nn.retrieval_loss(w.db, q, [[1, 2], [3, 4, 5, 6]]),
