@@ -108,6 +108,13 @@ def by_database(function: Callable[..., Any], **options: Any) -> Case:
     return call
 
 
+def by_positives(loss: Callable[..., Any], handle: str, targets: Callable[[Shape], Any], **options: Any) -> Case:
+    def call(world: World, queries: Any, shape: Shape) -> Any:
+        return loss(getattr(world, handle), queries, targets(shape), reduction="none", **options)
+
+    return call
+
+
 CASES: dict[str, list[Case]] = {
     **{
         f"SoftDB.{verb}": [asked("db", verb, options) for options in [*many, *ALONE.get(verb, [])]]
@@ -121,17 +128,13 @@ CASES: dict[str, list[Case]] = {
         lambda world, queries, shape: nn.gradient_report(world.db, queries, k=4, upstream=numbered(shape, V)),
     ],
     "retrieval_loss": [
-        lambda world, queries, shape, source=source, how=how: nn.retrieval_loss(
-            getattr(world, source), queries, lists(shape) if how else places(shape), reduction="none", **how
-        )
+        by_positives(nn.retrieval_loss, source, positives, k=k)
         for source in ("db", "cluster", "view", "memory")
-        for how in ({}, {"k": 4})
+        for positives, k in ((places, None), (lists, 4))
     ],
     "info_nce": [
-        lambda world, queries, shape, in_batch=in_batch: nn.info_nce(
-            world.db, queries, lists(shape), negatives=3, in_batch=in_batch, reduction="none"
-        )
-        for in_batch in (True, False)
+        by_positives(nn.info_nce, source, lists, negatives=3, in_batch=in_batch)
+        for source, in_batch in (("db", True), ("db", False), ("cluster", True), ("view", True), ("memory", True))
     ],
     "label_loss": [
         lambda world, queries, shape: nn.label_loss(
@@ -139,10 +142,7 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "pooled_loss": [
-        lambda world, queries, shape, source=source: nn.pooled_loss(
-            getattr(world, source), queries, numbered(shape, V), reduction="none"
-        )
-        for source in ("db", "view", "memory")
+        by_positives(nn.pooled_loss, source, lambda shape: numbered(shape, V)) for source in ("db", "view", "memory")
     ],
     "View.attend": [asked("view", "attend", options) for options in ({}, {"k": 4}, {"temperature": 0.5})],
     "View.forward": [asked("view", "forward", {"k": 3})],
@@ -269,7 +269,7 @@ def test_an_answer_has_the_leading_shape_of_its_queries(world: World, name: str)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_reduced_loss_is_a_number(world: World, reduction: str) -> None:
+def test_a_reduced_loss_is_a_number(world: World, reduction: Any) -> None:
     queries, shape = torch.randn(6, D), (3, 2)
     loss = functools.partial(nn.retrieval_loss, world.db, reduction=reduction)
     assert loss(queries.view(*shape, D), places(shape)).shape == ()
@@ -405,7 +405,8 @@ def test_errors_name_the_shape_that_came(world: World, call: Callable[[World, Te
 
 def test_hits_of_a_leading_shape_are_nested(world: World) -> None:
     queries = torch.randn(2, 3, D)
-    hits, flat = world.db.search(queries, k=4), world.db.search(queries.view(6, D), k=4)
+    hits: Any = world.db.search(queries, k=4)
+    flat = world.db.search(queries.view(6, D), k=4)
     assert len(hits) == 2
     assert [len(some) for some in hits] == [3, 3]
     assert list(hits[1][2]) == list(flat[5])
@@ -422,8 +423,8 @@ def test_hits_of_a_leading_shape_are_nested(world: World) -> None:
 
 def test_answers_of_a_leading_shape_print(world: World) -> None:
     queries = torch.randn(2, 3, D)
-    for options in ({}, {"k": 2}):
-        answer, flat = world.db.attend(queries, **options), world.db.attend(queries.view(6, D), **options)
+    for k in (None, 2):
+        answer, flat = world.db.attend(queries, k=k), world.db.attend(queries.view(6, D), k=k)
         assert repr(answer) == repr(flat).replace("(6, 3)", "(2, 3, 3)")
         assert answer._repr_html_() == flat._repr_html_().replace("(6, 3)", "(2, 3, 3)")
     estimates = world.db.log_partition(queries), world.db.log_partition(queries.view(6, D))
@@ -444,18 +445,26 @@ def test_rewards_of_any_leading_shape(world: World) -> None:
 # -- many records ------------------------------------------------------------------------------------------------------
 
 
-def test_estimated_and_sampled_answers(rng: np.random.Generator) -> None:
-    """Draws through an index: those of the flat call, and in a scale on which the answer is not exact."""
+def drawn_answers(db: softdb.SoftDB, queries: Tensor) -> list[Any]:
+    draws: Any = {"rtol": 0.3, "max_draws": 200}
+    return [
+        db.attend(queries, **draws, generator=seeded()),
+        db.log_partition(queries, **draws, generator=seeded()),
+        db.count_within(queries, float(queries.detach().square().sum(-1).mean()) / 2, rtol=0.3, generator=seeded()),
+        db.sample(queries, 3, temperature=3.0, generator=seeded()),
+    ]
+
+
+def test_answers_drawn_through_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.attend.sample.pass_cost", lambda *_: 1e18)  # so few records are worth a draw
+    monkeypatch.setattr("softdb.attend.sample.PROPOSED", 1)
     db = indexed()
     keys = db.get(list(range(0, 3000, 500))).keys
-    for ask in (
-        lambda queries: db.attend(queries, rtol=0.3, max_draws=200, generator=seeded()),
-        lambda queries: db.log_partition(queries, rtol=0.3, max_draws=200, generator=seeded()),
-        lambda queries: db.count_within(queries, float((keys[0] @ keys[0]) / 2), rtol=0.3, generator=seeded()),
-        lambda queries: db.sample(queries, 3, generator=seeded()),
-    ):
-        flat, leaf = keys.clone().requires_grad_(), keys.view(3, 2, -1).clone().requires_grad_()
-        answer, expected = ask(leaf), ask(flat)
+    flat, leaf = keys.clone().requires_grad_(), keys.view(3, 2, -1).clone().requires_grad_()
+    pairs = list(zip(drawn_answers(db, leaf), drawn_answers(db, flat), strict=True))
+    assert not any(pairs[0][1].exact)
+    assert not any(pairs[-1][1].scanned)
+    for answer, expected in pairs:
         for (name, column), (_, wanted) in zip(columns(answer), columns(expected), strict=True):
             assert column.shape[:2] == (3, 2), name
             close(column.flatten(0, 1), wanted, 0)
@@ -476,15 +485,15 @@ def test_attend_takes_the_place_of_scaled_dot_product_attention(world: World, dt
         output = world.db.attend(queries, score=ScaledDot(), mask=some).output
         expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=some)
         close(output, expected, tolerance)
-        close(*(torch.autograd.grad(result, queries, upstream)[0] for result in (output, expected)), tolerance)
+        ours, theirs = (torch.autograd.grad(result, queries, upstream)[0] for result in (output, expected))
+        close(ours, theirs, tolerance)
 
 
-def test_gradcheck_through_a_leading_shape(world: World) -> None:
+@pytest.mark.parametrize("options", [{}, {"k": 5}, {"score": Dot(), "weights": "sparsemax"}])
+def test_gradcheck_through_a_leading_shape(world: World, options: Any) -> None:
+    def call(leaf: Tensor) -> tuple[Tensor, Tensor]:
+        answer = world.db.attend(leaf, **options)
+        return answer.output, answer.lse
+
     queries = torch.randn(2, 2, D, dtype=torch.float64, requires_grad=True)
-    for options in ({}, {"k": 5}, {"score": Dot(), "weights": "sparsemax"}):
-        assert torch.autograd.gradcheck(
-            lambda leaf, options=options: [
-                getattr(world.db.attend(leaf, **options), name) for name in ("output", "lse")
-            ],
-            queries,
-        )
+    assert torch.autograd.gradcheck(call, queries)
