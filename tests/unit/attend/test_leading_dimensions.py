@@ -58,7 +58,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def numbered(shape: Shape, *last: int) -> Tensor:
     """Numbers of a shape whose leading dimensions have as many queries as those of the flat call."""
-    return torch.randn(math.prod(shape), *last, generator=seeded(3)).reshape(*shape, *last)
+    return torch.randn(math.prod(shape), *last, generator=seeded(3)).reshape((*shape, *last))
 
 
 def places(shape: Shape) -> Tensor:
