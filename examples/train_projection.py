@@ -3,9 +3,9 @@
     python examples/train_projection.py [FOLDER]
 
 The records are 20,000 dictionary definitions, the queries are words, and a word shall find its definitions. A linear
-map of the queries is trained by the gradient of the retrieval log-likelihood over all records; the records do not
-change. The temperature is learnt as in CLIP (Radford et al. 2021, section 2.5): by the logarithm of its inverse, which
-is at most 100. `softdb train` is this loop with early stopping; write your own if the model is more than a matrix.
+map of the queries is trained by the gradient of the retrieval log-likelihood over all records, which do not change. The
+temperature T is learnt as in CLIP (Radford et al. 2021, section 2.5), by log 1 / T, where 1 / T ≤ 100. `softdb train`
+is this loop with early stopping; write your own if the model is more than a matrix.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from softdb.data import load_wordnet
 from softdb.nn.losses import retrieval_loss
 from softdb.train import QueryProjection, ranking
 
-EPOCHS, BATCH = 2, 256
-TEMPERATURE, MAX_SCALE = 0.07, 100.0  # the first temperature, and the largest inverse
+EPOCHS, BATCH, SCALE, MAX_SCALE = 2, 256, 1 / 0.07, 100.0  # the scales: first and largest 1 / T
 
 
 def main(folder: Path) -> None:
@@ -39,37 +38,31 @@ def main(folder: Path) -> None:
 
     with softdb.open(folder / "definitions", mode="r") as db:  # training does not write
         projection = QueryProjection(queries.shape[1])  # starts as the identity
-        log_scale = torch.nn.Parameter(torch.tensor(math.log(1 / TEMPERATURE)))
-        adam = torch.optim.Adam([*projection.parameters(), log_scale], lr=1e-3)
+        log_scale = projection.log_scale = torch.nn.Parameter(torch.tensor(math.log(SCALE)))  # as parameter it is saved
+        adam = torch.optim.Adam(projection.parameters(), lr=1e-3)
         order, draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
         first, checkpoint = 0, folder / "checkpoint.pt"
         if checkpoint.exists():
             saved = torch.load(checkpoint, weights_only=True)
             projection.load_state_dict(saved["projection"])
-            log_scale.data.copy_(saved["log_scale"])
             adam.load_state_dict(saved["adam"])
-            order.set_state(saved["order"])
-            draws.set_state(saved["draws"])
+            order.set_state(saved["order"]), draws.set_state(saved["draws"])
             first = saved["epoch"]
 
         for epoch in range(first, EPOCHS):
-            shuffled = train[torch.randperm(len(train), generator=order)]
-            for batch in torch.split(shuffled, BATCH):
-                projected = projection(queries[batch])
-                right = [answers[i] for i in batch.tolist()]
+            for batch in torch.split(train[torch.randperm(len(train), generator=order)], BATCH):
+                projected, right = projection(queries[batch]), [answers[i] for i in batch.tolist()]
                 # rtol estimates the sum over all records if an index makes that faster; otherwise it is exact
                 loss = retrieval_loss(db, projected, right, temperature=(-log_scale).exp(), rtol=0.1, generator=draws)
                 adam.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 adam.step()
-                with torch.no_grad():
-                    log_scale.clamp_(max=math.log(MAX_SCALE))
+                log_scale.data.clamp_(max=math.log(MAX_SCALE))
             state = {"projection": projection.state_dict(), "adam": adam.state_dict(), "epoch": epoch + 1}
-            state |= {"order": order.get_state(), "draws": draws.get_state(), "log_scale": log_scale.detach()}
+            state |= {"order": order.get_state(), "draws": draws.get_state()}
             torch.save(state, fresh := checkpoint.with_suffix(".new"))
             os.replace(fresh, checkpoint)  # atomic: a complete checkpoint exists at any moment
-            heat = math.exp(-log_scale.item())
-            print(f"epoch {epoch + 1}    loss of the last batch {loss.item():.2f}    temperature {heat:.4f}")
+            print(f"epoch {epoch + 1}    last loss {loss.item():.2f}    temperature {math.exp(-log_scale.item()):.4f}")
 
         right, recalls = [answers[i] for i in test.tolist()], []
         for name, model in (("before", None), ("after", projection)):

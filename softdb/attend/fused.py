@@ -165,12 +165,12 @@ class Fused(torch.autograd.Function):
         written = [None if column is None else column.numpy() for column in columns]
         plain, *given = (tensor.detach().numpy() for tensor in (queries, *saved, output_grad, lse_grad))
         query_grad = np.empty_like(plain)
-        factors, scale_grad = (None, None) if scales is None else (scales.detach().numpy(), np.empty(len(plain)))
+        factors, scale_grad = None if scales is None else scales.detach().numpy(), np.empty(len(plain))
         for chunk in _chunks(plain):
             *sums, grad, grad_of_lse = (array[chunk] for array in given)
             arguments = np.ascontiguousarray(plain[chunk]), ctx.what.chunk(chunk), _PassSums(*sums), (grad, grad_of_lse)
             own = None if factors is None else np.ascontiguousarray(factors[chunk])
-            query_grad[chunk] = backward(*arguments, written, own, None if own is None else scale_grad[chunk])
+            query_grad[chunk] = backward(*arguments, written, own, scale_grad[chunk])
         sources = queries, output_grad, lse_grad, *(t for t in (scales, *ctx.columns) if t is not None)
         grads = torch.from_numpy(query_grad), None if scales is None else torch.from_numpy(scale_grad).to(scales)
         return *Once.guarded([*grads, *columns], sources), None

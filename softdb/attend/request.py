@@ -25,6 +25,7 @@ from softdb.scoring import (
     Tempered,
     Uniform,
     Weighting,
+    divided,
     fold,
     weighting,
     with_temperature,
@@ -179,7 +180,7 @@ class Request(Query):
     def shown_scores(self, scores: Tensor) -> Tensor:  # (…) -> (…)
         """Convert scores back to the scale of the score that the user passed (undo `LogScore` and `Tempered`)."""
         if isinstance(self.score, Tempered):
-            return scores / self.queries[..., -1:].detach()
+            return divided(scores, self.queries[..., -1:].reciprocal())
         return scores.exp() if isinstance(self.score, LogScore) else scores
 
     def taking_part(self, source: Population) -> Tensor:  # (q,)

@@ -125,12 +125,17 @@ def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  
     gradient is wanted. Raises BadInput for other shapes, integers, NaN, and numbers that are not above 0.
     """
     expected = "a finite number above 0, or a floating tensor of such numbers"
-    if is_tensor(value) and value.numel() == 1 and not (value.requires_grad and _records()):
-        value = _floating(value, expected).item()
+    if is_tensor(value):
+        import torch
+
+        if not value.is_floating_point() or value.is_nested or value.is_sparse or value.device.type == "meta":
+            raise BadInput(f"temperature is {shown(value)} of type {value.dtype}; expected {expected}")
+        if value.numel() == 1 and not (value.requires_grad and torch.is_grad_enabled()):
+            value = value.item()
     if not is_tensor(value):
         return number(value, "temperature", expected, lambda x: x > 0)
     try:
-        every = _floating(value, expected).broadcast_to(tuple(leading))
+        every = value.broadcast_to(tuple(leading))
     except RuntimeError:
         raise BadInput(
             f"temperature has shape {tuple(value.shape)} and the queries {tuple(leading)}; expected a number, or a "
@@ -143,20 +148,6 @@ def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  
             "learnt one above 0, learn its logarithm"
         )
     return every.reshape(-1)
-
-
-def _floating(tensor: Tensor, expected: str) -> Tensor:
-    """Return a temperature unchanged. Raises BadInput unless it is a dense floating tensor with numbers in it."""
-    if not tensor.is_floating_point() or tensor.is_nested or tensor.is_sparse or tensor.device.type == "meta":
-        raise BadInput(f"temperature is {shown(tensor)} of type {tensor.dtype}; expected {expected}")
-    return tensor
-
-
-def _records() -> bool:
-    """Return True if autograd records operations."""
-    import torch
-
-    return torch.is_grad_enabled()
 
 
 def share(value: object, name: str) -> float:

@@ -154,8 +154,8 @@ class DatabaseShard:
         self, ask: messages.ShardQuery, tolerance: Tolerance | None = None, grad: bool = False
     ) -> tuple[Request, Stored]:
         """Convert a query from a message to a request to this database; return the request and its source."""
-        queries, temperature = torch.tensor(ask.queries).requires_grad_(grad), ask.temperature
-        score = self._score(ask)
+        queries, score = torch.tensor(ask.queries).requires_grad_(grad), self._score(ask)
+        temperature: float | Tensor = ask.temperature
         if ask.scaled:
             queries, temperature = queries[:, :-1], queries[:, -1].reciprocal()
         weights = Uniform() if ask.uniform else Softmax()

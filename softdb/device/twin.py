@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from softdb.check import Metric
 from softdb.device.passes import DevicePass
 from softdb.scoring import score_of
+from softdb.scoring.products import dot, length
 
 SCORED = 1 << 24  # number of scores computed at once
 CONVERTED = 1 << 24  # number of elements of keys and values converted at once
@@ -60,7 +62,10 @@ def _blocks(inputs: DevicePass, dtype: torch.dtype) -> Iterator[_RecordBlock]:
 
 def _scores(inputs: DevicePass, queries: Tensor, keys: Tensor, live: Tensor | None) -> Tensor:  # (h, q, m)
     """Return scores of a block: -inf for records that take no part, NaN for scores that overflow."""
-    scores = score_of(inputs.metric)(queries, keys)
+    if inputs.metric is Metric.COSINE:  # the queries' lengths are their scales
+        scores = dot(queries, keys) / length(keys).unsqueeze(1)
+    else:
+        scores = score_of(inputs.metric)(queries, keys)
     scores = scores.masked_fill(~scores.isfinite(), torch.nan)
     return scores if live is None else scores.masked_fill(~live, -torch.inf)
 

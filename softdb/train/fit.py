@@ -93,8 +93,8 @@ class _Settings:
                 f"rtol is {self.rtol:g}, but training keys allows no rtol; give k in place of rtol, or neither"
             )
         if self.temperature != "learn":
-            expected = 'a finite number above 0, or "learn"'
-            self.temperature = check.number(self.temperature, "temperature", expected, lambda x: x > 0, 'pass "learn"')
+            expected, advice = 'a finite number above 0, or "learn"', 'fit trains its own; pass "learn"'
+            self.temperature = check.number(self.temperature, "temperature", expected, lambda x: x > 0, advice)
         self.lr = check.positive(self.lr, "lr")
         if self.lr > MAX_LR:
             raise BadInput(f"lr is {self.lr:g}; expected at most {MAX_LR:g}, such as 0.001")

@@ -81,7 +81,7 @@ def test_a_temperature_of_a_memory_is_a_parameter_or_a_number(folder: Path) -> S
     with with_values() as db:
         yield lambda: soft.Memory(db, k=9, temperature=HEAT)
         heat, wide = nn.Parameter(HEAT.detach()), HEAT.detach().double().requires_grad_()
-        soft.Memory(db, k=50, temperature=heat)(QUERIES).output.square().sum().backward()
+        soft.Memory(db, k=50, temperature=heat)(QUERIES).output.square().sum().backward()  # type: ignore[no-untyped-call]
         expected("dot", wide).square().sum().backward()  # type: ignore[no-untyped-call]
         assert wide.grad is not None
         torch.testing.assert_close(heat.grad, wide.grad.float(), atol=1e-5, rtol=1e-4)

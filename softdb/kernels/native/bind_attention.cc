@@ -81,7 +81,7 @@ struct Attention {
         wanted.values.width = value_width;
         wanted.backward = true;
         wanted.key_grad = wanted.value_grad = &any;
-        wanted.along_scores = scales ? &sums : nullptr;
+        wanted.along_scores = &sums;
         return kernels().attend_scratch(wanted);
     }
 

@@ -56,7 +56,9 @@ def loss(output: Tensor, lse: Tensor) -> Tensor:
 
 
 def require_like_float64(
-    answer: Callable[[Tensor, Tensor], Any], true: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], heat: Tensor
+    answer: Callable[[Tensor, Tensor], softdb.Pooled],
+    true: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    heat: Tensor,
 ) -> softdb.Pooled:
     """The answer, and its gradients to queries and temperature, are those of `true` in float64."""
     queries = columns()[2].clone().requires_grad_()
@@ -89,6 +91,10 @@ def test_exact_and_truncated_answers_teach_the_temperature(metric: str, shape: t
         plain = database(metric).attend(columns()[2], k=k)
         assert plain.hits is not None
         torch.testing.assert_close(pooled.hits.scores.detach(), plain.hits.scores, rtol=1e-5, atol=1e-6)
+        heat = heat_of(shape)  # of which these scores do not depend
+        scored = database(metric).attend(columns()[2], temperature=heat, k=k).hits
+        assert scored is not None
+        assert float(torch.autograd.grad(scored.scores.sum(), heat)[0].abs().max()) < 1e-4
 
 
 @NEEDS_KERNELS
@@ -96,7 +102,7 @@ def test_exact_and_truncated_answers_teach_the_temperature(metric: str, shape: t
 def test_kernels_answer_with_temperatures(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.attend.streaming.Blocks.apply", lambda *_: pytest.fail("torch answers"))
     heat = heat_of((Q,))
-    database(metric).attend(columns()[2], temperature=heat).output.sum().backward()
+    database(metric).attend(columns()[2], temperature=heat).output.sum().backward()  # type: ignore[no-untyped-call]
     assert heat.grad is not None
 
 
@@ -293,7 +299,7 @@ def test_a_number_in_a_tensor_is_a_number() -> None:
     db, queries = database("l2"), columns()[2]
     plain = db.attend(queries, temperature=0.5)
     for heat in (torch.tensor(0.5), torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64), np.float32(0.5)):
-        assert torch.equal(db.attend(queries, temperature=heat).output, plain.output)  # type: ignore[arg-type]
+        assert torch.equal(db.attend(queries, temperature=heat).output, plain.output)
     with torch.no_grad():
         assert torch.equal(db.attend(queries, temperature=torch.tensor(0.5, requires_grad=True)).output, plain.output)
 

@@ -27,7 +27,7 @@ def further(bar: float, stderr: float, records: int = 10**6) -> list[int]:
     unused: Any = None
     eligible: Any = SimpleNamespace(inside=records)
     tolerance = Tolerance(0.05, 0.0, 0.95, None)
-    estimator = Estimator(unused, unused, tolerance, unused, eligible, 1.0, unused, unused, records)
+    estimator = Estimator(unused, unused, tolerance, unused, eligible, np.ones(1), unused, unused, records)
     task = Round(np.arange(1), BUDGET)
     met, rounds, passed = estimator.after(task, np.array([bar]), np.array([ALLOWED]), np.array([stderr]))
     assert met.tolist() == [bar <= ALLOWED]

@@ -44,7 +44,7 @@ class Parted(NamedTuple):
         return error, bar
 
 
-def parted(kind: str, shards: int = P) -> Parted:
+def parted(kind: str, shards: int = P, metric: Any = "dot") -> Parted:
     random = np.random.default_rng(0)
     centres, lab = random.standard_normal((CENTRES, D)), random.integers(0, CENTRES, N)
     keys = (centres[lab] + 0.5 * random.standard_normal((N, D))).astype(np.float32)
@@ -54,12 +54,12 @@ def parted(kind: str, shards: int = P) -> Parted:
     ]
     if kind == "four times":
         keys, values = keys[: N // 4].repeat(4, 0), values[: N // 4].repeat(4, 0)
-    parts = [softdb.open(None, dim=D, value_dim=V) for _ in range(shards)]
+    parts = [softdb.open(None, dim=D, value_dim=V, metric=metric) for _ in range(shards)]
     for shard, part in enumerate(parts):
         mine = np.flatnonzero(home == shard)
         part.insert(mine.tolist(), keys[mine], values[mine])
     cluster = Cluster(Local([DatabaseShard(part, shard, shards) for shard, part in enumerate(parts)]))
-    one = holding(keys, values)
+    one = holding(keys, values, metric=metric)
     for db in (one, cluster):
         db.build_index("ivf", recall=0.9)
     asked = centres[random.integers(0, CENTRES, 150)] + 0.6 * random.standard_normal((150, D))
@@ -75,16 +75,19 @@ def rms(error: Tensor) -> float:
     return float(error.square().mean().sqrt())
 
 
-def test_one_shard_is_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+def test_one_shard_is_one_database(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_shard, "salted", lambda seed, _: seed)
-    world = parted("hash", 1)
-    results = []
+    world, results = parted("hash", 1, metric), []
+    heat: Any = 1.0 if metric == "dot" else torch.linspace(0.5, 2, 20).requires_grad_()
     for db in (world.cluster, world.one):
         leaf = world.queries[:20].clone().requires_grad_()
-        pooled = db.attend(leaf, rtol=0.2, max_draws=DRAWS, generator=torch.Generator().manual_seed(1))
-        grad = torch.autograd.grad(pooled.output.square().sum() + pooled.lse.sum(), leaf)[0]
+        draws = torch.Generator().manual_seed(1)
+        pooled = db.attend(leaf, temperature=heat, rtol=0.2, max_draws=DRAWS, generator=draws)
+        learnt = [leaf] if metric == "dot" else [leaf, heat]
+        grads = torch.autograd.grad(pooled.output.square().sum() + pooled.lse.sum(), learnt)
         assert pooled.n_pooled.float().mean() > DRAWS / 2
-        results.append((pooled.output, pooled.lse, grad, pooled.stderr, pooled.lse_stderr, pooled.bar))
+        results.append((pooled.output, pooled.lse, *grads, pooled.stderr, pooled.lse_stderr, pooled.bar))
     for result, own in zip(*results, strict=True):
         near(result, own, 2e-5)
 

@@ -128,6 +128,22 @@ def test_the_equations(way: str, metric: Metric, rng: np.random.Generator) -> No
     assert live[0][positions.numpy()].all()
 
 
+@pytest.mark.parametrize("metric", [Metric.DOT, Metric.COSINE])
+def test_a_scale_for_each_query(way: str, metric: Metric, rng: np.random.Generator) -> None:
+    asked = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in ((6, 5), (40, 5), (40, 3))]
+    scales = torch.linspace(0.2, 3, 6).requires_grad_()
+    actual = pooled(*asked, metric=metric, scale=scales)
+    alone = [pooled(asked[0][i : i + 1], *asked[1:], metric=metric, scale=scales[i].item()) for i in range(6)]
+    agree([each.detach() for each in actual], [torch.cat(column) for column in zip(*alone, strict=True)], 2e-6)
+    wide, (queries, keys, values) = scales.detach().double().requires_grad_(), (one.double() for one in asked)
+    if metric is Metric.COSINE:
+        queries, keys = (torch.nn.functional.normalize(vectors, dim=1) for vectors in (queries, keys))
+    logits = queries @ keys.T * wide.unsqueeze(1)
+    (expected,) = torch.autograd.grad((logits.softmax(1) @ values).sum() + logits.logsumexp(1).sum(), wide)
+    (grad,) = torch.autograd.grad(actual[0].sum() + actual[1].sum(), scales)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 CASES = [  # each dtype and each metric with vectors within a tile and beyond
     ((1, 1, 1, 1), torch.float32, Metric.DOT),
     ((3, 50, 5, 3), torch.float16, Metric.COSINE),

@@ -88,13 +88,16 @@ struct World {
         return product;
     }
 
-    void check(Metric metric, bool half, bool labelled) const;
+    void check(Metric metric, bool half, bool labelled, bool scaled) const;
     void check_candidates(Metric metric, bool half) const;
 };
 
-void World::check(Metric metric, bool half, bool labelled) const {
+void World::check(Metric metric, bool half, bool labelled, bool scaled) const {
     const double temperature = 0.5;
     Attend args;
+    std::vector<float> scales(q);
+    for (int64_t j = 0; j < q; j++) scales[j] = scaled ? 0.5f + 0.25f * float(j % 3) : 1;
+    if (scaled) args.scales = scales.data();
     args.queries = queries.data();
     args.q = q;
     args.keys = {half ? (const void*)half_keys.data() : keys.data(), d, half};
@@ -128,7 +131,7 @@ void World::check(Metric metric, bool half, bool labelled) const {
     std::vector<float> offset(q), inverse_total(q);
     for (int64_t j = 0; j < q; j++) {
         double sum = 0, along = 0;
-        for (int64_t i : rows) sum += weights[j * n + i] = std::exp(score(j, i, metric) / temperature);
+        for (int64_t i : rows) sum += weights[j * n + i] = std::exp(scales[j] * score(j, i, metric) / temperature);
         for (int64_t i : rows) {
             weights[j * n + i] /= sum;
             for (int64_t x = 0; x < v; x++) mean[j * v + x] += weights[j * n + i] * value(i, x);
@@ -146,23 +149,26 @@ void World::check(Metric metric, bool half, bool labelled) const {
     std::vector<float> grads(output_grad.size()), key_grad(n * d), value_grad(n * v);
     for (int64_t j = 0; j < q; j++)
         for (int64_t x = 0; x < v; x++) grads[at(j, x)] = output_grad[j * v + x];
-    std::vector<double> query_grad(q * d), mass(q);
-    bool trained = metric == Metric::dot && !labelled;
+    std::vector<double> query_grad(q * d), mass(q), along_scores(q);
+    bool trained = metric == Metric::dot && !labelled && !scaled;
     args.backward = true;
     args.output_grad = grads.data();
     args.offset = offset.data();
     args.inverse_total = inverse_total.data();
     args.query_grad = query_grad.data();
     args.mass = mass.data();
+    args.along_scores = scaled ? along_scores.data() : nullptr;
     args.key_grad = trained ? key_grad.data() : nullptr;
     args.value_grad = trained ? value_grad.data() : nullptr;
     run(level::attend_backward);
     std::vector<double> right_keys(n * d), right_values(n * v);
     for (int64_t j = 0; j < q; j++) {
         std::vector<double> pulled(d);
+        double sum = 0;
         for (int64_t i : rows) {
             double along = offset[j], weight = weights[j * n + i];
             for (int64_t x = 0; x < v; x++) along += output_grad[j * v + x] * value(i, x);
+            sum += weight * along / temperature * (scales[j] * score(j, i, metric) - top[j]);
             for (int64_t x = 0; x < d; x++) {
                 pulled[x] += weight * along / temperature * keys[i * d + x];
                 right_keys[i * d + x] += weight * along / temperature * queries[j * d + x];
@@ -170,6 +176,7 @@ void World::check(Metric metric, bool half, bool labelled) const {
             for (int64_t x = 0; x < v; x++) right_values[i * v + x] += weight * output_grad[j * v + x];
         }
         for (int64_t x = 0; x < d; x++) near(query_grad[j * d + x], pulled[x], 1e-4, "the queries' gradient", args);
+        if (scaled) near(along_scores[j], sum, 1e-4 * (1 + d), "the scales' gradient", args);
     }
     for (int64_t x = 0; trained && x < n * d; x++) near(key_grad[x], right_keys[x], 1e-4, "the keys' gradient", args);
     for (int64_t x = 0; trained && x < n * v; x++) near(value_grad[x], right_values[x], 1e-4, "the values' gradient", args);
@@ -263,6 +270,7 @@ void check_draws(bool controls, int64_t threads) {
         for (int64_t x = 0; x < d; x++) numerator[x] += std::exp(logits[slot]) * keys[slot * d + x], means[list * d + x] += keys[slot * d + x] / 171;
     }
     const int64_t address = int64_t(keys.data()), none = 0;
+    const double factor = 2;
     std::vector<uint64_t> seeds(d);
     softdb::Crew crew;
     softdb::Draw args;
@@ -274,7 +282,7 @@ void check_draws(bool controls, int64_t threads) {
     args.queries = {query.data(), 1, d, d}, args.rotation = {rotation.data(), d, d, d};
     args.centroids = {centroids.data(), lists, d, d}, args.radii = radii.data(), args.most_errors = most_errors.data();
     args.allowed = allowed.data(), args.sizes = sizes.data(), args.places = places.data();
-    args.keys = args.values = {&address, &none, 1, d, Kind::wide}, args.factor = 2, args.least = NAN, args.budget = budget, args.visible = 2;
+    args.keys = args.values = {&address, &none, 1, d, Kind::wide}, args.factors = &factor, args.least = NAN, args.budget = budget, args.visible = 2;
     args.controls = controls, args.seeds = seeds.data(), args.positions = {positions.data(), 1, room, room};
     args.scores = {scores.data(), 1, room, room}, args.chances = {chances.data(), 1, room, room};
     args.bounds = {bounds.data(), int64_t(softdb::Figure::count), 1, 1}, args.means = {means.data(), lists, d, d};
@@ -438,8 +446,9 @@ int main() {
         for (int64_t d : {1, 17, 48})
             for (Metric metric : {Metric::dot, Metric::cosine, Metric::l2}) {
                 World here(700, q, d, d == 17 ? 48 : 5);
-                here.check(metric, q % 2, false);
-                here.check(metric, !(q % 2), d == 17);
+                here.check(metric, q % 2, false, false);
+                here.check(metric, !(q % 2), d == 17, false);
+                here.check(metric, q % 2, d == 17, true);
                 if (q == 1 || q == 5) here.check_candidates(metric, false), here.check_candidates(metric, true);
             }
     for (bool controls : {false, true}) check_draws(controls, 1), check_draws(controls, 2);

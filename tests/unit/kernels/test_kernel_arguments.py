@@ -26,7 +26,7 @@ def ones(*shape: int) -> Array:
 def calls() -> dict[str, tuple[Call, dict[str, Array]]]:
     """Kernels by name, each with the arrays that it writes into."""
     native = kernels.native()
-    attention, piece = native.Attention(ones(Q, D), "dot", 1.0, -80.0), native.Piece(
+    attention, piece = native.Attention(ones(Q, D), "dot", 1.0, -80.0, scales=ones(Q)), native.Piece(
         ones(N, D), ones(N, D), None, None, None, None, 0, N
     )  # fmt: skip
     scratch, positions = _aligned(attention.scratch(D)), np.tile(np.arange(N), (Q, 1))
@@ -51,8 +51,8 @@ def calls() -> dict[str, tuple[Call, dict[str, Array]]]:
         "backward": (
             backward,
             {
-                "query_grad": np.zeros((Q, D)), "mass": np.zeros(Q), "key_grad": 0 * ones(N, D),
-                "value_grad": 0 * ones(N, D), "scratch": scratch,
+                "query_grad": np.zeros((Q, D)), "mass": np.zeros(Q), "along_scores": np.zeros(Q),
+                "key_grad": 0 * ones(N, D), "value_grad": 0 * ones(N, D), "scratch": scratch,
             },
         ),
         "exponentials": (lambda out: native.exponentials(-ones(16), out), {"out": ones(16)}),

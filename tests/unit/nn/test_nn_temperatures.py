@@ -73,7 +73,8 @@ def test_losses_teach_the_temperature(metric: Any, shape: tuple[int, ...], kind:
     logits = scores_of(metric, queries.double(), keys.double()) / wide.expand(Q).unsqueeze(1)
     right, rows = torch.arange(Q) * 7, torch.arange(Q)
     likelihood = logits.logsumexp(1) - logits[rows, right]
-    for words in ({}, {"k": 4}, {"k": N}):
+    asking: list[dict[str, Any]] = [{}, {"k": 4}, {"k": N}]
+    for words in asking:
         loss = retrieval_loss(source, queries, right, temperature=heat, reduction="none", **words)
         expected = likelihood
         if words.get("k") == 4:
@@ -115,8 +116,8 @@ def test_heads_have_temperatures(shape: tuple[int, ...], words: dict[str, Any]) 
                 alone = copy.deepcopy(module)
                 scale = heads.repeat_interleave(E // 3)
                 with torch.no_grad():
-                    alone.q_proj_weight /= scale.unsqueeze(1)
-                    alone.in_proj_bias[:E] /= scale
+                    alone.q_proj_weight.div_(scale.unsqueeze(1))
+                    alone.in_proj_bias[:E].div_(scale)
                 torch.testing.assert_close(output[n, i], alone(query[n, i : i + 1], **asking)[0][0])
 
 
@@ -140,14 +141,14 @@ def test_a_memory_has_a_temperature_to_train(metric: Any) -> None:
         logits, chosen = (scores_of(metric, queries.double(), keys.double()) / wide).topk(8)
         expected = torch.einsum("qk,qkv->qv", logits.softmax(1), values.double()[chosen])
         require_equal_slopes(memory(queries).output.square(), heat, expected.square(), wide)
-        memory(queries).output.square().sum().backward()
+        memory(queries).output.square().sum().backward()  # type: ignore[no-untyped-call]
         assert heat.grad is not None
         assert memory.keys is not None
         assert memory.keys.grad is not None
         assert memory.keys.grad.is_sparse
         sparse = torch.optim.SparseAdam([*memory.columns.values()], lr=0.1)
         memory.check(sparse)
-        sparse.step()
+        sparse.step()  # type: ignore[no-untyped-call]
         torch.optim.Adam([heat], lr=0.1).step()
         assert heat.item() != pytest.approx(0.6)
         assert memory.commit() > 0
@@ -220,7 +221,7 @@ def test_reports_take_temperatures() -> None:
             assert measured is not None
             assert float(measured.cosine.min()) > 0.999
             if isinstance(heat, Tensor):
-                heat.sum().backward()  # the graph of the temperature is whole
+                heat.sum().backward()  # type: ignore[no-untyped-call]  # the graph of the temperature is whole
 
 
 def test_clips_scale_and_its_bound() -> None:
@@ -232,7 +233,7 @@ def test_clips_scale_and_its_bound() -> None:
         right = db.search(queries, 1).rows[:, 0]
         for _ in range(20):
             adam.zero_grad()
-            retrieval_loss(db, queries, right, temperature=(-scale).exp()).backward()
+            retrieval_loss(db, queries, right, temperature=(-scale).exp()).backward()  # type: ignore[no-untyped-call]
             adam.step()
             with torch.no_grad():
                 scale.clamp_(max=math.log(100))

@@ -236,6 +236,20 @@ def test_the_command_trains_a_projection_that_others_use(stored: tuple[Path, Pat
     torch.testing.assert_close(torch.tensor(pooled["lse"]), db.attend(projection(queries[5:6])).lse[0].detach())
 
 
+def test_the_command_learns_the_temperature(stored: tuple[Path, Path], tmp_path: Path) -> None:
+    (path, pairs), out = stored, tmp_path / "p.pt"
+    words = ("--out", out, "--lr", 0.02, "--batch-size", 64, "--epochs", 6, "--patience", 0, "--temperature", "learn")
+    done = fit(*world(), temperature="learn", **SMALL)
+    report = json.loads(run("train", path, pairs, *words, "--json").stdout)
+    assert report["temperature"] == pytest.approx(done.temperature)
+    assert report["history"][-1]["temperature"] == pytest.approx(done.temperature)
+    assert load(out).metadata["temperature"] == pytest.approx(done.temperature)
+    shown = run("train", path, pairs, *words).stdout
+    assert ["temperature", f"{done.temperature:.3f}"] in [line.split() for line in shown.splitlines()]
+    refused = run("train", path, pairs, *words[:-1], "warm", code=1)
+    assert "temperature is 'warm'; expected a finite number above 0, or \"learn\"" in " ".join(refused.output.split())
+
+
 def test_the_command_resumes_and_speaks_json(stored: tuple[Path, Path], tmp_path: Path) -> None:
     path, pairs = stored
     words = ("--lr", 0.02, "--batch-size", 64, "--json", "--out")

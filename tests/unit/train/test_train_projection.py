@@ -61,6 +61,39 @@ def test_one_step_is_adams_on_the_equation(metric: Any, bias: bool) -> None:
         torch.testing.assert_close(done.projection.bias.double(), shift, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+def test_steps_learn_the_temperature_as_adam_does(metric: Any) -> None:
+    _, queries, positives = world()
+    keys, names = keys_of(), [f"r{i}" if i % 3 == 0 else i for i in range(N)]
+    with holding(keys, ids=names, metric=metric) as db:
+        done = fit(db, queries, positives, temperature="learn", **{**SMALL, "batch_size": M, "epochs": 3})
+    train = split(queries, positives, 0.2, False, 0).train.tolist()
+    weight, log_scale = torch.eye(D, dtype=torch.float64), torch.tensor(-math.log(0.07), dtype=torch.float64)
+    adam = torch.optim.Adam([weight.requires_grad_(), log_scale.requires_grad_()], lr=0.02)
+    for epoch in done.history:
+        loss = torch.zeros((), dtype=torch.float64)
+        for i in train:
+            scores = _scores(metric, weight @ queries[i].double(), keys.double()) * log_scale.exp()
+            right = torch.tensor([names.index(one) for one in positives[i]])
+            loss = loss + (scores.logsumexp(0) - scores[right].logsumexp(0)) / len(train)
+        adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        adam.step()
+        assert epoch.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert epoch.temperature == pytest.approx(math.exp(-log_scale.item()), rel=1e-5)
+    torch.testing.assert_close(done.projection.weight.double(), weight, rtol=0, atol=2e-5)
+    assert done.temperature == done.history[-1].temperature == done.projection.metadata["temperature"] != 0.07
+    assert f"{done.temperature:.3f}" in str(done).splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore::softdb.errors.TrainingWarning")
+def test_a_learnt_temperature_has_a_least_value() -> None:
+    keys = keys_of()
+    with holding(keys) as db:
+        done = fit(db, 5 * keys, range(N), temperature="learn", **{**SMALL, "lr": 1.0, "holdout": 0.3})
+    assert done.temperature == pytest.approx(0.01)
+
+
 def _scores(metric: str, query: Tensor, keys: Tensor) -> Tensor:
     if metric == "l2":
         return -(keys - query).square().sum(1)

@@ -32,7 +32,7 @@ def breaking(epoch: int) -> Callable[[str, int, int], None]:
     return progress
 
 
-@pytest.mark.parametrize("more", [{}, {"patience": 2}, {"bias": True, "k": 30}])
+@pytest.mark.parametrize("more", [{}, {"patience": 2, "temperature": "learn"}, {"bias": True, "k": 30}])
 @pytest.mark.parametrize("epoch", [2, 4])
 def test_a_resumed_run_is_bit_equal_to_one_without_a_break(more: dict[str, Any], epoch: int, tmp_path: Path) -> None:
     db, queries, positives = world()
@@ -66,6 +66,7 @@ def test_a_finished_run_resumes_for_more_epochs(tmp_path: Path) -> None:
     [
         ({"seed": 1}, "seed was 0 and is now 1"),
         ({"temperature": 0.1}, r"temperature was 0\.05 and is now 0\.1"),
+        ({"temperature": "learn"}, r"temperature was 0\.05 and is now 'learn'"),
         ({"rtol": 0.1}, r"rtol was None and is now 0\.1"),
         ({"patience": 3}, "patience was None and is now 3"),
         ({"batch_size": 63}, "batch_size was 64 and is now 63"),
