@@ -178,11 +178,10 @@ class Memory(Reindexed):
 
     def request(self, queries: Vectors, temperature: float | Tensor | None = None) -> tuple[Request, Parameters]:
         """Check queries; return a request on the parameters' device, and its source. temperature=None: the memory's."""
-        device = self.device
-        vectors, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
+        vectors, source = check.queries(queries, self.db.core.schema.dim, self.device), self.source()
         temperature = self.temperature if temperature is None else temperature
         heat = check.temperature(temperature, check.leading(queries, len(vectors)))
-        request = Request.of(vectors.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
+        request = Request.of(vectors.to(self.device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
         self._last_queries = request.vectors.detach()[:RECENT_QUERIES].clone()
         return request, source
 
