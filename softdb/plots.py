@@ -96,12 +96,13 @@ def _by_record(pooled: Pooled) -> tuple[NDArray[np.float64], list[str]]:  # (q, 
     """Return the weights of all records that have one for any query, in the order of rows, and their ids."""
     if pooled.hits is None or pooled.weights is None:
         raise BadInput("this answer has no weights by record; query with k=, or with need_weights=True")
-    rows = pooled.hits.rows.cpu().numpy()
+    hits = pooled.hits.flat
+    rows = hits.rows.cpu().numpy()
     query, rank = np.nonzero(rows >= 0)
     _, first, column = np.unique(rows[query, rank], return_index=True, return_inverse=True)
     shares = np.zeros((len(rows), len(first)))
-    np.add.at(shares, (query, column), _floats(pooled.weights)[query, rank])
-    ids = list(chain.from_iterable(pooled.hits.ids)) if len(first) <= MAX_LABELS else []
+    np.add.at(shares, (query, column), _floats(pooled.weights).reshape(rows.shape)[query, rank])
+    ids = list(chain.from_iterable(hits.ids)) if len(first) <= MAX_LABELS else []
     return shares, [str(ids[i]) for i in first] if ids else [""] * len(first)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
+from softdb.answers.shaped import nested
 from softdb.check import Id, shown
 from softdb.errors import BadInput, CorruptionError, MissingDependency, StaleRead
 from softdb.lazy import cached_property
@@ -141,7 +142,7 @@ class Hits(Sequence["QueryHits"]):
 
     If a query has fewer than k hits, arrays are padded with row -1 and score -inf; lists and `hits[i]` are shorter.
     After a radius search k is the largest number of hits of a query. With diversity, hits are in the order in which
-    MMR chose them.
+    MMR chose them. For queries (…, d) arrays are (…, k) and lists nested: `hits[i]` are the `Hits` of queries[i].
 
         for id, score, row, payload, text in hits[0]: ...
     """
@@ -152,7 +153,7 @@ class Hits(Sequence["QueryHits"]):
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
 
     def __len__(self) -> int:
-        """q, the number of queries."""
+        """q, the number of queries; for queries (…, d) their first dimension."""
         return len(self.rows)
 
     @overload
@@ -160,9 +161,14 @@ class Hits(Sequence["QueryHits"]):
     @overload
     def __getitem__(self, i: slice) -> Hits: ...
     def __getitem__(self, i: int | slice) -> QueryHits | Hits:
-        if isinstance(i, slice):
+        if isinstance(i, slice) or self.rows.ndim > 2:
             return Hits(self.rows[i], self.scores[i], self.resolve, self.missing)
         return QueryHits(self, range(len(self))[i])
+
+    @property
+    def flat(self) -> Hits:
+        """The same hits with one leading dimension: of queries (…, d) as of queries (q, d), in row-major order."""
+        return Hits(self.rows.flatten(0, -2), self.scores.flatten(0, -2), self.resolve, self.missing)
 
     @property
     def live(self) -> Tensor:
@@ -193,17 +199,21 @@ class Hits(Sequence["QueryHits"]):
     @cached_property
     def ids(self) -> list[list[Id]]:
         """Ids of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
-        return [[self._entries[row].id for row in rows if row >= 0] for rows in self.rows.tolist()]
+        return self._by_query({row: entry.id for row, entry in self._entries.items()})
 
     @cached_property
     def payloads(self) -> list[list[Any]]:
         """Payloads of each query's hits. Raises StaleRead if a hit was deleted or replaced since the search."""
-        return [[self._payload_by_row[row] for row in rows if row >= 0] for rows in self.rows.tolist()]
+        return self._by_query(self._payload_by_row)
 
     @cached_property
     def texts(self) -> list[list[str | None]]:
         """Texts of each query's hits, None where there is no text. Raises StaleRead for a hit that has changed."""
-        return [[self._text_entries[row].text for row in rows if row >= 0] for rows in self.rows.tolist()]
+        return self._by_query({row: entry.text for row, entry in self._text_entries.items()})
+
+    def _by_query(self, column: Mapping[int, Any]) -> list[Any]:
+        lists = [[column[row] for row in rows if row >= 0] for rows in self.rows.flatten(0, -2).tolist()]
+        return nested(lists, self.rows.shape[:-1])
 
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """Return a pandas DataFrame with a row for each hit.
@@ -212,6 +222,8 @@ class Hits(Sequence["QueryHits"]):
         `fields` replaces the columns payload and text by one for each named field of the payloads, None where a payload
         lacks it; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
         """
+        if self.rows.ndim > 2:
+            return self.flat.to_pandas(fields)
         try:
             import pandas
         except ImportError:
@@ -244,10 +256,12 @@ class Hits(Sequence["QueryHits"]):
             return {}
 
     def __repr__(self) -> str:
-        return f"<Hits of {len(self)} {'query' if len(self) == 1 else 'queries'}: {listed(map(repr, self), len(self))}>"
+        flat, count = self.flat, " × ".join(map(str, self.rows.shape[:-1]))
+        return f"<Hits of {count} {'query' if len(flat) == 1 else 'queries'}: {listed(map(repr, flat), len(flat))}>"
 
     def _repr_html_(self) -> str:
-        return _hits_table(self, range(len(self)))
+        flat = self.flat
+        return _hits_table(flat, range(len(flat)))
 
 
 def _hits_table(hits: Hits, queries: range) -> str:

@@ -1,4 +1,4 @@
-"""Answers of soft queries: pooled values, explanations, samples and estimates, with one entry for each query."""
+"""Answers of soft queries: pooled values, explanations, samples, estimates. For queries (…, d) read (…) for (q,)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
 from softdb.answers.records import Hits
+from softdb.answers.shaped import nested, reshaped
 from softdb.check import Id, integer, precise, shown
 from softdb.lazy import cached_property
 from softdb.visible import visible
@@ -66,7 +67,7 @@ class Samples:
 
         For queries that were not scanned, the first access costs a pass over all records to compute lse.
         """
-        return self.log_probs()
+        return self.log_probs().reshape(self.hits.rows.shape)
 
     def __repr__(self) -> str:
         return f"<Samples {shape(self.hits.scores)}: {self.hits!r}>"
@@ -83,8 +84,8 @@ class Estimate:
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer
 
     def __repr__(self) -> str:
-        pairs = zip(self.value[:SHOWN].tolist(), self.bar[:SHOWN].tolist(), strict=True)
-        return f"<Estimate: {listed((f'{value:.6g} ± {bar:.2g}' for value, bar in pairs), len(self.value))}>"
+        pairs = zip(*(column.flatten()[:SHOWN].tolist() for column in (self.value, self.bar)), strict=True)
+        return f"<Estimate: {listed((f'{value:.6g} ± {bar:.2g}' for value, bar in pairs), self.value.numel())}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,24 +111,25 @@ class Pooled:
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer: then met is False and bar infinite
 
     def explain(self, k: int = 10) -> list[Explanation]:
-        """Return for each query the k records with the largest weights.
+        """Return for each query the k records with the largest weights, in nested lists for queries (…, d).
 
         If all records were streamed, this costs a search and another pass over the records. Raises StaleRead if one of
         the k records was deleted since.
         """
         with precise():
-            return self.explanation(integer(k, "k"))
+            return nested(self.explanation(integer(k, "k")), self.lse.shape)
 
     def __repr__(self) -> str:
-        exact = f"{int(self.exact.sum())} of {len(self.exact)} exact"
-        hits = "" if self.hits is None else f", hits {list(self.hits[:SHOWN])}"
+        exact = f"{int(self.exact.sum())} of {self.exact.numel()} exact"
+        hits = "" if self.hits is None else f", hits {list(self.hits.flat[:SHOWN])}"
         return f"<Pooled: output {shape(self.output)}, {exact}, finder {self.finder!r}{hits}>"
 
     def _repr_html_(self) -> str:
-        hits, lines = [] if self.hits is None else map(repr, self.hits[:LINES]), []
-        for i, (output, lse, best) in enumerate(zip_longest(self.output[:LINES], self.lse[:LINES], hits)):
-            bar, missed = float(self.bar[i]), float(self.missed_mass[i])
-            error = "exact" if self.exact[i] else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
-            lines.append([str(i), numbers(output), f"{float(lse):.4g}", error, f"{self.n_pooled[i]:,}", best or ""])
-        caption = f"queries {part_of(len(lines), len(self.lse))}, output {shape(self.output)}, finder {self.finder!r}"
+        flat = reshaped(self, (self.lse.numel(),), self.lse.ndim)
+        hits, lines = [] if flat.hits is None else map(repr, flat.hits[:LINES]), []
+        for i, (output, lse, best) in enumerate(zip_longest(flat.output[:LINES], flat.lse[:LINES].tolist(), hits)):
+            bar, missed = float(flat.bar[i]), float(flat.missed_mass[i])
+            error = "exact" if flat.exact[i] else f"{missed:.2%} missed" if bar != bar else f"± {bar:.2g}"
+            lines.append([str(i), numbers(output), f"{lse:.4g}", error, f"{flat.n_pooled[i]:,}", best or ""])
+        caption = f"queries {part_of(len(lines), len(flat.lse))}, output {shape(self.output)}, finder {self.finder!r}"
         return table(["query", "output", "lse", "error", "records", "hits"], lines, caption)

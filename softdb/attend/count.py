@@ -99,7 +99,7 @@ class _Ball(NamedTuple):
         """Count exactly for the queries `which`, among the records in the mask `keep`."""
         score, columns = self.request.score, self.source.columns
         counts = []
-        for few in np.array_split(which, -(-len(which) // EXACTLY)):
+        for few in np.array_split(which, max(1, -(-len(which) // EXACTLY))):
             queries = self.request.queries[torch.from_numpy(few)]
             positions = self.source.in_radius(Query(queries, 0, self.source.schema.metric, keep, least=self.least))
             count, step = np.zeros(len(few)), max(1, GATHERED // (EXACTLY * queries.shape[1]))

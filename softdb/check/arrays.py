@@ -26,6 +26,7 @@ __all__ = [
     "devices",
     "encoded",
     "finite",
+    "leading",
     "mask",
     "matrix",
     "numbers",
@@ -241,10 +242,11 @@ def vectors(value: object, width: int) -> NDArray[np.float32] | None:
 def queries(
     value: object, width: int, device: torch.device | None = None, taker: str = "this database's keys are"
 ) -> Tensor:
-    """Return queries as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
+    """Return queries (…, width) as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
 
     Lists become float32, as in torch; arrays and tensors of float64 stay float64. A single query becomes (1, width).
-    `taker` says whose width this is, for the error message. Raises BadInput.
+    `leading` returns the dimensions that are flattened. `taker` says whose width this is, for the error message.
+    Raises BadInput.
     """
     import torch
 
@@ -262,19 +264,29 @@ def queries(
         tensor = torch.from_numpy(array).to(device)
     if tensor.ndim == 1:
         tensor = tensor[None]
-    if tensor.ndim != 2:
-        raise BadInput(f"queries have {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; expected (q, {width})")
-    if tensor.shape[1] != width:
-        raise BadInput(f"queries are {tensor.shape[1]} wide but {taker} {width} wide; encode them alike")
+    if tensor.shape[-1:] != (width,):
+        came = f"{tensor.shape[1]} wide" if tensor.ndim == 2 else f"of shape {tuple(tensor.shape)}"
+        raise BadInput(f"queries are {came} but {taker} {width} wide; encode them alike")
     # a finite sum proves that all numbers are finite; otherwise they are checked, as a sum may also overflow
     if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
-        bad = (~torch.isfinite(tensor.detach()).all(dim=1)).nonzero()[:, 0]
-        raise BadInput(f"queries hold NaN or infinity, first in query {int(bad[0])}; remove or repair them")
-    return tensor
+        bad = (~torch.isfinite(tensor.detach()).all(dim=-1)).nonzero()[0].tolist()
+        first = bad[0] if len(bad) == 1 else tuple(bad)
+        raise BadInput(f"queries hold NaN or infinity, first in query {first}; remove or repair them")
+    return tensor if tensor.ndim == 2 else tensor.flatten(0, -2)
 
 
-def mask(value: object, shape: tuple[int, int]) -> Tensor:
-    """Return a bool mask (q, n) of the n records with a key, in row order, True = takes part; repeat (n,) q times."""
+def leading(value: Any, count: int = 1) -> tuple[int, ...]:
+    """Return the leading shape (…) of checked queries (…, d); (count,) for texts, a single query and a batch (q, d)."""
+    sizes: list[int] = []
+    while isinstance(value, Sequence) and not isinstance(value, str) and len(value):
+        sizes.append(len(value))
+        value = value[0]
+    shape = (*sizes, *np.shape(value))
+    return shape[:-1] if len(shape) > 2 else (count,)
+
+
+def mask(value: object, shape: Sequence[int]) -> Tensor:
+    """Return the mask (q, n) of keyed records in row order, True = takes part, from a bool mask that fits (…, n)."""
     import torch
 
     expected = "expected bool, True where the record takes part"
@@ -284,8 +296,9 @@ def mask(value: object, shape: tuple[int, int]) -> Tensor:
         raise BadInput(f"mask is {shown(value)}; {expected}") from None
     if dense(tensor, "mask").dtype is not torch.bool:
         raise BadInput(f"mask has dtype {tensor.dtype}; {expected}")
-    if tensor.ndim == 1:
-        tensor = tensor[None]
-    if tensor.ndim != 2 or tensor.shape[1] != shape[1] or tensor.shape[0] not in (1, shape[0]):
-        raise BadInput(f"mask has shape {tuple(tensor.shape)}; expected {shape}: queries by live records, in row order")
-    return tensor.expand(shape)
+    with contextlib.suppress(RuntimeError):
+        if tensor.shape[-1:] == tuple(shape[-1:]):
+            return tensor.expand(*shape).flatten(0, -2)
+    raise BadInput(
+        f"mask has shape {tuple(tensor.shape)}; expected {tuple(shape)}: queries by live records, in row order"
+    )

@@ -164,7 +164,7 @@ class Core(Protocol[S]):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
         by = score_of(self.schema.metric) if score is None else score
         tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
-        temperature = check.temperature(temperature, tensor.shape[:-1])
+        temperature = check.temperature(temperature, check.leading(queries, len(tensor)))
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))
         request = Request.of(

@@ -217,7 +217,7 @@ class DatabaseCore(Core[Stored]):
 
         tensor, allowed, source = with_one_encoder(self.store, prepare)
         if mask is not None:
-            mask = check.mask(mask, (len(tensor), source.snapshot.count)).to(tensor.device)
+            mask = check.mask(mask, (*check.leading(queries, len(tensor)), source.snapshot.count)).to(tensor.device)
         return tensor, allowed, mask, source
 
     def source(self, snapshot: Snapshot, device: torch.device | None = None) -> Stored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Estimate, Hits, Pooled, Samples
+from softdb.answers import Estimate, Hits, Pooled, Samples, shaped_as
 from softdb.attend import Source
 from softdb.database.core import Core, SearchArguments
 from softdb.errors import BadInput, SoftDBError
@@ -30,6 +31,7 @@ V = TypeVar("V", bound="Questions")
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
     """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
+    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]  # then (…, d) like (q, d)
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,8 +41,10 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
             self.core.require_open()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 with check.precise():
-                    return method(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
+                    answer = method(self, *args, **kwargs)
+            else:
+                answer = method(self, *args, **kwargs)
+            return shaped_as(answer, args[0] if args else kwargs.get("queries")) if answers_queries else answer
         except DEVICE_ERRORS as error:
             raise self.core.device_failed(method.__name__, error) from error
         except SoftDBError as error:
@@ -81,8 +85,8 @@ class Questions:
         If fewer records take part, the remaining columns have row -1 and score -inf.
 
         Args:
-            queries: (q, d) numbers, or q texts if the database has an encoder. A tensor keeps its graph: `hits.scores`
-                have gradients. Answers are in the queries' precision; a list is float32.
+            queries: (q, d) or (…, d) numbers, or q texts if the database has an encoder. A tensor keeps its graph:
+                `hits.scores` have gradients. Answers are in the queries' precision; a list is float32.
             k: number of records, default 10; not with `radius`.
             texts, mode, fusion: search by words, or by words and vectors together; see `index_text`.
                 Pass q texts. "text": records with the best BM25 scores, as FTS5's `bm25()`, float64, also records
@@ -150,10 +154,11 @@ class Questions:
 
         Args:
             queries: (q, d) numbers or a tensor with its graph, or q texts if the database has an encoder. As wide as
-                the keys, unless the score compares other widths.
+                the keys, unless the score compares other widths. For queries (…, d), such as (b, h, m, d) in a
+                transformer, every part of the answer has these leading dimensions in place of q.
             temperature: towards 0 the answer is the nearest record's value, towards infinity the mean of all values. A
-                number, or a floating tensor () or (q,), which gets a gradient; learn its logarithm, as it must stay
-                above 0. Not for normalised weights.
+                number, or a floating tensor that broadcasts to (q,) or (…), which gets a gradient; learn its logarithm,
+                as it must stay above 0. Not for normalised weights.
             score: a `softdb.scores` object or a callable (q, d), (m, d) -> (q, m). None: the database's metric, which
                 its index uses. (The default of `softdb.attention` is torch's: score=scores.ScaledDot().)
             weights: "softmax", "sparsemax", "entmax15", "normalised" (a kernel's plain normalisation), "uniform"
@@ -169,7 +174,7 @@ class Questions:
                 is inf where the draws bound no error. A few extreme records are pooled in addition.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
-            mask: (q, n) bool, the n records with a key in row order, True = takes part; (n,) holds for every query.
+            mask: bool that broadcasts to (q, n) or (…, n), the n records with a key in row order, True = takes part.
             need_weights: return the weights of an exact answer: `weights` (q, n) of `hits`, all records that take part,
                 in row order. Memory q n. With `k` and tolerances the answer always has weights.
 

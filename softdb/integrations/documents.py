@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import softdb
 from softdb.answers import Hit, Records
-from softdb.check import Id, identifiers, shown
+from softdb.check import Id, identifiers, leading, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead, UnknownId
@@ -106,6 +106,8 @@ def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
 
 def search_one(db: SoftDB | TableCluster, **params: Any) -> list[Hit]:
     """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first."""
+    if len(leading(params.get("queries"))) > 1:
+        raise BadInput("the embedding of the query is nested; expected one list of numbers")
     if db.mode == "r":
         db.refresh()
     return retry(db, lambda: list(db.search(**params)[0]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from softdb import check
-from softdb.answers import Hits
+from softdb.answers import Hits, shaped
 from softdb.attend.leading import as_tensor
 from softdb.check import shown
 from softdb.database import SoftDB
@@ -31,9 +31,10 @@ class HardSamples(NamedTuple):
 
 
 @eager
+@shaped
 def hard_attention(
     db: SoftDB,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     n: int = 1,
     *,
     temperature: float | Tensor = 1.0,
@@ -48,7 +49,7 @@ def hard_attention(
 
     Args:
         db: the database.
-        queries: (q, d) with their graph.
+        queries: (q, d) or (…, d) with their graph; an answer has their leading dimensions in place of q.
         n: draws for each query; with 2 or more, `leave_one_out` gives a baseline.
         temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
         score: as in `attend`.
@@ -116,11 +117,11 @@ def leave_one_out(reward: Tensor) -> Tensor:  # (q, n) -> (q, n), n at least 2
 
     The baseline does not depend on its draw, so `reinforce` stays unbiased. Raises BadInput for fewer than 2 draws.
     """
-    if not isinstance(reward, Tensor) or check.dense(reward, "reward").ndim != 2 or reward.shape[1] < 2:
+    if not isinstance(reward, Tensor) or check.dense(reward, "reward").ndim < 2 or reward.shape[-1] < 2:
         came = f"shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else shown(reward)
         raise BadInput(f"reward has {came}; expected (q, n) with n of 2 or more draws; or use a MovingBaseline")
     reward = reward.detach() if reward.is_floating_point() else reward.float()
-    return (reward.sum(1, keepdim=True) - reward) / (reward.shape[1] - 1)
+    return (reward.sum(-1, keepdim=True) - reward) / (reward.shape[-1] - 1)
 
 
 class MovingBaseline(torch.nn.Module):
@@ -168,9 +169,10 @@ class MovingBaseline(torch.nn.Module):
 
 
 @eager
+@shaped
 def straight_through(
     db: SoftDB,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     *,
     temperature: float | Tensor = 1.0,
     relaxation: float = 1.0,

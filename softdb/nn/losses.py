@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Pooled
+from softdb.answers import Pooled, shaped
 from softdb.check import shown
 from softdb.database import Verbs
 from softdb.errors import BadInput
@@ -59,9 +59,10 @@ class AttendOptions(TypedDict, total=False):
 
 
 @eager
+@shaped
 def retrieval_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     temperature: float | Tensor | None = None,
@@ -72,7 +73,7 @@ def retrieval_loss(
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
 
         loss = log Σ_i exp(s(q, k_i) / T) - log Σ_{i positive} exp(s(q, k_i) / T)
@@ -90,8 +91,9 @@ def retrieval_loss(
 
     Args:
         db: the database, a `View` or a `Memory`; a Memory without k= uses its own k.
-        queries: (q, d) with their graph, or q texts if the database has an encoder.
-        positives: ids; at least one for each query, and any number of them.
+        queries: (q, d) or (…, d) with their graph, or q texts if the database has an encoder.
+        positives: ids; at least one for each query, and any number of them. For queries (…, d) a tensor (…), or lists
+            nested in the same way.
         temperature: divides the scores; a number, or a floating tensor () or (q,) with its graph. None: 1, or the
             Memory's own.
         score: as in `attend`; None: the database's metric.
@@ -132,9 +134,10 @@ def retrieval_loss(
 
 
 @eager
+@shaped
 def info_nce(
     db: Records,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     positives: Any,  # one id, or a list of ids, for each query
     *,
     negatives: int = 16,
@@ -146,7 +149,7 @@ def info_nce(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
     reduction: Reduction = "mean",
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Return the InfoNCE loss against hard negatives from the database and the other queries' positives.
 
         loss = -log( Σ_{i positive} exp(s_i / T) / Σ_{i positive or negative} exp(s_i / T) )
@@ -194,14 +197,14 @@ def info_nce(
 @eager
 def label_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
-    labels: Any,  # (q,) integers
+    queries: Vectors,  # (q, d), or (…, d)
+    labels: Any,  # (q,) or (…) integers
     *,
-    logits: Tensor | None = None,  # (q, num_classes)
+    logits: Tensor | None = None,  # (q, num_classes), or (…, num_classes)
     interpolation: float = 0.25,
     reduction: Reduction = "mean",
     **asking: Unpack[AttendOptions],
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood of labels under the label distribution of the soft query.
 
         p_db(y) = Σ_{i: y_i = y} w_i,  loss = -log( λ p_db(y) + (1 - λ) softmax(logits)_y )
@@ -212,7 +215,7 @@ def label_loss(
 
     Args:
         db, queries, reduction: see `retrieval_loss`; the database has labels (num_classes).
-        labels: the true class of each query.
+        labels: the true class of each query, (…) for queries (…, d); logits alike.
         logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
@@ -227,18 +230,19 @@ def label_loss(
     share = check.share(interpolation, "interpolation")
     true = class_labels(labels, classes)
     if logits is not None:
-        require_shape(logits, "logits", (len(true), classes))
+        require_shape(logits, "logits", (*true.shape, classes))
     pooled = _output(db, queries, asking)
-    if len(true) != len(pooled):
-        raise BadInput(f"labels are {len(true)} for {len(pooled)} queries; give one label for each query")
-    true = true.to(pooled.device).unsqueeze(1)
-    probability = pooled.gather(1, true)
+    if true.shape != pooled.shape[:-1]:
+        counts = [" × ".join(map(str, shape)) for shape in (true.shape, pooled.shape[:-1])]
+        raise BadInput(f"labels are {counts[0]} for {counts[1]} queries; give one label for each query")
+    true = true.to(pooled.device).unsqueeze(-1)
+    probability = pooled.gather(-1, true)
     zero = probability < torch.finfo(probability.dtype).tiny  # its gradient 1 / p would be infinite
-    logs = probability.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)  # (q, 1)
+    logs = probability.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)  # (…, 1)
     if logits is not None:
-        model_logs = logits.to(logs).log_softmax(1).gather(1, true)
+        model_logs = logits.to(logs).log_softmax(-1).gather(-1, true)
         shares = logs.new_tensor([share, 1 - share]).log()
-        logs = torch.cat([logs, model_logs], 1) + shares
+        logs = torch.cat([logs, model_logs], -1) + shares
     _, likelihood = softmax(logs, 1.0, logs > -torch.inf)
     return reduce(-likelihood.masked_fill(likelihood == -torch.inf, -ZERO_WEIGHT_LOSS))
 
@@ -246,12 +250,12 @@ def label_loss(
 @eager
 def pooled_loss(
     db: Records,
-    queries: Vectors,  # (q, d)
-    targets: Tensor,  # (q, v)
+    queries: Vectors,  # (q, d), or (…, d)
+    targets: Tensor,  # (q, v), or (…, v)
     *,
     reduction: Reduction = "mean",
     **asking: Unpack[AttendOptions],
-) -> Tensor:  # (), or (q,) for "none"
+) -> Tensor:  # (), or (q,) or (…) for "none"
     """Squared distance ‖o - t‖² between the soft query's output o and its target t.
 
     "mean" is over the queries, not over the v coordinates: v times torch's mse_loss. If the database has labels, o is a
@@ -260,7 +264,7 @@ def pooled_loss(
 
     Args:
         db, queries, reduction: see `retrieval_loss`.
-        targets: the wanted output of each query, as wide as `attend` returns.
+        targets: the wanted output of each query, of the shape that `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 
@@ -270,13 +274,13 @@ def pooled_loss(
     handle(db)
     output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
-    return reduce((output - targets.to(output)).square().sum(1))
+    return reduce((output - targets.to(output)).square().sum(-1))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # (q, v)
+def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # (…, v)
     if unknown := asking.keys() - AttendOptions.__annotations__.keys():
         raise TypeError(f"a loss got unexpected arguments: {', '.join(sorted(unknown))}")
     options: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from softdb import check
-from softdb.answers import Pooled
+from softdb.answers import Pooled, shaped
 from softdb.attend import Request
 from softdb.check import shown
 from softdb.database import SoftDB
@@ -156,7 +156,8 @@ class Memory(Reindexed):
     __call__: Callable[..., Pooled]
 
     @eager
-    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
+    @shaped
+    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d) or (…, d), a tensor with its graph
         """Answer the soft query over the k nearest records, by the current keys and values.
 
         `exact` is True with at most k records; else `missed_mass` is unknown, NaN. `finder` names the origin of the
@@ -177,10 +178,10 @@ class Memory(Reindexed):
 
     def request(self, queries: Vectors, temperature: float | Tensor | None = None) -> tuple[Request, Parameters]:
         """Check queries; return a request on the parameters' device, and its source. temperature=None: the memory's."""
-        device = self.device
-        vectors, source = check.queries(queries, self.db.core.schema.dim, device), self.source()
-        heat = check.temperature(self.temperature if temperature is None else temperature, vectors.shape[:-1])
-        request = Request.of(vectors.to(device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
+        vectors, source = check.queries(queries, self.db.core.schema.dim, self.device), self.source()
+        temperature = self.temperature if temperature is None else temperature
+        heat = check.temperature(temperature, check.leading(queries, len(vectors)))
+        request = Request.of(vectors.to(self.device), score_of(self.db.core.schema.metric), "softmax", heat).top(self.k)
         self._last_queries = request.vectors.detach()[:RECENT_QUERIES].clone()
         return request, source
 

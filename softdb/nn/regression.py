@@ -77,12 +77,12 @@ class _NadarayaWatson(torch.nn.Module):
 
     def forward(
         self,
-        queries: Vectors,  # (q, d)
+        queries: Vectors,  # (q, d), or (…, d)
         *,
         k: int | None = None,
         where: dict[str, Any] | None = None,
         mask: Any = None,  # (q, n) or (n,) bool in row order, True = takes part
-    ) -> Tensor:  # (q, v)
+    ) -> Tensor:  # (q, v), or (…, v)
         """Return the weighted means of the k nearest or of all records; zeros if no record has a weight.
 
         Arguments and errors are those of `SoftDB.attend`. Differentiable in the queries and the bandwidth.

@@ -70,7 +70,7 @@ def positives_of(
     else:
         refuse(db, {"rtol": tolerance, "score": score, "where": where})
         request, source = db.request(queries, temperature)
-    lists = listed(positives, len(request.queries))
+    lists = listed(positives, *check.leading(queries, len(request.queries)))
     names = [name for ids in lists for name in ids]
     source = source.whole()
     located = source.positions(verbs.core.located(names, required=True)) if names else np.zeros(0, np.int64)
@@ -114,18 +114,22 @@ def handle(db: object) -> Verbs:
     return verbs
 
 
-def listed(positives: Any, queries: int) -> list[list[Id]]:
-    """Return the distinct ids of each query, given as one id or a list. Raises BadInput for a query without ids."""
-    lists = [_items(query) for query in _items(positives)]
-    if len(lists) != queries:
-        raise BadInput(
-            f"positives are {len(lists)} for {queries} queries; give one id, or one list of ids, for each query"
-        )
+def listed(positives: Any, *leading: int) -> list[list[Id]]:
+    """Return each query's distinct ids, given as one id or a list, nested as `leading`. Raises BadInput without ids."""
+    lists = [_items(query) for query in _unnested(positives, leading)]
     for i, ids in enumerate(lists):
         if not ids:
             raise BadInput(f"query {i} has no positives; give each query at least one id, or leave the query out")
     names = iter(check.identifiers([name for ids in lists for name in ids], unique=False))
     return [list(dict.fromkeys(itertools.islice(names, len(ids)))) for ids in lists]
+
+
+def _unnested(positives: Any, leading: tuple[int, ...]) -> list[Any]:
+    items = _items(positives)
+    if len(items) != leading[0]:
+        advice = "give one id, or one list of ids, for each query" + ", nested as the queries" * (len(leading) > 1)
+        raise BadInput(f"positives are {len(items)} for {leading[0]} queries; {advice}")
+    return items if len(leading) == 1 else [query for item in items for query in _unnested(item, leading[1:])]
 
 
 def _items(value: Any) -> list[Any]:
@@ -161,20 +165,21 @@ def without(candidates: Rows, positions: Rows) -> Rows:  # (q, k), (q, m) -> (q,
     return np.where((candidates[:, :, None] == positions[:, None, :]).any(2), -1, candidates)
 
 
-def class_labels(value: Any, classes: int) -> Tensor:  # (q,)
-    """Return the labels (q,). Raises BadInput unless they are integers from 0 to classes - 1."""
+def class_labels(value: Any, classes: int) -> Tensor:  # (…)
+    """Return the labels (…). Raises BadInput unless they are integers from 0 to classes - 1."""
     expected = f"expected (q,) whole numbers, 0 to {classes - 1}"
     try:
         labels = check.dense(value, "labels") if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise BadInput(f"labels are {shown(value)}; {expected}") from None
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or labels.ndim != 1:
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or labels.ndim == 0:
         raise BadInput(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {expected}")
     labels = labels.long()
     outside = ((labels < 0) | (labels >= classes)).nonzero()
     if len(outside):
-        i = int(outside[0, 0])
-        raise BadInput(f"label {int(labels[i])} of query {i} is out of range; expected 0 to {classes - 1}")
+        i = tuple(outside[0].tolist())
+        query = i if len(i) > 1 else i[0]
+        raise BadInput(f"label {int(labels[i])} of query {query} is out of range; expected 0 to {classes - 1}")
     return labels
 
 

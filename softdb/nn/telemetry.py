@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Pooled
+from softdb.answers import Pooled, shaped
 from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
@@ -37,9 +37,10 @@ class GradientReport(NamedTuple):
 
 
 @eager
+@shaped
 def gradient_report(
     db: SoftDB,
-    queries: Vectors,  # (q, d)
+    queries: Vectors,  # (q, d), or (…, d)
     *,
     temperature: float | Tensor = 1.0,
     score: Score | ScoreFunction | None = None,
@@ -49,7 +50,7 @@ def gradient_report(
     max_draws: int | None = None,
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
-    upstream: Tensor | None = None,  # (q, v)
+    upstream: Tensor | None = None,  # (q, v), or (…, v)
 ) -> GradientReport:
     """Compare a soft query, truncated or estimated as in training, and its gradient with the exact ones.
 
@@ -60,11 +61,11 @@ def gradient_report(
 
     Args:
         db: the database.
-        queries: (q, d) as in training; their graph is not used.
+        queries: (q, d) or (…, d) as in training; their graph is not used.
         temperature, score, k, rtol, atol, max_draws, where: arguments of `attend`, as in training.
         generator: random numbers of the estimates. Do not share it with training, whose draws would change. None: the
             same draws every time.
-        upstream: (q, v) gradient of the training loss to the output; None: fixed random directions.
+        upstream: (…, v) gradient of the training loss to the output; None: fixed random directions.
 
     Raises BadInput as `attend`, and for an upstream of another shape than the output.
 
@@ -78,12 +79,14 @@ def gradient_report(
     temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
     request, source = database(db).core.request(queries, temperature, score, where=where)
     vectors = request.vectors.detach()
-    shape = (len(vectors), source.width)
+    shape = (*check.leading(queries, len(vectors)), source.width)
     if upstream is None:
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        upstream = upstream / torch.linalg.vector_norm(upstream, dim=1, keepdim=True)
+        upstream = upstream / torch.linalg.vector_norm(upstream, dim=-1, keepdim=True)
     require_shape(upstream, "upstream", shape)
-    options: dict[str, Any] = {"temperature": temperature, "score": score, "where": where}
+    upstream = upstream.flatten(0, -2)
+    heat = check.temperature(temperature, shape[:-1])
+    options: dict[str, Any] = {"temperature": heat, "score": score, "where": where}
     exact, true = _differentiated(db, vectors, upstream, options)
     options |= {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws}
     used, gradient = _differentiated(db, vectors, upstream, options | {"generator": generator})
@@ -138,25 +141,25 @@ class Telemetry:
     def __call__(
         self,
         db: SoftDB,
-        queries: Tensor,  # (q, d)
+        queries: Tensor,  # (q, d), or (…, d)
         *,
-        upstream: Tensor | None = None,  # (q, v)
+        upstream: Tensor | None = None,  # (q, v), or (…, v)
         **words: Any,
     ) -> GradientReport | None:
         """Count a step; every `every` steps measure and return a report, else None. `words`: see `gradient_report`."""
         step, self.steps = self.steps, self.steps + 1
         if step % self.every:
             return None
-        if not isinstance(queries, Tensor) or queries.ndim != 2 or not len(queries):
+        if not isinstance(queries, Tensor) or queries.ndim < 2 or not queries.numel():
             came = f"shape {tuple(queries.shape)}" if isinstance(queries, Tensor) else shown(queries)
-            raise BadInput(f"queries have {came}; expected the batch of this step, (q, d)")
-        start = time.perf_counter()
-        chosen = torch.randperm(len(queries), generator=self._generator)[: self.sample].to(queries.device)
-        upstream = None if upstream is None else upstream.to(queries.device)[chosen]
+            raise BadInput(f"queries have {came}; expected the batch of this step, (q, d) or (…, d)")
+        start, flat = time.perf_counter(), queries.detach().flatten(0, -2)
+        chosen = torch.randperm(len(flat), generator=self._generator)[: self.sample].to(queries.device)
+        upstream = None if upstream is None else upstream.to(queries.device).flatten(0, -2)[chosen]
         words = {"generator": self._generator, **words}
-        heat = check.temperature(words.get("temperature", 1.0), queries.shape[:1])
+        heat = check.temperature(words.get("temperature", 1.0), queries.shape[:-1])
         words["temperature"] = heat.detach()[chosen.to(heat.device)] if isinstance(heat, Tensor) else heat
-        report = gradient_report(db, queries.detach()[chosen], upstream=upstream, **words)
+        report = gradient_report(db, flat[chosen], upstream=upstream, **words)
         seconds = time.perf_counter() - start
         self.history.append({"step": step, "seconds": seconds, "queries": len(chosen), **report.means()})
         return report

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Hits, Pooled
+from softdb.answers import Hits, Pooled, shaped
 from softdb.attend import Request
 from softdb.check import Metric, shown
 from softdb.database import SoftDB
@@ -129,9 +129,10 @@ class View(Reindexed):
     # -- queries -------------------------------------------------------------------------------------------------------
 
     @untraced
+    @shaped
     def attend(
         self,
-        queries: Numbers,  # (q, d')
+        queries: Numbers,  # (q, d'), or (…, d')
         *,
         temperature: float | Tensor = 1.0,
         k: int | None = None,
@@ -153,7 +154,7 @@ class View(Reindexed):
         `missed_mass` is NaN, unknown. With a kernel as score, the kernel replaces exp(s / T), as in `SoftDB.attend`.
 
         Args:
-            queries: numbers as wide as f(k), or a tensor with its graph.
+            queries: numbers (q, d') or (…, d'), as wide as f(k), or a tensor with its graph.
             temperature: divides the scores; a number, or a floating tensor () or (q,), which gets a gradient.
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
@@ -179,9 +180,10 @@ class View(Reindexed):
             return source.exact(request) if k is None else source.nearest(request)
 
     @untraced
+    @shaped
     def search(
         self,
-        queries: Numbers,  # (q, d')
+        queries: Numbers,  # (q, d'), or (…, d')
         k: int = 10,
         *,
         where: dict[str, Any] | None = None,
@@ -198,6 +200,7 @@ class View(Reindexed):
         rows = torch.from_numpy(source.rows(scored.positions)).to(scored.scores.device)
         return Hits(rows, scored.scores, source.resolve)
 
+    @shaped
     def indexed_nearest(self, queries: Numbers, k: int = 10) -> Tensor:  # (q, d') -> (q, k) rows
         """Return the rows of the k records whose indexed vectors are nearest; -1 = none. Encodes no record.
 
@@ -230,7 +233,8 @@ class View(Reindexed):
         with check.precise():
             taker = "the encoded keys of this view are compared with queries"
             vectors = check.queries(queries, query_width(score, self.dim), None, taker)
-            request = Request.of(vectors, score, None, check.temperature(temperature, vectors.shape[:-1]))
+            heat = check.temperature(temperature, check.leading(queries, len(vectors)))
+            request = Request.of(vectors, score, None, heat)
             folded = request.detached.folded
             indexable = (
                 (k is not None or tolerance is not None)

@@ -188,7 +188,7 @@ def fit(
     checkpoints.may_write(file, resume, db.path)
     with torch.inference_mode(False), check.precise():
         vectors = _vectors(db, queries)
-        right = listed(positives, len(vectors))
+        right = listed(positives, *check.leading(queries, len(vectors)))
         require_known(db, right)
         sides = split(vectors, right, holdout, settings.patience is not None, settings.seed)
         identity = checkpoints.identity(db, vectors, right, sides, asdict(settings))

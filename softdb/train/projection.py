@@ -63,8 +63,8 @@ class QueryProjection(torch.nn.Linear):
         return f"{TRAINED} {digest.hexdigest()}"
 
     @torch.no_grad()
-    def of(self, db: Verbs, queries: Vectors) -> Tensor:  # (q, d)
-        """Check queries of `db`, (q, d) numbers or q texts, and project them. Raises BadInput for another width.
+    def of(self, db: Verbs, queries: Vectors) -> Tensor:  # (q, d), or (…, d)
+        """Check queries of `db`, (…, d) numbers or q texts, and project them. Raises BadInput for another width.
 
         Texts are not projected again if the database's encoder is a `TextTowers` of this projection.
         """
@@ -77,7 +77,8 @@ class QueryProjection(torch.nn.Linear):
                 "use the projection that was trained for it"
             )
         with check.precise():
-            return self(vectors.float())  # type: ignore[no-any-return]
+            projected: Tensor = self(vectors.float())
+        return projected.reshape(*check.leading(queries, len(projected)), projected.shape[1])
 
 
 def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: dict[str, Any] | None = None) -> None:

@@ -245,6 +245,7 @@ def test_other_bad_input(store: SoftDBDocumentStore) -> None:
         (lambda: some.update_by_filter({}, ["x"]), "expected a dict"),
         (lambda: some.update_by_filter({}, {"x": {1}}), "holds a set"),
         (lambda: some.embedding_retrieval([1.0]), "queries are 1 wide but"),
+        (lambda: some.embedding_retrieval([[1.0, 0.0, 0.0]]), "the embedding of the query is nested"),
         (lambda: some.embedding_retrieval([1.0, 0.0, 0.0], top_k=-1), "k is -1"),
         (lambda: some.hybrid_retrieval("x", [1.0, 0.0, 0.0], fusion="max"), "'scores', 'ranks'"),
         (lambda: retriever(store, top_k=0), "top_k is 0"),

@@ -113,7 +113,8 @@ def test_a_refused_write_changes_nothing(db: SoftDB, name: str) -> None:
 READS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "query width": (lambda db: db.search([1, 2]), BadInput, "queries are 2 wide but this database's keys are 3 wide"),
     "query nan": (lambda db: db.search([[0, 0, 0], [0, np.nan, 0]]), BadInput, "first in query 1"),
-    "query dimensions": (lambda db: db.search(np.ones((1, 1, 3))), BadInput, "3 dimensions"),
+    "query number": (lambda db: db.search(3.0), BadInput, r"queries are of shape \(\) but"),
+    "query dimensions": (lambda db: db.search(np.ones((2, 1, 2))), BadInput, r"of shape \(2, 1, 2\) but"),
     "query bool": (lambda db: db.search(torch.ones(1, 3, dtype=torch.bool)), BadInput, "expected real numbers"),
     "query text": (lambda db: db.search("text"), BadInput, "pass encoder="),
     "query mixed": (lambda db: db.search(["text", 1]), BadInput, "mix text and numbers"),

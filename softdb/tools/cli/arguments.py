@@ -76,7 +76,11 @@ def _parsed_query(typed: str, name: str) -> Any:
 
 
 def projected(db: Verbs, queries: Any, file: Path | None) -> Any:
-    """Return the queries, projected if the file of a projection is given."""
+    """Return the queries, projected if the file of a projection is given. Raises BadInput for queries (…, q, d)."""
+    from softdb.check import leading
+
+    if (dimensions := len(leading(queries)) + 1) > 2:
+        raise BadInput(f"queries have {dimensions} dimensions; expected one query (d,) or several (q, d)")
     if file is None:
         return queries
     from softdb.train import load

@@ -28,6 +28,9 @@ def test_paths_without_a_database_are_named(tmp_path: Path, command: str) -> Non
 
 def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> None:
     assert "queries are 3 wide but this database's keys are 2 wide" in fails("search", plane, "[1, 2, 3]")
+    assert "queries have 3 dimensions; expected one query (d,) or several (q, d)" in fails(
+        "attend", plane, "[[[1, 2]]]"
+    )
     assert "QUERY starts with [ but is not JSON" in fails("search", plane, "[1, 2")
     assert "queries mix text and numbers" in fails("search", book, '["a", 1]', "--encoder", "ngrams")
     assert "no.npy cannot be read as an array of numbers" in fails("search", plane, f"@{tmp_path / 'no.npy'}")

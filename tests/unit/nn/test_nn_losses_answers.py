@@ -179,7 +179,7 @@ def test_words_that_cannot_be(loss: Any, words: dict[str, Any], message: str) ->
         ([0, 1, 2, 3], {}, "label 3 of query 3 is out of range; expected 0 to 2"),
         ([0, -1, 2, 1], {}, "label -1 of query 1 is out of range"),
         ([0.0, 1.0, 2.0, 0.0], {}, "labels have dtype torch.float32"),
-        ([[0], [1], [2], [0]], {}, r"shape \(4, 1\); expected \(q,\) whole"),
+        ([[0], [1], [2], [0]], {}, "labels are 4 × 1 for 4 queries"),
         ([0, 1, 2], {}, "labels are 3 for 4 queries"),
         ([0, 1, 2, 0], {"interpolation": 1.5}, "interpolation is 1.5; expected a number from 0 to 1"),
         ([0, 1, 2, 0], {"logits": torch.zeros(4, 2)}, r"logits have shape \(4, 2\); expected \(4, 3\)"),
