@@ -20,6 +20,10 @@ __all__ = ["linear_cross_entropy"]
 
 DRAW_COST = 2  # time for a drawn row, over that for a row of an exact pass
 GROUP = 64  # rows whose largest score is compared first in a search
+NOT_FINITE = (
+    "a loss is NaN or infinite: queries or weight hold NaN or infinity, or training has moved them too far; begin "
+    "again from a checkpoint, with smaller steps"
+)
 SCORED = 1 << 23  # number of scores computed at once in a search: 32 MB
 
 
@@ -95,10 +99,7 @@ def linear_cross_entropy(
             near = rows.unsqueeze(1) if k is None else torch.cat([rows.unsqueeze(1), _nearest(flat, weight, k)], 1)
             losses = _estimated(flat, weight, near, _drawn(weight, draws or 0, generator), sparse)
         if not bool(losses.detach().isfinite().all()):
-            raise BadInput(
-                "a loss is NaN or infinite: queries or weight hold NaN or infinity, or training has moved them too "
-                "far; begin again from a checkpoint, with smaller steps"
-            )
+            raise BadInput(NOT_FINITE)
         if reduction == "none":
             return losses.new_zeros(len(keep)).masked_scatter(keep, losses).view(targets.shape)
         return losses.mean() if reduction == "mean" else losses.sum()
@@ -149,9 +150,11 @@ def _exact(queries: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # (q,)
     # backward runs in reverse order, and autograd adds the targets' sparse gradient to the dense one in place
     positive = (queries * F.embedding(targets, weight, sparse=True).to(queries.dtype)).sum(1)
     rows = weight.detach()
-    return (
-        Columns(weight, rows, placed=placed_tensors(weight, rows)).log_normaliser(Request.of(queries, Dot())) - positive
-    )
+    source = Columns(weight, rows, placed=placed_tensors(weight, rows))
+    try:
+        return source.log_normaliser(Request.of(queries, Dot())) - positive
+    except BadInput as error:  # a score is NaN
+        raise BadInput(NOT_FINITE) from error
 
 
 @torch.no_grad()
