@@ -5,8 +5,8 @@
 Each case is queries × rows × width. Losses and gradients of the exact ways are compared with autograd in float64 before
 any clock starts. In each round every way takes one step: loss, backward, new gradients. `more_mib` is the private
 memory that a step needs at most beyond what it returns. Ways that draw or truncate have `gradient_error`, the root mean
-square over a few draws of ‖g - g_exact‖ / ‖g_exact‖ for the gradients of rows and queries: so the ways can be compared at
-equal time. Log-uniform draws are those of torch's and TensorFlow's examples, for rows that are sorted by frequency.
+square over a few draws of ‖g - g_exact‖ / ‖g_exact‖ for the gradients of rows and queries, so that ways can be compared
+at equal time. Log-uniform draws are those of torch's and TensorFlow's examples, for rows sorted by frequency.
 
 The rows are clusters with Zipf's frequencies as offsets, most frequent first, and the targets are drawn from the
 softmax. With --wordnet the first case has the dictionary's definitions as queries and rows at temperature 0.05.
