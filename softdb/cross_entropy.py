@@ -16,6 +16,7 @@ from softdb.check import shown
 from softdb.device import placed_tensors
 from softdb.errors import BadInput
 from softdb.scoring import Dot
+from softdb.scoring.once import Once
 
 __all__ = ["linear_cross_entropy"]
 
@@ -95,7 +96,7 @@ def linear_cross_entropy(
         keep = rows != ignore_index
         flat, rows = flat[keep], rows[keep]
         if (draws is None and k is None) or (draws is not None and DRAW_COST * draws >= len(weight)):
-            losses = _exact(flat, _RowGradient.apply(weight) if sparse else weight, rows)
+            losses = _Exact.apply(flat, _RowGradient.apply(weight) if sparse else weight, rows)  # type: ignore[no-untyped-call]
         else:
             near = rows.unsqueeze(1) if k is None else torch.cat([rows.unsqueeze(1), _nearest(flat, weight, k)], 1)
             losses = _estimated(flat, weight, near, _drawn(weight, draws or 0, generator), sparse)
@@ -147,10 +148,35 @@ class _RowGradient(torch.autograd.Function):
         return torch.sparse_coo_tensor(every, grad, grad.shape, is_coalesced=True, check_invariants=False)
 
 
-def _exact(queries: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # (q,)
-    # backward runs in reverse order, and autograd adds the targets' sparse gradient to the dense one in place
-    positive = (queries * F.embedding(targets, weight, sparse=True).to(queries.dtype)).sum(1)
-    return _log_sum(queries, weight) - positive
+class _Exact(torch.autograd.Function):
+    """Exact losses (q,). The targets' gradient is added to the dense one in place: autograd would make a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return log Z minus the target's score."""
+        ctx.own = tuple(
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip((queries, weight), ctx.needs_input_grad, strict=False)
+        )
+        with torch.enable_grad():
+            ctx.total = _log_sum(*ctx.own)
+        ctx.save_for_backward(queries, weight, targets)
+        return ctx.total.detach() - (queries * weight[targets]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for queries and weight."""
+        queries, weight, targets = ctx.saved_tensors
+        pulled = grad.detach().unsqueeze(1)
+        wanted = [tensor for tensor in ctx.own if tensor.requires_grad]
+        grads = iter(torch.autograd.grad(ctx.total, wanted, grad.detach(), retain_graph=True))
+        query_grad, weight_grad = (next(grads) if tensor.requires_grad else None for tensor in ctx.own)
+        with torch.no_grad():
+            if query_grad is not None:
+                query_grad.sub_(pulled * weight[targets])
+            if weight_grad is not None:
+                weight_grad.index_add_(0, targets, (pulled * queries).to(weight.dtype), alpha=-1)
+        return *Once.guarded([query_grad, weight_grad], (queries, weight, grad)), None
 
 
 @torch.no_grad()
