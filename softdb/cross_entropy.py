@@ -183,10 +183,12 @@ class _Exact(torch.autograd.Function):
 def _nearest(queries: Tensor, weight: Tensor, k: int) -> Tensor:  # (q, k)
     """Return the rows with the largest scores, some at a time. They lie in the k groups with the largest maxima."""
     n, rows = len(weight), weight.to(queries.dtype)
-    groups = -(-n // GROUP)
+    groups, together = -(-n // GROUP), max(1, min(SCORED // n, len(queries)))
+    table = queries.new_full((together, groups * GROUP), -torch.inf)
     best = [torch.empty(0, k, dtype=torch.int64, device=queries.device)]
-    for some in queries.split(max(1, SCORED // n)):
-        scores = F.pad(some @ rows.mT, (0, groups * GROUP - n), value=-torch.inf).view(len(some), groups, GROUP)
+    for some in queries.split(together):
+        torch.mm(some, rows.mT, out=table[: len(some), :n])
+        scores = table[: len(some)].view(len(some), groups, GROUP)
         chosen = scores.amax(2).topk(min(k, groups), sorted=False).indices
         among = scores.take_along_dim(chosen.unsqueeze(2), 1).flatten(1)
         at = among.topk(k, sorted=False).indices
