@@ -223,8 +223,8 @@ def _estimated(
             summed = drawn[at] == known
             others[summed.nonzero()[:, 0], at[summed]] = False
         sample = F.embedding(drawn, weight, sparse=sparse).to(queries.dtype)
-        tail = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
-        total = torch.logaddexp(total, tail)
+        rest = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
+        total = torch.logaddexp(total, rest)
     return total - scores[:, 0]
 
 
