@@ -104,10 +104,10 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
     return [identifiers(item, unique=False) for item in items]
 
 
-def draws(rtol: object, atol: object, confidence: object, max_draws: object, k: object) -> Tolerance | None:
+def draws(rtol: object, atol: object, max_draws: object, k: object) -> Tolerance | None:
     """Return a tolerance as `tolerance` does; for max_draws alone, a tolerance that is never met."""
     if max_draws is None or rtol is not None or atol != 0.0:
-        return tolerance(rtol, atol, confidence, max_draws, k)
+        return tolerance(rtol, atol, 0.95, max_draws, k)
     if k is not None:
         raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws do not; give one of them")
     return Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))

@@ -248,13 +248,13 @@ def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | N
         for data in opened(kind, Path(path), file, size, name):
             _send(DATA, data.tobytes() if isinstance(data, np.ndarray) else json.dumps(data).encode())
         _send(END, b"")
-    except PermissionError as error:
-        text = f"{Path(path).name} cannot be read ({error.strerror}); give your user the right to read it"
-        _send(REFUSAL, text.encode())
     except Exception as error:  # libraries raise errors of any class
         memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         reason = "it would take more memory than its size justifies" if memory else " ".join(str(error).split())
-        _send(REFUSAL if isinstance(error, BadInput) else ERROR, (reason or type(error).__name__)[:300].encode())
+        _send(
+            REFUSAL if isinstance(error, BadInput | PermissionError) else ERROR,
+            (reason or type(error).__name__)[:300].encode(),
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from softdb.scoring import softmax
 PILOT = 100  # number of draws that predict how many a query needs for its tolerance; its answer has at least as many
 OTHER_SEEDS = 1 << 41  # added to the seed of a pilot, so that its draws are independent of the answer's
 
+Drawn: TypeAlias = tuple[Estimated, Tensor]  # the estimate, and the ratio (q,) of its error to the tolerance
+
 
 class DrawnRecords(Encoded):
     """Encoded records, of which estimates encode only some. A record drawn with probability p counts 1 / p times."""
@@ -33,10 +36,9 @@ class DrawnRecords(Encoded):
         Sums are unbiased however the encoder has changed. All records newer than the version are encoded. `bar` is NaN,
         as codes of stale vectors bound no error; `met` compares the error that the draws show with the tolerance.
 
-        If the number of draws is not given, pilot draws, encoded without gradient, predict how many a query needs. The
-        answer comes from other draws: sums over draws that decided when to stop would be biased (two-stage sampling,
-        Cox 1952). It is exact if that encodes no more records, or without codes. Raises BadInput for weights without an
-        estimator.
+        Without `most`, pilot draws, encoded without gradient, predict how many a query needs. The answer comes from
+        other draws: sums over draws that decided when to stop would be biased (two-stage sampling, Cox 1952). It is
+        exact if that encodes no more records, or without codes. Raises BadInput for weights without an estimator.
         """
         if request.pools:
             require_estimator(request)
@@ -55,24 +57,20 @@ class DrawnRecords(Encoded):
         drawn = self._drawn(request, budgets)
         if drawn is None:
             return self.exact(request)
-        answer, never = drawn[0], torch.zeros_like(drawn[0].met)
+        answer = drawn[0]
         records = Scored(answer.positions.cpu().numpy(), answer.scores), answer.weights
-        doubt = Doubt(never, torch.zeros_like(answer.stderr), answer)
+        doubt = Doubt(torch.zeros_like(answer.met), torch.zeros_like(answer.stderr), answer)
         return answered(request, self, answer[:2], "stale index", records, doubt)
 
-    def _drawn(self, request: Request, budgets: Positions) -> tuple[Estimated, Tensor] | None:  # (q,)
-        """Draw about `budgets` records; return the estimate, and the ratio (q,) of its error to the tolerance.
-
-        Returns None if no records can be drawn, or if encoding all records costs no more.
-        """
+    def _drawn(self, request: Request, budgets: Positions) -> Drawn | None:  # (q,)
+        """Draw about `budgets` records. Returns None if none can be drawn, or if encoding all costs no more."""
         version, folded = self.version, request.detached.folded
         if version is None or folded is None or folded.scale is None or not 0 < budgets.sum() < self.count:
             return None
         recent, keep = self._split(request, version)
         vectors, factor = prepared(folded.queries.cpu().numpy(), self.metric), float(folded.scale) / request.temperature
         parts, ratios = list[tuple[Positions, Positions, Estimated]](), request.queries.detach().new_zeros(len(budgets))
-        sizes = np.ceil(np.log2(budgets))
-        for size in np.unique(sizes):  # queries that need about as many draws
+        for size in np.unique(sizes := np.ceil(np.log2(budgets))):  # queries that need about as many draws
             which = np.flatnonzero(sizes == size)
             drawing = Drawing(vectors[which], factor, int(budgets[which].max()), request.seed, 1.0)
             drawn = version.draw(drawing, keep) if 1e-30 < factor < 1e30 else None
@@ -82,10 +80,8 @@ class DrawnRecords(Encoded):
             parts.append((which, np.arange(len(which)), part))
         return Estimated.joined(len(budgets), parts), ratios
 
-    def _weighed(
-        self, request: Request, rows: Positions, log_weights: Floats, recent: Live
-    ) -> tuple[Estimated, Tensor]:  # and (q,)
-        """Encode and pool the drawn records (q, w) and all recent ones; return the results of `_drawn`."""
+    def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Drawn:
+        """Encode and pool the drawn records (q, w) and all recent ones; estimate the error from the draws."""
         positions = self.snapshot.positions(rows)
         keys, scores = self._encoded_scores(request, positions)
         live = torch.from_numpy(positions >= 0).to(scores.device)

@@ -115,7 +115,8 @@ def retrieval_loss(
     (0.0635, torch.Size([2, 2]))
     """
     reduce = _reduce(reduction)
-    tolerance = (check.draws if isinstance(db, View) else check.tolerance)(rtol, 0.0, 0.95, max_draws, k)
+    by_draws = isinstance(db, View)
+    tolerance = check.draws(rtol, 0.0, max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
     targets = positives_of(db, queries, positives, temperature, score, where, count, tolerance, generator)
     if count is None and isinstance(db, Memory):

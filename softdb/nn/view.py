@@ -139,7 +139,6 @@ class View(Reindexed):
         score: Score | ScoreFunction | None = None,
         rtol: float | None = None,
         atol: float = 0.0,
-        confidence: float = 0.95,
         max_draws: int | None = None,
         generator: torch.Generator | None = None,
         where: dict[str, Any] | None = None,
@@ -163,9 +162,8 @@ class View(Reindexed):
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
-            rtol, atol: estimate the answer with an error of at most atol + rtol max(‖o‖, 0.1 r), r² = Σ w ‖v‖². 100 or
-                more draws for each query, encoded without gradient, decide how many others its answer comes from.
-            confidence: share of the answers whose error should be within the tolerance.
+            rtol, atol: estimate 95 % of the answers with an error of at most atol + rtol max(‖o‖, 0.1 r), r² = Σ w ‖v‖².
+                100 or more draws for each query, encoded without gradient, predict how many others its answer needs.
             max_draws: number of records to draw for each query, once, even if a tolerance is not met.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
@@ -177,7 +175,7 @@ class View(Reindexed):
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
-        tolerance = check.draws(rtol, atol, confidence, max_draws, k)
+        tolerance = check.draws(rtol, atol, max_draws, k)
         request, source = self.request(
             queries, temperature, score, k=count, where=where, tolerance=tolerance, generator=generator
         )

@@ -86,7 +86,7 @@ class DatabaseLoss(torch.nn.Module):
         require_model(model, db, None if encode_keys else "dim")
         self.temperature = check.positive(temperature, "temperature")
         self.k = None if k is None else check.integer(k, "k")
-        (check.draws if encode_keys else check.tolerance)(rtol, 0.0, 0.95, max_draws, k)
+        check.draws(rtol, 0.0, max_draws, k) if encode_keys else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
         if not encode_keys and (field is not None or reindex is not None or overfetch != 1):
             raise BadInput("field, reindex and overfetch need encode_keys=True; give all, or none of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where
@@ -120,8 +120,7 @@ class DatabaseLoss(torch.nn.Module):
             return info_nce(self.view, queries, positives, negatives=self.k, temperature=temperature, where=where)
         return retrieval_loss(
             self.db if self.view is None else self.view, queries, positives, temperature=temperature, k=self.k,
-            rtol=self.rtol, max_draws=self.max_draws, generator=self._draws if self.k is None else None,
-            where=where,
+            rtol=self.rtol, max_draws=self.max_draws, generator=None if self.k else self._draws, where=where,
         )  # fmt: skip
 
     def _ids(self, labels: Any) -> Any:
