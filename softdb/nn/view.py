@@ -162,8 +162,8 @@ class View(Reindexed):
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
-            rtol, atol: estimate 95 % of the answers with an error of at most atol + rtol max(‖o‖, 0.1 r), r² = Σ w ‖v‖².
-                100 or more draws for each query, encoded without gradient, predict how many others its answer needs.
+            rtol, atol: tolerance for 95 % of the errors ‖ô - o‖: atol + rtol max(‖o‖, 0.1 r), where r² = Σ w ‖v‖². At
+                least 100 draws, encoded without gradient, predict how many others each answer needs.
             max_draws: number of records to draw for each query, once, even if a tolerance is not met.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
