@@ -14,7 +14,7 @@ from softdb.attend.error import f_quantile
 from softdb.attend.estimate import require_estimator
 from softdb.attend.request import Live, Positions, Request, Scored
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import MARGIN, SHOWN, SMALL, WRONG
+from softdb.attend.rounds import SHOWN, SMALL, WRONG
 from softdb.index.contract import Floats, prepared
 from softdb.index.sampler import Drawing
 from softdb.nn.encoded import Encoded
@@ -22,6 +22,7 @@ from softdb.pool import State, merge
 from softdb.scoring import softmax
 
 PILOT = 100  # number of draws that predict how many a query needs for its tolerance; its answer has at least as many
+MARGIN = 2.0  # safety factor on the number of draws that a pilot predicts, whose error estimate is rough
 OTHER_SEEDS = 1 << 41  # added to the seed of a pilot, so that its draws are independent of the answer's
 
 Drawn: TypeAlias = tuple[Estimated, Tensor]  # the estimate, and the ratio (q,) of its error to the tolerance
