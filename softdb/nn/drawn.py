@@ -102,11 +102,14 @@ class DrawnRecords(Encoded):
             errors = noise * (values - state.output.unsqueeze(1)).square().sum(2), noise
             size = torch.maximum(state.output.norm(dim=1), SMALL * (weights * values.square().sum(2)).sum(1).sqrt())
             ratio = _ratio(request, errors[0 if width else 1], size)
-            unknown, stderr = torch.full_like(lse, torch.nan), (error.sum(1).sqrt() for error in errors)
+            stderr, lse_stderr = (error.sum(1).sqrt() for error in errors)
+            unknown = torch.full_like(lse, torch.nan)
             weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
             heaviest = torch.from_numpy(positions).to(live.device).gather(1, order)
             scores = scores.detach().gather(1, order)
-            estimated = Estimated(*state, *stderr, unknown, ratio <= 1, heaviest, scores, weights, live.sum(1))
+            estimated = Estimated(
+                *state, stderr, lse_stderr, unknown, ratio <= 1, heaviest, scores, weights, live.sum(1)
+            )  # fmt: skip
         return estimated, ratio
 
 

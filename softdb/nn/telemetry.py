@@ -171,7 +171,7 @@ def _differentiated(
 ) -> tuple[Pooled, Tensor]:  # and (q, d)
     """Return the answer of `db.attend`, and the gradient of Σ upstream · output with respect to the queries."""
     leaf = queries.clone().requires_grad_()
-    with evaluating(db.encoder if isinstance(db, View) else None):
+    with evaluating(db.encoder if isinstance(db, View) else torch.nn.Identity()):
         pooled = db.attend(leaf, **options)
         return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
 
