@@ -67,8 +67,10 @@ def search(
     """Find the nearest records."""
     queries, has_text = query_of(query)
     if not has_text and (mode is Mode.text or (mode is Mode.hybrid and not texts)):
-        advice = "type words as QUERY or, to compare both, add --mode hybrid --words WORDS"
-        raise BadInput(f"QUERY is numbers but --mode {mode.value} compares words; {advice}")
+        raise BadInput(
+            f"QUERY is numbers but --mode {mode.value} compares words; type words as QUERY or, to compare both, add "
+            "--mode hybrid --words WORDS"
+        )
     with answering(path, has_text and mode is not Mode.text, encoder, projection, quiet=as_json) as db:
         hits = db.search(
             projected(db, queries, projection), k, where=filter_of(where), exact=exact, radius=radius,
