@@ -77,8 +77,10 @@ class DrawnRecords(Encoded):
             drawn = version.draw(drawing, keep) if 1e-30 < factor < 1e30 else None
             if drawn is None:
                 return None
-            part, ratios[torch.from_numpy(which).to(ratios.device)] = self._weighed(request.at(which), *drawn, recent)
-            parts.append((which, np.arange(len(which)), part))
+            estimated, ratios[torch.from_numpy(which).to(ratios.device)] = self._weighed(
+                request.at(which), *drawn, recent
+            )
+            parts.append((which, np.arange(len(which)), estimated))
         return Estimated.joined(len(budgets), parts), ratios
 
     def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Drawn:
