@@ -78,87 +78,97 @@ WRONG = ("acknowledged records lost", "half-applied writes seen", "wrong answers
 SUITES = {
     "kill": Suite("exhaustive", ("writer_killed",), 18, (
         Line(
-            "processes killed (SIGKILL)",
-            lambda f: f"{f['kills']:,}, of them {f['kills: fail points']:,} before, after or within a named step",
+            "Writing processes that were killed (SIGKILL)",
+            lambda f: f"{f['kills']:,}; {f['kills: fail points']:,} of them at a chosen step of a write",
             none_of("kills: acknowledged records lost", "kills: deleted records back", "kills: half batches"),
         ),
     )),
     "power": Suite("exhaustive", ("power_cut",), 18, (
         Line(
-            "states of the disk after a power cut, or one after a kill",
+            "States that a power cut can leave on the disk, also a power cut after a kill",
             counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
         ),
     ), "no_cut_loses or after_a_kill"),
     "recovery": Suite("exhaustive", ("power_cut",), 6, (
         Line(
-            "states after a second cut, within the recovery from the first",
+            "States after a second power cut while the database recovers from the first",
             counted("power loss: states explored"), none_of("power loss: acknowledged records lost"),
         ),
     ), "within_the_recovery"),
     "protocol": Suite("exhaustive", ("power_cut",), 8, (
         Line(
-            "a sync left away, or two neighbouring steps swapped",
+            "Versions of softdb in which one sync is omitted, or two neighbouring steps are swapped: do power cuts "
+            "show the fault?",
             counted("power loss: mutations tried"),
-            lambda f: f"{f['power loss: mutations found']:,} shown to lose data, the others each with a reason not to",
+            lambda f: f"{f['power loss: mutations found']:,} lose data; a list says why each of the others cannot",
         ),
     ), "each_sync"),
     "faults": Suite("", ("disk_errors",), 5, (
-        Line("EIO, ENOSPC and short writes", counted("faults injected"), none_of("faults: acknowledged records lost")),
+        Line(
+            "Disk errors: failed reads and writes (EIO), a full disk (ENOSPC), short writes",
+            counted("faults injected"), none_of("faults: acknowledged records lost"),
+        ),
     )),
     "model": Suite("exhaustive", ("random_operations",), 25, (
-        Line("operations against a dict and numpy", counted("model: operations"), none_of("model: disagreements")),
+        Line(
+            "Random operations, each result compared with that of a dict and numpy",
+            counted("model: operations"), none_of("model: disagreements"),
+        ),
     )),
     "rot": Suite("exhaustive", ("bit_rot",), 8, (
         Line(
-            "damaged files: a bit flipped, cut, zeroed, swapped",
+            "Damaged files: a bit was flipped, or a part was cut, zeroed or swapped",
             counted("bit rot: damages tried"), none_of("bit rot: misread"),
         ),
     )),
     "salvage": Suite("exhaustive", ("salvage", "salvage_lost_parts"), 8, (
         Line(
-            "damaged databases salvaged",
+            "Damaged databases that were salvaged",
             counted("salvage: damages tried"), none_of("salvage: records that were never so"),
         ),
     )),
     "hostile": Suite("", ("hostile_directory", "hostile_catalog", "hostile_ids_payloads", "fuzz"), 6, (
         Line(
-            "hostile directories and files; fuzzed inputs",
-            lambda f: f"{f['hostile: directories tried'] + f['hostile: files tried']:,}; {f['fuzz: inputs']:,}",
-            none_of("hostile: code runs", "fuzz: crashes", suffix=" ran code or crashed"),
+            "Hostile directories and files, and fuzzed inputs",
+            lambda f: (
+                f"{f['hostile: directories tried'] + f['hostile: files tried']:,} directories and files, "
+                f"{f['fuzz: inputs']:,} inputs"
+            ),
+            none_of("hostile: code runs", "fuzz: crashes", suffix=" ran code or crashed softdb"),
         ),
     )),
     "signals": Suite("exhaustive", ("signals",), 10, (
         Line(
-            "interrupts (Ctrl-C) at every moment of every operation; other exceptions and signals",
-            lambda f: f"{f['interrupts']:,}; {f['exceptions set in other threads'] + f['signals']:,}",
-            lambda _: "0, and no lock stayed",
+            "Interrupts (Ctrl-C) at every moment of every operation, and other exceptions and signals",
+            lambda f: f"{f['interrupts']:,} interrupts, {f['exceptions set in other threads'] + f['signals']:,} others",
+            lambda _: "0, and no lock remained",
         ),
     )),
     "concurrency": Suite("exhaustive", ("concurrency", "forks", "maintenance_under_load"), 20, (
         Line(
-            "seconds of one process that writes with eight threads beside four that read",
-            counted("concurrency: seconds"),
-            lambda f: f"{f['concurrency: torn views']:,} torn among {f['concurrency: views checked']:,} views",
+            "One process writes with eight threads while four processes read",
+            lambda f: f"{f['concurrency: seconds']:,} seconds, {f['concurrency: views checked']:,} reads checked",
+            lambda f: f"{f['concurrency: torn views']:,} reads saw half of a write",
         ),
     )),
     "outside": Suite("", ("files_changed_outside",), 4, (
         Line(
-            "files of a live directory renamed, deleted, replaced or overwritten by another program",
+            "Files of an open database that another program renamed, deleted, replaced or overwrote",
             counted("outside: changes"), none_of("outside: acknowledged records lost"),
         ),
     )),
     "cluster": Suite("", ("cluster/table_writer_killed", "cluster/ray_actors"), 20, (
         Line(
-            "a [cluster's](cluster.md) writers, actors and drivers killed; directories removed in use; "
-            "processes stopped (SIGSTOP)",
+            "[Clusters](cluster.md): writers, actors and drivers killed, directories removed while in use, processes "
+            "stopped (SIGSTOP)",
             lambda f: (
-                f"{f['cluster: kills']:,}, of them {f['cluster: kills between commit and hydration']:,} after the "
-                f"commit and before every shard had it; {f['cluster: directories removed in use']}; "
-                f"{f['cluster: processes stopped (SIGSTOP)']}"
+                f"{f['cluster: kills']:,} killed, {f['cluster: kills between commit and hydration']:,} of them after a "
+                f"commit that some shards did not have yet; {f['cluster: directories removed in use']} directories; "
+                f"{f['cluster: processes stopped (SIGSTOP)']} stopped"
             ),
             lambda f: (
-                f"{sum(f[f'cluster: {wrong}'] for wrong in WRONG)}; no question took longer than its timeout and "
-                f"{f['cluster: milliseconds beyond the timeout']} ms"
+                f"{sum(f[f'cluster: {wrong}'] for wrong in WRONG)}; every question ended at most "
+                f"{f['cluster: milliseconds beyond the timeout']} ms after its timeout"
             ),
         ),
     )),
@@ -188,7 +198,7 @@ def run(suite: Suite, minutes: float) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Format the table of docs/durability.md."""
-    rows = ["| tried | how much | lost, or answered wrongly | command |", "|---|---:|---|---|"]
+    rows = ["| tried | how many | lost records or wrong answers | command |", "|---|---:|---|---|"]
     for name, result in results.items():
         for line in SUITES[name].lines:
             try:

@@ -104,11 +104,13 @@ def excluded(value: object, queries: int) -> list[list[Id]]:
     return [identifiers(item, unique=False) for item in items]
 
 
-def draws(max_draws: object, k: object) -> Tolerance | None:
-    """Return a tolerance that is never met, so that `max_draws` draws are made; None if max_draws is None."""
-    if max_draws is not None and k is not None:
+def draws(rtol: object, atol: object, max_draws: object, k: object) -> Tolerance | None:
+    """Return a tolerance as `tolerance` does; for max_draws alone, a tolerance that is never met."""
+    if max_draws is None or rtol is not None or atol != 0.0:
+        return tolerance(rtol, atol, 0.95, max_draws, k)
+    if k is not None:
         raise BadInput(f"k is {shown(k)} and max_draws {shown(max_draws)}; k truncates, draws do not; give one of them")
-    return None if max_draws is None else Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))
+    return Tolerance(0.0, 0.0, 0.95, integer(max_draws, "max_draws"))
 
 
 def generator(value: object) -> Generator | None:

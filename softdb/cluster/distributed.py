@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import pickle
 import struct
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ class Ranks:
 
     Args:
         own: {number: shard} of this rank, possibly empty. Each shard 0 … P - 1 must be on exactly one rank.
-        timeout: seconds to wait for another rank before it counts as lost.
+        timeout: seconds to wait for the other ranks, except in questions, for which the handle's timeout holds.
     """
 
     collective = True
@@ -66,14 +67,14 @@ class Ranks:
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send messages, as `Transport.ask` says: the ranks exchange messages, then replies."""
-        kind = ", ".join(sorted({type(ask).__name__ for ask in asks.values()}))
+        kind, end = ", ".join(sorted({type(ask).__name__ for ask in asks.values()})), time.monotonic() + timeout
         by_rank = {rank: dict[int, Message]() for rank in range(self.ranks)}
         for shard, ask in asks.items():
             by_rank[self._owner[shard]][shard] = ask
-        arrived = self._exchanged({rank: pickle.dumps(by_rank[rank]) for rank in self._others}, kind)
+        arrived = self._exchanged({rank: pickle.dumps(by_rank[rank]) for rank in self._others}, kind, end)
         answers = self._answered(by_rank[self.rank])
         replies = {rank: pickle.dumps(self._answered(pickle.loads(data))) for rank, data in arrived.items()}
-        for data in self._exchanged(replies, f"reply to {kind}").values():
+        for data in self._exchanged(replies, f"reply to {kind}", end).values():
             answers |= pickle.loads(data)
         return of_owners(answers, {})
 
@@ -109,16 +110,17 @@ class Ranks:
 
     # -- the wire --------------------------------------------------------------------------------------------------
 
-    def _exchanged(self, sent: Mapping[int, bytes], kind: str) -> dict[int, bytes]:
-        """Send a message to each other rank, and return {rank: message received}.
+    def _exchanged(self, sent: Mapping[int, bytes], kind: str, end: float | None = None) -> dict[int, bytes]:
+        """Send a message to each other rank, and return {rank: message received}. `end`: time to give up.
 
         Raises ShardUnavailable if a rank is lost, and BadInput if the ranks make different calls.
         """
         if self._group is None:
             raise Closed("the cluster was closed; open it again")
         self._turn += 1
+        end = time.monotonic() + self._limit if end is None else end
         own = self._turn, zlib.crc32(kind.encode())
-        slots = self._slots({rank: HEAD.pack(*own, len(data)) + data[:SLOT] for rank, data in sent.items()})
+        slots = self._slots({rank: HEAD.pack(*own, len(data)) + data[:SLOT] for rank, data in sent.items()}, end)
         heads = {rank: HEAD.unpack_from(data) for rank, data in slots.items()}
         if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
             self._turn = max(self._turn, *(head[0] for head in heads.values()))
@@ -128,18 +130,19 @@ class Ranks:
             )
         messages = {rank: data[HEAD.size : HEAD.size + heads[rank][2]] for rank, data in slots.items()}
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
-        more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT})
+        more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT}, end)
         return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
 
-    def _slots(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
+    def _slots(self, sent: Mapping[int, bytes], end: float) -> dict[int, bytes]:
         """Exchange at most HEAD.size + SLOT bytes with each other rank; return {rank: bytes received}."""
         connections = self._connections
         if connections is not None:
-            return self._collectively(lambda: connections.exchanged(sent, self._limit))
+            return self._collectively(lambda: connections.exchanged(sent, end - time.monotonic()))
         size = HEAD.size + SLOT
-        return self._swapped({rank: data.ljust(size, b"\0") for rank, data in sent.items()}, dict.fromkeys(sent, size))
+        padded = {rank: data.ljust(size, b"\0") for rank, data in sent.items()}
+        return self._swapped(padded, dict.fromkeys(sent, size), end)
 
-    def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int]) -> dict[int, bytes]:
+    def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int], end: float) -> dict[int, bytes]:
         """Send messages to other ranks over gloo, and receive messages of the expected sizes in bytes."""
         received = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in expected.items()}
         buffers = {rank: torch.frombuffer(bytearray(data), dtype=torch.uint8) for rank, data in sent.items()}
@@ -148,7 +151,7 @@ class Ranks:
             pending = [dist.irecv(buffer, rank, self._group) for rank, buffer in received.items()]
             pending += [dist.isend(buffer, rank, self._group) for rank, buffer in buffers.items()]
             for work in filter(None, pending):
-                work.wait()
+                work.wait(datetime.timedelta(seconds=max(0.001, end - time.monotonic())))
 
         self._collectively(swap)
         return {rank: buffer.numpy().tobytes() for rank, buffer in received.items()}
@@ -166,6 +169,6 @@ class Ranks:
             if self._connections is not None:
                 self._connections.close()  # other ranks that wait for this rank get an error at once
             raise ShardUnavailable(
-                f"rank {self.rank} of {self.ranks} waited at most {self._limit:g} s for others ({self._broken}); a "
-                "rank is lost, or only some ranks made this call: if one rank asks, every rank must ask"
+                f"rank {self.rank} of {self.ranks} waited for others in vain ({self._broken}); a rank is lost, or "
+                "slower than the timeout, or only some ranks made this call: if one rank asks, every rank must ask"
             ) from error

@@ -194,6 +194,8 @@ def parts(path: Path, kind: str, size: int, name: str | None = None) -> Generato
         raise BadInput(f"{path.name} cannot be read in a separate process ({error})") from None
     try:
         yield from _received(process, seconds + 5, 4 * (sandbox.BATCH + length))
+    except BadInput:  # of the reader: the file is not damaged
+        raise
     except (ValueError, OSError, subprocess.TimeoutExpired) as error:
         text = f"{path.name} cannot be read ({error}); it is damaged, or of another version of its writer"
         raise BadInput(text) from None

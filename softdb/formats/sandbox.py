@@ -251,7 +251,8 @@ def main(kind: str, path: str, room: int, seconds: int, size: int, name: str | N
     except Exception as error:  # libraries raise errors of any class
         memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
         reason = "it would take more memory than its size justifies" if memory else " ".join(str(error).split())
-        _send(REFUSAL if isinstance(error, BadInput) else ERROR, (reason or type(error).__name__)[:300].encode())
+        mark = REFUSAL if isinstance(error, BadInput | PermissionError) else ERROR
+        _send(mark, (reason or type(error).__name__)[:300].encode())
 
 
 if __name__ == "__main__":

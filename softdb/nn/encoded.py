@@ -15,22 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.answers import Pooled, Resolve
+from softdb.answers import Resolve
 from softdb.attend.blocks import scores_of
-from softdb.attend.estimate import require_estimator
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
-from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import SHOWN, factors_of
 from softdb.attend.scoring import scan
 from softdb.attend.stored import OfGeneration
 from softdb.check import Metric, shown
 from softdb.errors import BadInput, StaleRead
-from softdb.index.contract import Floats, prepared
-from softdb.index.sampler import Drawing
 from softdb.lazy import cached_property
 from softdb.nn.stale_index import Version
-from softdb.pool import State, merge, pool
-from softdb.scoring import softmax
+from softdb.pool import pool
 from softdb.scoring.score import alike
 from softdb.store import Snapshot
 from softdb.store.snapshot import Block
@@ -263,53 +257,6 @@ class Encoded(OfGeneration):
         recent = unindexed(self.snapshot, version, request.allowed)
         all_live = request.allowed is None and self.count - int(np.count_nonzero(recent)) == len(version.rows)
         return recent, None if all_live else version.alive(self.snapshot, request.allowed)
-
-    def estimate(self, request: Request) -> Pooled:
-        """Estimate the softmax over all records from records that are drawn with the version's codes and then encoded.
-
-        A record drawn with probability p counts 1 / p times, so sums are unbiased however the encoder has changed. All
-        records newer than the version are encoded. `bar` is NaN, as codes of stale vectors bound no error. The answer
-        is exact if that encodes no more records, or without codes. Raises BadInput for weights without an estimator.
-        """
-        if request.pools:
-            require_estimator(request)
-        version, folded, tolerance = self.version, request.detached.folded, request.tolerance
-        draws = 0 if tolerance is None else tolerance.most or 0
-        factor = factors_of(request.detached)
-        if version is None or folded is None or factor is None or draws * len(request.queries) >= self.count:
-            return self.exact(request)
-        recent, keep = self._split(request, version)
-        drawing = Drawing(prepared(folded.queries.cpu().numpy(), self.metric), factor, draws, request.seed, 1.0)
-        drawn = version.draw(drawing, keep)
-        return self.exact(request) if drawn is None else self._weighed(request, *drawn, recent)
-
-    def _weighed(self, request: Request, rows: Positions, log_weights: Floats, recent: Live) -> Pooled:
-        """Encode and pool the drawn records (q, w) and all recent ones; estimate the standard error from the draws."""
-        positions = self.snapshot.positions(rows)
-        keys, scores = self._encoded_scores(request, positions)
-        live = torch.from_numpy(positions >= 0).to(scores.device)
-        logs = torch.from_numpy(log_weights).to(scores).masked_fill(~live, 0)
-        weights, lse = softmax(scores + logs * request.temperature, request.temperature, live)
-        width, candidates = self.width if request.pools else 0, Scored(positions, scores, keys)
-        state = State(self.pooled(weights, candidates) if width else weights.new_zeros(len(weights), 0), lse)
-        if recent.any():
-            state = merge([state, self.stream(replace(request, allowed=recent))])
-        with torch.no_grad():
-            weights = weights * (lse - state.lse).exp().nan_to_num(0).unsqueeze(1)
-            noise = weights.square() * -torch.expm1(-logs)  # (1 - p) w² / p² of each draw
-            values = self.snapshot.values_at(positions) if self.schema.has_values else keys
-            if not values.is_floating_point():
-                values = torch.nn.functional.one_hot(values.long(), self.width)
-            distances = (values.to(noise)[..., :width] - state.output.unsqueeze(1)).square().sum(2)
-            errors = (noise * distances).sum(1).sqrt(), noise.sum(1).sqrt()
-            unknown, never = torch.full_like(lse, torch.nan), torch.zeros_like(live[:, 0])
-            weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
-            heaviest = torch.from_numpy(positions).to(live.device).gather(1, order)
-            scores = scores.detach().gather(1, order)
-            estimated = Estimated(*state, *errors, unknown, never, heaviest, scores, weights, live.sum(1))
-            doubt = Doubt(never, torch.zeros_like(lse), estimated)
-        records = Scored(heaviest.cpu().numpy(), scores)
-        return answered(request, self, state, "stale index", (records, weights), doubt)
 
     def _best(self, request: Request, positions: Positions, k: int) -> Positions:  # (q, c) -> (q, k)
         """Return the k best candidates by the current encoder, ties by row. Each record is encoded once."""

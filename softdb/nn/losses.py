@@ -83,6 +83,7 @@ def retrieval_loss(
 
     Without k and rtol the loss is exact, over every record; cost q n d. With `rtol=` the first term is estimated by
     `db.log_partition` to that tolerance: its gradient has a bias of that order, and the loss may be a little below 0.
+    Over a `View` no bar proves the tolerance: the error that the draws show is within it (see `View.attend`).
     With `k=` the first sum is over the k nearest and the positives, each record once: a lower bound of the exact loss.
     Cost with k: the search, then q (k + m) d for m positives. All ids are looked up in one catalogue query.
 
@@ -99,7 +100,7 @@ def retrieval_loss(
         score: as in `attend`; None: the database's metric.
         k: truncate to the k nearest and the positives.
         rtol: estimate the normaliser with this relative error.
-        max_draws: number of draws: with rtol see `log_partition`, for a View without rtol see `View.attend`.
+        max_draws: number of draws, with rtol; for a View also without.
         generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
@@ -117,8 +118,8 @@ def retrieval_loss(
     (0.0635, torch.Size([2, 2]))
     """
     reduce = _reduce(reduction)
-    by_draws = isinstance(db, View) and rtol is None
-    tolerance = check.draws(max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
+    by_draws = isinstance(db, View)
+    tolerance = check.draws(rtol, 0.0, max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
     targets = positives_of(db, queries, positives, temperature, score, where, count, tolerance, generator)
     if count is None and isinstance(db, Memory):
@@ -219,7 +220,7 @@ def label_loss(
         logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k, max_draws, generator and where, a Memory none of them.
+            takes all but weights and mask, a Memory none of them.
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
@@ -266,7 +267,7 @@ def pooled_loss(
         db, queries, reduction: see `retrieval_loss`.
         targets: the wanted output of each query, of the shape that `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
-            takes temperature, score, k, max_draws, generator and where, a Memory none of them.
+            takes all but weights and mask, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
@@ -286,8 +287,8 @@ def _output(db: Records, queries: Vectors, asking: AttendOptions) -> Tensor:  # 
     options: dict[str, Any] = {name: value for name, value in asking.items() if value is not None}
     if isinstance(db, Verbs):
         return db.attend(queries, **options).output
-    taken = ("temperature", "score", "k", "where", "max_draws", "generator") if isinstance(db, View) else ()
-    refuse(db, {name: value for name, value in options.items() if name not in taken})
+    refused = {"weights", "mask"} if isinstance(db, View) else options.keys()
+    refuse(db, {name: value for name, value in options.items() if name in refused})
     pooled: Pooled = db(queries, **options)
     return pooled.output
 

@@ -65,7 +65,6 @@ def positives_of(
     if isinstance(db, Verbs):
         request, source = db.core.request(queries, heat, score, where=where, tolerance=tolerance, generator=generator)
     elif isinstance(db, View):
-        refuse(db, {"rtol": None if tolerance is None else tolerance.rtol or None})
         request, source = db.request(queries, heat, score, k=k, where=where, tolerance=tolerance, generator=generator)
     else:
         refuse(db, {"rtol": tolerance, "score": score, "where": where})

@@ -14,7 +14,9 @@ from softdb.check import shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.nn.eager import eager
+from softdb.nn.encoded import evaluating
 from softdb.nn.targets import database, require_shape
+from softdb.nn.view import View
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
@@ -39,7 +41,7 @@ class GradientReport(NamedTuple):
 @eager
 @shaped
 def gradient_report(
-    db: SoftDB,
+    db: SoftDB | View,
     queries: Vectors,  # (q, d), or (…, d)
     *,
     temperature: float | Tensor = 1.0,
@@ -55,12 +57,12 @@ def gradient_report(
     """Compare a soft query, truncated or estimated as in training, and its gradient with the exact ones.
 
     With u the upstream gradient of the output o: g = ∂(u·o)/∂q is the exact gradient, and ĝ that of the answer with
-    `k=` or `rtol=`. The error of a truncated gradient does not average out over steps; the noise of an estimate does.
-    `gradient_stderr` measures that noise by 3 further estimates. Cost: the query itself, the further estimates, three
-    passes over the records and a search. No `.grad` and no random numbers of torch change.
+    `k=`, `rtol=` or draws. The error of a truncated gradient does not average out over steps; the noise of an estimate
+    does. `gradient_stderr` measures that noise by 3 further estimates. Cost: the query itself, the further estimates,
+    three passes over the records and a search. No `.grad` and no random numbers of torch change.
 
     Args:
-        db: the database.
+        db: the database, or a `View`, whose encoder is in eval mode during the call.
         queries: (q, d) or (…, d) as in training; their graph is not used.
         temperature, score, k, rtol, atol, max_draws, where: arguments of `attend`, as in training.
         generator: random numbers of the estimates. Do not share it with training, whose draws would change. None: the
@@ -77,7 +79,8 @@ def gradient_report(
     [1.0, 1.0, 1.0]
     """
     temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
-    request, source = database(db).core.request(queries, temperature, score, where=where)
+    ask = db.request if isinstance(db, View) else database(db).core.request
+    request, source = ask(queries, temperature, score, where=where)
     vectors = request.vectors.detach()
     shape = (*check.leading(queries, len(vectors)), source.width)
     if upstream is None:
@@ -91,7 +94,7 @@ def gradient_report(
     options |= {"k": k, "rtol": rtol, "atol": atol, "max_draws": max_draws}
     used, gradient = _differentiated(db, vectors, upstream, options | {"generator": generator})
     stderr = torch.zeros_like(exact.lse)
-    if rtol is not None:
+    if k is None and not bool(used.exact.all()):
         seeds = torch.randint(1, 1 << 40, (REPEATS,), generator=generator or torch.Generator().manual_seed(1)).tolist()
         others = [options | {"generator": torch.Generator().manual_seed(seed)} for seed in seeds]
         repeated = torch.stack([gradient, *(_differentiated(db, vectors, upstream, other)[1] for other in others)])
@@ -99,8 +102,8 @@ def gradient_report(
     with torch.no_grad():
         mass = torch.ones_like(exact.lse)
         if used.hits is not None:
-            positions = source.columns.positions(used.hits.rows.cpu().numpy())
-            scores = source.scored(request.detached, positions).scores
+            positions = source.positions(used.hits.rows.cpu().numpy())
+            scores = source.frozen().scored(request.detached, positions).scores
             candidate_mass = (scores / request.temperature - exact.lse.unsqueeze(1)).exp().sum(1).clamp(max=1)
             mass = torch.where(used.exact, mass, candidate_mass)
         effective = mass.new_tensor([explanation.effective for explanation in exact.explain(1)])
@@ -167,15 +170,16 @@ class Telemetry:
 
 @torch.enable_grad()
 def _differentiated(
-    db: SoftDB,
+    db: SoftDB | View,
     queries: Tensor,  # (q, d)
     upstream: Tensor,  # (q, v)
     options: dict[str, Any],
 ) -> tuple[Pooled, Tensor]:  # and (q, d)
     """Return the answer of `db.attend`, and the gradient of Σ upstream · output with respect to the queries."""
     leaf = queries.clone().requires_grad_()
-    pooled = db.attend(leaf, **options)
-    return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
+    with evaluating(db.encoder if isinstance(db, View) else torch.nn.Identity()):
+        pooled = db.attend(leaf, **options)
+        return pooled, torch.autograd.grad(pooled.output, leaf, upstream.detach().to(pooled.output))[0]
 
 
 def _relative_error(estimate: Tensor, true: Tensor) -> Tensor:  # (q, *), (q, *) -> (q,)

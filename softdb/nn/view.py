@@ -20,8 +20,9 @@ from softdb.database import SoftDB
 from softdb.database.reembedding import TextOf, require_field, texts_at
 from softdb.errors import BadInput, StaleRead
 from softdb.index.choose import Progress
+from softdb.nn.drawn import DrawnRecords
 from softdb.nn.eager import untraced
-from softdb.nn.encoded import Encode, Encoded, Encoding, copyable, device_of, frozen_copy, probed, unindexed
+from softdb.nn.encoded import Encode, Encoding, copyable, device_of, frozen_copy, probed, unindexed
 from softdb.nn.handle import SharedHandle
 from softdb.nn.reindexed import InBackground, Policy, Reindexed, Work
 from softdb.nn.stale_index import NOTHING, StaleIndex, Version
@@ -137,19 +138,22 @@ class View(Reindexed):
         temperature: float | Tensor = 1.0,
         k: int | None = None,
         score: Score | ScoreFunction | None = None,
-        where: dict[str, Any] | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
         max_draws: int | None = None,
         generator: torch.Generator | None = None,
+        where: dict[str, Any] | None = None,
     ) -> Pooled:
-        """Answer the soft query from the k best candidates, from about `max_draws` drawn records, or from all records.
+        """Answer the soft query from the k best candidates, from drawn records, or from all records.
 
-        With `max_draws` the codes of the stale index draw about that many records for each query. They are encoded and
-        weighted by their inverse probabilities, so Σ e^s, Σ e^s v and their gradients are unbiased however stale the
-        index is; a staler index adds variance. `stderr` is estimated from the draws. `bar` is NaN, as the codes bound
-        no error: a record that is near only since training moved it may never be drawn. The answer is exact if that
-        encodes no more records, or if there are no codes (below 10,000 records, kind "flat", on a GPU).
+        With `rtol`, `atol` or `max_draws` the codes of the stale index draw records for each query. They are encoded
+        and weighted by their inverse probabilities, so Σ e^s, Σ e^s v and their gradients are unbiased however stale
+        the index is; a staler index adds variance. `stderr` is estimated from the draws. `bar` is NaN, as the codes
+        bound no error: a record that is near only since training moved it may never be drawn. So `met` is no guarantee,
+        unlike a database's: it is True if the error that the draws show is within the tolerance. The answer is exact if
+        that encodes no more records, or if there are no codes (below 10,000 records, kind "flat", on a GPU).
 
-        Without k and max_draws every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and
+        Without these and k every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and
         n encodings, memory for the activations of one block and, with a gradient, q v numbers for each block. With k
         `missed_mass` is NaN, unknown. With a kernel as score, the kernel replaces exp(s / T), as in `SoftDB.attend`.
 
@@ -159,9 +163,11 @@ class View(Reindexed):
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
-            where: a filter on the payload.
-            max_draws: number of records to draw for each query.
+            rtol, atol: tolerance for 95 % of the errors ‖ô - o‖: atol + rtol max(‖o‖, 0.1 r), where r² = Σ w ‖v‖². At
+                least 100 draws, encoded without gradient, predict how many others each answer needs.
+            max_draws: number of records to draw for each query, once, even if a tolerance is not met.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
+            where: a filter on the payload.
 
         Raises:
             BadInput: arguments, or the encoder's output, cannot be used; the message names the record.
@@ -170,7 +176,7 @@ class View(Reindexed):
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
-        tolerance = check.draws(max_draws, k)
+        tolerance = check.draws(rtol, atol, max_draws, k)
         request, source = self.request(
             queries, temperature, score, k=count, where=where, tolerance=tolerance, generator=generator
         )
@@ -223,7 +229,7 @@ class View(Reindexed):
         exact: bool = False,
         tolerance: check.Tolerance | None = None,
         generator: torch.Generator | None = None,
-    ) -> tuple[Request, Encoded]:
+    ) -> tuple[Request, DrawnRecords]:
         """Return a checked request and its source, the encoded records; with `exact` every record is compared."""
         self.db.core.require_open()
         if score is not None and not callable(score):
@@ -246,7 +252,7 @@ class View(Reindexed):
             snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
         if version is not None and request.plain_score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
-        source = Encoded(
+        source = DrawnRecords(
             snapshot,
             self.db.core.schema,
             encoding,

@@ -6,6 +6,7 @@ Operations of all threads run one after the other on the store's thread.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -178,8 +179,9 @@ class Store(Session):
                     done += 1
             except apsw.ConstraintError:
                 self.writer.rollback()
-                before = {name for other in batches[:done] for name in other.ids} | set(self.catalog.lookup(batch.ids))
-                twice = next((name for name in batch.ids if name in before), None)
+                stored_ids = self.catalog.lookup(batch.ids).keys() - removed
+                counts = Counter([*stored_ids, *(name for other in batches[: done + 1] for name in other.ids)])
+                twice = next(name for name in batch.ids if counts[name] > 1)
                 raise DuplicateId(f"the table holds id {shown(twice)} twice; keep one of the two") from None
             self.catalog.put_setting("source", source)
             change.appended = appended if len(batches) == 1 and not stored and batches[0].keyed is None else None

@@ -88,10 +88,6 @@ class _Settings:
 
     def __post_init__(self) -> None:
         check.tolerance(self.rtol, 0.0, 0.95, None, self.k)
-        if self.hidden is not None and self.rtol is not None:
-            raise BadInput(
-                f"rtol is {self.rtol:g}, but training keys allows no rtol; give k in place of rtol, or neither"
-            )
         if self.temperature != "learn":
             expected, advice = 'a finite number above 0, or "learn"', 'fit trains its own; pass "learn"'
             self.temperature = check.number(self.temperature, "temperature", expected, lambda x: x > 0, advice)
@@ -153,8 +149,8 @@ def fit(
         bias: True: the projection has a bias b.
         keys: train an encoder of the keys, too, f(k) = k + B relu(A k + a) + b (`KeyEncoder`), through a `View`; a
             number is the width of f's hidden layer, True stands for d. The result has f as `projection.keys`;
-            `softdb.train.apply` replaces the stored keys by f(k). Without k every record is encoded at each step,
-            forward and backward; with k candidates come from an index that is rebuilt for each epoch. Not with rtol.
+            `softdb.train.apply` replaces the stored keys by f(k). Without k and rtol every record is encoded at each
+            step, forward and backward; with them candidates or draws come from an index rebuilt for each epoch.
         epochs: maximum number of rounds over the training queries.
         batch_size: queries in each step.
         lr: Adam's learning rate.
@@ -280,7 +276,7 @@ class _Training:
         train, size = self.sides.train, self.settings.batch_size
         shuffled = train[torch.randperm(len(train), generator=self.order)]
         steps, number, total = -(-len(shuffled) // size), len(self.history), 0.0
-        if self.view is not None and self.settings.k is not None:
+        if self.view is not None and (self.settings.k or self.settings.rtol) is not None:
             self.view.reindex()  # with the weights in the checkpoint, so that a resumed run gives the same result
         for step, batch in enumerate(torch.split(shuffled, size), 1):
             loss = self.step(batch)

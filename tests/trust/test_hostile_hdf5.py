@@ -114,6 +114,20 @@ def test_a_hijacked_reader_process_cannot_harm_the_caller(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_without_the_right_to_read_it_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root may read every file, the reader itself raises the error of the system call."""
+    text = Path(sandbox.__file__).read_text()
+    opening = "        file = content(kind, Path(path))\n"
+    assert opening in text
+    denied = "        raise PermissionError(13, 'Permission denied', path)\n"
+    (tmp_path / "reader.py").write_text(text.replace(opening, denied))
+    (tmp_path / "x.h5").write_bytes(b"anything")
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "reader.py"))
+    refused(tmp_path / "x.h5", r"^\[Errno 13\] Permission denied: '.*x\.h5'$")
+
+
 def test_a_reader_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.h5").write_bytes(b"anything")
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))

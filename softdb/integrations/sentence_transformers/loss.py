@@ -46,16 +46,17 @@ class DatabaseLoss(torch.nn.Module):
 
     `encode_keys` also trains the model on the records' texts: they go through it in a `softdb.nn.View` (`loss.view`),
     and the stored keys are not read. With k the loss is InfoNCE against the k nearest of each query and the right
-    records of the other queries in the batch. Without k each step encodes every record, for databases of some hundred
-    records. A `RefreshCallback` steps the view; after training `db.reembed(ModelEncoder(model))` writes the keys.
+    records of the other queries in the batch. Without k, rtol and max_draws each step encodes every
+    record, for databases of some hundred records. A `RefreshCallback` steps the view; after training
+    `db.reembed(ModelEncoder(model))` writes the keys.
 
     Args:
         model: the SentenceTransformer to train.
         db: the database; without encode_keys its keys must have the width of the model's vectors.
         temperature: divides the scores.
         k: truncate the first sum to the k nearest and the right records; see above for encode_keys.
-        rtol: estimate the first sum to this relative error; not with encode_keys.
-        max_draws: as in `db.log_partition`, with rtol.
+        rtol: estimate the first sum to this relative error.
+        max_draws: number of draws, with rtol; for encode_keys also without, see `View.attend`.
         where: a filter on the payload, which every right record must match.
         encode_keys: train the model on the records' texts, too.
         field: field of the records' texts, as in `db.reembed`.
@@ -85,11 +86,9 @@ class DatabaseLoss(torch.nn.Module):
         require_model(model, db, None if encode_keys else "dim")
         self.temperature = check.positive(temperature, "temperature")
         self.k = None if k is None else check.integer(k, "k")
-        check.tolerance(rtol, 0.0, 0.95, max_draws, k)
+        check.draws(rtol, 0.0, max_draws, k) if encode_keys else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
         if not encode_keys and (field is not None or reindex is not None or overfetch != 1):
             raise BadInput("field, reindex and overfetch need encode_keys=True; give all, or none of them")
-        if encode_keys and rtol is not None:
-            raise BadInput("rtol estimates over stored keys, which encode_keys does not use; give only one of them")
         self.rtol, self.max_draws, self.where = rtol, max_draws, where
         self.model, self._handle, self._reembedded = model, SharedHandle(db), db.core.reembedded
         self.view: View | None = None
@@ -121,7 +120,7 @@ class DatabaseLoss(torch.nn.Module):
             return info_nce(self.view, queries, positives, negatives=self.k, temperature=temperature, where=where)
         return retrieval_loss(
             self.db if self.view is None else self.view, queries, positives, temperature=temperature, k=self.k,
-            rtol=self.rtol, max_draws=self.max_draws, generator=self._draws if self.rtol else None, where=where,
+            rtol=self.rtol, max_draws=self.max_draws, generator=None if self.k else self._draws, where=where,
         )  # fmt: skip
 
     def _ids(self, labels: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from softdb.errors import BadInput
 from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
 from softdb.tools.cli.arguments import (
     AsJson,
@@ -65,6 +66,11 @@ def search(
 ) -> None:
     """Find the nearest records."""
     queries, has_text = query_of(query)
+    if not has_text and (mode is Mode.text or (mode is Mode.hybrid and not texts)):
+        raise BadInput(
+            f"QUERY is numbers but --mode {mode.value} compares words; type words as QUERY or, to compare both, add "
+            "--mode hybrid --words WORDS"
+        )
     with answering(path, has_text and mode is not Mode.text, encoder, projection, quiet=as_json) as db:
         hits = db.search(
             projected(db, queries, projection), k, where=filter_of(where), exact=exact, radius=radius,

@@ -145,7 +145,7 @@ def test_a_model_encoder_gives_the_vectors_of_the_model(model: SentenceTransform
         ({"temperature": 0}, "temperature is 0"),
         ({"k": 0}, "k is 0"),
         ({"k": 2, "rtol": 0.1}, "k"),
-        ({"rtol": 0.1, "encode_keys": True}, "rtol estimates over stored keys"),
+        ({"rtol": 0.1, "k": 2, "encode_keys": True}, "k and a tolerance are both given"),
         ({"field": "gloss"}, "need encode_keys=True"),
         ({"field": 3, "encode_keys": True}, "field is 3"),
     ],

@@ -64,6 +64,16 @@ def test_words_need_an_index(texts: Path) -> None:
     assert [hit["id"] for hit in answer("search", texts, "fox", "--mode", "text")[0]] == [0]
 
 
+@pytest.mark.parametrize(("mode", "words"), [("text", []), ("text", ["--words", "fox"]), ("hybrid", [])])
+def test_numbers_beside_words_are_given_by_words(texts: Path, mode: str, words: list[str]) -> None:
+    run("fields", texts, "--text", "words")
+    numbers = str(HashedNGrams(D)(["fox"])[0].tolist())
+    error = fails("search", texts, numbers, "--mode", mode, *words)
+    assert "type words as QUERY or, to compare both, add --mode hybrid --words WORDS" in error
+    assert answer("search", texts, numbers, "--mode", "hybrid", "--words", "fox")[0][0]["id"] == 0
+    assert answer("search", texts, "fox", "--mode", "text")[0][0]["id"] == 0
+
+
 def test_settings_are_of_a_repair(texts: Path, tmp_path: Path) -> None:
     error = fails("verify", texts, "--dim", D)
     assert "--dim and other settings go with --repair; add --repair DEST, or leave them out" in error

@@ -122,12 +122,12 @@ def test_losses_of_answers_take_views_and_memories() -> None:
 def test_arguments_that_views_and_memories_lack_are_refused() -> None:
     db, _, queries, positives = small()
     view, memory = nn.View(db, torch.nn.Linear(4, 4), metric="dot"), nn.Memory(db)
-    with pytest.raises(BadInput, match="a View takes no rtol; leave it out, or pass its database"):
-        retrieval_loss(view, queries, positives, rtol=0.1)
+    with pytest.raises(BadInput, match="a Memory takes no rtol; leave it out, or pass its database"):
+        retrieval_loss(memory, queries, positives, rtol=0.1)
     with pytest.raises(BadInput, match="a Memory takes no where"):
         info_nce(memory, queries, positives, where={"a": 1})
-    with pytest.raises(BadInput, match="a View takes no weights and no rtol"):
-        pooled_loss(view, queries, torch.rand(5, 3), weights="sparsemax", rtol=0.1)
+    with pytest.raises(BadInput, match="a View takes no weights and no mask"):
+        pooled_loss(view, queries, torch.rand(5, 3), weights="sparsemax", mask=[True] * 38, rtol=0.1)
     with pytest.raises(BadInput, match="a Memory takes no temperature"):
         label_loss(memory, queries, [0] * 5, temperature=0.1)
     with pytest.raises(BadInput, match="db is 3; expected an open softdb database"):

@@ -13,6 +13,7 @@ import torch
 from worlds import holding
 
 import softdb
+from softdb.store.append import Batch
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -232,3 +233,19 @@ def test_threads_share_one_handle(db: softdb.SoftDB) -> None:
     assert not errors
     assert len(db) == 50 + 3 * 20 * 5
     assert db.verify() == len(db)
+
+
+def test_a_table_that_holds_an_id_twice_is_refused_by_that_id(db: softdb.SoftDB) -> None:
+    fill(db, [1, 5])
+    store = db.core.store
+
+    def batch(*ids: int) -> Batch:
+        column = np.ones((len(ids), 3), np.float32)
+        return Batch([*ids], column, column[:, :2].copy(), [None] * len(ids))
+
+    for batches, twice in (([batch(8, 9, 8)], 8), ([batch(2), batch(3, 2)], 2), ([batch(1)], 1), ([batch(5, 7, 7)], 7)):
+        with pytest.raises(softdb.DuplicateId, match=f"the table holds id {twice} twice; keep one of the two"):
+            store.apply([5], batches, "a table")
+        assert sorted(name for part in db.scan(10) for name in part.ids) == [1, 5]
+    store.apply([5], [batch(5, 7)], "a table")
+    assert len(db) == 3

@@ -99,7 +99,7 @@ def test_a_fallen_metric_warns() -> None:
     assert "fell" in str(done)
 
 
-@pytest.mark.parametrize("how", [{"patience": 3}, {"k": 20}])
+@pytest.mark.parametrize("how", [{"patience": 3}, {"k": 20}, {"rtol": 0.3}])
 def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], tmp_path: Path) -> None:
     _, queries, wanted = folded()
     words: dict[str, Any] = {**SMALL, "keys": True, **how}
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_bit_equal_to_one_without_a_break(how: dict[str, Any], 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"keys": True, "rtol": 0.1}, r"rtol is 0\.1, but training keys allows no rtol"),
+        ({"keys": True, "rtol": 0.1, "k": 5}, "k and a tolerance are both given"),
         ({"keys": 0}, "keys is 0"),
         ({"keys": "all"}, "keys is 'all'"),
     ],
