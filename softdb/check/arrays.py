@@ -33,6 +33,7 @@ __all__ = [
     "queries",
     "query_encoder",
     "resident_dtype",
+    "sample_weights",
     "values",
     "vectors",
 ]
@@ -188,6 +189,18 @@ def finite(array: Array, name: str, remedy: str = "; remove or repair those rows
     bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
     if len(bad):
         raise BadInput(f"{name} hold NaN or infinity in {len(bad)} of {len(array)} rows, first in row {bad[0]}{remedy}")
+
+
+def sample_weights(value: object, count: int) -> NDArray[np.float64]:  # (count,)
+    """Return weights of samples, which are at least 0 and not all 0, in float64. Raises BadInput."""
+    weights = numbers(value, "sample_weight").astype(np.float64)
+    if weights.shape != (count,):
+        raise BadInput(f"sample_weight has shape {weights.shape}; expected ({count},), a number for each sample")
+    finite(weights, "sample_weight", "; give numbers of at least 0")
+    if weights.min() < 0 or not 0 < weights.sum() < np.inf:
+        facts = f"its least number is {weights.min():g}, its sum {weights.sum():g}"
+        raise BadInput(f"sample_weight: {facts}; expected no negative number, and a finite sum above zero")
+    return weights
 
 
 def values(value: object, schema: Schema, count: int) -> Array | None:

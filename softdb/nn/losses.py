@@ -72,6 +72,7 @@ def retrieval_loss(
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,)
 ) -> Tensor:  # (), or (q,) for "none"
     """Negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
 
@@ -100,9 +101,12 @@ def retrieval_loss(
         generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
+        sample_weight: (q,) numbers w of at least 0, also a tensor with its graph; "mean" is then Σ w l / Σ w of the
+            losses l, as for torch's cross_entropy with class weights, "sum" Σ w l, and "none" w l. None: 1 for each.
 
     Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside the
-    filter, k and rtol together, or if positives and queries differ in number.
+    filter, k and rtol together, if positives and queries differ in number, and for weights of another shape, negative,
+    not finite or all 0.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2)
@@ -113,7 +117,6 @@ def retrieval_loss(
     >>> round(loss.item(), 4), queries.grad.shape
     (0.0635, torch.Size([2, 2]))
     """
-    reduce = _reduce(reduction)
     by_draws = isinstance(db, View) and rtol is None
     tolerance = check.draws(max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
@@ -121,6 +124,7 @@ def retrieval_loss(
     if count is None and isinstance(db, Memory):
         count = db.k
     request, source, positions = targets
+    reduce = _reduce(reduction, sample_weight, len(positions))
     if count is not None:
         others = without(source.find(request.top(count)).positions, positions)
         return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, others], 1))))
@@ -145,6 +149,7 @@ def info_nce(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,)
 ) -> Tensor:  # (), or (q,) for "none"
     """Return the InfoNCE loss against hard negatives from the database and the other queries' positives.
 
@@ -157,6 +162,7 @@ def info_nce(
 
     Args:
         db, queries, positives, score, where, reduction: see `retrieval_loss`; negatives must match the filter, too.
+        sample_weight: see `retrieval_loss`; the positives of a query of weight 0 are no negatives of the others.
         negatives: hard negatives for each query; 0: only those of the batch.
         in_batch: True: the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: number of nearest records to skip, which may be unlabelled positives.
@@ -166,7 +172,6 @@ def info_nce(
 
     Raises the errors of `retrieval_loss`, and BadInput for no negatives at all, or among < negatives.
     """
-    reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
     if not count and not in_batch:
         raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; change one of the two")
@@ -177,17 +182,21 @@ def info_nce(
         temperature = 1.0 if isinstance(score, Kernel) else SHARP
     targets = positives_of(db, queries, positives, temperature, score, where, max(1, count))
     request, source, positions = targets
+    reduce = _reduce(reduction, sample_weight, len(positions))
     hard = mined(targets, count, skip, pool, generator)
     if not in_batch:
         return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, hard], 1))))
-    batch = np.unique(positions[positions >= 0])  # (u,)
+    present = positions if sample_weight is None else positions[check.sample_weights(sample_weight, len(positions)) > 0]
+    batch = np.unique(present[present >= 0])  # (u,)
     every = np.broadcast_to(batch, (len(positions), len(batch)))
     hard = np.where(np.isin(hard, batch), -1, hard)
-    both = np.concatenate([every, hard], 1)
-    if source.columns is None:
-        return reduce(_likelihood(targets, *targets.scored(both)))
-    scores = torch.cat([source.shared_scores(request, batch), targets.scored(hard)[1]], 1)
-    return reduce(_likelihood(targets, both, scores))
+    shared = source.shared_scores(request, batch)
+    if shared is None:
+        return reduce(_likelihood(targets, *targets.scored(np.concatenate([every, hard], 1))))
+    if hard.shape[1]:
+        hard, scores = targets.scored(hard)
+        every, shared = np.concatenate([every, hard], 1), torch.cat([shared, scores], 1)
+    return reduce(_likelihood(targets, every, shared))
 
 
 @eager
@@ -199,6 +208,7 @@ def label_loss(
     logits: Tensor | None = None,  # (q, num_classes)
     interpolation: float = 0.25,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,)
     **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) for "none"
     """Negative log-likelihood of labels under the label distribution of the soft query.
@@ -210,7 +220,7 @@ def label_loss(
     gradients. So with `k=` pass logits, or let the loss see every record. Cost of `attend`.
 
     Args:
-        db, queries, reduction: see `retrieval_loss`; the database has labels (num_classes).
+        db, queries, reduction, sample_weight: see `retrieval_loss`; the database has labels (num_classes).
         labels: the true class of each query.
         logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
@@ -219,12 +229,12 @@ def label_loss(
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
-    reduce = _reduce(reduction)
     classes = handle(db).core.schema.num_classes
     if classes is None:
         raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
     share = check.share(interpolation, "interpolation")
     true = class_labels(labels, classes)
+    reduce = _reduce(reduction, sample_weight, len(true))
     if logits is not None:
         require_shape(logits, "logits", (len(true), classes))
     pooled = _output(db, queries, asking)
@@ -249,6 +259,7 @@ def pooled_loss(
     targets: Tensor,  # (q, v)
     *,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,)
     **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) for "none"
     """Squared distance ‖o - t‖² between the soft query's output o and its target t.
@@ -258,15 +269,16 @@ def pooled_loss(
     adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of `attend`.
 
     Args:
-        db, queries, reduction: see `retrieval_loss`.
+        db, queries, reduction, sample_weight: see `retrieval_loss`.
         targets: the wanted output of each query, as wide as `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes temperature, score, k, max_draws, generator and where, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
-    reduce = _reduce(reduction)
     handle(db)
+    require_shape(targets, "targets", tuple(np.shape(targets)))  # its dtype; the shape follows
+    reduce = _reduce(reduction, sample_weight, len(targets) if targets.ndim else 0)
     output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(1))
@@ -303,7 +315,20 @@ def _surprise(positives_lse: Tensor, lse: Tensor) -> Tensor:  # (q,), (q,) -> (q
     return (lse.masked_fill(zero, 0) - positives_lse.masked_fill(zero, 0)).masked_fill(zero, torch.inf)
 
 
-def _reduce(reduction: object) -> Callable[[Tensor], Tensor]:
+def _reduce(reduction: object, sample_weight: Any, count: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of the losses l (q,): their mean, sum or copy, or Σ w l / Σ w, Σ w l or w l with weights w."""
     if not isinstance(reduction, str) or reduction not in REDUCED:
         raise BadInput(f"reduction is {shown(reduction)}; expected 'mean', 'sum' or 'none'")
-    return REDUCED[reduction]
+    if sample_weight is None:
+        return REDUCED[reduction]
+    numbers = torch.from_numpy(check.sample_weights(sample_weight, count))
+    weights = sample_weight.double() if isinstance(sample_weight, Tensor) else numbers
+    if reduction == "mean":
+        weights = weights / weights.sum()
+
+    def reduce(losses: Tensor) -> Tensor:
+        absent = torch.isinf(losses) & (weights == 0).to(losses.device)  # else 0 · infinity would be NaN
+        weighed = losses.masked_fill(absent, 0) * weights.to(losses)
+        return weighed if reduction == "none" else weighed.sum()
+
+    return reduce

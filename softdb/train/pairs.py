@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ class Pairs:
     lines: list[int]  # m line numbers in the file
     name: str  # of the file
     typed: bool  # False: all ids came as text, because CSV has no types
+    weights: list[float] | None = None  # m weights of the queries
 
     @property
     def is_text(self) -> bool:
@@ -75,6 +77,7 @@ def read_pairs(
     *,
     query: str = "query",
     positives: str = "positives",
+    weight: str | None = None,
     queries: Any = None,
 ) -> Pairs:
     """Read training pairs, one query a line, from a JSON lines, CSV or TSV file, also with `.gz`.
@@ -87,6 +90,7 @@ def read_pairs(
             an id is text: `Pairs.resolve` converts it to an integer if the database stores only the integer.
         query: the field with the query: a text, or a list of numbers.
         positives: the field with the right records: an id, or a list of ids.
+        weight: the field with the query's weight in the loss, a number of at least 0; None: there are no weights.
         queries: (m, d) numbers, the queries in the order of the lines, whose field `query` must then be absent.
 
     Give all right records of a query in one line: in another line they would count as wrong records. Raises BadInput
@@ -99,6 +103,7 @@ def read_pairs(
     values: list[Any] = []
     ids: list[list[Id]] = []
     lines: list[int] = []
+    weights: list[float] | None = None if weight is None else []
     for line in read_rows(path, Fields(id=positives, text=query)):
         try:
             ids.append(_ids(line, positives, typed))
@@ -106,6 +111,8 @@ def read_pairs(
                 raise BadInput(f"field {query!r} is a query, but queries are given, too; leave one of them out")
             if queries is None:
                 values.append(_query(line, query, typed, values[0] if values else None))
+            if weights is not None and weight is not None:
+                weights.append(_weight(_field(line, weight, typed)))
         except BadInput as error:
             raise BadInput(f"{path.name} line {line.number}: {error}") from None
         lines.append(line.number)
@@ -113,7 +120,7 @@ def read_pairs(
         raise BadInput(f"{path} holds no pairs; expected lines such as " + '{"query": …, "positives": [ids]}')
     if queries is not None and len(queries) != len(lines):
         raise BadInput(f"{len(queries)} queries but {path.name} has {len(lines)} lines; give one query for each line")
-    return Pairs(values if queries is None else queries, ids, lines, path.name, typed)
+    return Pairs(values if queries is None else queries, ids, lines, path.name, typed, weights)
 
 
 def _ids(line: Line, name: str, typed: bool) -> list[Id]:
@@ -134,6 +141,12 @@ def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     if first is not None and not isinstance(value, str) and len(value) != len(first):
         raise BadInput(f"the query has {len(value)} numbers but earlier lines have {len(first)}; correct the line")
     return value
+
+
+def _weight(value: Any) -> float:
+    with contextlib.suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return check.number(value, "the weight", "a number of at least 0", lambda weight: weight >= 0)
 
 
 def _field(line: Line, name: str, typed: bool) -> Any:
