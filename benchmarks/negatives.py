@@ -46,7 +46,7 @@ class Settings:
     temperature: float
 
 
-CHOSEN = {"corpus": Settings(1e-3, 0.05), "in-batch": Settings(1e-3, 0.05)}
+CHOSEN = {"corpus": Settings(2e-3, 0.05), "in-batch": Settings(3e-4, 0.05)}
 
 
 class Sides:
@@ -148,10 +148,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the reverse dictionary")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--seconds", type=float, default=60, help="CPU seconds of training, for each run")
-    parser.add_argument("--points", type=float, nargs="+", default=[0.1, 0.3, 0.6, 1.0], help="shares to evaluate at")
+    parser.add_argument("--seconds", type=float, default=40, help="CPU seconds of training, for each run")
+    parser.add_argument("--points", type=float, nargs="+", default=[0.15, 0.5, 1.0], help="shares to evaluate at")
     parser.add_argument("--hidden", type=int, default=96, help="width of the hidden layer of both encoders")
-    parser.add_argument("--held", type=int, default=1500, help="definitions that choose, and definitions reported")
+    parser.add_argument("--held", type=int, default=1000, help="definitions that choose, and definitions reported")
     parser.add_argument("--block", type=int, default=4096, help="records encoded at once")
     parser.add_argument("--ways", nargs="+", default=list(CHOSEN), choices=list(CHOSEN))
     parser.add_argument("--validate", action="store_true", help="evaluate on left-out training words")
