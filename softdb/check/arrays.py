@@ -197,9 +197,11 @@ def sample_weights(value: object, count: int) -> NDArray[np.float64]:  # (count,
     if weights.shape != (count,):
         raise BadInput(f"sample_weight has shape {weights.shape}; expected ({count},), a number for each sample")
     finite(weights, "sample_weight", "; give numbers of at least 0")
-    if weights.min() < 0 or not 0 < weights.sum() < np.inf:
-        facts = f"its least number is {weights.min():g}, its sum {weights.sum():g}"
-        raise BadInput(f"sample_weight: {facts}; expected no negative number, and a finite sum above zero")
+    with np.errstate(over="ignore"):
+        least, total = weights.min(initial=0), weights.sum()
+    if least < 0 or not 0 < total < np.inf:
+        expected = "no negative number, and a finite sum above zero"
+        raise BadInput(f"sample_weight: the least number is {least:g} and the sum {total:g}; expected {expected}")
     return weights
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -112,7 +111,8 @@ def read_pairs(
             if queries is None:
                 values.append(_query(line, query, typed, values[0] if values else None))
             if weights is not None and weight is not None:
-                weights.append(_weight(_field(line, weight, typed)))
+                value = _field(line, weight, True)  # tables hold numbers, too
+                weights.append(check.number(value, f"field {weight!r}", "a number of at least 0", lambda w: w >= 0))
         except BadInput as error:
             raise BadInput(f"{path.name} line {line.number}: {error}") from None
         lines.append(line.number)
@@ -141,12 +141,6 @@ def _query(line: Line, name: str, typed: bool, first: Any) -> Any:
     if first is not None and not isinstance(value, str) and len(value) != len(first):
         raise BadInput(f"the query has {len(value)} numbers but earlier lines have {len(first)}; correct the line")
     return value
-
-
-def _weight(value: Any) -> float:
-    with contextlib.suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    return check.number(value, "the weight", "a number of at least 0", lambda weight: weight >= 0)
 
 
 def _field(line: Line, name: str, typed: bool) -> Any:

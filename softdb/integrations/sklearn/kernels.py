@@ -97,10 +97,11 @@ class NadarayaWatsonRegressor(TargetEstimator):
         weights, samples, targets = present(sample_weight, samples, targets)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
             raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give 1, or as many as X")
-        values, self._weighted = columns(targets, weights), weights is not None
+        values = columns(targets, weights)
         if h is None:
             h = _searched(rounded(samples), targets, kind, weights)
         self._open(samples, values, metric="l2")
+        self._weighted = weights is not None
         many = len(samples) > MAX_SEARCHED and kind is not Boxcar and weights is None
         if self.bandwidth is None and (self.per_coordinate or many):
             h = self._trained(kind, h)

@@ -155,12 +155,12 @@ class _SoftNeighbors(_Neighbors):
     def _start(self, X: NDArray[Any], true: NDArray[Any], weights: NDArray[np.float64] | None, **schema: Any) -> None:
         """Create the database from the first samples, and set the temperature."""
         k = None if self.n_neighbors is None else integer(self.n_neighbors, "n_neighbors")
-        self._weighted = weights is not None
-        one_of(self.weights, "weights", WEIGHTS[:2] if self._weighted else WEIGHTS)  # the first two are products
+        one_of(self.weights, "weights", WEIGHTS if weights is None else WEIGHTS[:2])  # sparse ones are no products
         temperature = None if self.temperature is None else positive(self.temperature, "temperature")
         if k is not None and k > len(X):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
         self._open(X, self._values(true, weights), metric=self._metric(), **schema)
+        self._weighted = weights is not None
         self.temperature_ = self._learnt(true, weights) if temperature is None else temperature
 
     def _add(self, X: NDArray[Any], true: NDArray[Any], sample_weight: ArrayLike | None) -> None:
