@@ -15,16 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from softdb.check import integer, number, one_of, positive, shown
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import (
-    SampleEstimator,
-    TargetEstimator,
-    columns,
-    halves,
-    joined,
-    means,
-    present,
-    rounded,
-)  # fmt: skip
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, columns, means, present, rounded
 from softdb.nn import KernelRegressor
 from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
 from softdb.scoring.distance import Bandwidth
@@ -164,7 +155,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
             raise BadInput("rtol is for the gaussian kernel without sample_weight; leave it at 0")
         samples = self._validated(X, reset=True)
         weights, samples = present(sample_weight, samples)
-        values = None if weights is None else halves(weights[:, None])
+        values = None if weights is None else columns(samples[:, :0], weights)  # the weights alone
         self._weight = float(len(samples) if weights is None else weights.sum())
         self.bandwidth_ = self._bandwidth(samples, kind, weights)
         self._open(samples, values, metric="l2")
@@ -180,7 +171,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
             return logs.astype(np.float64)
         answer = self.db_.attend(queries, score=kernel)
         with np.errstate(divide="ignore"):
-            weight = np.log(joined(answer.output.numpy())[:, 0])
+            weight = np.log(means(answer.output.numpy(), False)[:, 0])
         volume = float(kernel.log_volume(queries.shape[1]))
         logs = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
         return logs
@@ -204,7 +195,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.db_.value_dim is None:
             positions = (quantiles * snapshot.size).astype(np.int64)
         else:
-            weights = joined(snapshot.values_at(np.arange(snapshot.size)).numpy())[:, 0].cumsum()
+            weights = means(snapshot.values_at(np.arange(snapshot.size)).numpy(), False)[:, 0].cumsum()
             positions = np.searchsorted(weights, quantiles * weights[-1])
         centres: NDArray[np.float64] = snapshot.keys_at(positions).double().numpy()
         samples: NDArray[np.float64]

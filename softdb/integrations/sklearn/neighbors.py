@@ -166,9 +166,8 @@ class _SoftNeighbors(_Neighbors):
     def _add(self, X: NDArray[Any], true: NDArray[Any], sample_weight: ArrayLike | None) -> None:
         if not self._weighted and sample_weight is not None:
             raise BadInput("partial_fit: the first call had no sample_weight; leave it out, or begin with ones")
-        weights, X, true = present(
-            np.ones(len(X)) if self._weighted and sample_weight is None else sample_weight, X, true
-        )
+        default = np.ones(len(X)) if self._weighted else None
+        weights, X, true = present(default if sample_weight is None else sample_weight, X, true)
         count = self.n_samples_fit_
         self.db_.insert(range(count, count + len(X)), rounded(X), self._values(true, weights))
 
