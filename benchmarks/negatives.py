@@ -9,10 +9,11 @@ side has a residual layer (`KeyEncoder`, the identity at first), and Adam trains
     in-batch    `info_nce(view, …, negatives=0)`: the negatives of a query are the right records of the batch's others
     corpus      `retrieval_loss(view, …)`: every record is a negative, encoded by the current encoder at each step
 
+`in-batch` is trained twice: for as long as `corpus` ("equal time"), and for as many steps with the rate of `corpus`.
 A fifth of the words is held out. Half of their definitions choose the best point of a curve, the other half is
-reported, by exact search among all records, encoded anew. `corpus` trains for `--seconds` of CPU time (steps alone, one
-thread). `in-batch` is evaluated after as many steps as `corpus` made, and after the same time. `--validate` evaluates
-on words that are neither; it chose the rate and temperature of each way, which are in CHOSEN.
+reported, by exact search among all records, encoded anew. The budget is `--seconds` of CPU time (steps alone, one
+thread). `--validate` evaluates on words that are neither; it chose rate and temperature for `--seconds` in CHOSEN. A
+file that exists gets what it lacks: further seeds, batch sizes and ways, and points of the same curves by `--points`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Settings:
     temperature: float
 
 
-CHOSEN = {"corpus": Settings(2e-3, 0.05), "in-batch": Settings(3e-4, 0.05)}
+STEPS, TIME = "in-batch, equal steps", "in-batch, equal time"
+CHOSEN = {"corpus": Settings(2e-3, 0.05), STEPS: Settings(2e-3, 0.05), TIME: Settings(3e-4, 0.05)}
 
 
 class Sides:
@@ -71,9 +73,10 @@ def trained(
     batch: int,
     settings: Settings,
     args: argparse.Namespace,
-    steps: int,
+    due: list[float],
+    at: set[int],
 ) -> list[dict[str, Any]]:
-    """Train one way for `--seconds` of CPU time; return its points, with one after `steps` steps if that is not 0."""
+    """Train one way until it has points after the CPU seconds `due` and after the steps `at`; return its points."""
     dim = world.keys.shape[1]
     queries, view = (
         KeyEncoder(dim, args.hidden, 2 * seed),
@@ -98,48 +101,47 @@ def trained(
         print(way, batch, seed, results, flush=True)
         return results
 
-    spent, step, due = 0.0, 0, [share * args.seconds for share in args.points]
-    curve = [point()]
-    while due:
+    spent, step, curve = 0.0, 0, list[dict[str, Any]]()
+    curve.append(point())
+    while due or at:
         for chosen in sides.train[torch.randperm(len(sides.train), generator=random)].split(batch):  # type: ignore[no-untyped-call]
             start = time.process_time()
             optimizer.zero_grad()
             loss(chosen).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             spent, step = spent + time.process_time() - start, step + 1
-            if spent >= due[0] or step == steps:
+            if step in at or any(spent >= seconds for seconds in due):
                 curve.append(point())
-                while due and spent >= due[0]:
-                    due.pop(0)
-                if not due:
-                    break
+                due, at = [seconds for seconds in due if seconds > spent], at - {step}
+            if not due and not at:
+                break
     return curve
 
 
-def chosen_point(curve: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Return the point of at most `steps` steps with the best MRR on the definitions that choose."""
-    points = [point for point in curve if point["step"] <= steps]
-    return max(points, key=lambda point: point["choose"]["mrr_100"])
+def chosen_point(curve: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the point with the best MRR on the definitions that choose."""
+    return max(curve, key=lambda point: point["choose"]["mrr_100"])
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each batch size and way, the mean results over the seeds at equal steps and at equal time."""
+    """Return, for each batch size and way, the means over the seeds at the chosen points and at the last points."""
     rows: list[dict[str, Any]] = []
     for batch in sorted({run["batch"] for run in runs}):
-        for label, way, equal_steps in (
-            ("untrained", "corpus", None), ("corpus", "corpus", False),
-            ("in-batch, equal steps", "in-batch", True), ("in-batch, equal time", "in-batch", False),
-        ):  # fmt: skip
-            points = []
-            for run in (run for run in runs if run["batch"] == batch):
-                curve, last = run["curves"][way], run["curves"]["corpus"][-1]["step"]
-                limit = 0 if equal_steps is None else last if equal_steps else curve[-1]["step"]
-                points.append((chosen_point(curve, limit), curve[-1]))
-            means = {name: round(float(np.mean([p["test"][name] for p, _ in points])), 4) for name in MEASURES}
-            pace = float(np.mean([1000 * last["seconds"] / last["step"] for _, last in points]))
-            steps = [point["step"] for point, _ in points]
-            rows.append({"batch": batch, "way": label, **means, "steps": steps, "ms_a_step": round(pace, 1)})
+        for way in ("untrained", *CHOSEN):
+            curves = [run["curves"]["corpus" if way == "untrained" else way] for run in runs if run["batch"] == batch]
+            points = [curve[0] if way == "untrained" else chosen_point(curve) for curve in curves]
+            last = [curve[0] if way == "untrained" else curve[-1] for curve in curves]
+            row = {"batch": batch, "way": way, "steps": [point["step"] for point in points], **means(points)}
+            if way != "untrained":
+                pace = np.mean([1000 * point["seconds"] / point["step"] for point in last])
+                row |= {"last": {"steps": [point["step"] for point in last], **means(last)}, "ms_a_step": float(pace)}
+            rows.append(row)
     return rows
+
+
+def means(points: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean measures of points on the reported definitions."""
+    return {name: round(float(np.mean([point["test"][name] for point in points])), 4) for name in MEASURES}
 
 
 def main() -> None:
@@ -149,7 +151,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--seconds", type=float, default=40, help="CPU seconds of training, for each run")
-    parser.add_argument("--points", type=float, nargs="+", default=[0.15, 0.5, 1.0], help="shares to evaluate at")
+    parser.add_argument(
+        "--points", type=float, nargs="+", default=[0.02, 0.05, 0.15, 0.5, 1.0], help="shares to evaluate at"
+    )
     parser.add_argument("--hidden", type=int, default=96, help="width of the hidden layer of both encoders")
     parser.add_argument("--held", type=int, default=1000, help="definitions that choose, and definitions reported")
     parser.add_argument("--block", type=int, default=4096, help="records encoded at once")
@@ -163,22 +167,31 @@ def main() -> None:
     settings = {way: replace(CHOSEN[way], **changed) for way in args.ways}
     with tempfile.TemporaryDirectory() as folder:
         world = wordnet(args.data, Path(folder) / "db", index=False)
-        runs: list[dict[str, Any]] = []
+        earlier: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+        runs: list[dict[str, Any]] = earlier.get("runs", [])
         result = {
             **provenance(["softdb", "torch", "numpy"]),
             "data": {"n": len(world.keys), "dim": world.keys.shape[1], "queries": len(world.queries)},
+            "earlier": [*earlier.get("earlier", []), *([earlier["command"]] if earlier else [])],
             "seconds": args.seconds, "hidden": args.hidden, "validate": args.validate,
             "settings": {way: asdict(chosen) for way, chosen in settings.items()}, "summary": [], "runs": runs,
         }  # fmt: skip
         for seed in range(args.seeds):
             sides = Sides(world, seed, args.validate, args.held)
             for batch in args.batch:
-                steps, curves = 0, dict[str, Any]()
+                run = next((run for run in runs if (run["seed"], run["batch"]) == (seed, batch)), None)
+                if run is None:
+                    run = {"seed": seed, "batch": batch, "train": len(sides.train), "curves": {}}
+                    runs.append(run)
                 for way, chosen in settings.items():
-                    curves[way] = trained(world, sides, way, seed, batch, chosen, args, steps)
-                    steps = curves[way][-1]["step"]
-                runs.append({"seed": seed, "batch": batch, "train": len(sides.train), "curves": curves})
-                if len(curves) == len(CHOSEN):
+                    due, at = [share * args.seconds for share in args.points], set[int]()
+                    if way == STEPS:
+                        steps = run["curves"]["corpus"][-1]["step"]
+                        due, at = [], {max(1, steps // 4), max(1, steps // 2), steps}
+                    curve = trained(world, sides, way, seed, batch, chosen, args, due, at)
+                    points = {point["step"]: point for point in [*run["curves"].get(way, []), *curve]}
+                    run["curves"][way] = [points[step] for step in sorted(points)]
+                if all(way in run["curves"] for run in runs for way in CHOSEN):
                     result["summary"] = summary(runs)
                 write_json(args.out, result)
         world.db.close()

@@ -24,15 +24,16 @@ def point(step: int, choose: float, test: float, seconds: float = 1.0) -> dict[s
             "test": {"recall_1": test, "recall_10": test + 0.1, "mrr_100": test}}  # fmt: skip
 
 
-def test_the_definitions_that_choose_choose_among_the_steps_that_count(negatives: Any) -> None:
-    curve = [point(0, 0.1, 0.1), point(5, 0.3, 0.2), point(9, 0.2, 0.9), point(50, 0.4, 0.15, 2.0)]
-    assert negatives.chosen_point(curve, 9) is curve[1]
-    assert negatives.chosen_point(curve, 50) is curve[3]
-    runs = [{"batch": 64, "curves": {"corpus": [point(0, 0.1, 0.1), point(9, 0.5, 0.3)], "in-batch": curve}}] * 2
-    rows = {row["way"]: row for row in negatives.summary(runs)}
-    assert [rows[way]["recall_1"] for way in rows] == [0.1, 0.3, 0.2, 0.15]
-    assert rows["in-batch, equal time"]["ms_a_step"] == 40
-    assert rows["in-batch, equal steps"]["steps"] == [5, 5]
+def test_the_definitions_that_choose_choose_the_point(negatives: Any) -> None:
+    curve = [point(0, 0.1, 0.1), point(5, 0.3, 0.2), point(9, 0.2, 0.9, 2.0)]
+    assert negatives.chosen_point(curve) is curve[1]
+    curves = {way: curve for way in negatives.CHOSEN} | {"corpus": [point(0, 0.1, 0.1), point(4, 0.5, 0.3)]}
+    rows = {row["way"]: row for row in negatives.summary([{"batch": 64, "curves": curves}] * 2)}
+    assert {way: row["recall_1"] for way, row in rows.items()} == {
+        "untrained": 0.1, "corpus": 0.3, negatives.STEPS: 0.2, negatives.TIME: 0.2,
+    }  # fmt: skip
+    assert rows[negatives.TIME]["last"] == {"steps": [9, 9], "recall_1": 0.9, "recall_10": 1.0, "mrr_100": 0.9}
+    assert rows[negatives.TIME]["ms_a_step"] == pytest.approx(2000 / 9)
 
 
 def test_sides_share_no_word_and_validation_leaves_the_reported_words_out(negatives: Any) -> None:

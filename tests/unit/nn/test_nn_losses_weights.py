@@ -35,8 +35,8 @@ def losses() -> dict[str, tuple[Loss, list[Any]]]:
     return {
         "retrieval": (functools.partial(retrieval_loss, db), POSITIVES),
         "truncated": (functools.partial(retrieval_loss, db, k=3), POSITIVES),
-        "info_nce": (functools.partial(info_nce, db, negatives=4), POSITIVES),
-        "batch alone": (functools.partial(info_nce, db, negatives=0), POSITIVES),
+        "info_nce": (functools.partial(info_nce, db, negatives=4, temperature=1.0), POSITIVES),
+        "batch alone": (functools.partial(info_nce, db, negatives=0, temperature=1.0), POSITIVES),
         "hard alone": (functools.partial(info_nce, db, negatives=4, in_batch=False), POSITIVES),
         "label": (functools.partial(label_loss, labelled), [0, 2, 1, 1]),
         "pooled": (pooled, goals),
