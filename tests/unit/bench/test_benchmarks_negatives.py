@@ -27,7 +27,7 @@ def point(step: int, choose: float, test: float, seconds: float = 1.0) -> dict[s
 def test_the_definitions_that_choose_choose_the_point(negatives: Any) -> None:
     curve = [point(0, 0.1, 0.1), point(5, 0.3, 0.2), point(9, 0.2, 0.9, 2.0)]
     assert negatives.chosen_point(curve) is curve[1]
-    curves = {way: curve for way in negatives.CHOSEN} | {"corpus": [point(0, 0.1, 0.1), point(4, 0.5, 0.3)]}
+    curves = dict.fromkeys(negatives.CHOSEN, curve) | {"corpus": [point(0, 0.1, 0.1), point(4, 0.5, 0.3)]}
     rows = {row["way"]: row for row in negatives.summary([{"batch": 64, "curves": curves}] * 2)}
     assert {way: row["recall_1"] for way, row in rows.items()} == {
         "untrained": 0.1, "corpus": 0.3, negatives.STEPS: 0.2, negatives.TIME: 0.2,
