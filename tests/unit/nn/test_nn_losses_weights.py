@@ -111,8 +111,11 @@ def test_views_and_memories_weigh_alike_and_gradients_reach_the_encoder() -> Non
     db, keys = with_keys()
     encoder = torch.nn.Linear(keys.shape[1], keys.shape[1], bias=False)
     torch.nn.init.eye_(encoder.weight)
-    for loss, words in ((retrieval_loss, {}), (info_nce, {"negatives": 4, "temperature": 0.3}),
-                        (info_nce, {"negatives": 0, "temperature": 0.3})):  # fmt: skip
+    cases: list[tuple[Loss, dict[str, Any]]] = [
+        (retrieval_loss, {}), (info_nce, {"negatives": 4, "temperature": 0.3}),
+        (info_nce, {"negatives": 0, "temperature": 0.3}),
+    ]  # fmt: skip
+    for loss, words in cases:
         expected = loss(db, asking(), POSITIVES, sample_weight=WEIGHTS, **words)
         for records in (nn.View(db, encoder), nn.Memory(db, k=len(keys))):
             actual = loss(records, asking(), POSITIVES, sample_weight=WEIGHTS, **words)
@@ -157,14 +160,14 @@ def test_senseless_weights_are_refused(name: str, weights: Any, match: str) -> N
 
 
 def test_refused_weights_use_no_random_numbers() -> None:
-    db, _ = with_keys()
+    (db, _), (valued, _) = with_keys(), with_keys(value_dim=2)
     draws = torch.Generator().manual_seed(3)
     before = draws.get_state()
-    for ask in (
+    asks: list[Callable[[], Tensor]] = [
         lambda: info_nce(db, asking(), POSITIVES, negatives=2, among=5, generator=draws, sample_weight=[1.0]),
-        lambda: pooled_loss(with_keys(value_dim=2)[0], asking(), torch.ones(Q, 2), rtol=0.5, generator=draws,
-                            sample_weight=[1.0]),
-    ):  # fmt: skip
+        lambda: pooled_loss(valued, asking(), torch.ones(Q, 2), rtol=0.5, generator=draws, sample_weight=[1.0]),
+    ]
+    for ask in asks:
         with pytest.raises(BadInput, match=r"sample_weight has shape \(1,\)"):
             ask()
     assert torch.equal(draws.get_state(), before)
