@@ -277,8 +277,8 @@ def pooled_loss(
     Raises BadInput for targets of another shape, which would broadcast.
     """
     handle(db)
-    require_shape(targets, "targets", tuple(np.shape(targets)))  # its dtype; the shape follows
-    reduce = _reduce(reduction, sample_weight, len(targets) if targets.ndim else 0)
+    rows = len(targets) if isinstance(targets, Tensor) and check.dense(targets, "targets").ndim else None
+    reduce = _reduce(reduction, None if rows is None else sample_weight, rows or 0)
     output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(1))
