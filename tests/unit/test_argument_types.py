@@ -21,7 +21,7 @@ from softdb import nn, scores
 from softdb.text import HashedNGrams, SentenceEncoder
 
 Q, T = np.ones((1, 3), np.float32), torch.ones(1, 3)
-WEIGHT: dict[str, Any] = {"sample_weight": [1.0]}
+W: dict[str, Any] = {"sample_weight": [1.0]}
 
 
 def nested(layout: torch.layout = torch.strided) -> torch.Tensor:
@@ -114,10 +114,10 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {  # and arguments
         {"query": T, "key": T, "value": T, "score": None, "temperature": 1.0, "weights": None, "mask": None}
         | {"valid_len": None},
     ),
-    "retrieval_loss": (nn.retrieval_loss, drawn(positives=["a"], score=None, k=None, rtol=None, reduction="mean") | WEIGHT),
-    "label_loss": (lambda _, **given: nn.label_loss(labelled(), **given), {"queries": Q, "labels": [1]} | WEIGHT),
-    "pooled_loss": (nn.pooled_loss, {"queries": Q, "targets": torch.ones(1, 2), "reduction": "mean"} | WEIGHT),
-    "info_nce": (nn.info_nce, drawn(positives=["a"], negatives=1, skip=0, among=None) | WEIGHT),
+    "retrieval_loss": (nn.retrieval_loss, drawn(positives=["a"], score=None, k=None, rtol=None, reduction="mean") | W),
+    "label_loss": (lambda _, **given: nn.label_loss(labelled(), **given), {"queries": Q, "labels": [1]} | W),
+    "pooled_loss": (nn.pooled_loss, {"queries": Q, "targets": torch.ones(1, 2), "reduction": "mean"} | W),
+    "info_nce": (nn.info_nce, drawn(positives=["a"], negatives=1, skip=0, among=None) | W),
     "hard_attention": (nn.hard_attention, drawn()),
     "straight_through": (nn.straight_through, drawn(relaxation=1.0, k=None)),
     "gradient_report": (nn.gradient_report, drawn(k=1, rtol=None, atol=0.0, upstream=None)),
