@@ -47,8 +47,8 @@ class World(NamedTuple):
     groups: np.ndarray[Any, Any]  # (m,) group of each query: a group is not split between training and held-out queries
 
 
-def wordnet(folder: Path, path: Path) -> World:
-    """Return the reverse dictionary."""
+def wordnet(folder: Path, path: Path, index: bool = True) -> World:
+    """Return the reverse dictionary, with an index if `index`."""
 
     def lines(name: str) -> list[dict[str, Any]]:
         with gzip.open(folder / name, "rt") as file:
@@ -60,7 +60,7 @@ def wordnet(folder: Path, path: Path) -> World:
     queries = torch.from_numpy(np.load(folder / "queries.npy").astype(np.float32))
     words = np.unique([line["word"] for line in definitions], return_inverse=True)[1]
     right: list[list[Any]] = [[places[answer] for answer in line["answers"]] for line in definitions]
-    return World(_filled(path, keys, queries[:1000]), torch.from_numpy(keys), queries, right, words)
+    return World(_filled(path, keys, queries[:1000] if index else None), torch.from_numpy(keys), queries, right, words)
 
 
 def turned(n: int, dim: int, path: Path) -> World:
@@ -78,11 +78,12 @@ def turned(n: int, dim: int, path: Path) -> World:
     return World(_filled(path, keys, tensor[:1000]), torch.from_numpy(keys), tensor, right, chosen)
 
 
-def _filled(path: Path, keys: np.ndarray[Any, Any], queries: Tensor) -> softdb.SoftDB:
+def _filled(path: Path, keys: np.ndarray[Any, Any], queries: Tensor | None) -> softdb.SoftDB:
     db = softdb.open(path, dim=keys.shape[1])
     for low in range(0, len(keys), 100_000):
         db.insert(range(low, low + len(keys[low : low + 100_000])), keys[low : low + 100_000])
-    db.build_index("ivf", recall=0.95, queries=queries)
+    if queries is not None:
+        db.build_index("ivf", recall=0.95, queries=queries)
     return db
 
 

@@ -137,11 +137,13 @@ def _dense(request: Request, source: SourceRecords) -> Pooled:
     return answered(request, source, (output, lse), "all", (Scored(own, scores), weights))
 
 
-def shared_scores(source: SourceRecords, request: Request, positions: Positions) -> Tensor:  # (u,) -> (q, u)
-    """Score the same records, at `positions`, for every query."""
+def shared_scores(source: SourceRecords, request: Request, positions: Positions) -> Tensor | None:  # (u,) -> (q, u)
+    """Score the same records, at `positions`, for every query; None if the source has no columns to read."""
     queries, columns = request.queries, source.columns
+    if columns is None:
+        return None
     keys = queries.new_zeros(0, queries.shape[1])
-    if columns is not None and columns.size:
+    if columns.size:
         keys = alike(columns.keys_at(positions), queries)
     with torch.autocast(queries.device.type, enabled=False):
         return scores_of(request.score, queries, keys)

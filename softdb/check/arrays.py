@@ -34,6 +34,7 @@ __all__ = [
     "queries",
     "query_encoder",
     "resident_dtype",
+    "sample_weights",
     "values",
     "vectors",
 ]
@@ -189,6 +190,20 @@ def finite(array: Array, name: str, remedy: str = "; remove or repair those rows
     bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
     if len(bad):
         raise BadInput(f"{name} hold NaN or infinity in {len(bad)} of {len(array)} rows, first in row {bad[0]}{remedy}")
+
+
+def sample_weights(value: object, *shape: int) -> NDArray[np.float64]:  # (*shape)
+    """Return weights of samples, which are at least 0 and not all 0, in float64. Raises BadInput."""
+    weights = numbers(value, "sample_weight").astype(np.float64)
+    if weights.shape != shape:
+        raise BadInput(f"sample_weight has shape {weights.shape}; expected {shape}, a number for each sample")
+    finite(weights, "sample_weight", "; give numbers of at least 0")
+    with np.errstate(over="ignore"):
+        least, total = weights.min(initial=0), weights.sum()
+    if least < 0 or not 0 < total < np.inf:
+        expected = "no negative number, and a finite sum above zero"
+        raise BadInput(f"sample_weight: the least number is {least:g} and the sum {total:g}; expected {expected}")
+    return weights
 
 
 def values(value: object, schema: Schema, count: int) -> Array | None:

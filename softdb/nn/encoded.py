@@ -280,6 +280,11 @@ class Encoded(OfGeneration):
         positions = np.take_along_axis(positions, order.cpu().numpy(), 1)
         return Scored(positions, scores.gather(1, order), keys.gather(1, key_order))
 
+    def shared_scores(self, request: Request, positions: Positions) -> Tensor:  # (u,) -> (q, u)
+        """Score the same records for every query. Each record is encoded once."""
+        table, places = self._table(positions, request.queries)
+        return scores_of(request.score, request.queries, table[torch.from_numpy(places)])
+
     def _encoded_scores(self, request: Request, positions: Positions) -> tuple[Tensor, Tensor]:  # (q, c, d'), (q, c)
         """Encode candidates; return their keys and their scores, with score -inf for position -1."""
         table, places = self._table(positions, request.queries)

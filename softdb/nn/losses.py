@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -73,6 +73,7 @@ def retrieval_loss(
     generator: torch.Generator | None = None,
     where: dict[str, Any] | None = None,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,), or (…)
 ) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood that a record drawn from the soft distribution is one of the query's positives.
 
@@ -104,9 +105,12 @@ def retrieval_loss(
         generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
         where: a filter on the payload, which every positive must match.
         reduction: "mean" over the queries, "sum" or "none".
+        sample_weight: (q,) or (…) numbers w of at least 0, also a tensor with its graph; "mean" is then Σ w l / Σ w of
+            the losses l, as in torch's cross_entropy with class weights, "sum" Σ w l, "none" w l. None: 1 for each.
 
     Raises UnknownId for a positive that is not stored; BadInput for a query without positives, a positive outside the
-    filter, k and rtol together, or if positives and queries differ in number.
+    filter, k and rtol together, if positives and queries differ in number, and for weights of another shape, negative,
+    not finite or all 0.
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2)
@@ -117,7 +121,6 @@ def retrieval_loss(
     >>> round(loss.item(), 4), queries.grad.shape
     (0.0635, torch.Size([2, 2]))
     """
-    reduce = _reduce(reduction)
     by_draws = isinstance(db, View)
     tolerance = check.draws(rtol, 0.0, max_draws, k) if by_draws else check.tolerance(rtol, 0.0, 0.95, max_draws, k)
     count = None if k is None else check.integer(k, "k")
@@ -125,6 +128,7 @@ def retrieval_loss(
     if count is None and isinstance(db, Memory):
         count = db.k
     request, source, positions = targets
+    reduce = _reduce(reduction, sample_weight, check.leading(queries, len(positions)))
     if count is not None:
         others = without(source.find(request.top(count)).positions, positions)
         return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, others], 1))))
@@ -150,6 +154,7 @@ def info_nce(
     where: dict[str, Any] | None = None,
     generator: torch.Generator | None = None,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,), or (…)
 ) -> Tensor:  # (), or (q,) or (…) for "none"
     """Return the InfoNCE loss against hard negatives from the database and the other queries' positives.
 
@@ -162,6 +167,7 @@ def info_nce(
 
     Args:
         db, queries, positives, score, where, reduction: see `retrieval_loss`; negatives must match the filter, too.
+        sample_weight: see `retrieval_loss`; the positives of a query of weight 0 are no negatives of the others.
         negatives: hard negatives for each query; 0: only those of the batch.
         in_batch: True: the other queries' positives are negatives, too (Karpukhin et al. 2020, section 3.2).
         skip: number of nearest records to skip, which may be unlabelled positives.
@@ -171,7 +177,6 @@ def info_nce(
 
     Raises the errors of `retrieval_loss`, and BadInput for no negatives at all, or among < negatives.
     """
-    reduce = _reduce(reduction)
     count, skip = check.integer(negatives, "negatives", 0), check.integer(skip, "skip", 0)
     if not count and not in_batch:
         raise BadInput("negatives is 0 and in_batch False, which leaves no negatives; change one of the two")
@@ -182,17 +187,22 @@ def info_nce(
         temperature = 1.0 if isinstance(score, Kernel) else SHARP
     targets = positives_of(db, queries, positives, temperature, score, where, max(1, count))
     request, source, positions = targets
+    shape = check.leading(queries, len(positions))
+    reduce = _reduce(reduction, sample_weight, shape)
     hard = mined(targets, count, skip, pool, generator)
     if not in_batch:
         return reduce(_likelihood(targets, *targets.scored(np.concatenate([positions, hard], 1))))
-    batch = np.unique(positions[positions >= 0])  # (u,)
+    present = positions if sample_weight is None else positions[check.sample_weights(sample_weight, *shape).ravel() > 0]
+    batch = np.unique(present[present >= 0])  # (u,)
     every = np.broadcast_to(batch, (len(positions), len(batch)))
     hard = np.where(np.isin(hard, batch), -1, hard)
-    both = np.concatenate([every, hard], 1)
-    if source.columns is None:
-        return reduce(_likelihood(targets, *targets.scored(both)))
-    scores = torch.cat([source.shared_scores(request, batch), targets.scored(hard)[1]], 1)
-    return reduce(_likelihood(targets, both, scores))
+    shared = source.shared_scores(request, batch)
+    if shared is None:
+        return reduce(_likelihood(targets, *targets.scored(np.concatenate([every, hard], 1))))
+    if hard.shape[1]:
+        hard, scores = targets.scored(hard)
+        every, shared = np.concatenate([every, hard], 1), torch.cat([shared, scores], 1)
+    return reduce(_likelihood(targets, every, shared))
 
 
 @eager
@@ -204,6 +214,7 @@ def label_loss(
     logits: Tensor | None = None,  # (q, num_classes), or (…, num_classes)
     interpolation: float = 0.25,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,), or (…)
     **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) or (…) for "none"
     """Negative log-likelihood of labels under the label distribution of the soft query.
@@ -215,7 +226,7 @@ def label_loss(
     gradients. So with `k=` pass logits, or let the loss see every record. Cost of `attend`.
 
     Args:
-        db, queries, reduction: see `retrieval_loss`; the database has labels (num_classes).
+        db, queries, reduction, sample_weight: see `retrieval_loss`; the database has labels (num_classes).
         labels: the true class of each query, (…) for queries (…, d); logits alike.
         logits: of another model, mixed with the database's distribution.
         interpolation: λ, the share of the database in the mixture, from 0 to 1; used only with logits.
@@ -224,12 +235,12 @@ def label_loss(
 
     Raises BadInput for a database without labels, labels out of range, or shapes that do not fit.
     """
-    reduce = _reduce(reduction)
     classes = handle(db).core.schema.num_classes
     if classes is None:
         raise BadInput("this database holds no labels; open one with num_classes=, or use pooled_loss")
     share = check.share(interpolation, "interpolation")
     true = class_labels(labels, classes)
+    reduce = _reduce(reduction, sample_weight, true.shape)
     if logits is not None:
         require_shape(logits, "logits", (*true.shape, classes))
     pooled = _output(db, queries, asking)
@@ -255,6 +266,7 @@ def pooled_loss(
     targets: Tensor,  # (q, v), or (…, v)
     *,
     reduction: Reduction = "mean",
+    sample_weight: Any = None,  # (q,), or (…)
     **asking: Unpack[AttendOptions],
 ) -> Tensor:  # (), or (q,) or (…) for "none"
     """Squared distance ‖o - t‖² between the soft query's output o and its target t.
@@ -264,15 +276,16 @@ def pooled_loss(
     adds its own variance: E ‖ô - t‖² = ‖E ô - t‖² + stderr². Cost of `attend`.
 
     Args:
-        db, queries, reduction: see `retrieval_loss`.
+        db, queries, reduction, sample_weight: see `retrieval_loss`.
         targets: the wanted output of each query, of the shape that `attend` returns.
         temperature, score, weights, k, rtol, atol, max_draws, generator, where, mask: as `db.attend` takes them; a View
             takes all but weights and mask, a Memory none of them.
 
     Raises BadInput for targets of another shape, which would broadcast.
     """
-    reduce = _reduce(reduction)
     handle(db)
+    shape = targets.shape[:-1] if isinstance(targets, Tensor) and check.dense(targets, "targets").ndim else None
+    reduce = _reduce(reduction, None if shape is None else sample_weight, shape or ())
     output = _output(db, queries, asking)
     require_shape(targets, "targets", tuple(output.shape))
     return reduce((output - targets.to(output)).square().sum(-1))
@@ -309,7 +322,20 @@ def _surprise(positives_lse: Tensor, lse: Tensor) -> Tensor:  # (q,), (q,) -> (q
     return (lse.masked_fill(zero, 0) - positives_lse.masked_fill(zero, 0)).masked_fill(zero, torch.inf)
 
 
-def _reduce(reduction: object) -> Callable[[Tensor], Tensor]:
+def _reduce(reduction: object, sample_weight: Any, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return a function of losses l (…): their mean, sum or copy, or Σ w l / Σ w, Σ w l or w l with weights w."""
     if not isinstance(reduction, str) or reduction not in REDUCED:
         raise BadInput(f"reduction is {shown(reduction)}; expected 'mean', 'sum' or 'none'")
-    return REDUCED[reduction]
+    if sample_weight is None:
+        return REDUCED[reduction]
+    numbers = torch.from_numpy(check.sample_weights(sample_weight, *shape))
+    weights = sample_weight.double() if isinstance(sample_weight, Tensor) else numbers
+    if reduction == "mean":
+        weights = weights / weights.sum()
+
+    def reduce(losses: Tensor) -> Tensor:
+        own = weights.to(losses).reshape(losses.shape)
+        weighed = losses.masked_fill(torch.isinf(losses) & (own == 0), 0) * own  # else 0 · infinity would be NaN
+        return weighed if reduction == "none" else weighed.sum()
+
+    return reduce

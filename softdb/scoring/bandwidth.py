@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from softdb.check import positive, shown
+from softdb.check import positive, sample_weights, shown
 from softdb.errors import BadInput
 from softdb.scoring.distance import NegativeL2
 from softdb.scoring.kernels import Constant, Gaussian, Kernel
@@ -49,13 +50,14 @@ def leave_one_out(
     values: Tensor | None = None,  # (n,) or (n, v); class labels as one-hot
     kernel: type[Kernel] = Gaussian,
     bounds: tuple[float, float] | None = None,  # lowest and highest h; None: h / 1000, h · 1000 of Silverman's h
+    sample_weight: Any = None,  # (n,)
 ) -> float:
     """Return the bandwidth under which the other records best predict each record.
 
     With values, h minimises Σ_i ‖v_i - Σ_j≠i K_ij v_j / Σ_j≠i K_ij‖², the leave-one-out error of the Nadaraya–Watson
     mean (Li and Racine 2007, section 2.2.2, with weights of 1). Without values, h maximises
     Σ_i log(Σ_j≠i K_ij / ((n - 1) V)), the leave-one-out likelihood of the density (Silverman 1986, section 3.4.4),
-    where V is the kernel's volume.
+    where V is the kernel's volume. With sample_weight w, w_j K_ij takes the place of K_ij, and w_i multiplies term i.
 
     The search tries a grid over log h, then golden sections around the best grid point, so it may miss a dip narrower
     than a grid step. If the optimum lies at a bound (h → ∞ for values that do not depend on the keys), the result is
@@ -71,6 +73,7 @@ def leave_one_out(
     if not (isinstance(kernel, type) and issubclass(kernel, Kernel)) or issubclass(kernel, Constant):
         raise BadInput(f"kernel is {shown(kernel)}; expected a class of softdb.scores with a bandwidth, like Gaussian")
     low, high = _bounds(keys, bounds)
+    shares = None if sample_weight is None else torch.from_numpy(sample_weights(sample_weight, len(keys))).to(keys)
     if values is not None:
         values = _table(values, "values", "leave_one_out").to(keys.device)
         if len(values) != len(keys):
@@ -85,7 +88,7 @@ def leave_one_out(
         )
     keys = keys - keys.mean(dim=0)  # ‖a‖² + ‖b‖² - 2 a·b is most precise for keys around 0
     stored = list(_distances(keys)) if len(keys) ** 2 <= MAX_STORED else None
-    return _minimum(lambda hs: _losses(stored or _distances(keys), keys, values, kernel, hs), low, high)
+    return _minimum(lambda hs: _losses(stored or _distances(keys), keys, values, kernel, hs, shares), low, high)
 
 
 def _table(value: Tensor, name: str, door: str) -> Tensor:
@@ -149,6 +152,7 @@ def _losses(
     values: Tensor | None,  # (n, v)
     kernel: type[Kernel],
     hs: list[float],
+    shares: Tensor | None,  # (n,) weights of the records
 ) -> list[float]:
     """Return the loss of each bandwidth; infinity if a compact kernel reaches no other record from some record."""
     kernels, losses = [kernel(h) for h in hs], [0.0] * len(hs)
@@ -162,20 +166,20 @@ def _losses(
             else:
                 torch.div(squares, -(h * h), out=measured)
             logs = scaled.log_value(measured)  # (m, n)
+            logs = logs if shares is None else logs + shares.log()
             top = logs.amax(dim=1, keepdim=True)
             if not bool(top.isfinite().all()):
                 losses[i] = math.inf
                 continue
             weights = logs.sub_(top).exp_()
             total = weights.sum(dim=1, keepdim=True)
-            if values is None:
-                losses[i] -= float((total.log() + top).sum())
-            else:
-                losses[i] += float((weights @ values / total - values[positions]).square().sum())
+            terms = -total.log() - top if values is None else (weights @ values / total - values[positions]).square()
+            losses[i] += float((terms if shares is None else terms * shares[positions, None]).sum())
     if values is not None:
         return losses
     volumes = [float(scaled.log_volume(keys.shape[1])) for scaled in kernels]
-    return [loss + len(keys) * volume for loss, volume in zip(losses, volumes, strict=True)]
+    count = len(keys) if shares is None else float(shares.sum())
+    return [loss + count * volume for loss, volume in zip(losses, volumes, strict=True)]
 
 
 def _minimum(losses: Callable[[list[float]], list[float]], low: float, high: float) -> float:

@@ -60,6 +60,14 @@ class Fitted(NamedTuple):
         """Names of the measures, out of recall_1, recall_10 and mrr_100, that are lower after training than before."""
         return [name for name in MEASURES if getattr(self.after, name) < getattr(self.before, name)]
 
+    @property
+    def fall(self) -> str:
+        """Measures that fell, before -> after, and recall@10 if it rose although recall@1 fell; "" if none fell."""
+        changes = {name: f"{label} {getattr(self.before, name):.3f} -> {getattr(self.after, name):.3f}"
+                   for name, label in MEASURES.items()}  # fmt: skip
+        rose = "recall_1" in self.fell and self.after.recall_10 > self.before.recall_10
+        return ", ".join(map(changes.__getitem__, self.fell)) + f", though {changes['recall_10']} rose" * rose
+
     def __str__(self) -> str:
         lines = [f"{self.before.queries:,} held-out queries   before    after"]
         for name, label in MEASURES.items():
@@ -67,7 +75,7 @@ class Fitted(NamedTuple):
             lines.append(f"{label:<22}{getattr(self.before, name):9.3f}{getattr(self.after, name):9.3f}{note}")
         if self.history and self.history[-1].temperature is not None:
             lines.append(f"{'temperature':<31}{self.temperature:9.3f}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"fell: {self.fall}"] if "though" in self.fall else [])])
 
 
 @dataclass
@@ -123,6 +131,7 @@ def fit(
     holdout: Any = 0.2,  # a share, or (m,) bool
     patience: int | None = 2,
     criterion: Criterion = "mrr_100",
+    sample_weight: Any = None,  # (m,)
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -159,6 +168,8 @@ def fit(
         patience: stop after this number of epochs without a better `criterion`, and keep the best epoch; half of the
             held-out queries choose it, and only the other half is reported. None: train all epochs and keep the last.
         criterion: the measure that chooses the best epoch, "recall_1", "recall_10" or "mrr_100".
+        sample_weight: m numbers w of at least 0. The loss is then Σ w l / Σ w of the training queries' losses l; a step
+            divides by the mean w of all of them. The measures count every query once, and the split ignores weights.
         seed: seed of the split, of the order of the queries and of the draws for `rtol`.
         checkpoint: a file that is replaced atomically after each epoch.
         resume: continue from the checkpoint, with the same result, to the bit, as an uninterrupted run; epochs may be
@@ -187,8 +198,10 @@ def fit(
         right = listed(positives, *check.leading(queries, len(vectors)))
         require_known(db, right)
         sides = split(vectors, right, holdout, settings.patience is not None, settings.seed)
-        identity = checkpoints.identity(db, vectors, right, sides, asdict(settings))
-        run = _Training(db, vectors, right, sides, settings)
+        sides, weights = _weighted(sides, sample_weight, len(vectors))
+        given = {"sample_weight": None if weights is None else weights.tolist()}
+        identity = checkpoints.identity(db, vectors, right, sides, asdict(settings) | given)
+        run = _Training(db, vectors, right, sides, settings, weights)
         if resume and file is not None:
             run.restore(checkpoints.read(file, identity), file)
         while len(run.history) < epochs and not run.stalled:
@@ -201,9 +214,8 @@ def fit(
         before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
         fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat)
     if fitted.fell:
-        drops = [f"{MEASURES[name]} {getattr(before, name):.3f} -> {getattr(after, name):.3f}" for name in fitted.fell]
         advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
-        warnings.warn(f"fit: held-out queries fell by {', '.join(drops)}; {advice}", TrainingWarning, stacklevel=2)
+        warnings.warn(f"fit: held-out queries fell by {fitted.fall}; {advice}", TrainingWarning, stacklevel=2)
     return fitted
 
 
@@ -224,6 +236,17 @@ def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32
     return vectors
 
 
+def _weighted(sides: Split, sample_weight: Any, count: int) -> tuple[Split, Tensor | None]:
+    """Return the split without training queries of weight 0, and the weights (m,), of mean 1 over those that train."""
+    if sample_weight is None:
+        return sides, None
+    weights = torch.from_numpy(check.sample_weights(sample_weight, count))
+    train = sides.train[weights[sides.train] > 0]
+    if not len(train):
+        raise BadInput("sample_weight is zero for every query that trains; give another holdout, or other weights")
+    return sides._replace(train=train), weights / weights[train].mean()
+
+
 class _Training:
     """A training run: its data, projection, optimiser, random numbers and history."""
 
@@ -234,7 +257,9 @@ class _Training:
         positives: list[list[Id]],  # m
         sides: Split,
         settings: _Settings,
+        sample_weight: Tensor | None,  # (m,)
     ) -> None:
+        self.sample_weight = sample_weight
         self.db, self.queries, self.positives, self.sides, self.settings = db, queries, positives, sides, settings
         self.projection = QueryProjection(queries.shape[1], settings.bias, settings.hidden, settings.seed).to(queries)
         self.view = None if self.projection.keys is None else View(database(db), self.projection.keys)
@@ -305,8 +330,9 @@ class _Training:
         temperature = settings.temperature if self.log_scale is None else (-self.log_scale).exp()
         loss = retrieval_loss(
             self.view or self.db, queries, self.right(batch), temperature=temperature, k=settings.k,
-            rtol=settings.rtol, generator=None if settings.rtol is None else self.draws,
-        )  # fmt: skip
+            rtol=settings.rtol, generator=None if settings.rtol is None else self.draws, reduction="none",
+            sample_weight=None if self.sample_weight is None else self.sample_weight[batch],
+        ).mean()  # fmt: skip
         self.adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.adam.step()

@@ -31,6 +31,7 @@ class Pairs:
     lines: list[int]  # m line numbers in the file
     name: str  # of the file
     typed: bool  # False: all ids came as text, because CSV has no types
+    weights: list[float] | None = None  # m weights of the queries
 
     @property
     def is_text(self) -> bool:
@@ -75,6 +76,7 @@ def read_pairs(
     *,
     query: str = "query",
     positives: str = "positives",
+    weight: str | None = None,
     queries: Any = None,
 ) -> Pairs:
     """Read training pairs, one query a line, from a JSON lines, CSV or TSV file, also with `.gz`.
@@ -87,6 +89,7 @@ def read_pairs(
             an id is text: `Pairs.resolve` converts it to an integer if the database stores only the integer.
         query: the field with the query: a text, or a list of numbers.
         positives: the field with the right records: an id, or a list of ids.
+        weight: the field with the query's weight in the loss, a number of at least 0; None: there are no weights.
         queries: (m, d) numbers, the queries in the order of the lines, whose field `query` must then be absent.
 
     Give all right records of a query in one line: in another line they would count as wrong records. Raises BadInput
@@ -99,6 +102,7 @@ def read_pairs(
     values: list[Any] = []
     ids: list[list[Id]] = []
     lines: list[int] = []
+    weights: list[float] | None = None if weight is None else []
     for line in read_rows(path, Fields(id=positives, text=query)):
         try:
             ids.append(_ids(line, positives, typed))
@@ -106,6 +110,9 @@ def read_pairs(
                 raise BadInput(f"field {query!r} is a query, but queries are given, too; leave one of them out")
             if queries is None:
                 values.append(_query(line, query, typed, values[0] if values else None))
+            if weights is not None and weight is not None:
+                value = _field(line, weight, True)  # tables hold numbers, too
+                weights.append(check.number(value, f"field {weight!r}", "a number of at least 0", lambda w: w >= 0))
         except BadInput as error:
             raise BadInput(f"{path.name} line {line.number}: {error}") from None
         lines.append(line.number)
@@ -113,7 +120,7 @@ def read_pairs(
         raise BadInput(f"{path} holds no pairs; expected lines such as " + '{"query": …, "positives": [ids]}')
     if queries is not None and len(queries) != len(lines):
         raise BadInput(f"{len(queries)} queries but {path.name} has {len(lines)} lines; give one query for each line")
-    return Pairs(values if queries is None else queries, ids, lines, path.name, typed)
+    return Pairs(values if queries is None else queries, ids, lines, path.name, typed, weights)
 
 
 def _ids(line: Line, name: str, typed: bool) -> list[Id]:

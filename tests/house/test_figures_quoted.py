@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -39,6 +40,28 @@ def over(result: Any, engines: str) -> float:
     return float(rates[0] / rates[1])
 
 
+def row(result: Any, batch: int, way: str) -> Any:
+    """Return the row of a way of negatives.py."""
+    return next(row for row in result["summary"] if (row["batch"], row["way"]) == (batch, way))
+
+
+def last(result: Any, batch: int, way: str) -> Any:
+    """Return the last points of a way of negatives.py."""
+    return row(result, batch, way)["last"]
+
+
+def negatives(batch: int, way: str, result: Any) -> list[Any]:
+    """Return the cells of a row of negatives.py: percents, and the milliseconds of a step."""
+    line = row(result, batch, way)
+    percents = [100 * line[name] for name in ("recall_1", "recall_10", "mrr_100")]
+    return [f"{batch}, {NAMES[way]}", *percents, *([line["ms_a_step"]] if "ms_a_step" in line else [])]
+
+
+NAMES = {
+    "untrained": "untrained", "corpus": "the corpus", "in-batch, equal steps": "the batch, equal steps",
+    "in-batch, equal time": "the batch, equal time",
+}  # fmt: skip
+NEGATIVES = {way: " |" if way == "untrained" else " {:,.0f} ms |" for way in NAMES}  # ends of the rows
 PEER = "(?!softdb).*"
 WORDS = {8: "eight"}
 
@@ -67,9 +90,29 @@ FIGURES = {
         ),
     ],
     "docs/benchmarks.md": [],
+    "docs/learning.md": [
+        Figure("dictionary of {:,} records", "negatives", lambda r: [r["data"]["n"]]),
+        Figure("{:.0f} s of CPU time", "negatives", lambda r: [r["seconds"]]),
+        Figure("{:,} training steps", "negatives", lambda r: [sum(last(r, 64, "in-batch, equal time")["steps"]) // 2]),
+        Figure(
+            "falls from {:.1f} to {:.1f} %",
+            "negatives",
+            lambda r: [
+                100 * each["recall_10"] for each in (row(r, 64, "untrained"), last(r, 64, "in-batch, equal time"))
+            ],
+        ),
+        *(
+            Figure("| {} |" + " {:.1f} |" * 3 + end, "negatives", functools.partial(negatives, batch, way))
+            for batch in (64, 256)
+            for way, end in NEGATIVES.items()
+        ),
+    ],
     "docs/results.md": [],
 }
-SECTION = {"README.md": "## How fast"}  # the part of a page that quotes figures; of the others, all
+SECTION = {
+    "README.md": "## How fast",
+    "docs/learning.md": "## The negatives",
+}  # the part of a page that quotes figures; of the others, all
 
 
 def extremes(ratios: Iterable[float]) -> list[float]:

@@ -21,6 +21,7 @@ from softdb import nn, scores
 from softdb.text import HashedNGrams, SentenceEncoder
 
 Q, T = np.ones((1, 3), np.float32), torch.ones(1, 3)
+W: dict[str, Any] = {"sample_weight": [1.0]}
 
 
 def nested(layout: torch.layout = torch.strided) -> torch.Tensor:
@@ -118,10 +119,10 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {  # and arguments
         {"queries": T, "weight": T, "targets": torch.zeros(1, dtype=torch.int64), "temperature": 1.0, "k": None}
         | {"max_draws": None, "ignore_index": -100, "reduction": "mean", "sparse": None, "generator": None},
     ),
-    "retrieval_loss": (nn.retrieval_loss, drawn(positives=["a"], score=None, k=None, rtol=None, reduction="mean")),
-    "label_loss": (lambda _, **given: nn.label_loss(labelled(), **given), {"queries": Q, "labels": [1]}),
-    "pooled_loss": (nn.pooled_loss, {"queries": Q, "targets": torch.ones(1, 2), "reduction": "mean"}),
-    "info_nce": (nn.info_nce, drawn(positives=["a"], negatives=1, skip=0, among=None)),
+    "retrieval_loss": (nn.retrieval_loss, drawn(positives=["a"], score=None, k=None, rtol=None, reduction="mean") | W),
+    "label_loss": (lambda _, **given: nn.label_loss(labelled(), **given), {"queries": Q, "labels": [1]} | W),
+    "pooled_loss": (nn.pooled_loss, {"queries": Q, "targets": torch.ones(1, 2), "reduction": "mean"} | W),
+    "info_nce": (nn.info_nce, drawn(positives=["a"], negatives=1, skip=0, among=None) | W),
     "hard_attention": (nn.hard_attention, drawn()),
     "straight_through": (nn.straight_through, drawn(relaxation=1.0, k=None)),
     "gradient_report": (nn.gradient_report, drawn(k=1, rtol=None, atol=0.0, upstream=None)),

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammainc
 from sklearn.base import DensityMixin
-from sklearn.utils import check_array, check_random_state
+from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 
 from softdb.check import integer, number, one_of, positive, shown
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, joined, rounded
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, columns, means, present, rounded
 from softdb.nn import KernelRegressor
 from softdb.scoring import Boxcar, Epanechnikov, Gaussian, Kernel, Laplacian, Triangular, leave_one_out
 from softdb.scoring.distance import Bandwidth
@@ -30,7 +30,7 @@ MAX_SEARCHED = 2048  # largest number of samples in the leave-one-out search for
 class NadarayaWatsonRegressor(TargetEstimator):
     """Kernel regression, with one bandwidth or one for each coordinate, learnt by leave-one-out.
 
-        ŷ(x) = Σ_i K(‖(x - x_i) / h‖) y_i / Σ_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964)
+        ŷ(x) = Σ_i w_i K(‖(x - x_i) / h‖) y_i / Σ_j w_j K(‖(x - x_j) / h‖)     (Nadaraya 1964, Watson 1964; w_i = 1)
 
     `fit` finds one h by `softdb.scores.leave_one_out`. Of more than 2,048 samples it uses an evenly spaced subset, and
     then refines h by training through the database (`softdb.nn.KernelRegressor`). With `per_coordinate` this training
@@ -69,11 +69,12 @@ class NadarayaWatsonRegressor(TargetEstimator):
         self.steps, self.learning_rate, self.batch_size = steps, learning_rate, batch_size
         self.random_state, self.path = random_state, path
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> NadarayaWatsonRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> NadarayaWatsonRegressor:
         """Insert the samples (n, d) and their targets (n,) or (n, outputs) into a new database; learn the bandwidth.
 
-        Raises BadInput for invalid settings, and if no bandwidth can be learnt: all samples are equal, a compact
-        kernel does not reach from each sample to another, or "tophat" with `per_coordinate`.
+        With `sample_weight` (n,), the w_i, samples of weight 0 are not inserted, and `leave_one_out` alone finds h.
+        Raises BadInput for invalid settings or weights, and if no bandwidth can be learnt: all samples are equal, a
+        compact kernel does not reach from each sample to another, or "tophat" or weights with `per_coordinate`.
         """
         kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
         h = None if self.bandwidth is None else kind(self.bandwidth).bandwidth
@@ -81,14 +82,19 @@ class NadarayaWatsonRegressor(TargetEstimator):
             raise BadInput(
                 "kernel 'tophat' has no gradient to train a bandwidth for each coordinate; choose another kernel"
             )
+        if self.per_coordinate and h is None and sample_weight is not None:
+            raise BadInput("per_coordinate learns no bandwidths with sample_weight; give bandwidth, or leave one out")
         samples, targets = self._pairs(X, y, reset=True, ensure_min_samples=1 if h is not None else 2)
+        weights, samples, targets = present(sample_weight, samples, targets)
         if h is not None and h.ndim and len(h) != samples.shape[1]:
             raise BadInput(f"bandwidth has {len(h)} numbers, X {samples.shape[1]} features; give 1, or as many as X")
-        values = halves(targets)
+        values = columns(targets, weights)
         if h is None:
-            h = _searched(rounded(samples), targets, kind)
+            h = _searched(rounded(samples), targets, kind, weights)
         self._open(samples, values, metric="l2")
-        if self.bandwidth is None and (self.per_coordinate or (len(samples) > MAX_SEARCHED and kind is not Boxcar)):
+        self._weighted = weights is not None
+        many = len(samples) > MAX_SEARCHED and kind is not Boxcar and weights is None
+        if self.bandwidth is None and (self.per_coordinate or many):
             h = self._trained(kind, h)
         self.bandwidth_ = h.numpy() if h.ndim else float(h)
         return self
@@ -97,9 +103,9 @@ class NadarayaWatsonRegressor(TargetEstimator):
         """Return the weighted means of the targets; NaN where the kernel reaches no sample."""
         check_is_fitted(self)
         answer = self.db_.attend(self._queries(X), score=KERNELS[self.kernel](torch.as_tensor(self.bandwidth_)))
-        means = joined(answer.output.numpy())
-        means[np.isneginf(answer.lse.numpy())] = np.nan
-        return self._shaped(means)
+        predicted = means(answer.output.numpy(), self._weighted)
+        predicted[np.isneginf(answer.lse.numpy())] = np.nan
+        return self._shaped(predicted)
 
     def _trained(self, kind: type[Kernel], start: torch.Tensor) -> torch.Tensor:  # () -> () or (d,)
         model = KernelRegressor(self.db_, kind, start, per_coordinate=self.per_coordinate)
@@ -141,19 +147,17 @@ class KernelDensity(DensityMixin, SampleEstimator):
     def fit(self, X: ArrayLike, y: object = None, sample_weight: ArrayLike | None = None) -> KernelDensity:
         """Insert the samples (n, d) into a new database, without those of weight 0.
 
-        Raises BadInput for invalid settings or if all weights are 0; ValueError for negative weights.
+        Raises BadInput for invalid settings, and for weights of another shape, negative, not finite or all 0.
         """
         kind = KERNELS[one_of(self.kernel, "kernel", KERNELS)]
         rtol = number(self.rtol, "rtol", "a number of at least 0", lambda rtol: rtol >= 0)
         if rtol and (sample_weight is not None or kind is not Gaussian):
             raise BadInput("rtol is for the gaussian kernel without sample_weight; leave it at 0")
         samples = self._validated(X, reset=True)
-        values, self._weight = None, float(len(samples))
-        if sample_weight is not None:
-            weights = _weights(sample_weight, len(samples))
-            values, self._weight = halves(weights[weights > 0, None]), float(weights.sum())
-            samples = samples[weights > 0]
-        self.bandwidth_ = self._bandwidth(samples, kind, values is not None)
+        weights, samples = present(sample_weight, samples)
+        values = None if weights is None else columns(samples[:, :0], weights)  # the weights alone
+        self._weight = float(len(samples) if weights is None else weights.sum())
+        self.bandwidth_ = self._bandwidth(samples, kind, weights)
         self._open(samples, values, metric="l2")
         return self
 
@@ -167,7 +171,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
             return logs.astype(np.float64)
         answer = self.db_.attend(queries, score=kernel)
         with np.errstate(divide="ignore"):
-            weight = np.log(joined(answer.output.numpy())[:, 0])
+            weight = np.log(means(answer.output.numpy(), False)[:, 0])
         volume = float(kernel.log_volume(queries.shape[1]))
         logs = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
         return logs
@@ -191,7 +195,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.db_.value_dim is None:
             positions = (quantiles * snapshot.size).astype(np.int64)
         else:
-            weights = joined(snapshot.values_at(np.arange(snapshot.size)).numpy())[:, 0].cumsum()
+            weights = means(snapshot.values_at(np.arange(snapshot.size)).numpy(), False)[:, 0].cumsum()
             positions = np.searchsorted(weights, quantiles * weights[-1])
         centres: NDArray[np.float64] = snapshot.keys_at(positions).double().numpy()
         samples: NDArray[np.float64]
@@ -210,7 +214,7 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.rtol:
             self.db_.build_index("ivf")
 
-    def _bandwidth(self, X: NDArray[Any], kind: type[Kernel], weighted: bool) -> float:
+    def _bandwidth(self, X: NDArray[Any], kind: type[Kernel], weights: NDArray[Any] | None) -> float:
         n, d = X.shape
         if not isinstance(self.bandwidth, str):
             return positive(self.bandwidth, "bandwidth")
@@ -221,26 +225,14 @@ class KernelDensity(DensityMixin, SampleEstimator):
         if self.bandwidth != "leave_one_out":
             expected = "a number above 0, 'scott', 'silverman' or 'leave_one_out'"
             raise BadInput(f"bandwidth is {shown(self.bandwidth)}; expected {expected}")
-        if weighted:
-            raise BadInput("bandwidth='leave_one_out' does not support sample_weight; give a number")
-        return leave_one_out(torch.from_numpy(X), None, kind)
+        return leave_one_out(torch.from_numpy(X), None, kind, sample_weight=weights)
 
 
-def _searched(X: NDArray[Any], y: NDArray[np.float64], kind: type[Kernel]) -> torch.Tensor:  # ()
+def _searched(X: NDArray[Any], y: NDArray[Any], kind: type[Kernel], weights: NDArray[Any] | None) -> torch.Tensor:  # ()
     """Return the bandwidth with the least leave-one-out error; at most MAX_SEARCHED of the samples are used."""
     n, d = X.shape
     subset = np.unique(np.linspace(0, n - 1, min(n, MAX_SEARCHED), dtype=np.int64))
-    h = leave_one_out(torch.from_numpy(X[subset]), torch.from_numpy(y[subset]), kind)
+    shares = None if weights is None else weights[subset]
+    h = leave_one_out(torch.from_numpy(X[subset]), torch.from_numpy(y[subset]), kind, sample_weight=shares)
     # the best bandwidth falls with the number of samples as n^(-1 / (d + 4))
     return torch.tensor(h * (len(subset) / n) ** (1 / (d + 4)), dtype=torch.float64)
-
-
-def _weights(sample_weight: ArrayLike, count: int) -> NDArray[np.float64]:  # (n,)
-    weights: NDArray[np.float64] = check_array(
-        sample_weight, ensure_2d=False, dtype=np.float64, ensure_non_negative=True, input_name="sample_weight"
-    )
-    if weights.shape != (count,):
-        raise BadInput(f"sample_weight has shape {weights.shape}; expected ({count},), one for each sample")
-    if not weights.any():
-        raise BadInput("sample_weight is zero for every sample; give one sample a weight above 0")
-    return weights

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from softdb.check import integer, one_of, positive
 from softdb.errors import BadInput
-from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, halves, joined, rounded
+from softdb.integrations.sklearn.samples import SampleEstimator, TargetEstimator, columns, means, present, rounded
 from softdb.scoring import weighting
 
 MAX_LEFT_OUT = 1024  # largest number of samples whose leave-one-out predictions determine the temperature
@@ -136,7 +136,8 @@ class _SoftNeighbors(_Neighbors):
     """An estimator that predicts the mean of the samples' values, weighted by softmax(-‖x - x_i‖² / T)."""
 
     temperature_: float
-    _loss: Callable[[NDArray[np.float64], NDArray[Any]], float]  # loss of predictions (b, v), given the true values
+    _losses: Callable[[NDArray[np.float64], NDArray[Any]], NDArray[np.float64]]  # of predictions (b, v), true values
+    _values: Callable[[NDArray[Any], NDArray[np.float64] | None], NDArray[Any]]  # to store, of true values and weights
 
     def __init__(
         self,
@@ -151,19 +152,24 @@ class _SoftNeighbors(_Neighbors):
         self.n_neighbors, self.temperature, self.weights = n_neighbors, temperature, weights
         self.metric, self.recall, self.path = metric, recall, path
 
-    def _start(self, X: NDArray[Any], values: NDArray[Any], **schema: Any) -> None:
+    def _start(self, X: NDArray[Any], true: NDArray[Any], weights: NDArray[np.float64] | None, **schema: Any) -> None:
         """Create the database from the first samples, and set the temperature."""
         k = None if self.n_neighbors is None else integer(self.n_neighbors, "n_neighbors")
-        one_of(self.weights, "weights", WEIGHTS)
+        one_of(self.weights, "weights", WEIGHTS if weights is None else WEIGHTS[:2])  # sparse ones are no products
         temperature = None if self.temperature is None else positive(self.temperature, "temperature")
         if k is not None and k > len(X):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
-        self._open(X, values, metric=self._metric(), **schema)
-        self.temperature_ = self._learnt() if temperature is None else temperature
+        self._open(X, self._values(true, weights), metric=self._metric(), **schema)
+        self._weighted = weights is not None
+        self.temperature_ = self._learnt(true, weights) if temperature is None else temperature
 
-    def _add(self, X: NDArray[Any], values: NDArray[Any]) -> None:
+    def _add(self, X: NDArray[Any], true: NDArray[Any], sample_weight: ArrayLike | None) -> None:
+        if not self._weighted and sample_weight is not None:
+            raise BadInput("partial_fit: the first call had no sample_weight; leave it out, or begin with ones")
+        default = np.ones(len(X)) if self._weighted else None
+        weights, X, true = present(default if sample_weight is None else sample_weight, X, true)
         count = self.n_samples_fit_
-        self.db_.insert(range(count, count + len(X)), rounded(X), values)
+        self.db_.insert(range(count, count + len(X)), rounded(X), self._values(true, weights))
 
     def _means(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
         """Return the weighted means of the values."""
@@ -171,21 +177,30 @@ class _SoftNeighbors(_Neighbors):
         queries = self._queries(X)
         k = None if self.n_neighbors is None else self._count(self.n_neighbors)
         answer = self.db_.attend(queries, temperature=self.temperature_, weights=self.weights, k=k)
-        return answer.output.double().numpy()
+        return self._unweighted(answer.output)
 
-    def _learnt(self) -> float:
+    def _unweighted(self, pooled: Tensor) -> NDArray[np.float64]:  # (q, c) -> (q, v)
+        whole = pooled.double().numpy()
+        return whole if self.db_.num_classes else means(whole, self._weighted)
+
+    def _learnt(self, true: NDArray[Any], weights: NDArray[np.float64] | None) -> float:
         """Return the temperature of the least leave-one-out loss, or 1 if the loss does not depend on it."""
         n = self.n_samples_fit_
         if n < 2 or self.weights in ("uniform", "argmax"):
             return 1.0
         snapshot, _ = self.db_.core.view()
         subset = np.unique(np.linspace(0, n - 1, min(n, MAX_LEFT_OUT, max(1, MAX_MASK // n)), dtype=np.int64))
-        keys, true = snapshot.keys_at(subset), snapshot.values_at(subset).numpy()
+        keys, shares = snapshot.keys_at(subset), None if weights is None else weights[subset]
         predict = self._leave_one_out(keys, subset)
         spread = 1.0 if self.db_.metric == "cosine" else 2 * float(keys.double().var(dim=0, correction=0).sum())
         if not spread:
             return 1.0
-        return math.exp(_least(lambda log: self._loss(predict(math.exp(log)).double().numpy(), true), math.log(spread)))
+
+        def loss(log: float) -> float:
+            losses = self._losses(self._unweighted(predict(math.exp(log))), true[subset])
+            return float(np.average(losses, weights=shares))
+
+        return math.exp(_least(loss, math.log(spread)))
 
     def _leave_one_out(self, keys: Tensor, positions: NDArray[np.int64]) -> Callable[[float], Tensor]:  # T -> (b, v)
         """Return a function from T to predictions for samples, each from all other samples or from the k nearest."""
@@ -208,9 +223,11 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
 
         p(c | x) = Σ_i w_i [y_i = c],    w = softmax(-‖x - x_i‖² / T)
 
-    The sum is over every sample, or over the `n_neighbors` nearest. Unless T is given, `fit` learns it by the log loss
-    of leave-one-out predictions. The results equal those of scikit-learn's KNeighborsClassifier with
-    weights=lambda d: np.exp(-d**2 / T), or with weights="uniform", but nothing underflows.
+    The sum is over every sample, or over the `n_neighbors` nearest. Sample weights multiply the w_i, and the products
+    are divided by their sum: a weight of 2 is a sample given twice, but with n_neighbors two copies are two neighbours.
+    Unless T is given, `fit` learns it by the log loss of leave-one-out predictions, each without the sample's whole
+    weight, while of two copies each would predict the other. The results equal those of scikit-learn's
+    KNeighborsClassifier with weights=lambda d: np.exp(-d**2 / T), or with weights="uniform", but nothing underflows.
 
     Args:
         n_neighbors: k; None: every sample takes part, so that no class has probability 0.
@@ -232,17 +249,25 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
 
     classes_: NDArray[Any]
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsClassifier:
-        """Insert the samples (n, d) and classes (n,) into a new database; learn the temperature. Raises BadInput."""
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> SoftKNeighborsClassifier:
+        """Insert the samples (n, d) and classes (n,) into a new database; learn the temperature. Raises BadInput.
+
+        Sample weights (n,) need `weights` "softmax" or "uniform", and multiply the losses that T minimises. Samples of
+        weight 0 are not inserted: classes and sample numbers are those of the others.
+        """
         samples, labels = self._samples(X, y, reset=True)
+        weights, samples, labels = present(sample_weight, samples, labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
-        self._start(samples, codes.astype(np.int64), num_classes=len(self.classes_))
+        self._start(samples, codes, weights, num_classes=len(self.classes_) if weights is None else None)
         return self
 
-    def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> SoftKNeighborsClassifier:
+    def partial_fit(
+        self, X: ArrayLike, y: ArrayLike, classes: Any = None, sample_weight: ArrayLike | None = None
+    ) -> SoftKNeighborsClassifier:
         """Add samples. Only the first call learns the temperature; without `fit` before, it must name all `classes`.
 
-        Raises BadInput for a class that the first call did not name, before it adds anything.
+        Raises BadInput, before it adds anything, for a class that the first call did not name, and for weights if the
+        first call had none.
         """
         first = not hasattr(self, "db_")
         samples, labels = self._samples(X, y, reset=first)
@@ -251,12 +276,13 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         known = np.unique(np.asarray(classes)) if first else self.classes_
         if unknown := sorted(set(labels.tolist()) - set(known.tolist()), key=str):
             raise BadInput(f"partial_fit: y has {unknown[:5]}, not among the classes of the first call")
-        codes = np.searchsorted(known, labels).astype(np.int64)
+        codes = np.searchsorted(known, labels)
         if first:
             self.classes_ = known
-            self._start(samples, codes, num_classes=len(known))
+            weights, samples, codes = present(sample_weight, samples, codes)
+            self._start(samples, codes, weights, num_classes=len(known) if weights is None else None)
         else:
-            self._add(samples, codes)
+            self._add(samples, codes, sample_weight)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, classes)
@@ -274,9 +300,13 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
         check_classification_targets(labels)
         return samples, column_or_1d(labels, warn=True)
 
-    def _loss(self, means: NDArray[np.float64], true: NDArray[Any]) -> float:
-        """Return the log loss, with probabilities of at least float64's epsilon."""
-        return -float(np.log(means[np.arange(len(true)), true].clip(np.finfo(np.float64).eps)).mean())
+    def _values(self, codes: NDArray[Any], weights: NDArray[np.float64] | None) -> NDArray[Any]:
+        """Return class numbers as labels or, with weights, as `columns` of one-hot vectors."""
+        return codes.astype(np.int64) if weights is None else columns(np.eye(len(self.classes_))[codes], weights)
+
+    def _losses(self, means: NDArray[np.float64], true: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the log losses, with probabilities of at least float64's epsilon."""
+        return -np.log(means[np.arange(len(true)), true].clip(np.finfo(np.float64).eps))  # type: ignore[no-any-return]
 
 
 class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
@@ -292,26 +322,32 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     array([1.5])
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
+    _values = staticmethod(columns)
+
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> SoftKNeighborsRegressor:
         """Insert the samples (n, d) and targets (n,) or (n, outputs) into a new database; learn the temperature."""
-        samples, targets = self._pairs(X, y, reset=True)
-        self._start(samples, halves(targets))
+        weights, samples, targets = present(sample_weight, *self._pairs(X, y, reset=True))
+        self._start(samples, targets, weights)
         return self
 
-    def partial_fit(self, X: ArrayLike, y: ArrayLike) -> SoftKNeighborsRegressor:
-        """Add samples. Only the first call learns the temperature. Raises BadInput for targets of another width."""
+    def partial_fit(
+        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None
+    ) -> SoftKNeighborsRegressor:
+        """Add samples. Only the first call learns the temperature.
+
+        Raises BadInput for targets of another width, and for weights if the first call had none.
+        """
         if not hasattr(self, "db_"):
-            return self.fit(X, y)
-        samples, targets = self._pairs(X, y, reset=False)
-        self._add(samples, halves(targets))
+            return self.fit(X, y, sample_weight)
+        self._add(*self._pairs(X, y, reset=False), sample_weight)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q,) or (q, outputs)
         """Return the weighted means of the targets."""
-        return self._shaped(joined(self._means(X)))
+        return self._shaped(self._means(X))
 
-    def _loss(self, means: NDArray[np.float64], true: NDArray[Any]) -> float:
-        return float(np.square(joined(means - true)).mean())
+    def _losses(self, means: NDArray[np.float64], true: NDArray[Any]) -> NDArray[np.float64]:
+        return np.square(means - true).mean(axis=1)  # type: ignore[no-any-return]
 
 
 def _least(loss: Callable[[float], float], middle: float) -> float:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import validate_data
 
-from softdb.check import Schema
+from softdb.check import Schema, sample_weights
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.opening import open as open_database
@@ -86,7 +86,7 @@ class SampleEstimator(BaseEstimator):
 
 
 class TargetEstimator(RegressorMixin, SampleEstimator):
-    """A regressor for one output or several; the records' values are the targets, as `halves` represents them."""
+    """A regressor for one output or several; the records' values are the targets, as `columns` represents them."""
 
     def _pairs(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **kwargs: Any
@@ -111,6 +111,28 @@ def rounded(X: NDArray[Any]) -> NDArray[Any]:  # (n, d)
     if X.size and np.abs(X).max() > MAX_FLOAT32:
         raise BadInput(f"X reaches {np.abs(X).max():.3g}, and keys are float32, at most {MAX_FLOAT32:.3g}; scale it")
     return X if X.dtype == np.float32 else X.astype(np.float32).astype(X.dtype)
+
+
+def present(sample_weight: ArrayLike | None, *arrays: NDArray[Any]) -> tuple[Any, ...]:
+    """Return the weights (n,), or None, and the arrays, all without the samples of weight 0 in float32."""
+    if sample_weight is None:
+        return None, *arrays
+    weights = sample_weights(sample_weight, len(arrays[0]))
+    if weights.max() < (least := np.finfo(np.float32).tiny):
+        raise BadInput(f"sample_weight is at most {weights.max():.3g}, and values are float32; scale it")
+    return weights[weights >= least], *(array[weights >= least] for array in arrays)
+
+
+def columns(y: NDArray[Any], weights: NDArray[np.float64] | None) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v + 2)
+    """Return `halves` of y or, with weights w (n,), of the columns w y and w."""
+    return halves(y if weights is None else weights[:, None] * np.column_stack([y, np.ones(len(y))]))
+
+
+@np.errstate(invalid="ignore")  # 0 / 0 is NaN where a kernel reaches no sample
+def means(pooled: NDArray[Any], weighted: bool) -> NDArray[np.float64]:  # (q, 2 v + 2) -> (q, v)
+    """Undo `columns`: return the pooled y or, with weights, the pooled w y over the pooled w."""
+    whole = joined(pooled)
+    return whole[:, :-1] / whole[:, -1:] if weighted else whole
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)

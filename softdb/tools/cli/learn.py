@@ -43,6 +43,7 @@ def train(
     positives: Annotated[
         str, Option(metavar="FIELD", help="Field with the right records: an id or a list of ids.")
     ] = "positives",
+    weight: Annotated[str | None, Option(metavar="FIELD", help="Field with a query's weight in the loss.")] = None,
     temperature: Annotated[
         Any, Option(parser=_temperature, metavar="T", help="Temperature of the softmax over all records, or learn.")
     ] = 0.05,
@@ -84,7 +85,7 @@ def train(
     _require_apart(path, [file for file in (pairs, queries) if file is not None], checkpoint, out)
     require_writable(out)
     with spooled(pairs, "stdin.jsonl") as file:
-        read = read_pairs(file, query=query, positives=positives, queries=array_of(queries))
+        read = read_pairs(file, query=query, positives=positives, weight=weight, queries=array_of(queries))
     with answering(path, read.is_text, encoder, quiet=as_json) as db:
         read.resolve(db)
         with progress("train") as show, warnings.catch_warnings():
@@ -93,6 +94,7 @@ def train(
                 db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, keys=keys,
                 epochs=epochs, batch_size=batch_size, lr=lr, holdout=holdout, patience=patience or None,
                 criterion=cast(Any, criterion), seed=seed, checkpoint=checkpoint, resume=resume, progress=show,
+                sample_weight=read.weights,
             )  # fmt: skip
         facts = {"pairs": len(read.lines), "k": k, "rtol": rtol, "seed": seed}
     before, after = fitted.before._asdict(), fitted.after._asdict()
@@ -108,7 +110,7 @@ def train(
     trained = f"{counted(len(read.lines), 'pair')}, {counted(len(fitted.history), 'epoch')}"
     console.print(f"{trained}; the projection is that of epoch {fitted.best}\n{fitted}")
     if fitted.fell:
-        console.print(f"{' and '.join(fitted.fell)} fell: choose the epoch by it with --criterion, or lower --lr")
+        console.print(f"held-out queries fell by {fitted.fall}: choose another epoch with --criterion, or lower --lr")
     if not fitted.best:
         console.print("no epoch was better than the unprojected queries: this projection changes nothing")
     if keys:

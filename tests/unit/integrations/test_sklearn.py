@@ -109,6 +109,101 @@ def test_a_weight_is_as_many_samples_and_no_weight_is_none() -> None:
     np.testing.assert_allclose(weighed, repeated, rtol=1e-12)
 
 
+MODELS: dict[str, tuple[Any, Any]] = {
+    "classifier": (SoftKNeighborsClassifier(temperature=0.5), LABELS),
+    "cosine": (SoftKNeighborsClassifier(temperature=0.01, metric="cosine"), LABELS),
+    "regressor": (SoftKNeighborsRegressor(temperature=0.5), TARGETS),
+    "one output": (SoftKNeighborsRegressor(temperature=0.5), TARGETS[:, 1]),
+    "kernel": (NadarayaWatsonRegressor(bandwidth=0.6), TARGETS),
+    "compact": (NadarayaWatsonRegressor("epanechnikov", bandwidth=1.0), TARGETS[:, 1]),
+}
+
+
+def predicted(model: Any) -> Any:
+    return model.predict_proba(QUERIES) if hasattr(model, "predict_proba") else model.predict(QUERIES)
+
+
+@pytest.mark.parametrize(("model", "targets"), MODELS.values(), ids=MODELS)
+def test_weights_multiply_the_weights_of_the_neighbours(model: Any, targets: Any) -> None:
+    counts, weights = np.arange(len(X)) % 4, np.random.default_rng(3).uniform(0, 2, len(X))
+    fitted = clone(model).fit(X, targets, sample_weight=counts)
+    repeated = clone(model).fit(np.repeat(X, counts, axis=0), np.repeat(targets, counts, axis=0))
+    np.testing.assert_allclose(predicted(fitted), predicted(repeated), rtol=1e-11)
+    for other in (pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)):
+        np.testing.assert_array_equal(predicted(other), predicted(fitted))
+    if isinstance(model, NadarayaWatsonRegressor):
+        kernels = [
+            theirs.KernelDensity(kernel=model.kernel, bandwidth=model.bandwidth).fit(X[[i]]) for i in range(len(X))
+        ]
+        shares = np.exp([kernel.score_samples(QUERIES) for kernel in kernels]).T
+    elif model.metric == "cosine":
+        lengths = [np.linalg.norm(rows, axis=1, keepdims=True) for rows in (QUERIES, X)]
+        shares = np.exp((QUERIES / lengths[0]) @ (X / lengths[1]).T / model.temperature)
+    else:
+        shares = np.exp(-np.square(QUERIES[:, None] - X[None]).sum(2) / model.temperature)
+    values = np.eye(3)[targets] if hasattr(model, "predict_proba") else targets
+    with np.errstate(invalid="ignore"):
+        expected = (shares * weights) @ values / (shares * weights).sum(1).reshape(-1, *[1] * (values.ndim - 1))
+    np.testing.assert_allclose(predicted(clone(model).fit(X, targets, sample_weight=weights)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["softmax", "uniform"])
+def test_of_the_nearest_samples_each_counts_by_its_weight(weights: str) -> None:
+    shares = np.random.default_rng(4).uniform(0.1, 2, len(X))
+    model = SoftKNeighborsRegressor(5, temperature=0.5, weights=weights).fit(X, TARGETS, sample_weight=shares)
+    distances, near = model.kneighbors(QUERIES)
+    own = shares[near] * (np.exp(-(distances**2) / 0.5) if weights == "softmax" else 1.0)
+    expected = np.einsum("qk,qkv->qv", own / own.sum(1, keepdims=True), TARGETS[near])
+    np.testing.assert_allclose(model.predict(QUERIES), expected, rtol=1e-9)
+
+
+def test_learnt_settings_minimise_the_weighted_losses_and_ignore_samples_of_weight_0() -> None:
+    few, labels = X[::3], LABELS[::3]
+    shares = np.where(np.arange(len(few)) % 5, np.random.default_rng(5).uniform(0.1, 3, len(few)), 0.0)
+    some = shares > 0
+    model = SoftKNeighborsClassifier().fit(few, labels, sample_weight=shares)
+    plain = SoftKNeighborsClassifier().fit(few[some], labels[some]).temperature_
+
+    def loss(temperature: float) -> float:
+        logits = -np.square(few[some][:, None] - few[some][None]).sum(2) / temperature
+        np.fill_diagonal(logits, -np.inf)
+        near = np.exp(logits - logits.max(1, keepdims=True)) * shares[some]
+        right = (near * (labels[some][:, None] == labels[some])).sum(1) / near.sum(1)
+        return float(np.average(-np.log(right.clip(np.finfo(np.float64).eps)), weights=shares[some]))
+
+    times = np.geomspace(0.2, 5, 60)
+    assert loss(model.temperature_) <= min(loss(model.temperature_ * by) for by in times) + 1e-4
+    assert abs(model.temperature_ / plain - 1) > 0.01
+    for learnt in (SoftKNeighborsClassifier(), SoftKNeighborsRegressor(5), NadarayaWatsonRegressor(),
+                   KernelDensity(bandwidth="leave_one_out")):  # fmt: skip
+        kept, left_out = (
+            clone(learnt).fit(few[chosen], labels[chosen], sample_weight=shares[chosen]) for chosen in (..., some)
+        )
+        scores = [getattr(one, "temperature_", None) or one.bandwidth_ for one in (kept, left_out)]
+        assert scores[0] == scores[1]
+        assert kept.n_samples_fit_ == some.sum()
+
+
+def test_weighted_samples_are_added() -> None:
+    shares = np.random.default_rng(6).uniform(0, 2, len(X))
+    for whole, targets in ((SoftKNeighborsClassifier(temperature=0.5), LABELS), (SoftKNeighborsRegressor(), TARGETS)):
+        whole = clone(whole).set_params(temperature=0.5).fit(X, targets, sample_weight=shares)
+        first: dict[str, Any] = {"classes": [0, 1, 2]} if targets is LABELS else {}
+        parts = clone(whole).partial_fit(X[:70], targets[:70], sample_weight=shares[:70], **first)
+        parts.partial_fit(X[70:], targets[70:], sample_weight=shares[70:])
+        np.testing.assert_allclose(predicted(parts), predicted(whole), rtol=1e-12)
+        parts.partial_fit(X[:9], targets[:9])  # with weights of 1
+        twice = clone(whole).fit([*X, *X[:9]], [*targets, *targets[:9]], sample_weight=[*shares, *np.ones(9)])
+        np.testing.assert_allclose(predicted(parts), predicted(twice), rtol=1e-12)
+        plain = clone(whole).fit(X, targets)
+        before = predicted(plain)
+        with pytest.raises(BadInput, match="first call had no sample_weight"):
+            plain.partial_fit(X, targets, sample_weight=shares)
+        with pytest.raises(BadInput, match="n_neighbors is 900"):
+            plain.set_params(n_neighbors=900).fit(X, targets, sample_weight=shares)
+        np.testing.assert_array_equal(predicted(plain.set_params(n_neighbors=None)), before)
+
+
 def test_learnt_bandwidths_and_densities_estimated_to_a_tolerance() -> None:
     points = np.random.default_rng(4).standard_normal((5000, 2))
     rules = {rule: KernelDensity(bandwidth=rule).fit(points[:1000]) for rule in ("leave_one_out", 0.02, 5.0)}
@@ -266,6 +361,26 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "NaN": (K(), ([[np.nan], [1.0]], [0, 1]), "NaN"),
     "sparse": (K(), (csr_matrix(X), LABELS), "[Ss]parse"),
     "huge": (K(), (X * 1e300, LABELS), "keys are float32"),
+    "no product": (
+        K(weights="sparsemax"),
+        (X, LABELS, np.ones(150)),
+        "weights is 'sparsemax'; choose one of 'softmax'",
+    ),
+    "weights of 0": (
+        K(),
+        (X, LABELS, np.zeros(150)),
+        "sum 0; expected no negative number, and a finite sum above zero",
+    ),
+    "weights of NaN": (K(), (X, LABELS, np.full(150, np.nan)), "sample_weight hold NaN or infinity in 150 of 150"),
+    "a negative weight": (SoftKNeighborsRegressor(), (X, LABELS, np.arange(-1, 149)), "the least number is -1"),
+    "tiny weights": (K(), (X, LABELS, np.full(150, 1e-50)), "sample_weight is at most 1e-50, and values are float32"),
+    "other weights": (NadarayaWatsonRegressor(), (X, LABELS, np.ones(3)), r"shape \(3,\); expected \(150,\)"),
+    "one present": (NadarayaWatsonRegressor(), (X, LABELS, np.eye(150)[0]), "1 keys determine no bandwidth"),
+    "weighted steps": (
+        NadarayaWatsonRegressor(per_coordinate=True),
+        (X, LABELS, np.ones(150)),
+        "learns no bandwidths with sample_weight",
+    ),
     "huge targets": (SoftKNeighborsRegressor(), (X, LABELS * 1e300), "values are float32"),
 }
 

@@ -128,6 +128,34 @@ def test_no_other_bandwidth_does_better(kind: type[Kernel], task: str) -> None:
     assert max(other for other in others if math.isfinite(other)) > best + 10 * slack * abs(best)
 
 
+@pytest.mark.parametrize("task", ["mean", "density"])
+def test_weighted_records_have_the_bandwidth_of_the_weighted_loops(task: str) -> None:
+    keys, values = DIABETES[:40, 2:3], None if task == "density" else PROGRESS[:40]
+    weights = np.random.default_rng(0).uniform(0.1, 3, 40)
+
+    def error(h: float) -> float:
+        total = 0.0
+        for i in range(len(keys)):
+            near = [
+                weights[j] * math.exp(-(((keys[i, 0] - keys[j, 0]) / h) ** 2) / 2) if j != i else 0.0
+                for j in range(len(keys))
+            ]
+            if values is None:
+                total -= weights[i] * math.log(math.fsum(near) / (h * (weights.sum() - weights[i])))
+            else:
+                mean = math.fsum(k * v for k, v in zip(near, values, strict=True)) / math.fsum(near)
+                total += weights[i] * (values[i] - mean) ** 2
+        return total
+
+    tables = torch.from_numpy(keys), None if values is None else torch.from_numpy(values)
+    actual = leave_one_out(*tables, bounds=(0.005, 0.5), sample_weight=weights)
+    assert error(actual) <= min(error(float(h)) for h in np.geomspace(0.005, 0.5, 80)) * (
+        1 + 1e-6 * (values is not None)
+    )
+    assert abs(actual / leave_one_out(*tables, bounds=(0.005, 0.5)) - 1) > 1e-3
+    assert leave_one_out(*tables, bounds=(0.005, 0.5), sample_weight=7 * weights) == pytest.approx(actual, rel=1e-4)
+
+
 def test_several_values_and_keys_of_several_coordinates() -> None:
     keys, values = torch.from_numpy(IRIS[::3]), torch.eye(3, dtype=torch.float64)[load_iris().target[::3]]
     actual = leave_one_out(keys, values)
@@ -181,6 +209,7 @@ def test_a_compact_kernel_reaches_the_farthest_record() -> None:
         ({"bounds": (0.0, 1.0)}, "the lower bound is 0.0"),
         ({"bounds": (1.0, math.inf)}, "the upper bound is inf"),
         ({"bounds": 3.0}, "expected two numbers"),
+        ({"sample_weight": [1.0] * 5}, r"sample_weight has shape \(5,\); expected \(6,\)"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
