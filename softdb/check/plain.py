@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import operator
 import sys
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "attribute", "dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
+    "attribute", "dense", "filled", "holds", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
     "temperature",
 ]  # fmt: skip
 
@@ -41,9 +40,21 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
-        if inspect.getattr_static(owner, name, None) is not None:
+        if hasattr(type(owner), name):
             raise
         return default
+
+
+def holds(condition: Tensor) -> bool:
+    """Read a bool tensor (). Return True where no value can be read: under torch.compile and in torch.func.vmap."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(condition)
+    except RuntimeError:
+        return True
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:

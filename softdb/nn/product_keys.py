@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from softdb.check import integer, shown
+from softdb.check import holds, integer, shown
 from softdb.errors import BadInput
 
 
@@ -97,7 +97,7 @@ class ProductKeys(torch.nn.Module):
         slots, scores = self.find(inputs)
         flat = (-1, self.num_heads * self.k)
         weights = scores.softmax(-1).reshape(flat).to(self.values.dtype)
-        output = F.embedding_bag(slots.reshape(flat), self.values, mode="sum", per_sample_weights=weights, sparse=True)
+        output = embedding_bag(slots.reshape(flat), self.values, mode="sum", per_sample_weights=weights, sparse=True)
         return output.view(*inputs.shape[:-1], self.value_dim)
 
     def find(self, inputs: Tensor) -> tuple[Tensor, Tensor]:  # (…, dim) -> (…, heads, k), (…, heads, k)
@@ -136,7 +136,7 @@ class ProductKeys(torch.nn.Module):
                     "memory with query_norm=False"
                 )
             queries = self.norm(queries)
-        if not bool(queries.detach().isfinite().all()):
+        if not holds(queries.detach().isfinite().all()):
             raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
         return queries.view(len(flat), self.num_heads, 2, self.key_dim // 2)
 

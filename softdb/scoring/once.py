@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,3 +34,29 @@ class Once(torch.autograd.Function):
             "the soft query over every record has no second derivative; ask a database for the k nearest (k=), which "
             "is made of plain torch operations, or leave out create_graph=True"
         )
+
+
+@contextlib.contextmanager
+def plain_calls(name: str) -> Iterator[None]:
+    """Raise BadInput for an operation that torch refuses inside a transform of torch.func, or in forward mode."""
+    try:
+        yield
+    except RuntimeError as error:
+        refusal = transform_refusal(name, error)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def transform_refusal(name: str, error: RuntimeError) -> BadInput | None:
+    """Return the error to raise in place of an error of torch, or None if no transform of torch.func is the cause."""
+    try:
+        Once.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
+        if "forward AD" not in str(error):
+            return None
+    except RuntimeError:
+        pass  # a transform runs: it refuses every Function without `setup_context`
+    return BadInput(
+        f"{name} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for the "
+        "gradient, and leading dimensions or one call with all queries for vmap"
+    )

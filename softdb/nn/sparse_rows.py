@@ -1,0 +1,76 @@
+"""Base of modules whose parameters are rows with sparse gradients, for one process or several."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from softdb.errors import BadInput
+
+
+class SparseRows(torch.nn.Embedding):
+    """Module that records which rows of its parameters training has changed since the last commit.
+
+    It is an nn.Embedding, as DistributedDataParallel accepts sparse gradients from no other module. `weight` is empty,
+    so functions that initialise every nn.Embedding of a model leave the rows as they are.
+    """
+
+    sparse, padding_idx = True, None
+    _touched: Tensor  # (n,) True: had a gradient since the last commit
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self._gradient_hooks: list[RemovableHandle] = []
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """An empty tensor."""
+        return torch.empty(0)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: the rows are stored records."""
+
+    def _watch(self) -> None:
+        """Register hooks that record in `_touched` which rows get gradients."""
+        _WATCHED.add(self)
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
+        for parameter in self.parameters():
+            requires_grad, parameter.requires_grad = parameter.requires_grad, True
+            self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
+            parameter.requires_grad = requires_grad
+
+    def _mark(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if parameter.grad.is_sparse:
+            self._touched.index_fill_(0, parameter.grad._indices()[0], True)
+        else:  # a dense gradient: the loss uses the whole parameter
+            self._touched[:] = True
+
+    def __setattr__(self, name: str, attribute: Any) -> None:
+        if isinstance(attribute, torch.nn.Parameter) and hasattr(attribute, "placements"):  # a DTensor
+            raise BadInput(
+                "the parameters of a memory cannot be sharded, as torch reduces no sparse gradients into shards; use "
+                "fully_shard(model, ignored_params=set(memory.parameters())) and DistributedDataParallel(memory)"
+            )
+        super().__setattr__(name, attribute)
+
+
+_WATCHED: weakref.WeakSet[SparseRows] = weakref.WeakSet()
+
+
+def _stepped(*_: object) -> None:
+    """Record the rows that other processes have changed: DistributedDataParallel adds them to `grad` after the hooks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for module in list(_WATCHED):
+            for parameter in module.parameters():
+                module._mark(parameter)
+
+
+register_optimizer_step_post_hook(_stepped)
