@@ -152,16 +152,14 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     for name, tensor in named.items():
         if tensor.dtype is torch.bool or tensor.is_complex():
             raise BadInput(f"{name} is of type {tensor.dtype}; expected real numbers")
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
-    expected = f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
     if any(tensor.ndim < 2 or not tensor.shape[-1] for tensor in named.values()):
-        raise BadInput(f"{expected}, each with two dimensions or more, and the last at least 1 wide")
+        raise BadInput(f"{_expected(named)}, each with two dimensions or more, and the last at least 1 wide")
     if named["key"].shape[-2] != named["value"].shape[-2]:
-        raise BadInput(f"{expected}, with one value for each key")
+        raise BadInput(f"{_expected(named)}, with one value for each key")
     try:
         torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in named.values()))
     except RuntimeError:
-        raise BadInput(f"{expected}, whose leading dimensions are equal or 1") from None
+        raise BadInput(f"{_expected(named)}, whose leading dimensions are equal or 1") from None
     first = named["query"]
     if isinstance(query, list | tuple) and first.dtype is torch.float64:
         first = named["query"] = first.float()
@@ -176,6 +174,11 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
             raise BadInput(f"{name} holds NaN or infinity (in {wide}), first at {place}; remove or repair it")
     query, key, value = (tensor[(None,) * (ndim - tensor.ndim)] for tensor in named.values())
     return (query, key, value), narrow
+
+
+def _expected(named: dict[str, Tensor]) -> str:
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+    return f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

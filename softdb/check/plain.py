@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import sys
@@ -23,6 +22,7 @@ __all__ = [
 
 Batched = TypeVar("Batched", bound=Sized)
 
+DTYPES = frozenset("float64 float32 float16 bfloat16 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 SHOWN = 80  # maximum characters of a rejected value that a message quotes
 
 
@@ -92,18 +92,9 @@ def dense(tensor: Tensor, name: str) -> Tensor:
         raise BadInput(f"{name} are a sparse tensor ({tensor.layout}); pass its to_dense()")
     if tensor.device.type == "meta":
         raise BadInput(f"{name} are a tensor on the device 'meta', which holds no numbers; move it to 'cpu' or 'cuda'")
-    if tensor.dtype not in _dtypes():
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise BadInput(f"{name} are of type {tensor.dtype}; expected real numbers, such as float32")
     return tensor.resolve_neg()
-
-
-@functools.cache
-def _dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes that softdb reads."""
-    import torch
-
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
-    return frozenset(kinds) | {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 def number(
@@ -118,7 +109,7 @@ def number(
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
         converted = float(value)  # type: ignore[arg-type]
-        if not isinstance(value, bool | str) and math.isfinite(converted) and fits(converted):
+        if not isinstance(value, bool | str) and abs(converted) < math.inf and fits(converted):
             return converted
     raise BadInput(f"{name} is {shown(value)}; expected {expected}")
 

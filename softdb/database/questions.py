@@ -17,7 +17,7 @@ from softdb.database.core import Core, SearchArguments
 from softdb.errors import BadInput, SoftDBError
 from softdb.index.placement import DEVICE_ERRORS
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
-from softdb.scoring.once import transform_refusal
+from softdb.scoring.once import plain_calls
 from softdb.typing import IdsPerQuery, Vectors
 
 MAX_SAMPLES = 2**31  # largest number of records that one call of `sample` may draw, over all queries
@@ -38,10 +38,8 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self.core.require_open()
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with check.precise():
-                    return method(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
+            with plain_calls("this call"), check.precise():
+                return method(self, *args, **kwargs)
         except DEVICE_ERRORS as error:
             raise self.core.device_failed(method.__name__, error) from error
         except SoftDBError as error:
@@ -49,10 +47,6 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
                 error.verb = method.__name__.strip("_")  # type: ignore[attr-defined]
                 error.args = (f"{error.verb}: {error.args[0]}", *error.args[1:])  # type: ignore[attr-defined]
             raise
-        except RuntimeError as error:
-            if (refusal := transform_refusal(method.__name__, error)) is None:
-                raise
-            raise refusal from error
 
     return call
 

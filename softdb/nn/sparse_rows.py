@@ -7,10 +7,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from softdb.errors import BadInput
+from softdb.nn.eager import untraced
+from softdb.pool import pool
+
+
+@untraced
+def sums_of_rows(weights: Tensor, values: Tensor, rows: Tensor) -> Tensor:  # (q, k), (n, v), (q, k) -> (q, v)
+    """Return Σ w v of each query, with a sparse gradient to the values and second derivatives."""
+    return Bags.apply(weights, values, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Bags(torch.autograd.Function):
+    """Weighted sums of rows; copies the rows (q, k, v) only for second derivatives, which embedding_bag lacks."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor, rows: Tensor) -> Tensor:  # (q, k), (n, v), (q, k) -> (q, v)
+        """Return Σ w v of each query."""
+        ctx.save_for_backward(weights, values, rows)
+        return F.embedding_bag(rows, values, mode="sum", per_sample_weights=weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the weights and the values."""
+        (weights, values, rows), again = ctx.saved_tensors, torch.is_grad_enabled()
+        wanted = [tensor for tensor in (weights, values) if tensor.requires_grad]
+        with torch.enable_grad():
+            if again:
+                output = pool(weights, F.embedding(rows, values, sparse=True))
+            else:
+                output = F.embedding_bag(rows, values, mode="sum", per_sample_weights=weights, sparse=True)
+            grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=again))
+        return *(next(grads) if tensor.requires_grad else None for tensor in (weights, values)), None
 
 
 class SparseRows(torch.nn.Embedding):
@@ -20,20 +52,12 @@ class SparseRows(torch.nn.Embedding):
     so functions that initialise every nn.Embedding of a model leave the rows as they are.
     """
 
-    sparse, padding_idx = True, None
+    sparse, padding_idx, weight = True, None, torch.empty(0)
     _touched: Tensor  # (n,) True: had a gradient since the last commit
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self._gradient_hooks: list[RemovableHandle] = []
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """An empty tensor."""
-        return torch.empty(0)
-
-    def reset_parameters(self) -> None:
-        """Do nothing: the rows are stored records."""
 
     def _watch(self) -> None:
         """Register hooks that record in `_touched` which rows get gradients."""

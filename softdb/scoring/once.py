@@ -38,25 +38,22 @@ class Once(torch.autograd.Function):
 
 @contextlib.contextmanager
 def plain_calls(name: str) -> Iterator[None]:
-    """Raise BadInput for an operation that torch refuses inside a transform of torch.func, or in forward mode."""
+    """Raise BadInput for an operation that torch refuses inside a transform of torch.func or in forward mode."""
     try:
         yield
     except RuntimeError as error:
-        refusal = transform_refusal(name, error)
-        if refusal is None:
+        if not (isinstance(error, NotImplementedError) and " AD" in str(error)) and not _transformed():
             raise
-        raise refusal from error
+        raise BadInput(
+            f"{name} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for "
+            "the gradient, and leading dimensions or one call with all queries for vmap"
+        ) from error
 
 
-def transform_refusal(name: str, error: RuntimeError) -> BadInput | None:
-    """Return the error to raise in place of an error of torch, or None if no transform of torch.func is the cause."""
+def _transformed() -> bool:
+    """Return True inside a transform of torch.func, which refuses every Function without `setup_context`."""
     try:
         Once.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
-        if "forward AD" not in str(error):
-            return None
     except RuntimeError:
-        pass  # a transform runs: it refuses every Function without `setup_context`
-    return BadInput(
-        f"{name} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for the "
-        "gradient, and leading dimensions or one call with all queries for vmap"
-    )
+        return True
+    return False
