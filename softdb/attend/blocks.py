@@ -243,9 +243,7 @@ def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v
         output.index_add_(1, values, weights)
 
 
-def _backward(
-    ctx: Any, saved: tuple[Tensor, ...], output_grad: Tensor, lse_grad: Tensor
-) -> list[Tensor | None]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
     """Return gradients for the queries, for keys and values if they require one, and for each parameter.
 
     ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = [
@@ -22,7 +21,8 @@ __all__ = [
 
 Batched = TypeVar("Batched", bound=Sized)
 
-DTYPES = frozenset("float64 float32 float16 bfloat16 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
+INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+DTYPES = INTEGERS | {"bool", "bfloat16", "float16", "float32", "float64"}  # the dtypes that softdb reads
 SHOWN = 80  # maximum characters of a rejected value that a message quotes
 
 
@@ -49,12 +49,9 @@ def holds(condition: Tensor) -> bool:
     """Read a bool tensor (). Return True where no value can be read: under torch.compile and in torch.func.vmap."""
     import torch
 
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        return bool(condition)
-    except RuntimeError:
-        return True
+    with contextlib.suppress(RuntimeError):
+        return torch.compiler.is_compiling() or bool(condition)
+    return True
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:

@@ -19,21 +19,19 @@ from softdb.pool import pool
 @untraced
 def sums_of_rows(weights: Tensor, values: Tensor, rows: Tensor) -> Tensor:  # (q, k), (n, v), (q, k) -> (q, v)
     """Return Σ w v of each query, with a sparse gradient to the values and second derivatives."""
-    return Bags.apply(weights, values, rows)  # type: ignore[no-any-return, no-untyped-call]
+    return _Bags.apply(weights, values, rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Bags(torch.autograd.Function):
+class _Bags(torch.autograd.Function):
     """Weighted sums of rows; copies the rows (q, k, v) only for second derivatives, which embedding_bag lacks."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, rows: Tensor) -> Tensor:  # (q, k), (n, v), (q, k) -> (q, v)
-        """Return Σ w v of each query."""
         ctx.save_for_backward(weights, values, rows)
         return F.embedding_bag(rows, values, mode="sum", per_sample_weights=weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the weights and the values."""
         (weights, values, rows), again = ctx.saved_tensors, torch.is_grad_enabled()
         wanted = [tensor for tensor in (weights, values) if tensor.requires_grad]
         with torch.enable_grad():
@@ -90,7 +88,7 @@ _WATCHED: weakref.WeakSet[SparseRows] = weakref.WeakSet()
 
 
 def _stepped(*_: object) -> None:
-    """Record the rows that other processes have changed: DistributedDataParallel adds them to `grad` after the hooks."""
+    """Record the rows that other processes changed: DistributedDataParallel adds them to `grad` after the hooks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for module in list(_WATCHED):
             for parameter in module.parameters():

@@ -85,10 +85,10 @@ class Normalised:
                 "kernel's bandwidth, or use softmax"
             )
         scores = scores.masked_fill(~live, 0)
-        fine = (scores >= 0) & (scores < torch.inf)
-        if not holds(fine.all()):
+        bad = ~((scores >= 0) & (scores < torch.inf))
+        if not holds(~bad.any()):
             raise BadInput(
-                f"a live score is {scores[~fine][0].item()}; normalised weights need kernel values, finite and at least "
+                f"a live score is {scores[bad][0].item()}; normalised weights need kernel values, finite and at least "
                 "0: use softmax, or a score that is a kernel"
             )
         top = largest(scores, 0)

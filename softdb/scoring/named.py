@@ -55,8 +55,8 @@ def valid_mask(
     if lengths.ndim not in (1, 2) or (lengths.ndim == 2 and lengths.shape[1] != q):
         raise BadInput(f"valid_len has shape {tuple(lengths.shape)}; expected (b,) or (b, {q}), one for each query")
     lengths = lengths.to(torch.int64)
-    inside = (lengths >= 0) & (lengths <= n)
-    if not holds(inside.all()):
-        raise BadInput(f"valid_len holds {int(lengths[~inside][0])}; expected 0 to {n}, the number of keys")
+    outside = (lengths < 0) | (lengths > n)
+    if not holds(~outside.any()):
+        raise BadInput(f"valid_len holds {int(lengths[outside][0])}; expected 0 to {n}, the number of keys")
     each = lengths if lengths.ndim == 2 else lengths.unsqueeze(1).expand(-1, q)
     return torch.arange(n, device=lengths.device) < each.unsqueeze(2)

@@ -52,8 +52,7 @@ def plain_calls(name: str) -> Iterator[None]:
 
 def _transformed() -> bool:
     """Return True inside a transform of torch.func, which refuses every Function without `setup_context`."""
-    try:
+    with contextlib.suppress(RuntimeError):
         Once.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return True
-    return False
+        return False
+    return True

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from worlds.towers import CASES, alike, batch, opened, tower, trained
 
+from softdb.nn import EverySteps
+
 EPOCHS = 3
 
 
@@ -43,6 +45,10 @@ def lightning_module(case: str, path: Path | None = None, mode: str = "rw") -> A
             self.log("loss", loss)
             return loss
 
+        def on_train_batch_end(self, *_: Any) -> None:
+            if case in ("nn.Memory", "nn.View, k"):
+                self.model.layer.step()
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -62,6 +68,17 @@ def test_lightning_trains_as_a_plain_loop(case: str, tmp_path: Path) -> None:
     module = lightning_module(case)
     trainer(tmp_path, enable_checkpointing=False, devices=1).fit(module, loader())
     alike(tensors(module.model), trained(tower(case), *batch(), EPOCHS))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["nn.Memory", "nn.View, k"])
+def test_lightning_steps_the_policy(case: str, tmp_path: Path) -> None:
+    module = lightning_module(case)
+    module.model.layer.policy = EverySteps(2)
+    trainer(tmp_path, enable_checkpointing=False, devices=1).fit(module, loader())
+    assert module.model.layer.steps == EPOCHS
+    if case == "nn.View, k":  # of so few records a memory compares all
+        assert module.model.layer.age == 1
 
 
 @pytest.mark.filterwarnings("ignore")

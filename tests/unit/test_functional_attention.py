@@ -537,7 +537,9 @@ def test_a_score_must_return_a_tensor() -> None:
 
 def test_transforms_of_torch_func_are_right_or_refused_with_a_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 2)
-    refused = r"softdb\.attention cannot run here inside torch\.func\.grad, vmap or jvp; use torch\.autograd\.grad or back"
+    refused = (
+        r"softdb\.attention cannot run here inside torch\.func\.grad, vmap or jvp; use torch\.autograd\.grad or back"
+    )
 
     def loss(asked: Tensor, weights: str = "softmax") -> Tensor:
         return attention(asked, key, value, weights=weights).square().sum()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from worlds.towers import CASES, D, N, V, alike, batch, gradients, opened, stored, tower
+from worlds.towers import CASES, D, N, alike, batch, gradients, opened, stored, tower
 
 import softdb
 from softdb.errors import BadInput
@@ -133,9 +133,7 @@ def test_gradients_of_a_memory_can_be_differentiated() -> None:
     """A step of training inside a larger loss: the gradients of the parameters themselves have a graph."""
     memory = Memory(opened(None), k=N).double()
     queries = batch()[0].double()
-    slopes = torch.autograd.grad(
-        memory(queries).output.square().sum(), list(memory.parameters()), create_graph=True
-    )
+    slopes = torch.autograd.grad(memory(queries).output.square().sum(), list(memory.parameters()), create_graph=True)
     sum(slope.to_dense().square().sum() for slope in slopes).backward()  # type: ignore[union-attr]
     leaves = [column.double().requires_grad_() for column in stored()]
     plain = torch.autograd.grad(weighted(queries, *leaves).square().sum(), leaves, create_graph=True)
@@ -186,7 +184,9 @@ def test_plain_tensors_pass_through_torch_func() -> None:
         torch.testing.assert_close(slope, expected)
     torch.testing.assert_close(torch.func.jvp(ask, (query,), (tangent,)), torch.func.jvp(scaled, (query,), (tangent,)))
     torch.testing.assert_close(torch.func.vmap(lambda q: ask(q[None])[0])(query), scaled(query))
-    torch.testing.assert_close(torch.func.hessian(lambda q: ask(q).sum())(query), torch.func.hessian(lambda q: scaled(q).sum())(query))
+    torch.testing.assert_close(
+        torch.func.hessian(lambda q: ask(q).sum())(query), torch.func.hessian(lambda q: scaled(q).sum())(query)
+    )
     parameters = dict(layer.named_parameters())
     batches = query.view(4, 2, D)
     each = torch.func.vmap(lambda x: torch.func.functional_call(layer, parameters, (x, x, x))[0])(batches)
@@ -276,4 +276,3 @@ def test_copies_and_pickles_answer_and_learn_alike(case: str, tmp_path: Path) ->
             again = twin(x, right)
             torch.testing.assert_close(again, loss)
             alike(gradients(twin, again.mean()), expected)
-    assert V == stored()[1].shape[1]
