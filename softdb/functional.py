@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,8 +158,8 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     if named["key"].shape[-2] != named["value"].shape[-2]:
         raise BadInput(f"{_expected(named)}, with one value for each key")
     try:
-        torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in named.values()))
-    except RuntimeError:
+        np.broadcast_shapes(*(tensor.shape[:-2] for tensor in named.values()))
+    except ValueError:
         raise BadInput(f"{_expected(named)}, whose leading dimensions are equal or 1") from None
     first = named["query"]
     if isinstance(query, list | tuple) and first.dtype is torch.float64:

@@ -266,6 +266,10 @@ def queries(
         raise BadInput(f"queries have {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; expected (q, {width})")
     if tensor.shape[1] != width:
         raise BadInput(f"queries are {tensor.shape[1]} wide but {taker} {width} wide; encode them alike")
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise BadInput(
+            "queries carry tangents of forward mode (jvp), which no database follows; use torch.autograd.grad"
+        )
     # a finite sum proves that all numbers are finite; otherwise they are checked, as a sum may also overflow
     if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
         bad = (~torch.isfinite(tensor.detach()).all(dim=1)).nonzero()[:, 0]

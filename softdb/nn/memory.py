@@ -143,7 +143,7 @@ class Memory(Reindexed, SparseRows):
     __call__: Callable[..., Pooled]
 
     @eager
-    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d), a tensor with its graph
+    def forward(self, queries: Numbers) -> Pooled:  # type: ignore[override]  # (q, d), a tensor with its graph
         """Answer the soft query over the k nearest records, by the current keys and values.
 
         `exact` is True with at most k records; else `missed_mass` is unknown, NaN. `finder` names the origin of the

@@ -50,7 +50,7 @@ class SparseRows(torch.nn.Embedding):
     so functions that initialise every nn.Embedding of a model leave the rows as they are.
     """
 
-    sparse, padding_idx, weight = True, None, torch.empty(0)
+    sparse, padding_idx, weight = True, None, torch.empty(0, 1)
     _touched: Tensor  # (n,) True: had a gradient since the last commit
 
     def __init__(self) -> None:

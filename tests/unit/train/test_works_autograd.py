@@ -31,7 +31,7 @@ def test_checkpointing_changes_no_gradient(case: str, reentrant: bool) -> None:
     model = tower(case)
     x, right = batch()
     expected = gradients(model, model(x, right).mean())
-    recomputed: Tensor = checkpoint(model, x.requires_grad_(), right, use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+    recomputed: Tensor = checkpoint(model, x.requires_grad_(), right, use_reentrant=reentrant)
     alike(gradients(model, recomputed.mean()), expected)
 
 
@@ -52,7 +52,7 @@ def test_checkpointing_recomputes_a_kernel_pass() -> None:
 def test_checkpointing_draws_the_same_records_again(reentrant: bool) -> None:
     """Draws of torch's default generator, which checkpoint rewinds, and of none; a generator of one's own goes on."""
     draws = torch.Generator().manual_seed(2)
-    queries = torch.randn(3, 8, generator=draws, requires_grad=True)
+    queries = torch.randn(3, 8, generator=draws)
     with softdb.open(None, dim=8) as db:
         db.insert(range(12_000), torch.randn(12_000, 8, generator=draws))
         db.build_index("ivf")
@@ -62,12 +62,12 @@ def test_checkpointing_draws_the_same_records_again(reentrant: bool) -> None:
                 return db.attend(q, rtol=0.01, max_draws=60, temperature=2.0, generator=generator).output
 
             torch.manual_seed(4)
-            queries.grad = None
-            output = checkpoint(ask, queries, use_reentrant=reentrant) if recompute else ask(queries)
+            leaf = queries.clone().requires_grad_()
+            output = checkpoint(ask, leaf, use_reentrant=reentrant) if recompute else ask(leaf)
             torch.manual_seed(9)  # as if other code had drawn in between
             output.square().sum().backward()
-            assert queries.grad is not None
-            return queries.grad
+            assert leaf.grad is not None
+            return leaf.grad
 
         for generator in (None, torch.default_generator):
             torch.testing.assert_close(slope(True, generator), slope(False, generator))
@@ -135,8 +135,8 @@ def test_gradients_of_a_memory_can_be_differentiated() -> None:
     queries = batch()[0].double()
     slopes = torch.autograd.grad(memory(queries).output.square().sum(), list(memory.parameters()), create_graph=True)
     sum(slope.to_dense().square().sum() for slope in slopes).backward()  # type: ignore[union-attr]
-    leaves = [column.double().requires_grad_() for column in stored()]
-    plain = torch.autograd.grad(weighted(queries, *leaves).square().sum(), leaves, create_graph=True)
+    keys, values = leaves = [column.double().requires_grad_() for column in stored()]
+    plain = torch.autograd.grad(weighted(queries, keys, values).square().sum(), leaves, create_graph=True)
     sum(slope.square().sum() for slope in plain).backward()  # type: ignore[union-attr]
     for parameter, leaf in zip(memory.parameters(), leaves, strict=True):
         assert parameter.grad is not None
@@ -187,7 +187,7 @@ def test_plain_tensors_pass_through_torch_func() -> None:
     torch.testing.assert_close(
         torch.func.hessian(lambda q: ask(q).sum())(query), torch.func.hessian(lambda q: scaled(q).sum())(query)
     )
-    parameters = dict(layer.named_parameters())
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
     batches = query.view(4, 2, D)
     each = torch.func.vmap(lambda x: torch.func.functional_call(layer, parameters, (x, x, x))[0])(batches)
     torch.testing.assert_close(each, layer(batches, batches, batches)[0])
@@ -198,7 +198,10 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
     "vmap": lambda ask, x: torch.func.vmap(lambda q: ask(q[None]))(x),
     "jvp": lambda ask, x: torch.func.jvp(ask, (x,), (x,)),
 }
-REFUSED = r"cannot run here inside torch\.func\.grad, vmap or jvp; use torch\.autograd\.grad or backward\(\)"
+REFUSED = (
+    r"cannot run here inside torch\.func\.grad, vmap or jvp; use torch\.autograd\.grad or backward\(\)|"
+    r"queries carry tangents of forward mode \(jvp\), which no database follows; use torch\.autograd\.grad"
+)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -210,15 +213,16 @@ def test_a_database_refuses_torch_func_and_names_the_way_round(case: str, transf
     torch.testing.assert_close(model(x, torch.arange(8)).shape, (8,))  # outside it answers as before
 
 
-def test_forward_mode_over_every_record_is_refused() -> None:
+@pytest.mark.parametrize("options", [{}, {"k": N}, {"rtol": 0.1}, {"need_weights": True}])
+def test_forward_mode_is_refused(options: dict[str, Any]) -> None:
+    """Without the refusal the tangent would be lost, without a word."""
     db, x = opened(None), batch()[0]
-    with forward_ad.dual_level(), pytest.raises(BadInput, match=REFUSED):
-        db.attend(forward_ad.make_dual(x, x))
+    memory = Memory(db, k=5)
     with forward_ad.dual_level():
-        answer = db.attend(forward_ad.make_dual(x, x), k=N).output
-        actual = forward_ad.unpack_dual(answer).tangent
-    keys, values = stored()
-    torch.testing.assert_close(actual, torch.func.jvp(lambda q: weighted(q, keys, values), (x,), (x,))[1])
+        twin = forward_ad.make_dual(x, x)  # type: ignore[no-untyped-call]
+        for ask in (lambda: db.attend(twin, **options), lambda: memory(twin)):
+            with pytest.raises(BadInput, match=REFUSED):
+                ask()
 
 
 def test_an_error_of_torch_outside_of_transforms_stays_as_it_is() -> None:

@@ -91,7 +91,7 @@ def test_plain_tensors_compile_to_one_graph(name: str) -> None:
         leaf = inputs[0].clone().requires_grad_()
         answer = function(leaf, *inputs[1:])
         if first(answer).requires_grad:  # not of a look-up
-            first(answer).square().sum().backward()
+            first(answer).square().sum().backward()  # type: ignore[no-untyped-call]
         slopes.append((first(answer).detach(), torch.zeros(()) if leaf.grad is None else leaf.grad))
     torch.testing.assert_close(slopes[1], slopes[0])
 
@@ -104,6 +104,19 @@ def test_attention_compiles_to_one_graph_for_any_length() -> None:
     with pytest.raises(softdb.BadInput, match="holds NaN or infinity"):
         softdb.attention(x * torch.nan, x, x)
     assert bool(compiled(x * torch.nan).isnan().all())  # a graph reads no values
+
+
+@pytest.mark.slow
+def test_more_scores_break_the_graph_and_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.functional.DENSE", 0)
+    keys, values = stored()
+    slopes = []
+    for compiled in (False, True):
+        leaf = batch()[0].requires_grad_()
+        call = torch.compile(softdb.attention, backend="aot_eager") if compiled else softdb.attention
+        call(leaf, keys, values).square().sum().backward()
+        slopes.append(leaf.grad)
+    torch.testing.assert_close(slopes[1], slopes[0])
 
 
 @pytest.mark.slow
