@@ -222,7 +222,7 @@ def test_forward_mode_is_refused(options: dict[str, Any]) -> None:
         twin = forward_ad.make_dual(x, x)  # type: ignore[no-untyped-call]
         for ask in (lambda: db.attend(twin, **options), lambda: memory(twin)):
             with pytest.raises(BadInput, match=REFUSED):
-                ask()
+                ask()  # type: ignore[no-untyped-call]
 
 
 def test_an_error_of_torch_outside_of_transforms_stays_as_it_is() -> None:
