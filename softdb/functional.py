@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
@@ -17,10 +15,11 @@ from softdb.attend.blocks import scores_of
 from softdb.attend.fused import kernel_form
 from softdb.attend.leading import Layout, TakingPart, as_tensor
 from softdb.attend.request import indifferent
-from softdb.check import attribute, shown
+from softdb.check import attribute, holds, shown
 from softdb.device import placed_tensors, pooled, served
 from softdb.errors import BadInput
 from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Sparse, Uniform, Weighting, query_width
+from softdb.scoring.once import plain_calls
 
 __all__ = ["Attended", "attention"]
 
@@ -34,21 +33,6 @@ class Attended(NamedTuple):
     output: Tensor  # (…, m, v)
     lse: Tensor  # (…, m): log-normaliser, a smoothed maximum of score / temperature; -inf if no key takes part
     weights: Tensor  # (…, m, n)
-
-
-@contextlib.contextmanager
-def _without_transforms() -> Iterator[None]:
-    """Inside vmap or grad of torch.func, raise BadInput for an operation that torch does not support there."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = [level.key().name.lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
-        if not names:
-            raise
-        remedy = "use torch.autograd.grad or backward(), or softmax weights over fewer scores"
-        if "vmap" in names:
-            remedy = "give the batch as leading dimensions of query, key and value"
-        raise BadInput(f"softdb.attention cannot run inside torch.func.{names[-1]} here; {remedy}") from error
 
 
 @overload
@@ -83,7 +67,7 @@ def attention(
 ) -> Attended: ...
 
 
-@_without_transforms()
+@plain_calls("softdb.attention")
 def attention(
     query: Any,  # (…, m, d_q)
     key: Any,  # (…, n, d)
@@ -130,8 +114,9 @@ def attention(
     Cost b m n (d + v).
 
     Raises BadInput before any computation for shapes that do not fit, NaN or infinity, and unknown weights; later if
-    the score returns another shape or NaN; also inside torch.func.vmap (use leading dimensions instead), and
-    inside torch.func.grad for sparse weightings and streamed scores (use torch.autograd.grad instead).
+    the score returns another shape or NaN; also inside transforms of torch.func for sparse weightings and streamed
+    scores (use torch.autograd.grad and leading dimensions). Under torch.compile and in torch.func.vmap no value can be
+    read, so NaN and infinity are not refused.
 
     >>> attention([[1.0, 0.0]], [[9.0, 0.0], [0.0, 9.0]], [[1.0], [2.0]]).round(decimals=3)
     tensor([[1.0020]])
@@ -172,16 +157,14 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     for name, tensor in named.items():
         if tensor.dtype is torch.bool or tensor.is_complex():
             raise BadInput(f"{name} is of type {tensor.dtype}; expected real numbers")
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
-    expected = f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
     if any(tensor.ndim < 2 or not tensor.shape[-1] for tensor in named.values()):
-        raise BadInput(f"{expected}, each with two dimensions or more, and the last at least 1 wide")
+        raise BadInput(f"{_expected(named)}, each with two dimensions or more, and the last at least 1 wide")
     if named["key"].shape[-2] != named["value"].shape[-2]:
-        raise BadInput(f"{expected}, with one value for each key")
+        raise BadInput(f"{_expected(named)}, with one value for each key")
     try:
         np.broadcast_shapes(*(tensor.shape[:-2] for tensor in named.values()))
     except ValueError:
-        raise BadInput(f"{expected}, whose leading dimensions are equal or 1") from None
+        raise BadInput(f"{_expected(named)}, whose leading dimensions are equal or 1") from None
     first = named["query"]
     if isinstance(query, list | tuple) and first.dtype is torch.float64:
         first = named["query"] = first.float()
@@ -191,11 +174,16 @@ def _checked(query: Any, key: Any, value: Any) -> tuple[tuple[Tensor, Tensor, Te
     for name, tensor in named.items():
         named[name] = tensor.to(first.device).to(wide)
         finite = named[name].detach().isfinite()
-        if not bool(finite.all()):
+        if not holds(finite.all()):
             place = tuple((~finite).nonzero()[0].tolist())
             raise BadInput(f"{name} holds NaN or infinity (in {wide}), first at {place}; remove or repair it")
     query, key, value = (tensor[(None,) * (ndim - tensor.ndim)] for tensor in named.values())
     return (query, key, value), narrow
+
+
+def _expected(named: dict[str, Tensor]) -> str:
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+    return f"the shapes are {shapes}; expected query (…, m, d_q), key (…, n, d) and value (…, n, v)"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

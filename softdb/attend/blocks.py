@@ -17,6 +17,7 @@ from torch import Tensor
 
 from softdb.attend.protocol import SourceRecords
 from softdb.attend.request import Live, Request
+from softdb.check import holds
 from softdb.errors import BadInput
 from softdb.scoring import Score, ScoreFunction, Sparse, Tempered, divided, fold
 from softdb.scoring.once import Once
@@ -91,7 +92,7 @@ def scores_of(score: Score | ScoreFunction, queries: Tensor, keys: Tensor) -> Te
             f"the score returned {came} for queries {tuple(queries.shape)} and {'own' if separate else 'shared'} keys "
             f"{tuple(keys.shape)}; expected a tensor {expected}"
         )
-    if bool(scores.detach().isnan().any()):
+    if not holds(~scores.detach().isnan().any()):
         raise BadInput("the score returned NaN; a score must be a number for every query and key")
     return scores.to(queries.dtype)
 
@@ -226,9 +227,9 @@ class Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients for the queries, for keys and values if they require one, and for each parameter."""
-        queries, _, _, *parameters = ctx.saved_tensors
+        queries, _, _, *parameters = saved = ctx.saved_tensors  # read once, as checkpoint(use_reentrant=False) demands
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-            grads = _backward(ctx, output_grad, lse_grad)
+            grads = _backward(ctx, saved, output_grad, lse_grad)
         query_grad, key_grad, value_grad, *parameter_grads = Once.guarded(
             grads,
             (queries, *parameters, output_grad, lse_grad, *(column for column in ctx.columns if column is not None)),
@@ -244,13 +245,13 @@ def pool_into(output: Tensor, weights: Tensor, values: Tensor) -> None:  # (c, v
         output.index_add_(1, values, weights)
 
 
-def _backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], output_grad: Tensor, lse_grad: Tensor) -> list[Tensor | None]:
     """Return gradients for the queries, for keys and values if they require one, and for each parameter.
 
     ds = (u (g·v - g·mean) + g_lse w) / T, dv = w g.
     """
     request, source = ctx.request, ctx.source
-    queries, mean, empty, *parameters = ctx.saved_tensors
+    queries, mean, empty, *parameters = saved
     output_grad = output_grad.masked_fill(empty.unsqueeze(1), 0)
     lse_grad = lse_grad.masked_fill(empty, 0)
     offset = (output_grad * mean).sum(dim=1)

@@ -55,7 +55,7 @@ class Layout:
     @property
     def entries(self) -> int:
         """Number of entries, u."""
-        return math.prod(self.lead[i] for i in self.own)
+        return math.prod([self.lead[i] for i in self.own])
 
     def apart(self, tensor: Tensor, last: int) -> Tensor:  # broadcasts to (…, m, last) -> (own …, shared …, m, last)
         """Expand a tensor that belongs to the queries, and permute its dimensions: `own` first, then `shared`."""

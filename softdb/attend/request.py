@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.check import Metric, Tolerance, shown
+from softdb.check import Metric, Tolerance, holds, shown
 from softdb.errors import BadInput
 from softdb.index.query import Query
 from softdb.lazy import cached_property
@@ -47,7 +47,7 @@ class LogScore(torch.nn.Module):
         if isinstance(self.score, Kernel):
             return self.score.log(queries, keys)
         scores = self.score(queries, keys)
-        if bool((scores.detach() < 0).any()):
+        if not holds(~(scores.detach() < 0).any()):
             raise BadInput(
                 f"a score is {scores.detach().min().item()}; normalised weights need kernel values, at least 0: use "
                 "softmax, or a score that is a kernel"

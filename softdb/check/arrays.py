@@ -282,6 +282,10 @@ def queries(
     if tensor.shape[-1:] != (width,):
         came = f"{tensor.shape[1]} wide" if tensor.ndim == 2 else f"of shape {tuple(tensor.shape)}"
         raise BadInput(f"queries are {came} but {taker} {width} wide; encode them alike")
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise BadInput(
+            "queries carry tangents of forward mode (jvp), which no database follows; use torch.autograd.grad"
+        )
     # a finite sum proves that all numbers are finite; otherwise they are checked, as a sum may also overflow
     if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor.detach()).all()):
         bad = (~torch.isfinite(tensor.detach()).all(dim=-1)).nonzero()[0].tolist()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 import operator
 import sys
@@ -14,16 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = [
-    "attribute", "dense", "filled", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
+    "attribute", "dense", "filled", "holds", "integer", "is_tensor", "number", "one_of", "positive", "share", "shown",
     "temperature",
 ]  # fmt: skip
 
 Batched = TypeVar("Batched", bound=Sized)
 
+INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+DTYPES = INTEGERS | {"bool", "bfloat16", "float16", "float32", "float64"}  # the dtypes that softdb reads
 SHOWN = 80  # maximum characters of a rejected value that a message quotes
 LEAST_HEAT = 1e-30  # smallest number in a temperature that is a tensor; its inverse is the largest
 
@@ -42,9 +41,18 @@ def attribute(owner: object, name: str, default: Any = None) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
-        if inspect.getattr_static(owner, name, None) is not None:
+        if hasattr(type(owner), name):
             raise
         return default
+
+
+def holds(condition: Tensor) -> bool:
+    """Read a bool tensor (). Return True where no value can be read: under torch.compile and in torch.func.vmap."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        return torch.compiler.is_compiling() or bool(condition)
+    return True
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
@@ -82,18 +90,9 @@ def dense(tensor: Tensor, name: str) -> Tensor:
         raise BadInput(f"{name} are a sparse tensor ({tensor.layout}); pass its to_dense()")
     if tensor.device.type == "meta":
         raise BadInput(f"{name} are a tensor on the device 'meta', which holds no numbers; move it to 'cpu' or 'cuda'")
-    if tensor.dtype not in _dtypes():
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise BadInput(f"{name} are of type {tensor.dtype}; expected real numbers, such as float32")
     return tensor.resolve_neg()
-
-
-@functools.cache
-def _dtypes() -> frozenset[torch.dtype]:
-    """Return the dtypes that softdb reads."""
-    import torch
-
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool)
-    return frozenset(kinds) | {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 def number(
@@ -108,7 +107,7 @@ def number(
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):
         converted = float(value)  # type: ignore[arg-type]
-        if not isinstance(value, bool | str) and math.isfinite(converted) and fits(converted):
+        if not isinstance(value, bool | str) and abs(converted) < math.inf and fits(converted):
             return converted
     raise BadInput(f"{name} is {shown(value)}; expected {expected}")
 

@@ -54,7 +54,7 @@ def _parsed(mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> Tensor:
         raise BadInput(f"{name} is {shown(mask)}; expected a bool tensor, True = may not attend, or a floating one")
     if tuple(mask.shape) not in shapes:
         raise BadInput(f"{name} has shape {tuple(mask.shape)}; expected {' or '.join(str(shape) for shape in shapes)}")
-    if mask.is_floating_point() and not bool((mask.detach() < torch.inf).all()):
+    if mask.is_floating_point() and not check.holds((mask.detach() < torch.inf).all()):
         raise BadInput(f"{name} holds NaN or +inf; floats are added to the scores, -inf = may not attend")
     return mask
 
@@ -65,7 +65,7 @@ def _split(mask: Tensor) -> Masks:
         return Masks(mask, None)
     blocked = mask == -torch.inf
     added = mask.masked_fill(blocked, 0)
-    return Masks(blocked, added if added.requires_grad or bool(added.any()) else None)
+    return Masks(blocked, added if added.requires_grad or check.holds(added.any()) else None)
 
 
 def records_blocked(

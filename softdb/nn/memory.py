@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from softdb import check
 from softdb.answers import Pooled, shaped
@@ -24,6 +23,7 @@ from softdb.nn.eager import eager
 from softdb.nn.origin import RECORDS, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
+from softdb.nn.sparse_rows import SparseRows
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
 from softdb.scoring import score_of
@@ -35,7 +35,7 @@ REBUILD_SHARE = 0.5  # `commit` rebuilds the index once this share of all record
 SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
-class Memory(Reindexed):
+class Memory(Reindexed, SparseRows):
     """The stored keys and values of a database as parameters. Only the records that a query finds get gradients.
 
     With (k_i, v_i) the parameters, s the score of the database's metric and I the k nearest records:
@@ -121,7 +121,6 @@ class Memory(Reindexed):
             self.register_parameter(name, torch.nn.Parameter(stored(every).float()) if train else None)
         self._touched = torch.zeros(len(self), dtype=torch.bool)  # (n,) True: had a gradient since the last commit
         self._moved = 0  # records written since the database's index was built
-        self._gradient_hooks: list[RemovableHandle] = []
         self._watch()
 
     @property
@@ -138,11 +137,6 @@ class Memory(Reindexed):
             raise BadInput(f"the memory has {placed}; move both with memory.to(device)")
         return devices.pop()
 
-    @property
-    def columns(self) -> dict[str, torch.nn.Parameter]:
-        """The trained columns, "keys" and "values"."""
-        return {name: own for name, own in (("keys", self.keys), ("values", self.values)) if own is not None}
-
     def __len__(self) -> int:
         """Return the number of records in this memory."""
         return len(self._followed.origin.rows)
@@ -157,7 +151,7 @@ class Memory(Reindexed):
 
     @eager
     @shaped
-    def forward(self, queries: Numbers) -> Pooled:  # queries (q, d) or (…, d), a tensor with its graph
+    def forward(self, queries: Numbers) -> Pooled:  # type: ignore[override]  # (q, d) or (…, d), with its graph
         """Answer the soft query over the k nearest records, by the current keys and values.
 
         `exact` is True with at most k records; else `missed_mass` is unknown, NaN. `finder` names the origin of the
@@ -347,23 +341,6 @@ class Memory(Reindexed):
         old, self._build = self._stale, None
         self._stale = old.emptied()
         old.close()  # after the swap, so that queries in other threads find an open index
-
-    def _watch(self) -> None:
-        """Register hooks that record in `_touched` which parameters get gradients."""
-        while self._gradient_hooks:
-            self._gradient_hooks.pop().remove()
-        for parameter in self.columns.values():
-            requires_grad, parameter.requires_grad = parameter.requires_grad, True
-            self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(self._mark))  # type: ignore[no-untyped-call]
-            parameter.requires_grad = requires_grad
-
-    def _mark(self, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if parameter.grad.is_sparse:
-            self._touched.index_fill_(0, parameter.grad._indices()[0], True)
-        else:  # a dense gradient: the loss uses the whole parameter
-            self._touched[:] = True
 
     def _apply(self, *args: Any, **kwargs: Any) -> Memory:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from softdb.index.flat import nearest
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.nn.origin import Origin
+from softdb.nn.sparse_rows import sums_of_rows
 from softdb.nn.stale_index import FEWEST, Version
 from softdb.pool import pool
 from softdb.store import Segment, Snapshot
@@ -173,11 +174,8 @@ class Parameters(Source):
         if self.values is None or not scored.positions.size:
             stored = self.origin.values(scored.positions).to(weights.device)
             return pool(weights, stored, schema.num_classes)
-        # a gather would hold a (q, k, v) copy of the values
-        factors = weights.to(self.values.dtype)
         indices = torch.from_numpy(scored.positions).to(weights.device)
-        output = F.embedding_bag(indices, self.values, mode="sum", per_sample_weights=factors, sparse=True)
-        return output.to(weights.dtype)
+        return sums_of_rows(weights.to(self.values.dtype), self.values, indices).to(weights.dtype)
 
     def rows(self, positions: Positions) -> Positions:
         """Permanent rows of the parameters' records, -1 = none."""

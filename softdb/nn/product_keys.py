@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from softdb.check import integer, shown
+from softdb.check import holds, integer, shown
 from softdb.errors import BadInput
+from softdb.nn.sparse_rows import sums_of_rows
 
 
 class ProductKeys(torch.nn.Module):
@@ -97,7 +96,7 @@ class ProductKeys(torch.nn.Module):
         slots, scores = self.find(inputs)
         flat = (-1, self.num_heads * self.k)
         weights = scores.softmax(-1).reshape(flat).to(self.values.dtype)
-        output = F.embedding_bag(slots.reshape(flat), self.values, mode="sum", per_sample_weights=weights, sparse=True)
+        output = sums_of_rows(weights, self.values, slots.reshape(flat))
         return output.view(*inputs.shape[:-1], self.value_dim)
 
     def find(self, inputs: Tensor) -> tuple[Tensor, Tensor]:  # (…, dim) -> (…, heads, k), (…, heads, k)
@@ -136,19 +135,17 @@ class ProductKeys(torch.nn.Module):
                     "memory with query_norm=False"
                 )
             queries = self.norm(queries)
-        if not bool(queries.detach().isfinite().all()):
+        if not holds(queries.detach().isfinite().all()):
             raise BadInput("queries hold NaN or infinity; repair the inputs, or begin training anew with smaller steps")
         return queries.view(len(flat), self.num_heads, 2, self.key_dim // 2)
 
 
-@functools.lru_cache(maxsize=16)
 def _pairs(
     count: int,  # number of best entries of each codebook, best first
     k: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # (p,), (p,)
     """Return the pairs (i, j) with (i + 1)(j + 1) ≤ k: any other pair has k pairs at least as good as itself."""
-    with torch.inference_mode(False):  # the tensors are cached, and a later call may need gradients
-        rank = torch.arange(1, count + 1)
-        i, j = (rank.unsqueeze(1) * rank <= k).nonzero(as_tuple=True)
-        return i.to(device), j.to(device)
+    pairs = [(i, j) for i in range(min(count, k)) for j in range(min(count, k // (i + 1)))]
+    i, j = torch.tensor(pairs, device=device).unbind(1)
+    return i, j

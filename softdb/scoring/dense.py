@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from softdb.check import shown
+from softdb.check import holds, shown
 from softdb.errors import BadInput
 from softdb.scoring.weighting import Weighed, divisor, largest, masked
 
@@ -86,7 +86,7 @@ class Normalised:
             )
         scores = scores.masked_fill(~live, 0)
         bad = ~((scores >= 0) & (scores < torch.inf))
-        if bool(bad.any()):
+        if not holds(~bad.any()):
             raise BadInput(
                 f"a live score is {scores[bad][0].item()}; normalised weights need kernel values, finite and at least "
                 "0: use softmax, or a score that is a kernel"

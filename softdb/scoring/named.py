@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softdb.check import shown
+from softdb.check import holds, shown
 from softdb.errors import BadInput
 from softdb.scoring.dense import Normalised, Softmax, Uniform
 from softdb.scoring.sparse import Argmax, Entmax15, Sparsemax
@@ -56,7 +56,7 @@ def valid_mask(
         raise BadInput(f"valid_len has shape {tuple(lengths.shape)}; expected (b,) or (b, {q}), one for each query")
     lengths = lengths.to(torch.int64)
     outside = (lengths < 0) | (lengths > n)
-    if bool(outside.any()):
+    if not holds(~outside.any()):
         raise BadInput(f"valid_len holds {int(lengths[outside][0])}; expected 0 to {n}, the number of keys")
     each = lengths if lengths.ndim == 2 else lengths.unsqueeze(1).expand(-1, q)
     return torch.arange(n, device=lengths.device) < each.unsqueeze(2)

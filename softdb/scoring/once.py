@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,3 +34,25 @@ class Once(torch.autograd.Function):
             "the soft query over every record has no second derivative; ask a database for the k nearest (k=), which "
             "is made of plain torch operations, or leave out create_graph=True"
         )
+
+
+@contextlib.contextmanager
+def plain_calls(name: str) -> Iterator[None]:
+    """Raise BadInput for an operation that torch refuses inside a transform of torch.func or in forward mode."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, NotImplementedError) and " AD" in str(error)) and not _transformed():
+            raise
+        raise BadInput(
+            f"{name} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for "
+            "the gradient, and leading dimensions or one call with all queries for vmap"
+        ) from error
+
+
+def _transformed() -> bool:
+    """Return True inside a transform of torch.func, which refuses every Function without `setup_context`."""
+    with contextlib.suppress(RuntimeError):
+        Once.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
+        return False
+    return True

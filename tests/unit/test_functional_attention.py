@@ -535,14 +535,11 @@ def test_a_score_must_return_a_tensor() -> None:
 # -- torch.func --------------------------------------------------------------------------------------------------------
 
 
-def test_vmap_is_refused_with_a_way_round() -> None:
-    query, key, value = torch.randn(5, 3, 4), torch.randn(6, 4), torch.randn(6, 2)
-    with pytest.raises(BadInput, match=r"inside torch\.func\.vmap here; give the batch as leading dimensions"):
-        torch.func.vmap(lambda one: attention(one, key, value))(query)
-
-
-def test_functional_gradients_are_right_or_refused_with_a_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transforms_of_torch_func_are_right_or_refused_with_a_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 2)
+    refused = (
+        r"softdb\.attention cannot run here inside torch\.func\.grad, vmap or jvp; use torch\.autograd\.grad or back"
+    )
 
     def loss(asked: Tensor, weights: str = "softmax") -> Tensor:
         return attention(asked, key, value, weights=weights).square().sum()
@@ -550,9 +547,13 @@ def test_functional_gradients_are_right_or_refused_with_a_way_round(monkeypatch:
     leaf = query.clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(leaf), leaf)
     torch.testing.assert_close(torch.func.grad(loss)(query), expected)
+    each = torch.func.vmap(lambda one: loss(one[None]))(query)
+    torch.testing.assert_close(each.sum(), loss(query))
     for weights in ("sparsemax", "entmax15"):
-        with pytest.raises(BadInput, match=r"inside torch\.func\.grad here; use torch\.autograd\.grad"):
+        with pytest.raises(BadInput, match=refused):
             torch.func.grad(loss)(query, weights)
+        with pytest.raises(BadInput, match=refused):
+            torch.func.vmap(lambda one, weights=weights: loss(one[None], weights))(query)
     monkeypatch.setattr("softdb.functional.DENSE", 0)
-    with pytest.raises(BadInput, match=r"inside torch\.func\.grad here; use torch\.autograd\.grad"):
+    with pytest.raises(BadInput, match=refused):
         torch.func.grad(loss)(query)

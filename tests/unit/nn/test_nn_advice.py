@@ -225,3 +225,39 @@ def test_a_run_resumes_from_the_advised_checkpoint(folder: Path) -> Steps:
         require_fit(db, list(range(50)), checkpoint=file, patience=None, resume=True)
         file.unlink()
         require_fit(db, list(range(50)), checkpoint=file, patience=None)
+
+
+# -- several processes and transforms ----------------------------------------------------------------------------------
+
+
+@advice("fully_shard(model, ignored_params=set(memory.parameters())) and DistributedDataParallel(memory)")
+def test_a_memory_is_left_out_of_shards(folder: Path) -> Steps:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with with_values() as db:
+            yield lambda: fully_shard(soft.Memory(db, k=5), mesh=mesh)
+            memory = soft.Memory(db, k=5)
+            wrapped = nn.parallel.DistributedDataParallel(memory)
+            model = nn.Sequential(nn.Linear(4, 4), wrapped)
+            fully_shard(model, mesh=mesh, ignored_params=set(memory.parameters()))
+            model(QUERIES).output.sum().backward()
+            assert memory.keys is not None
+            assert memory.keys.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@advice("use torch.autograd.grad or backward() for the gradient, and leading dimensions or one call with all queries")
+def test_a_transform_of_torch_func_is_not_needed(folder: Path) -> Steps:
+    with with_values() as db:
+        yield lambda: torch.func.grad(lambda q: db.attend(q).output.sum())(QUERIES)
+        leaf = QUERIES.clone().requires_grad_()
+        answer = db.attend(leaf).output
+        assert torch.autograd.grad(answer.sum(), leaf, retain_graph=True)[0].shape == QUERIES.shape
+        answer.sum().backward()
+        assert leaf.grad is not None
+        assert len(answer) == len(QUERIES)

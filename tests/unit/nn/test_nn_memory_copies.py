@@ -188,3 +188,20 @@ def test_a_frozen_parameter_is_unchanged() -> None:
 
 def test_the_example_runs() -> None:
     assert doctest.testmod(softdb.nn.memory, extraglobs={"torch": torch}).failed == 0
+
+
+def test_functions_that_initialise_embeddings_leave_the_records_as_they_are() -> None:
+    """A memory is an nn.Embedding to DistributedDataParallel, and so it is to a model's `apply`."""
+    model = torch.nn.Sequential(torch.nn.Linear(D, D), Memory(filled()))
+    before = [parameter.detach().clone() for parameter in model[1].parameters()]
+
+    def initialise(module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            torch.nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, torch.nn.Embedding):
+            torch.nn.init.xavier_uniform_(module.weight)
+            module.reset_parameters()
+
+    model.apply(initialise)
+    assert all(map(torch.equal, before, model[1].parameters()))
+    assert [name for name, _ in model[1].named_parameters()] == ["keys", "values"]
