@@ -249,7 +249,9 @@ def spread() -> tuple[Any, Tensor]:
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("metric", METRICS)
-def test_estimates_teach_the_temperature_without_bias(spread: Any, metric: Any) -> None:
+def test_estimates_teach_the_temperature_without_bias(
+    spread: Any, metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, queries = spread
     squares = float(np.square(keys).sum(1).mean())
     base = {"dot": 0.1 * squares, "cosine": 0.1, "l2": 0.2 * squares}[metric]
@@ -275,6 +277,13 @@ def test_estimates_teach_the_temperature_without_bias(spread: Any, metric: Any) 
         assert pooled.hits is not None
         assert plain.hits is not None
         torch.testing.assert_close(pooled.hits.scores[3, :5], plain.hits.scores[0, :5], rtol=1e-5, atol=1e-5)
+        # further rounds draw for some of the queries
+        monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
+        pooled = db.attend(queries, temperature=heat.detach(), rtol=0.01)
+        assert not pooled.exact.all()
+        assert len(pooled.n_pooled.unique()) > 1
+        assert ((pooled.output - exact.output).norm(dim=1) <= 2 * pooled.bar + 1e-6).all()
+        assert ((pooled.lse - shift).exp_() - 1).abs().max() < 0.1
 
 
 @NEEDS_KERNELS
