@@ -157,6 +157,21 @@ def test_any_score_is_divided(name: str, k: int | None) -> None:
     require_like_float64(answer, true, heat_of((Q,)))
 
 
+@pytest.mark.parametrize("k", [None, 5])
+def test_a_score_of_minus_infinity_weighs_nothing(k: int | None) -> None:
+    keys, values, queries = columns()
+    heat, barred = heat_of((Q,)), lambda q, k: (q @ k.T).masked_fill(k[:, 0] > 0, -torch.inf)
+    pooled = database("dot").attend(queries, temperature=heat, score=barred, k=k)
+    keep = keys[:, 0] <= 0
+    with holding(keys[keep], values[keep]) as db:
+        right = db.attend(queries, temperature=heat, k=k)
+    grads = []
+    for answer in (pooled, right):
+        grads.append(torch.autograd.grad(loss(answer.output, answer.lse), heat)[0])
+    torch.testing.assert_close(pooled.output, right.output, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("weights", ["softmax", "sparsemax", "entmax15", "uniform", "argmax"])
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("all_weights", [False, True])
@@ -198,12 +213,16 @@ def test_attention_over_tensors(score: Any, weights: str, shape: tuple[int, ...]
 def test_streamed_attention_over_tensors(score: Any, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(4)
     query = torch.randn(2, 3, 40, 8, generator=random)
-    key, value = (torch.randn(*([1] if shared else [2]), 1 if shared else 3, 500, 8, generator=random) for _ in "kv")
+    key, value = (torch.randn(1 if shared else 2, 3, 500, 8, generator=random) for _ in "kv")
     heat, grads = heat_of((3, 1)), []
     for most in (softdb.functional.DENSE, 0):
         monkeypatch.setattr(softdb.functional, "DENSE", most)
         output = softdb.attention(query, key, value, score=score, temperature=heat)
         grads.append(torch.autograd.grad(output.square().sum(), heat)[0])
+        for head, number in enumerate(heat.flatten().tolist()):
+            own = [column.expand(2, 3, -1, -1)[:, head] for column in (query, key, value)]
+            alone = softdb.attention(*own, score=score, temperature=number)
+            torch.testing.assert_close(output[:, head], alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
 
 
@@ -249,7 +268,9 @@ def spread() -> tuple[Any, Tensor]:
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("metric", METRICS)
-def test_estimates_teach_the_temperature_without_bias(spread: Any, metric: Any) -> None:
+def test_estimates_teach_the_temperature_without_bias(
+    spread: Any, metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, queries = spread
     squares = float(np.square(keys).sum(1).mean())
     base = {"dot": 0.1 * squares, "cosine": 0.1, "l2": 0.2 * squares}[metric]
@@ -275,6 +296,13 @@ def test_estimates_teach_the_temperature_without_bias(spread: Any, metric: Any) 
         assert pooled.hits is not None
         assert plain.hits is not None
         torch.testing.assert_close(pooled.hits.scores[3, :5], plain.hits.scores[0, :5], rtol=1e-5, atol=1e-5)
+        # further rounds draw for some of the queries
+        monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
+        pooled = db.attend(queries, temperature=heat.detach(), rtol=0.01)
+        assert not pooled.exact.all()
+        assert len(pooled.n_pooled.unique()) > 1
+        assert ((pooled.output - exact.output).norm(dim=1) <= 2 * pooled.bar + 1e-6).all()
+        assert ((pooled.lse - shift).exp_() - 1).abs().max() < 0.1
 
 
 @NEEDS_KERNELS
@@ -288,7 +316,7 @@ def test_samples_by_codes_follow_each_temperature(spread: Any, monkeypatch: pyte
         assert exact.weights is not None
         entropy = -torch.special.xlogy(exact.weights, exact.weights).sum(1)
         doubt = samples.log_prob.std(1) / 20
-    assert not samples.scanned.all()
+    assert not samples.scanned.any()
     assert ((-samples.log_prob.mean(1) - entropy).abs() <= 5 * doubt + 1e-3).all()
 
 

@@ -148,6 +148,8 @@ def test_a_memory_has_a_temperature_to_train(metric: Any) -> None:
         assert memory.keys.grad.is_sparse
         sparse = torch.optim.SparseAdam([*memory.columns.values()], lr=0.1)
         memory.check(sparse)
+        with pytest.raises(BadInput, match="holds no parameter of the memory"):
+            memory.check(torch.optim.Adam([heat]))
         sparse.step()  # type: ignore[no-untyped-call]
         torch.optim.Adam([heat], lr=0.1).step()
         assert heat.item() != pytest.approx(0.6)
@@ -217,6 +219,9 @@ def test_reports_take_temperatures() -> None:
             for i in range(Q):
                 alone = gradient_report(db, queries[i : i + 1], temperature=each[i], k=2)
                 assert few.mass[i].item() == pytest.approx(alone.mass.item(), rel=1e-4)
+            every = Telemetry(every=1, sample=Q)(db, queries, temperature=heat, k=2)  # in another order
+            assert every is not None
+            torch.testing.assert_close(every.mass.sort().values, few.mass.sort().values)
             measured = telemetry(db, queries, temperature=heat, k=N)
             assert measured is not None
             assert float(measured.cosine.min()) > 0.999

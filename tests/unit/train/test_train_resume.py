@@ -53,6 +53,20 @@ def test_a_resumed_run_continues_its_random_stream(tmp_path: Path, monkeypatch: 
     same(fit(*given, **words), fit(*given, **words, checkpoint=file, resume=True))
 
 
+def test_a_finished_run_has_the_temperature_of_its_best_epoch(tmp_path: Path) -> None:
+    words: dict[str, Any] = {
+        **SMALL,
+        "temperature": "learn",
+        "patience": 1,
+        "lr": 0.2,
+        "checkpoint": tmp_path / "run.pt",
+    }
+    done = fit(*world(), **words)
+    assert 0 < done.best < len(done.history)
+    assert done.temperature == done.history[done.best - 1].temperature
+    same(done, fit(*world(), **words, resume=True))
+
+
 def test_a_finished_run_resumes_for_more_epochs(tmp_path: Path) -> None:
     db, queries, positives = world()
     file = tmp_path / "run.pt"
