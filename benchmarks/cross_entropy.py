@@ -51,11 +51,14 @@ def made(q: int, n: int, d: int) -> World:
 
     def of_clusters(count: int) -> Tensor:
         own = centres[torch.randint(200, (count,), generator=random)]
-        return 1.5 * d**-0.25 * (own + 0.8 * torch.randn(count, d - 1, generator=random))
+        vectors: Tensor = 1.5 * d**-0.25 * (own + 0.8 * torch.randn(count, d - 1, generator=random))
+        return vectors
 
     weight = torch.cat([of_clusters(n), (log_frequency - log_frequency.mean()).unsqueeze(1)], 1)
     queries = torch.cat([of_clusters(q), torch.full((q, 1), 0.7)], 1)
-    chances = torch.cat([part.softmax(1).multinomial(1, generator=random) for part in (queries @ weight.mT).split(64)])
+    chances = torch.cat(
+        [part.softmax(1).multinomial(1, generator=random) for part in torch.split(queries @ weight.mT, 64)]
+    )
     return World(queries, weight, chances[:, 0])
 
 

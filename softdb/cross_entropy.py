@@ -96,7 +96,7 @@ def linear_cross_entropy(
         keep = rows != ignore_index
         flat, rows = flat[keep], rows[keep]
         if (draws is None and k is None) or (draws is not None and DRAW_COST * draws >= len(weight)):
-            losses = _Exact.apply(flat, _RowGradient.apply(weight) if sparse else weight, rows)  # type: ignore[no-untyped-call]
+            losses: Tensor = _Exact.apply(flat, _RowGradient.apply(weight) if sparse else weight, rows)  # type: ignore[no-untyped-call]
         else:
             near = rows.unsqueeze(1) if k is None else torch.cat([rows.unsqueeze(1), _nearest(flat, weight, k)], 1)
             losses = _estimated(flat, weight, near, _drawn(weight, draws or 0, generator), sparse)
@@ -161,7 +161,8 @@ class _Exact(torch.autograd.Function):
         with torch.enable_grad():
             ctx.total = _log_sum(*ctx.own)
         ctx.save_for_backward(queries, weight, targets)
-        return ctx.total.detach() - (queries * weight[targets]).sum(1)
+        losses: Tensor = ctx.total.detach() - (queries * weight[targets]).sum(1)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,7 +187,7 @@ def _nearest(queries: Tensor, weight: Tensor, k: int) -> Tensor:  # (q, k)
     groups, together = -(-n // GROUP), max(1, min(SCORED // n, len(queries)))
     table = queries.new_full((together, groups * GROUP), -torch.inf)
     best = [torch.empty(0, k, dtype=torch.int64, device=queries.device)]
-    for some in queries.split(together):
+    for some in torch.split(queries, together):
         torch.mm(some, rows.mT, out=table[: len(some), :n])
         scores = table[: len(some)].view(len(some), groups, GROUP)
         chosen = scores.amax(2).topk(min(k, groups), sorted=False).indices
