@@ -161,7 +161,7 @@ def measured(world: World, rounds: int) -> dict[str, Any]:
         with Peak() as peak:
             returned = step(loss, world)
         kept = sum(grad.untyped_storage().nbytes() for grad in returned if not grad.is_sparse)
-        rows[name] = {"more_mib": round((peak.more - kept) / MIB, 1)}
+        rows[name] = {"more_mib": round(max(0, peak.more - kept) / MIB, 1)}
         if name not in EXACT and not name.startswith(("BCE", "torch")):
             errors = [distance(step(loss, world)[1:], right) for _ in range(5)]
             rows[name]["gradient_error"] = round(float(np.mean(np.square(errors)) ** 0.5), 4)
