@@ -81,13 +81,14 @@ def linear_cross_entropy(
     >>> round(loss.item(), 4), rows.grad.shape
     (0.2395, torch.Size([3, 3]))
     """
+    ignore_index = check.integer(ignore_index, "ignore_index", -(1 << 63), (1 << 63) - 1)
     queries, weight, targets = _checked(queries, weight, targets, ignore_index)
     check.one_of(reduction, "reduction", ("mean", "sum", "none"))
     if not (sparse is None or isinstance(sparse, bool)):
         raise BadInput(f"sparse is {shown(sparse)}; expected True, False or None")
     heat = check.temperature(temperature, targets.shape)
     k = None if k is None else min(check.integer(k, "k"), len(weight))
-    draws = None if max_draws is None else check.integer(max_draws, "max_draws")
+    draws = None if max_draws is None else min(check.integer(max_draws, "max_draws"), len(weight))
     sparse = (k is not None or draws is not None) if sparse is None else sparse
     check.generator(generator)
     with check.precise():
@@ -107,7 +108,7 @@ def linear_cross_entropy(
         return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(queries: Any, weight: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments as tensors, queries in the dtype of the computation. Raises BadInput."""
     queries, weight, targets = as_tensor(queries, "queries"), as_tensor(weight, "weight"), as_tensor(targets, "targets")
     for name, tensor in (("queries", queries), ("weight", weight)):
@@ -123,12 +124,12 @@ def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> t
     if not queries.device == weight.device == targets.device:
         devices = f"{queries.device}, {weight.device} and {targets.device}"
         raise BadInput(f"queries, weight and targets are on {devices}; move them to one device")
-    targets, ignored = targets.long(), check.integer(ignore_index, "ignore_index", -(1 << 63))
-    wrong = (targets != ignored) & ((targets < 0) | (targets >= len(weight)))
+    targets = targets.long()
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))
     if bool(wrong.any()):
         raise BadInput(
             f"targets hold {int(targets[wrong][0])}; expected row numbers from 0 to {len(weight) - 1}, or ignore_index "
-            f"({ignored}) for queries without a loss"
+            f"({ignore_index}) for queries without a loss"
         )
     return queries.to(torch.promote_types(queries.dtype, torch.float32)), weight, targets
 
