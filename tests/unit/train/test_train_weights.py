@@ -126,7 +126,7 @@ def test_a_fall_of_recall_1_is_reported_though_recall_10_rose(tmp_path: Path, mo
 def test_a_fall_without_a_rise_names_only_what_fell() -> None:
     before, lower, higher = Ranking(0.5, 0.6, 0.5, 9), Ranking(0.4, 0.6, 0.5, 9), Ranking(0.5, 0.7, 0.4, 9)
     projection = QueryProjection(2)
-    assert Fitted(projection, before, lower, [], 1).fall == "recall@1 0.500 -> 0.400"
-    assert Fitted(projection, before, higher, [], 1).fall == "MRR@100 0.500 -> 0.400"
-    assert Fitted(projection, before, before, [], 1).fall == ""
-    assert "though" not in str(Fitted(projection, before, lower, [], 1))
+    assert Fitted(projection, before, lower, [], 1, 0.05).fall == "recall@1 0.500 -> 0.400"
+    assert Fitted(projection, before, higher, [], 1, 0.05).fall == "MRR@100 0.500 -> 0.400"
+    assert Fitted(projection, before, before, [], 1, 0.05).fall == ""
+    assert "though" not in str(Fitted(projection, before, lower, [], 1, 0.05))
