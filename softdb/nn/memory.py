@@ -105,12 +105,13 @@ class Memory(Reindexed, SparseRows):
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+        self.learnt = torch.nn.ParameterDict()  # apart from the rows, whose gradients are sparse
         if isinstance(temperature, torch.nn.Parameter):
             check.temperature(temperature)
+            self.learnt["temperature"] = temperature
         else:
             advice = "a memory trains only an nn.Parameter; pass one, or its item()"
-            temperature = check.number(temperature, "temperature", "a finite number above 0", lambda x: x > 0, advice)
-        self.temperature = temperature
+            self._heat = check.number(temperature, "temperature", "a finite number above 0", lambda x: x > 0, advice)
         origin = Origin.newest(db)
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
         self._followed = Followed.of(origin)
@@ -136,6 +137,11 @@ class Memory(Reindexed, SparseRows):
             placed = " and ".join(f"{name} on {parameter.device}" for name, parameter in self.columns.items())
             raise BadInput(f"the memory has {placed}; move both with memory.to(device)")
         return devices.pop()
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """The temperature, a number or a parameter."""
+        return self.learnt["temperature"] if "temperature" in self.learnt else self._heat
 
     def __len__(self) -> int:
         """Return the number of records in this memory."""

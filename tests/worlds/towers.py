@@ -49,7 +49,7 @@ class Tower(torch.nn.Module):
         elif row == "nn.Attention":
             self.layer: Any = Attention(db, D, 2, batch_first=True)
         elif row == "nn.Memory":
-            self.layer = Memory(db, k=5, temperature=0.7)
+            self.layer = Memory(db, k=5, temperature=torch.nn.Parameter(torch.tensor(0.7)))
         elif row in ("nn.View", "losses"):
             self.layer = View(db, torch.nn.Linear(D, D, bias=False))
 
