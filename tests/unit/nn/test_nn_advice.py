@@ -235,7 +235,8 @@ def test_a_memory_is_left_out_of_shards(folder: Path) -> Steps:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         with with_values() as db:
@@ -258,6 +259,6 @@ def test_a_transform_of_torch_func_is_not_needed(folder: Path) -> Steps:
         leaf = QUERIES.clone().requires_grad_()
         answer = db.attend(leaf).output
         assert torch.autograd.grad(answer.sum(), leaf, retain_graph=True)[0].shape == QUERIES.shape
-        answer.sum().backward()
+        answer.sum().backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         assert len(answer) == len(QUERIES)
