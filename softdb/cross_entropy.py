@@ -16,7 +16,7 @@ from softdb.check import shown
 from softdb.device import placed_tensors
 from softdb.errors import BadInput
 from softdb.scoring import Dot
-from softdb.scoring.once import Once
+from softdb.scoring.once import Once, plain_calls
 
 __all__ = ["linear_cross_entropy"]
 
@@ -29,6 +29,7 @@ NOT_FINITE = (
 SCORED = 1 << 23  # number of scores computed at once in a search: 32 MB
 
 
+@plain_calls("softdb.linear_cross_entropy")
 def linear_cross_entropy(
     queries: Any,  # (…, d)
     weight: Any,  # (n, d)
