@@ -141,7 +141,8 @@ class Memory(Reindexed, SparseRows):
     @property
     def temperature(self) -> float | Tensor:
         """The temperature, a number or a parameter."""
-        return self.learnt["temperature"] if "temperature" in self.learnt else self._heat
+        learnt: Tensor | None = self.learnt.get("temperature")
+        return self._heat if learnt is None else learnt
 
     def __len__(self) -> int:
         """Return the number of records in this memory."""
