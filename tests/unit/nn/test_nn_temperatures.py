@@ -135,7 +135,7 @@ def test_a_memory_has_a_temperature_to_train(metric: Any) -> None:
     with holding(keys, values, metric=metric) as db:
         heat = torch.nn.Parameter(torch.tensor(0.6))
         memory = Memory(db, k=8, temperature=heat)
-        assert [name for name, _ in memory.named_parameters()] == ["temperature", "keys", "values"]
+        assert [name for name, _ in memory.named_parameters()] == ["keys", "values", "learnt.temperature"]
         assert "temperature=0.6" in repr(memory).replace("0.6000000238418579", "0.6")
         wide = heat.detach().double().requires_grad_()
         logits, chosen = (scores_of(metric, queries.double(), keys.double()) / wide).topk(8)
