@@ -156,7 +156,7 @@ def test_a_memory_has_a_temperature_to_train(metric: Any) -> None:
         assert memory.commit() > 0
         other = Memory(db, k=8, temperature=torch.nn.Parameter(torch.tensor(1.0)))
         other.load_state_dict(memory.state_dict())
-        assert torch.equal(other.state_dict()["temperature"], heat.detach())
+        assert torch.equal(other.state_dict()["learnt.temperature"], heat.detach())
         copied = copy.deepcopy(memory)
         torch.testing.assert_close(copied(queries).output, memory(queries).output)
 
