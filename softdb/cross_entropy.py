@@ -226,8 +226,8 @@ def _estimated(
             summed = drawn[at] == known
             others[summed.nonzero()[:, 0], at[summed]] = False
         sample = F.embedding(drawn, weight, sparse=sparse).to(queries.dtype)
-        rest = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
-        total = torch.logaddexp(total, rest)
+        drawn_sum = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
+        total = torch.logaddexp(total, drawn_sum)
     return total - scores[:, 0]
 
 

@@ -170,7 +170,7 @@ class Fused(torch.autograd.Function):
             *sums, grad, grad_of_lse = (array[chunk] for array in given)
             arguments = np.ascontiguousarray(plain[chunk]), ctx.what.chunk(chunk), _PassSums(*sums), (grad, grad_of_lse)
             own = None if factors is None else np.ascontiguousarray(factors[chunk])
-            query_grad[chunk] = backward(*arguments, written, own, scale_grad[chunk])
+            query_grad[chunk], scale_grad[chunk] = backward(*arguments, written, own)
         sources = queries, output_grad, lse_grad, *(t for t in (scales, *ctx.columns) if t is not None)
         grads = torch.from_numpy(query_grad), None if scales is None else torch.from_numpy(scale_grad).to(scales)
         return *Once.guarded([*grads, *columns], sources), None
@@ -213,9 +213,8 @@ def backward(
     grads: Sequence[Array],  # gradients for output (q, v) and lse (q,), float32
     column_grads: Sequence[Array | None] = (None, None),  # (n, d) and (n, v) float32, to add to
     scales: Array | None = None,  # (q,) float32
-    scale_grad: Array | None = None,  # (q,) float64, to write to
-) -> Array:  # (q, d) float32
-    """Return the gradient for the queries. Add the gradients for keys and values to `column_grads` unless it is None.
+) -> tuple[Array, Array]:  # (q, d) float32, (q,) float64
+    """Return the gradients for queries and scales. Add those for keys and values to `column_grads` unless it is None.
 
     With c the scales and z = c s the logits, dL/dc = Σ dz s = (Σ dz (z - top) + g_lse top) / c, as Σ dz = g_lse. Keys
     have a gradient for dot products only. Each thread handles its own records, so no two write the same row.
@@ -246,10 +245,9 @@ def backward(
     pulled, mass, along = (np.sum(column, axis=0) for column in zip(*share_out(work, parts), strict=True))
     if what.metric is Metric.L2:  # d/dq of -‖q - k‖² is 2 (k - q)
         pulled = 2 * (pulled - mass[:, None] * seen)
-    if scales is not None and scale_grad is not None:
-        pulled *= scales[:, None]
-        scale_grad[:] = (along + np.where(empty, 0, lse_grad * sums.top.astype(np.float64))) / scales
-    return np.asarray(pulled, np.float32)
+    factors = np.ones(len(queries)) if scales is None else scales
+    scale_grad = (along + np.where(empty, 0, lse_grad * sums.top.astype(np.float64))) / factors
+    return np.asarray(pulled * factors[:, None], np.float32), scale_grad
 
 
 LOWEST = np.finfo(np.float32).min  # below every score

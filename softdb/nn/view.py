@@ -51,9 +51,9 @@ class View(Reindexed):
     computes scores with gradient in its current mode. Threads take turns with a view's encoder; a direct call of the
     encoder at the same time may run in eval mode. Autocast affects only the encoder: scores and pooling have the
     precision of the queries. The encoder is a submodule. The handle and the stale index are not in the state_dict;
-    copies share the handle. Loading a state_dict or a pickle, or moving to another device, invalidates the index, which
-    is then rebuilt when it is needed. The n d' numbers of encodings made on a GPU stay there, and every encoding is
-    compared. Answers are on the device of the queries. A view writes nothing, so the database may be read-only.
+    copies share the handle. After loading a state_dict or a pickle, or a move to another device, the index is rebuilt
+    when it is needed. The n d' numbers of encodings made on a GPU stay there, and every encoding is compared. Answers
+    are on the device of the queries. A view writes nothing, so the database may be read-only.
 
     Cost: reindexing encodes and indexes n records, n d' numbers in memory; `attend(k=)` is a search, then encodes up to
     q overfetch k records, and q k of them again with gradient.
@@ -148,14 +148,13 @@ class View(Reindexed):
 
         With `rtol`, `atol` or `max_draws` the codes of the stale index draw records for each query. They are encoded
         and weighted by their inverse probabilities, so Σ e^s, Σ e^s v and their gradients are unbiased however stale
-        the index is; a staler index adds variance. `stderr` is estimated from the draws. `bar` is NaN, as the codes
-        bound no error: a record that is near only since training moved it may never be drawn. So `met` is no guarantee,
-        unlike a database's: it is True if the error that the draws show is within the tolerance. The answer is exact if
-        that encodes no more records, or if there are no codes (below 10,000 records, kind "flat", on a GPU).
+        the index is. `stderr` and `met` are estimates from the draws; `bar` is NaN, as a record that is near only since
+        training moved it may never be drawn. The answer is exact if that encodes no more records, or without codes
+        (below 10,000 records, kind "flat", on a GPU).
 
-        Without these and k every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and
-        n encodings, memory for the activations of one block and, with a gradient, q v numbers for each block. With k
-        `missed_mass` is NaN, unknown. With a kernel as score, the kernel replaces exp(s / T), as in `SoftDB.attend`.
+        Without these and k every record is encoded, `batch_size` at a time, and again in backward: cost q n d' and n
+        encodings, memory for the activations of a block and, with a gradient, q v numbers for each block. With k
+        `missed_mass` is NaN. With a kernel as score, the kernel replaces exp(s / T).
 
         Args:
             queries: numbers (q, d') or (…, d'), as wide as f(k), or a tensor with its graph.
@@ -163,16 +162,15 @@ class View(Reindexed):
             k: pool the k best candidates; the `finder` of the answer is then "stale index".
             score: a `softdb.scores` object or a callable; an nn.Module's parameters get gradients too. None: the
                 metric's. A score that ranks differently from the metric is computed for every record (finder "scan").
-            rtol, atol: tolerance for 95 % of the errors ‖ô - o‖: atol + rtol max(‖o‖, 0.1 r), where r² = Σ w ‖v‖². At
-                least 100 draws, encoded without gradient, predict how many others each answer needs.
-            max_draws: number of records to draw for each query, once, even if a tolerance is not met.
+            rtol, atol: tolerance for 95 % of the errors ‖ô - o‖: atol + rtol max(‖o‖, 0.1 r), where r² = Σ w ‖v‖².
+            max_draws: number of records to draw for each query, once.
             generator: random numbers for the draws; pass one in training. None: every call draws the same numbers.
             where: a filter on the payload.
 
         Raises:
             BadInput: arguments, or the encoder's output, cannot be used; the message names the record.
-            StaleRead: the stale index is older than `max_age`. `explain()` of an answer over every record raises it if
-                the encoder has changed since the answer.
+            StaleRead: the stale index is older than `max_age`; also from `explain()` of an answer over every record, if
+                the encoder has changed since.
             Closed: the database was closed.
         """
         count = None if k is None else check.integer(k, "k")
@@ -242,13 +240,9 @@ class View(Reindexed):
             heat = check.temperature(temperature, check.leading(queries, len(vectors)))
             request = Request.of(vectors, score, None, heat)
             folded = request.detached.folded
-            indexable = (
-                (k is not None or tolerance is not None)
-                and not exact
-                and folded is not None
-                and folded.metric is self.metric
-            )
-            version = self._current(encoding) if indexable else None
+            ranked = folded is not None and folded.metric is self.metric
+            wanted = (k is not None or tolerance is not None) and not exact
+            version = self._current(encoding) if wanted and ranked else None
             snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
         if version is not None and request.plain_score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()

@@ -180,8 +180,8 @@ class _SoftNeighbors(_Neighbors):
         return self._unweighted(answer.output)
 
     def _unweighted(self, pooled: Tensor) -> NDArray[np.float64]:  # (q, c) -> (q, v)
-        whole = pooled.double().numpy()
-        return whole if self.db_.num_classes else means(whole, self._weighted)
+        answer = pooled.double().numpy()
+        return answer if self.db_.num_classes else means(answer, self._weighted)
 
     def _learnt(self, true: NDArray[Any], weights: NDArray[np.float64] | None) -> float:
         """Return the temperature of the least leave-one-out loss, or 1 if the loss does not depend on it."""

@@ -131,8 +131,8 @@ def columns(y: NDArray[Any], weights: NDArray[np.float64] | None) -> NDArray[np.
 @np.errstate(invalid="ignore")  # 0 / 0 is NaN where a kernel reaches no sample
 def means(pooled: NDArray[Any], weighted: bool) -> NDArray[np.float64]:  # (q, 2 v + 2) -> (q, v)
     """Undo `columns`: return the pooled y or, with weights, the pooled w y over the pooled w."""
-    whole = joined(pooled)
-    return whole[:, :-1] / whole[:, -1:] if weighted else whole
+    sums = joined(pooled)
+    return sums[:, :-1] / sums[:, -1:] if weighted else sums
 
 
 def halves(y: NDArray[Any]) -> NDArray[np.float32]:  # (n, v) -> (n, 2 v)
