@@ -71,6 +71,7 @@ class Settings:
     """Settings of the network and of its training, the same for every way."""
 
     width: int = 64
+    key_width: int = 32
     dropout: float = 0.2
     batch: int = 1330  # rows; with so many, `softdb.attention` streams the scores through its kernels
     rate: float = 5e-3
@@ -153,18 +154,20 @@ class SoftNeighbours(nn.Module):
         super().__init__()
         width = settings.width
 
-        def layers(hidden: int, bias: bool = True) -> list[nn.Module]:
+        def layers(inner: int, hidden: int, bias: bool = True) -> list[nn.Module]:
             last = nn.Linear(hidden, width, bias=bias)
-            return [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(settings.dropout), last]
+            return [nn.Linear(inner, hidden), nn.ReLU(), nn.Dropout(settings.dropout), last]
 
         self.rows, self.alone = rows, way == "no neighbours"
         self.pair = as_they_are if way == "dot product" else longer
         self.values = torch.cat([rows, targets], 1) if way.startswith("...") else rows
-        self.embed, self.key = nn.Linear(rows.shape[1], width), nn.Linear(width, width)
+        self.embed, self.key = nn.Linear(rows.shape[1], width), nn.Linear(width, settings.key_width)
         self.value = nn.Linear(self.values.shape[1], width)
-        self.correct = nn.Sequential(*layers(width, bias=False)) if way == "... and corrections" else None
+        self.correct = (
+            nn.Sequential(*layers(settings.key_width, width, bias=False)) if way == "... and corrections" else None
+        )
         self.near = torch.empty(0)  # (n, 96) training rows nearest to each training row, by the keys of `refresh`
-        self.block = nn.Sequential(nn.LayerNorm(width), *layers(2 * width))
+        self.block = nn.Sequential(nn.LayerNorm(width), *layers(width, 2 * width))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, rows: Tensor, own: Tensor | None = None) -> Tensor:  # (q, p), (q,) -> (q, 1)
@@ -175,13 +178,13 @@ class SoftNeighbours(nn.Module):
         predicted: Tensor = self.head(x + self.block(x))
         return predicted
 
-    def pooled(self, x: Tensor, own: Tensor | None) -> Tensor:  # (q, d), (q,) -> (q, d)
+    def pooled(self, x: Tensor, own: Tensor | None) -> Tensor:  # (q, w), (q,) -> (q, w)
         """Return V and Y of the mean over all training rows."""
         queries, keys = self.pair(self.key(x), self.key(self.embed(self.rows)))
         mean: Tensor = self.value(softdb.attention(queries, keys, self.values, score=Dot(), mask=self.others(own)))
         return mean
 
-    def corrected(self, x: Tensor, rows: Tensor, own: Tensor | None) -> Tensor:  # (q, d), (q, p), (q,) -> (q, d)
+    def corrected(self, x: Tensor, rows: Tensor, own: Tensor | None) -> Tensor:  # (q, w), (q, p), (q,) -> (q, w)
         """Return the mean of V, Y and T over the nearest training rows."""
         assert self.correct is not None
         near = self.nearest(rows) if own is None else self.near[own]  # (q, 96)
