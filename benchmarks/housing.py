@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import time
@@ -44,6 +45,7 @@ from sklearn.preprocessing import QuantileTransformer
 from torch import Tensor, nn
 
 import softdb
+import softdb.functional
 from softdb.errors import BadInput
 from softdb.scores import Dot, NegativeL2
 
@@ -64,6 +66,7 @@ PUBLISHED = {
 }
 NEAR = 96  # number of neighbours that are corrected, as in TabR
 CHUNK = 2048  # rows predicted at once
+softdb.functional.DENSE = 1 << 20  # scores: beyond them the kernels stream, which here takes a third of torch's time
 
 
 @dataclass
@@ -71,12 +74,13 @@ class Settings:
     """Settings of the network and of its training, the same for every way."""
 
     width: int = 64
-    key_width: int = 32
+    key_width: int = 64
+    temperature: float = 0.1
     dropout: float = 0.2
-    batch: int = 1330  # rows; with so many, `softdb.attention` streams the scores through its kernels
-    rate: float = 5e-3
+    batch: int = 256
+    rate: float = 3e-3
     weight_decay: float = 1e-4
-    epochs: int = 32
+    epochs: int = 16
     refresh: int = 4  # epochs after which the nearest rows are found anew, for corrections
 
 
@@ -158,6 +162,7 @@ class SoftNeighbours(nn.Module):
             last = nn.Linear(hidden, width, bias=bias)
             return [nn.Linear(inner, hidden), nn.ReLU(), nn.Dropout(settings.dropout), last]
 
+        self.temperature = settings.temperature
         self.rows, self.alone = rows, way == "no neighbours"
         self.pair = as_they_are if way == "dot product" else longer
         self.values = torch.cat([rows, targets], 1) if way.startswith("...") else rows
@@ -181,7 +186,11 @@ class SoftNeighbours(nn.Module):
     def pooled(self, x: Tensor, own: Tensor | None) -> Tensor:  # (q, w), (q,) -> (q, w)
         """Return V and Y of the mean over all training rows."""
         queries, keys = self.pair(self.key(x), self.key(self.embed(self.rows)))
-        mean: Tensor = self.value(softdb.attention(queries, keys, self.values, score=Dot(), mask=self.others(own)))
+        mean: Tensor = self.value(
+            softdb.attention(
+                queries, keys, self.values, score=Dot(), mask=self.others(own), temperature=self.temperature
+            )
+        )
         return mean
 
     def corrected(self, x: Tensor, rows: Tensor, own: Tensor | None) -> Tensor:  # (q, w), (q, p), (q,) -> (q, w)
@@ -190,7 +199,7 @@ class SoftNeighbours(nn.Module):
         near = self.nearest(rows) if own is None else self.near[own]  # (q, 96)
         key, candidates = self.key(x).unsqueeze(1), self.key(self.embed(self.rows))[near]  # (q, 1, d), (q, 96, d)
         values = self.value(self.values)[near] + self.correct(key - candidates)
-        return softdb.attention(key, candidates, values, score=NegativeL2()).squeeze(1)
+        return softdb.attention(key, candidates, values, score=NegativeL2(), temperature=self.temperature).squeeze(1)
 
     def others(self, own: Tensor | None) -> Tensor | None:  # (q,) -> (q, n)
         """Return the mask of all training rows but the own."""
@@ -276,6 +285,16 @@ def table(seeds: dict[str, Any]) -> dict[str, dict[str, float]]:
     return rows
 
 
+def markdown(rows: dict[str, dict[str, float]]) -> list[str]:
+    """Return the rows of the table in Markdown; a way that was not run has no figure of ours."""
+    lines = []
+    for way, row in rows.items():
+        own = f"{row['rmse']:.3f} ± {row['deviation']:.3f}" if "rmse" in row else ""
+        spread = f" ± {row['published_deviation']:.3f}" if row["published_deviation"] else ""
+        lines.append(f"| {way} | {own} | {row['published']:.3f}{spread} |")
+    return lines
+
+
 def main() -> None:
     """Train every way with every seed; write the report after each run, and skip the runs that it has."""
     ways = [way for way in PUBLISHED if way not in ("nearest rows", "TabR-S", "XGBoost", "CatBoost")]
@@ -291,6 +310,7 @@ def main() -> None:
     settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
     features, targets = districts(args.data)
     facts = {**provenance(["softdb", "torch", "numpy", "scikit-learn"]), "settings": asdict(settings)}
+    facts["data"] = {"rows": len(targets), "sha256": hashlib.sha256(args.data.read_bytes()).hexdigest()}
     seeds: dict[str, Any] = {}
     if args.out and args.out.exists() and (earlier := json.loads(args.out.read_text()))["settings"] == asdict(settings):
         seeds = earlier["seeds"]
@@ -301,8 +321,7 @@ def main() -> None:
                 report[way] = nearest_rows(data) if way == "nearest rows" else trained(way, data, seed, settings)
                 if args.out:
                     write_json(args.out, {**facts, "table": table(seeds), "seeds": seeds})
-    for way, row in table(seeds).items():
-        print(f"{way:20}", row)
+    print("\n".join(markdown(table(seeds))))
 
 
 if __name__ == "__main__":
