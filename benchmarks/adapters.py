@@ -46,7 +46,7 @@ LABELS = {
     "unseen_recall_1": "recall@1, unseen",
     "unseen_recall_10": "recall@10, unseen",
 }
-SETTINGS = {"temperature": 0.05, "lr": 5e-4, "batch_size": 64, "epochs": 20}
+SETTINGS = {"temperature": 0.05, "lr": 1e-4, "batch_size": 64, "epochs": 20}
 WAYS: dict[str, dict[str, Any]] = {
     "every epoch": {"patience": None, "holdout": 0.05},
     "stopped early": {"patience": 3, "holdout": 0.2},

@@ -66,7 +66,6 @@ PUBLISHED = {
 }
 NEAR = 96  # number of neighbours that are corrected, as in TabR
 CHUNK = 2048  # rows predicted at once
-softdb.functional.DENSE = 1 << 20  # scores: beyond them the kernels stream, which here takes a third of torch's time
 
 
 @dataclass
@@ -242,7 +241,7 @@ def trained(way: str, data: Split, seed: int, settings: Settings) -> dict[str, A
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, total_steps=total, pct_start=0.1)
     for epoch in range(1, settings.epochs + 1):
         losses = []
-        if model.correct is not None and epoch % settings.refresh == 1:
+        if model.correct is not None and (epoch - 1) % settings.refresh == 0:
             model.refresh()
         for batch in torch.randperm(len(rows)).split(settings.batch):
             loss = (model(rows[batch], batch) - targets[batch]).square().mean()
@@ -289,9 +288,9 @@ def markdown(rows: dict[str, dict[str, float]]) -> list[str]:
     """Return the rows of the table in Markdown; a way that was not run has no figure of ours."""
     lines = []
     for way, row in rows.items():
-        own = f"{row['rmse']:.3f} ± {row['deviation']:.3f}" if "rmse" in row else ""
+        own = f" {row['rmse']:.3f} ± {row['deviation']:.3f}" if "rmse" in row else ""
         spread = f" ± {row['published_deviation']:.3f}" if row["published_deviation"] else ""
-        lines.append(f"| {way} | {own} | {row['published']:.3f}{spread} |")
+        lines.append(f"| {way} |{own} | {row['published']:.3f}{spread} |")
     return lines
 
 
@@ -307,6 +306,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    softdb.functional.DENSE = 1 << 20  # more scores are streamed by the kernels, which here takes a third of the time
     settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
     features, targets = districts(args.data)
     facts = {**provenance(["softdb", "torch", "numpy", "scikit-learn"]), "settings": asdict(settings)}
