@@ -159,6 +159,24 @@ def test_the_table_of_error_bars_is_that_of_the_result(monkeypatch: pytest.Monke
     ] == []
 
 
+def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    housing, adapters = (importlib.import_module(name) for name in ("housing", "adapters"))
+    page = (ROOT / "docs" / "published.md").read_text(encoding="utf-8").replace("**", "")
+    reports = [loaded(path.stem) for path in sorted(RESULTS.glob("adapters*.json"))]
+    tables = [adapters.markdown(report["ways"]["every epoch"]["table"]) for report in reports]
+    for report in reports:
+        counts = next(iter(report["ways"]["every epoch"]["seeds"].values()))["before"]
+        seen = counts["queries"] - counts["unseen_queries"]
+        assert f"{seen} of the {counts['queries']} test claims" in page
+        assert f"The other {counts['unseen_queries']} claims" in page
+    kept = [run["epochs"] for report in reports for run in report["ways"]["stopped early"]["seeds"].values()]
+    assert set(kept) == {0}, "the page says that stopping early keeps the identity"
+    for rows in (housing.markdown(housing.table(loaded("housing")["seeds"])), *tables):
+        assert "\n".join(rows) in page
+
+
 def agrees(quoted: str, value: float) -> bool:
     """Return whether the quoted number is the value, rounded to the digits that it shows."""
     digits = quoted.replace(",", "")
