@@ -12,8 +12,8 @@ answers a training query; the others are reported beside them, as `unseen`. A qu
 records is among the first k. `--validate` leaves the test queries out, and tests with a random fifth of the training
 queries; SETTINGS were chosen by it. A report has the settings, every seed, and the measures that fell.
 
-PUBLISHED has Deep Lake's figures for Deep Memory on SciFact, with another encoder: a hosted service, whose split and
-definition of recall are not published in full.
+PUBLISHED has Deep Lake's figures for Deep Memory on SciFact, a hosted service, with text-embedding-ada-002; its split
+and its definition of recall are not known here.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ are; `softdb.attention` pools, and a mask leaves the row itself out. Each way di
 PUBLISHED has the test RMSE of TabR (Gorishniy et al. 2023, arXiv 2307.14338), as the reports of its repository
 give it: mean and standard deviation of 15 seeds, settings tuned for each way, one split. Here every seed has a split of
 its own, of the same sizes (13,209, 3,303 and 4,128 rows). `Settings` hold for all ways; they were chosen by the
-validation rows of seed 0. The epoch that is best on validation rows is tested. Unlike TabR's, these networks drop no
-weights in training, T is half as wide, and only the table's last two ways leave the row itself out in TabR.
+validation rows of seed 0. The epoch that is best on validation rows is tested. TabR pools the 96 nearest rows in every
+way, drops weights in training, lets the row itself take part in all ways but TabR-S, corrects without V, and its T is
+twice as wide.
 """
 
 from __future__ import annotations
@@ -312,7 +313,10 @@ def main() -> None:
     facts = {**provenance(["softdb", "torch", "numpy", "scikit-learn"]), "settings": asdict(settings)}
     facts["data"] = {"rows": len(targets), "sha256": hashlib.sha256(args.data.read_bytes()).hexdigest()}
     seeds: dict[str, Any] = {}
-    if args.out and args.out.exists() and (earlier := json.loads(args.out.read_text()))["settings"] == asdict(settings):
+    if args.out and args.out.exists():
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
+        if (earlier["settings"], earlier["data"]) != (asdict(settings), facts["data"]):
+            raise BadInput(f"{args.out} is a report with other settings or data; remove it, or name another with --out")
         seeds = earlier["seeds"]
     for seed in range(args.seeds):
         data, report = split(features, targets, seed), seeds.setdefault(str(seed), {})

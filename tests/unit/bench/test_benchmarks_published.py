@@ -151,6 +151,9 @@ def test_a_report_is_continued(
     assert second["seeds"]["0"]["... and corrections"]["test"] > 0
     assert second["seeds"]["0"]["... and corrections"]["curve"][0]["epoch"] == 1
     assert "| CatBoost | | 0.429 ± 0.001 |" in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(sys, "argv", [*command, "--rate", "1"])
+    with pytest.raises(BadInput, match="a report with other settings or data"):
+        bench.main()
 
 
 @pytest.fixture
