@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -164,6 +165,11 @@ def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatc
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     housing, adapters = (importlib.import_module(name) for name in ("housing", "adapters"))
     page = (ROOT / "docs" / "published.md").read_text(encoding="utf-8").replace("**", "")
+    seeds = loaded("housing")["seeds"].values()
+    names = ("squared distance", "... and labels", "... and corrections")
+    distance, labels, corrections = zip(*([seed[name]["test"] for name in names] for seed in seeds), strict=True)
+    assert all(map(operator.gt, distance, labels)), "labels help with every seed"
+    assert sum(map(operator.gt, labels, corrections)) == 2, "as the page says"
     reports = [loaded(path.stem) for path in sorted(RESULTS.glob("adapters*.json"))]
     tables = [adapters.markdown(report["ways"]["every epoch"]["table"]) for report in reports]
     for report in reports:
