@@ -219,14 +219,14 @@ class SoftNeighbours(nn.Module):
 
     def refresh(self) -> None:
         """Find the nearest training rows of each training row by the current keys."""
-        chunks = torch.arange(len(self.rows)).split(CHUNK)
+        chunks = torch.split(torch.arange(len(self.rows)), CHUNK)
         self.near = torch.cat([self.nearest(self.rows[chunk], chunk) for chunk in chunks])
 
 
 def rmse(model: SoftNeighbours, data: Split, part: str) -> float:
     """Return the root mean square error on a part, in 100,000 dollars."""
     with torch.no_grad():
-        predicted = torch.cat([model.eval()(rows) for rows in data.features[part].split(CHUNK)])
+        predicted = torch.cat([model.eval()(rows) for rows in torch.split(data.features[part], CHUNK)])
     model.train()
     return float((predicted - data.targets[part]).square().mean().sqrt()) * data.deviation
 
@@ -244,7 +244,7 @@ def trained(way: str, data: Split, seed: int, settings: Settings) -> dict[str, A
         losses = []
         if model.correct is not None and (epoch - 1) % settings.refresh == 0:
             model.refresh()
-        for batch in torch.randperm(len(rows)).split(settings.batch):
+        for batch in torch.split(torch.randperm(len(rows)), settings.batch):
             loss = (model(rows[batch], batch) - targets[batch]).square().mean()
             optimizer.zero_grad()
             loss.backward()
