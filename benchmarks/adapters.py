@@ -1,6 +1,6 @@
 """Query adapters: a projection trained by `softdb.train.fit`, recall before and after, beside Deep Memory's figures.
 
-    python benchmarks/adapters.py --data scifact --vectors scifact-minilm.npz --out benchmarks/results/adapters.json
+    python benchmarks/adapters.py --data scifact --vectors scifact-minilm.npz --lr 3e-4 --out benchmarks/results/adapters.json
     python benchmarks/adapters.py --data scifact --encoder ngrams
 
 The folder has BEIR's form (corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv), such as SciFact's: 5,183
@@ -10,7 +10,7 @@ vectors of the texts; encoding the abstracts by MiniLM takes some seven minutes 
 `fit` learns a matrix on the query from the training queries. Two thirds of the test queries have an abstract that also
 answers a training query; the others are reported beside them, as `unseen`. A query is answered if any of its right
 records is among the first k. `--validate` leaves the test queries out, and tests with a random fifth of the training
-queries; SETTINGS were chosen by it. A report has the settings, every seed, and the measures that fell.
+queries, to compare settings. A report has the settings, every seed, and the measures that fell.
 
 PUBLISHED has Deep Lake's figures for Deep Memory on SciFact, a hosted service, with text-embedding-ada-002; its split
 and its definition of recall are not known here.
