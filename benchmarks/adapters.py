@@ -1,6 +1,6 @@
 """Query adapters: a projection trained by `softdb.train.fit`, recall before and after, beside Deep Memory's figures.
 
-    python benchmarks/adapters.py --data scifact --vectors scifact-minilm.npz --lr 3e-4 --out benchmarks/results/adapters.json
+    python benchmarks/adapters.py --data scifact --vectors scifact-minilm.npz --lr 3e-4 --out adapters.json
     python benchmarks/adapters.py --data scifact --encoder ngrams
 
 The folder has BEIR's form (corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv), such as SciFact's: 5,183

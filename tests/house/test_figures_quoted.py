@@ -170,6 +170,9 @@ def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatc
     distance, labels, corrections = zip(*([seed[name]["test"] for name in names] for seed in seeds), strict=True)
     assert all(map(operator.gt, distance, labels)), "labels help with every seed"
     assert sum(map(operator.gt, labels, corrections)) == 2, "as the page says"
+    dot = loaded("housing-dot")
+    assert (dot["settings"]["temperature"], dot["data"]) == (1, loaded("housing")["data"])
+    assert "At temperature 1 it reaches {rmse:.3f} ± {deviation:.3f}".format(**dot["table"]["dot product"]) in page
     reports = [loaded(path.stem) for path in sorted(RESULTS.glob("adapters*.json"))]
     tables = [adapters.markdown(report["ways"]["every epoch"]["table"]) for report in reports]
     for report in reports:
