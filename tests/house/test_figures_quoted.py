@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -200,6 +201,34 @@ def test_the_table_of_error_bars_is_that_of_the_result(monkeypatch: pytest.Monke
     assert [
         row for row in (f"| {' | '.join(row[i] for i in quoted)} |" for row in rows) if row not in lines_of_report()
     ] == []
+
+
+def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    housing, adapters = (importlib.import_module(name) for name in ("housing", "adapters"))
+    page = (ROOT / "docs" / "published.md").read_text(encoding="utf-8").replace("**", "")
+    seeds = loaded("housing")["seeds"].values()
+    names = ("squared distance", "... and labels", "... and corrections")
+    distance, labels, corrections = zip(*([seed[name]["test"] for name in names] for seed in seeds), strict=True)
+    assert all(map(operator.gt, distance, labels)), "labels help with every seed"
+    assert sum(map(operator.gt, labels, corrections)) == 2, "as the page says"
+    dot = loaded("housing-dot")
+    assert (dot["settings"]["temperature"], dot["data"]) == (1, loaded("housing")["data"])
+    assert "At temperature 1 it reaches {rmse:.3f} ± {deviation:.3f}".format(**dot["table"]["dot product"]) in page
+    reports = [loaded(path.stem) for path in sorted(RESULTS.glob("adapters*.json"))]
+    tables = [adapters.markdown(report["ways"]["every epoch"]["table"]) for report in reports]
+    for report in reports:
+        counts = next(iter(report["ways"]["every epoch"]["seeds"].values()))["before"]
+        seen = counts["queries"] - counts["unseen_queries"]
+        assert f"{seen} of the {counts['queries']} test claims" in page
+        assert f"The other {counts['unseen_queries']} claims" in page
+    ways = loaded("adapters-ngrams")["ways"]
+    assert {run["epochs"] for run in ways["stopped early"]["seeds"].values()} == {0}, "it keeps the identity"
+    runs = ways["every epoch"]["seeds"].values()
+    assert (len(runs), sum("recall_1" in run["held_out"]["fell"] for run in runs)) == (3, 2), "as the page says"
+    for rows in (housing.markdown(housing.table(loaded("housing")["seeds"])), *tables):
+        assert "\n".join(rows) in page
 
 
 def agrees(quoted: str, value: float) -> bool:
