@@ -1,7 +1,7 @@
 """SASRec with its loss exchanged: one negative, some items, or every item in the denominator.
 
     python benchmarks/sequences.py --data beauty.txt --steps 2205 --out benchmarks/results/sequences-beauty-0.json
-    python benchmarks/sequences.py --data https://… --loss full --seed 1 --out benchmarks/results/sequences-beauty-1.json
+    python benchmarks/sequences.py --data https://… --loss full --seed 1 --steps 2205 --out sequences-beauty-1.json
 
 SASRec (Kang and McAuley 2018, arXiv:1808.09781) predicts the next item of a sequence. Klenitskiy and Vasilev ("Turning
 Dross Into Gold Loss", RecSys 2023, arXiv:2309.07602) train it on Amazon Beauty with several losses; this script follows
@@ -15,11 +15,11 @@ item rows e_i (n, d) and the next item y:
     truncated  the same, Σ over the --k items nearest to h, and y (k=)
 
 The data are lines `user item`, each user's in the order of time, in a file or at an address that --data names; nothing
-else is read from the network. Of each user the last item is for testing, the item before it for validation, and the rest
-for training. Every item competes except those in the user's history, with no sampling of negatives in the evaluation.
-Ties count against the model. Validation is measured at step 0 and each --every steps on --validated users; the test, on
-all users, with the parameters of the best validation NDCG@10. Seconds are CPU time (user + system, one thread) of the
-training steps alone. A run that --out has is not repeated.
+else is read from the network. Of each user the last item is for the test, the item before it for validation, and the
+rest for training. In the evaluation every item competes except those in the user's history, and ties count against the
+model. Validation is measured at step 0 and every --every steps on --validated users. The test, on all users, is of the
+parameters with the best validation NDCG@10. Seconds are CPU time (user + system, one thread) of the training steps
+alone. A run that --out already has is not repeated.
 """
 
 from __future__ import annotations
