@@ -9,6 +9,7 @@ from softdb.errors import *  # noqa: F403 - the names in its __all__
 if TYPE_CHECKING:
     from softdb import nn, scores, train
     from softdb.answers import Estimate, Explanation, Hit, Hits, Pooled, QueryHits, Record, Records, Samples
+    from softdb.cross_entropy import linear_cross_entropy
     from softdb.database import SoftDB
     from softdb.functional import attention
     from softdb.index import Build
@@ -30,6 +31,7 @@ __all__ = [
     "Samples",
     "SoftDB",
     "attention",
+    "linear_cross_entropy",
     "nn",
     "open",
     "salvage",
@@ -40,6 +42,7 @@ __all__ += errors.__all__
 
 _LAZY = {  # module: its public names, imported at their first use
     "answers": ("Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples"),
+    "cross_entropy": ("linear_cross_entropy",),
     "database": ("SoftDB",),
     "functional": ("attention",),
     "index": ("Build",),

@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from softdb.errors import BadInput
@@ -25,6 +25,7 @@ __all__ = [
 Batched = TypeVar("Batched", bound=Sized)
 
 SHOWN = 80  # maximum characters of a rejected value that a message quotes
+LEAST_HEAT = 1e-30  # smallest number in a temperature that is a tensor; its inverse is the largest
 
 
 def shown(value: object) -> str:
@@ -117,10 +118,45 @@ def positive(value: object, name: str) -> float:
     return number(value, name, "a finite number above 0", lambda x: x > 0, "it is not trained; pass its item()")
 
 
-def temperature(value: object) -> float:
-    """Return the temperature of a soft query, a finite number above zero. Raises BadInput."""
-    advice = "it is a plain number; to train one give score=, an nn.Module that divides a score by its parameter"
-    return number(value, "temperature", "a finite number above 0", lambda x: x > 0, advice)
+def temperature(value: object, leading: Sequence[int] = ()) -> float | Tensor:  # a number, or (q,)
+    """Return the temperature of soft queries: a number, or a tensor (q,) with a number for each of the q queries.
+
+    A tensor must broadcast to the queries' leading shape, and keeps its graph. It becomes a number if it has one element
+    and no gradient is wanted. Raises BadInput for other shapes, integers, NaN, and numbers that are not above 0.
+    """
+    expected = "a finite number above 0, or a floating tensor of such numbers"
+    if is_tensor(value) and value.numel() == 1 and not (value.requires_grad and _records()):
+        value = _floating(value, expected).item()
+    if not is_tensor(value):
+        return number(value, "temperature", expected, lambda x: x > 0)
+    try:
+        every = _floating(value, expected).expand(*leading)
+    except RuntimeError:
+        raise BadInput(
+            f"temperature has shape {tuple(value.shape)} and the queries {tuple(leading)}; expected a number, or a shape "
+            "that broadcasts to that of the queries"
+        ) from None
+    numbers = value.detach()
+    if not bool(((numbers >= LEAST_HEAT) & (numbers <= 1 / LEAST_HEAT)).all()):
+        raise BadInput(
+            f"temperature is {shown(value)}; expected numbers from {LEAST_HEAT:g} to {1 / LEAST_HEAT:g}; to keep a "
+            "learnt one above 0, learn its logarithm"
+        )
+    return every.reshape(-1)
+
+
+def _floating(tensor: Tensor, expected: str) -> Tensor:
+    """Return a temperature unchanged. Raises BadInput unless it is a dense floating tensor with numbers in it."""
+    if not tensor.is_floating_point() or tensor.is_nested or tensor.is_sparse or tensor.device.type == "meta":
+        raise BadInput(f"temperature is {shown(tensor)} of type {tensor.dtype}; expected {expected}")
+    return tensor
+
+
+def _records() -> bool:
+    """Return True if autograd records operations."""
+    import torch
+
+    return torch.is_grad_enabled()
 
 
 def share(value: object, name: str) -> float:
