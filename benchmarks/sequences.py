@@ -11,7 +11,7 @@ item rows e_i (n, d) and the next item y:
     bce        -log σ(h·e_y) - log σ(-h·e_j), j uniform among the training items that the sequence lacks
     torch      log Σ_i e^(h·e_i) - h·e_y over all n items, by torch's cross_entropy
     full       the same, by softdb.linear_cross_entropy
-    drawn      the same, Σ estimated without bias from --draws items (max_draws=)
+    drawn      the same, Σ estimated without bias from --draws items that a batch shares (max_draws=)
     truncated  the same, Σ over the --k items nearest to h, and y (k=)
 
 The data are lines `user item`, each user's in the order of time, in a file or at an address that --data names; nothing
@@ -299,8 +299,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=315, help="steps between measurements")
     parser.add_argument("--validated", type=int, default=10_000, help="users of the validation")
-    parser.add_argument("--draws", type=int, default=512, help="items drawn for a position (loss drawn)")
-    parser.add_argument("--k", type=int, default=512, help="nearest items of a position (loss truncated)")
+    parser.add_argument("--draws", type=int, default=3000, help="items drawn for a batch (loss drawn)")
+    parser.add_argument("--k", type=int, default=128, help="nearest items of a position (loss truncated)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
