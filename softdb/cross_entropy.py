@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,19 +14,23 @@ from softdb.attend.leading import as_tensor
 from softdb.check import shown
 from softdb.device import placed_tensors
 from softdb.errors import BadInput
-from softdb.index.flat import nearest
 from softdb.scoring import Dot
 
 __all__ = ["linear_cross_entropy"]
 
-REDUCED = {"mean": Tensor.mean, "sum": Tensor.sum}
-WORTH = 4  # drawing M rows costs about WORTH times as much a row as the exact pass, which reads rows in order
+DRAW_COST = 2  # time for a drawn row, over that for a row of an exact pass
+GROUP = 64  # rows whose largest score is compared first in a search
+NOT_FINITE = (
+    "a loss is NaN or infinite: queries or weight hold NaN or infinity, or training has moved them too far; begin "
+    "again from a checkpoint, with smaller steps"
+)
+SCORED = 1 << 23  # number of scores computed at once in a search: 32 MB
 
 
 def linear_cross_entropy(
     queries: Any,  # (…, d)
-    weight: Tensor,  # (n, d)
-    targets: Any,  # (…) int
+    weight: Any,  # (n, d)
+    targets: Any,  # (…) row numbers
     *,
     temperature: float | Tensor = 1.0,
     k: int | None = None,
@@ -39,35 +42,67 @@ def linear_cross_entropy(
 ) -> Tensor:  # (), or (…) for "none"
     """Return the cross entropy of a softmax over the rows of a matrix that is trained, without a (q, n) matrix.
 
-        loss_i = log Σ_j exp(q_i·w_j / T) - q_i·w_t(i) / T
+        loss_i = log Z_i - q_i·w_t / T,  Z_i = Σ_j exp(q_i·w_j / T),  t the target of query i
 
-    Exact by default: the loss and the gradients of F.cross_entropy(F.linear(queries / T, weight), targets), computed in
-    the promoted dtype of queries and float32. Cost 8 q n d; memory O(q d + n) beyond the dense gradient of the weight.
+    With the defaults, value and gradients are those of F.cross_entropy(F.linear(queries / T, weight), targets). On a
+    CPU native kernels compute them block by block: cost 8 q n d, memory O(q d + n) and the gradient of the weight.
+
+    With `max_draws` Z_i is estimated from the target's row and a sample of rows that all queries share: one uniform
+    draw in each of max_draws equal ranges of rows, weighted by n / max_draws. The estimate of Z_i and its gradient are
+    unbiased. The loss, a logarithm, is too low by about half the relative variance of the estimate. Cost 6 q max_draws
+    d, memory O(q max_draws). If an exact pass costs less, the loss is exact.
+
+    With `k` Z_i has the k rows with the largest scores and the target: the loss and its gradient are those of a smaller
+    problem, and the loss is at most the exact one. Cost q n d for the search and 6 q k d, memory O(q k d). With k and
+    max_draws these rows are summed exactly and all others are drawn, which lowers the variance if few rows have most
+    of the weight, and keeps the sums unbiased (Mussmann et al. 2017, section 3).
+
+    Args:
+        queries: floating-point numbers with any leading shape, on the device of weight. The computation has their
+            dtype, or float32 if that is narrower, also under autocast.
+        weight: the rows, one for each class or item, such as embedding.weight.
+        targets: the row number of each query's target.
+        temperature: divides the scores; a tensor broadcasts to the queries' leading shape and gets a gradient.
+        k, max_draws: see above; None: exact.
+        ignore_index: target of queries that have no loss and no gradient; they do not count in the mean.
+        reduction: "mean" over the queries, "sum" or "none". The mean of no queries is NaN, as in torch.
+        sparse: True: the gradient of weight is a sparse tensor, as of torch.nn.Embedding(sparse=True), for
+            torch.optim.SparseAdam; False: dense; None: sparse with k or max_draws.
+        generator: random numbers for the draws; None: torch's default generator.
+
+    Raises BadInput for arguments that do not fit, if a loss is NaN or infinite, and for a second derivative of the
+    exact loss; for that use F.cross_entropy, or k=n with sparse=False.
+
+    >>> rows = torch.nn.Parameter(torch.eye(3))
+    >>> loss = linear_cross_entropy(torch.tensor([[1.0, 0.0, 0.0]]), rows, torch.tensor([0]), temperature=0.5)
+    >>> loss.backward()
+    >>> round(loss.item(), 4), rows.grad.shape
+    (0.2395, torch.Size([3, 3]))
     """
     queries, weight, targets = _checked(queries, weight, targets, ignore_index)
-    if reduction not in ("mean", "sum", "none"):
-        raise BadInput(f"reduction is {shown(reduction)}; expected 'mean', 'sum' or 'none'")
+    check.one_of(reduction, "reduction", ("mean", "sum", "none"))
+    if not (sparse is None or isinstance(sparse, bool)):
+        raise BadInput(f"sparse is {shown(sparse)}; expected True, False or None")
     heat = check.temperature(temperature, targets.shape)
+    k = None if k is None else min(check.integer(k, "k"), len(weight))
+    draws = None if max_draws is None else check.integer(max_draws, "max_draws")
+    sparse = (k is not None or draws is not None) if sparse is None else sparse
+    check.generator(generator)
     with check.precise():
-        flat = queries.reshape(-1, queries.shape[-1])
+        flat, rows = queries.flatten(end_dim=-2) if queries.ndim > 1 else queries.unsqueeze(0), targets.flatten()
         flat = flat / (heat.to(flat).unsqueeze(1) if isinstance(heat, Tensor) else heat)
-        rows = targets.reshape(-1)
         keep = rows != ignore_index
-        every = bool(keep.all())
-        flat, rows = (flat, rows) if every else (flat[keep], rows[keep])
-        losses = _losses(flat, weight, rows, k, max_draws, sparse, check.generator(generator))
+        flat, rows = flat[keep], rows[keep]
+        if (draws is None and k is None) or (draws is not None and DRAW_COST * draws >= len(weight)):
+            losses = _exact(flat, _RowGradient.apply(weight) if sparse else weight, rows)
+        else:
+            near = rows.unsqueeze(1) if k is None else torch.cat([rows.unsqueeze(1), _nearest(flat, weight, k)], 1)
+            losses = _estimated(flat, weight, near, _drawn(weight, draws or 0, generator), sparse)
         if not bool(losses.detach().isfinite().all()):
-            raise BadInput(
-                "a loss is NaN or infinite: queries or weight hold NaN or infinity, or training has moved them too "
-                "far; begin again from a checkpoint with smaller steps"
-            )
-        if reduction != "none":
-            return REDUCED[reduction](losses)
-        return (
-            losses.view(targets.shape)
-            if every
-            else losses.new_zeros(targets.shape).masked_scatter(keep.view(targets.shape), losses)
-        )
+            raise BadInput(NOT_FINITE)
+        if reduction == "none":
+            return losses.new_zeros(len(keep)).masked_scatter(keep, losses).view(targets.shape)
+        return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,95 +111,93 @@ def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> t
     for name, tensor in (("queries", queries), ("weight", weight)):
         if not tensor.is_floating_point():
             raise BadInput(f"{name} is of type {tensor.dtype}; expected floating-point numbers")
-    if weight.ndim != 2 or not weight.numel() or queries.ndim < 1 or queries.shape[-1] != weight.shape[1]:
-        raise BadInput(
-            f"queries have shape {tuple(queries.shape)} and weight {tuple(weight.shape)}; expected queries (…, d) and "
-            "weight (n, d) of the same width d, with at least one row"
-        )
-    if targets.is_floating_point() or targets.dtype is torch.bool or targets.is_complex():
-        raise BadInput(f"targets are of type {targets.dtype}; expected row numbers of weight, as int64")
+    shapes = f"queries {tuple(queries.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
+    if weight.ndim != 2 or not weight.numel() or not queries.ndim or queries.shape[-1] != weight.shape[1]:
+        raise BadInput(f"the shapes are {shapes}; expected queries (…, d) and weight (n, d), with n and d at least 1")
     if targets.shape != queries.shape[:-1]:
-        raise BadInput(
-            f"targets have shape {tuple(targets.shape)} for queries {tuple(queries.shape)}; expected one row number for "
-            f"each query, shape {tuple(queries.shape[:-1])}"
-        )
-    targets = targets.long()
-    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))
+        raise BadInput(f"the shapes are {shapes}; expected a row number for each query, targets (…)")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+        raise BadInput(f"targets are of type {targets.dtype}; expected row numbers of weight, such as int64")
+    if not queries.device == weight.device == targets.device:
+        devices = f"{queries.device}, {weight.device} and {targets.device}"
+        raise BadInput(f"queries, weight and targets are on {devices}; move them to one device")
+    targets, ignored = targets.long(), check.integer(ignore_index, "ignore_index", -(1 << 63))
+    wrong = (targets != ignored) & ((targets < 0) | (targets >= len(weight)))
     if bool(wrong.any()):
         raise BadInput(
-            f"target {int(targets[wrong][0])} is no row of weight; expected 0 to {len(weight) - 1}, or ignore_index "
-            f"({shown(ignore_index)}) for a query without loss"
+            f"targets hold {int(targets[wrong][0])}; expected row numbers from 0 to {len(weight) - 1}, or ignore_index "
+            f"({ignored}) for queries without a loss"
         )
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    return queries.to(wide), weight, targets
+    return queries.to(torch.promote_types(queries.dtype, torch.float32)), weight, targets
 
 
-def _losses(
-    queries: Tensor,  # (q, d)
-    weight: Tensor,  # (n, d)
-    targets: Tensor,  # (q,)
-    k: int | None,
-    max_draws: int | None,
-    sparse: bool | None,
-    generator: torch.Generator | None,
-) -> Tensor:  # (q,)
-    """Return the losses by the method that the arguments choose."""
-    if k is None and max_draws is None:
-        return _exact(queries, weight, targets)
-    near = torch.empty(len(queries), 0, dtype=torch.int64)
-    if k is not None:
-        count = min(check.integer(k, "k"), len(weight))
-        near = _nearest(queries, weight, count)
-    drawn, logs = torch.empty(0, dtype=torch.int64), queries.new_empty(0)
-    if max_draws is not None:
-        drawn, logs = _drawn(len(weight), check.integer(max_draws, "max_draws"), generator)
-    return _estimated(queries, weight, targets, near, drawn, logs, sparse is not False)
+class _RowGradient(torch.autograd.Function):
+    """Identity that makes the gradient of all rows a sparse tensor, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient as a sparse tensor of all rows."""
+        every = torch.arange(len(grad), device=grad.device).unsqueeze(0)
+        return torch.sparse_coo_tensor(every, grad, grad.shape, is_coalesced=True, check_invariants=False)
 
 
-def _exact(queries: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    # the last operation is differentiated first: autograd then adds the targets' few rows to the dense gradient in place
-    positive = (queries * F.embedding(targets, weight, sparse=True)).sum(1)
+def _exact(queries: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # (q,)
+    # backward runs in reverse order, and autograd adds the targets' sparse gradient to the dense one in place
+    positive = (queries * F.embedding(targets, weight, sparse=True).to(queries.dtype)).sum(1)
     rows = weight.detach()
-    request = Request.of(queries, Dot())
-    lse = Columns(weight, rows, placed=placed_tensors(weight, rows)).log_normaliser(request)
-    return lse - positive
+    source = Columns(weight, rows, placed=placed_tensors(weight, rows))
+    try:
+        return source.log_normaliser(Request.of(queries, Dot())) - positive
+    except BadInput as error:  # a score is NaN
+        raise BadInput(NOT_FINITE) from error
 
 
+@torch.no_grad()
 def _nearest(queries: Tensor, weight: Tensor, k: int) -> Tensor:  # (q, k)
-    """Return the rows with the largest products. Cost q n d."""
-    rows = weight.detach()
-    source = Columns(rows, rows, placed=placed_tensors(rows, rows))
-    request = Request.of(queries.detach(), Dot()).top(k)
-    if source.columns is not None and queries.device.type == "cpu":
-        return torch.from_numpy(nearest(source.columns, request))
-    return torch.from_numpy(source.find(request).positions)
+    """Return the rows with the largest scores, some at a time. They lie in the k groups with the largest maxima."""
+    n, rows = len(weight), weight.to(queries.dtype)
+    groups = -(-n // GROUP)
+    best = [torch.empty(0, k, dtype=torch.int64, device=queries.device)]
+    for some in queries.split(max(1, SCORED // n)):
+        scores = F.pad(some @ rows.mT, (0, groups * GROUP - n), value=-torch.inf).view(len(some), groups, GROUP)
+        chosen = scores.amax(2).topk(min(k, groups), sorted=False).indices
+        among = scores.take_along_dim(chosen.unsqueeze(2), 1).flatten(1)
+        at = among.topk(k, sorted=False).indices
+        best.append(chosen.gather(1, at // GROUP) * GROUP + at % GROUP)
+    return torch.cat(best)
 
 
-def _drawn(n: int, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draw rows, one in each of `count` equal strata, and return them with the logs of their inverse rates."""
-    places = (torch.arange(count) + torch.rand(count, generator=generator, dtype=torch.float64)) * (n / count)
-    drawn = places.long().clamp(max=n - 1)
-    return drawn, torch.full((count,), n / count).log()
+def _drawn(weight: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:  # (m,)
+    """Draw one row uniformly from each of m equal ranges; a row on the border of two may be drawn twice."""
+    device = weight.device if generator is None else generator.device
+    chances = torch.rand(draws, dtype=torch.float64, generator=generator, device=device)
+    places = (torch.arange(draws, device=device) + chances) * (len(weight) / max(1, draws))
+    return places.long().clamp(max=len(weight) - 1).to(weight.device)
 
 
 def _estimated(
     queries: Tensor,  # (q, d)
     weight: Tensor,  # (n, d)
-    targets: Tensor,  # (q,)
-    near: Tensor,  # (q, k)
-    drawn: Tensor,  # (m,)
-    logs: Tensor,  # (m,)
+    known: Tensor,  # (q, 1 + k) rows that are summed exactly, the target first
+    drawn: Tensor,  # (m,) rows that stand for all others
     sparse: bool,
-) -> Tensor:
-    distinct, places = torch.cat([targets, drawn.to(targets), near.to(targets).flatten()]).unique(return_inverse=True)
+) -> Tensor:  # (q,)
+    """Return the losses with Z summed over known rows, and estimated from the draws over all others."""
+    distinct, places = torch.cat([known.flatten(), drawn]).unique(return_inverse=True)
     table = F.embedding(distinct, weight, sparse=sparse).to(queries.dtype)
-    own, shared, best = places.split([len(targets), len(drawn), near.numel()])
-    positive = (queries * F.embedding(own, table)).sum(1, keepdim=True)
-    known = torch.cat([own.unsqueeze(1), best.view(near.shape)], 1)  # (q, 1 + k)
-    top = (F.embedding(known[:, 1:], table) @ queries.unsqueeze(2)).squeeze(2)
-    top = top.masked_fill(known[:, 1:] == known[:, :1], -torch.inf)
-    tail = queries @ F.embedding(shared, table).mT + logs.to(queries)
-    ordered = known.sort(1).values
-    at = torch.searchsorted(ordered, shared.expand(len(queries), -1).contiguous()).clamp(max=ordered.shape[1] - 1)
-    tail = tail.masked_fill(ordered.gather(1, at) == shared, -torch.inf)
-    return torch.cat([positive, top, tail], 1).logsumexp(1) - positive[:, 0]
+    own, shared = places.split([known.numel(), len(drawn)])
+    top = (F.embedding(own.view(known.shape), table) @ queries.unsqueeze(2)).squeeze(2)
+    positive, again = top[:, 0], (known == known[:, :1]).index_fill(1, known.new_zeros(1), False)
+    parts = [top.masked_fill(again, -torch.inf)]
+    if len(drawn):
+        scores = queries @ F.embedding(shared, table).mT + torch.tensor(len(weight) / len(drawn)).log()
+        ordered = known.sort(1).values
+        beside = torch.searchsorted(ordered, drawn.expand(len(queries), -1).contiguous())
+        summed = ordered.gather(1, beside.clamp(max=ordered.shape[1] - 1)) == drawn
+        parts.append(scores.masked_fill(summed, -torch.inf))
+    return torch.cat(parts, 1).logsumexp(1) - positive

@@ -113,6 +113,11 @@ VERBS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {  # and arguments
         {"query": T, "key": T, "value": T, "score": None, "temperature": 1.0, "weights": None, "mask": None}
         | {"valid_len": None},
     ),
+    "linear_cross_entropy": (
+        lambda _, **given: softdb.linear_cross_entropy(**given),
+        {"queries": T, "weight": T, "targets": torch.zeros(1, dtype=torch.int64), "temperature": 1.0, "k": None}
+        | {"max_draws": None, "ignore_index": -100, "reduction": "mean", "sparse": None, "generator": None},
+    ),
     "retrieval_loss": (nn.retrieval_loss, drawn(positives=["a"], score=None, k=None, rtol=None, reduction="mean")),
     "label_loss": (lambda _, **given: nn.label_loss(labelled(), **given), {"queries": Q, "labels": [1]}),
     "pooled_loss": (nn.pooled_loss, {"queries": Q, "targets": torch.ones(1, 2), "reduction": "mean"}),

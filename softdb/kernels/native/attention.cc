@@ -25,20 +25,21 @@ struct Panel {
 // The division into blocks and panels, and the memory for both: all float32, in the second cache except for the queries.
 struct Plan {
     const Attend& args;
-    bool few;
-    int64_t d, v, block;
+    bool few, whole;  // whole: all panels of a block have tables side by side, each of kPanel lanes
+    int64_t d, v, lanes, block;
     float *keys, *values, *scores, *along, *inverse, *tops, *queries, *grads, *query_rows, *grad_rows;
     float *offsets, *inverse_totals;
     int64_t size = 0;
 
-    explicit Plan(const Attend& given) : args(given), few(given.q <= kFew) {
+    explicit Plan(const Attend& given) : args(given), few(given.q <= kFew), whole(given.key_grad && !few) {
         d = padded(args.keys.width);
         v = args.labels ? 0 : padded(args.values.width);
+        lanes = padded(max<int64_t>(args.q, 1), whole ? kPanel : kLanes);
         block = block_rows();
-        int64_t lanes = padded(max<int64_t>(args.q, 1)), panel = min<int64_t>(lanes, kPanel);
+        int64_t panel = min<int64_t>(lanes, kPanel);
         keys = take(block * d);
         values = take(block * v);
-        scores = take(block * panel);
+        scores = take(block * (whole ? lanes : panel));
         along = take(args.backward ? block * panel : 0);
         inverse = take(block + kLanes);
         tops = take(lanes);
@@ -55,7 +56,8 @@ struct Plan {
     int64_t block_rows() const {
         bool single_panel = args.q <= kPanel;
         int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (single_panel ? 5 : 2);
-        int64_t fit = bytes / (4 * (d + v + kPanel)), least = few ? 12 : single_panel ? 48 : 96;
+        int64_t tables = whole ? d + lanes : kPanel;  // the gradient of the keys is in the cache, too
+        int64_t fit = bytes / (4 * (d + v + tables)), least = few ? 12 : single_panel ? 48 : 96;
         return min<int64_t>(max(fit, least), 480) / 12 * 12;
     }
 
@@ -65,9 +67,12 @@ struct Plan {
         return result;
     }
 
+    // Table of a block's scores for a panel.
+    float* table(const Panel& panel, int64_t count) const { return scores + (whole ? panel.first * count : 0); }
+
     Panel panel(int64_t first) const {
         int64_t size = min<int64_t>(args.q - first, kPanel);
-        return {first, int(size), int(padded(size))};
+        return {first, int(size), whole ? kPanel : int(padded(size))};
     }
 
     // Transpose (q, width) to (width, lanes) for each panel, or copy it for few queries, padded with zeros.
@@ -87,7 +92,7 @@ struct Plan {
     }
 
     void pad(const float* row, float rest, float* to) const {
-        for (int64_t j = 0; j < padded(args.q); j++) to[j] = j < args.q ? row[j] : rest;
+        for (int64_t j = 0; j < lanes; j++) to[j] = j < args.q ? row[j] : rest;
     }
 };
 
@@ -255,16 +260,17 @@ bool score(
 ) {
     const Attend& args = plan.args;
     int64_t width = plan.few ? plan.d : args.keys.width;
+    float* scores = plan.table(panel, count);
     if (args.metric == Metric::l2) {
-        compare<true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+        compare<true>(plan, keys, width, count, plan.queries, panel, scores, ahead);
     } else if (args.metric == Metric::cosine && plan.few) {
-        compare<false, true>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+        compare<false, true>(plan, keys, width, count, plan.queries, panel, scores, ahead);
         invert_lengths(plan, keys, count, true);
     } else {
-        compare<false>(plan, keys, width, count, plan.queries, panel, plan.scores, ahead);
+        compare<false>(plan, keys, width, count, plan.queries, panel, scores, ahead);
     }
-    Best result = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, plan.scores)
-                                      : finish<1>(plan, panel, i, count, plan.scores);
+    Best result = panel.lanes > kLanes ? finish<2>(plan, panel, i, count, scores)
+                                      : finish<1>(plan, panel, i, count, scores);
     float* tops = plan.tops + panel.first;
     bool matters = false;
     for (int j = 0; j < panel.size; j++) {
@@ -294,10 +300,10 @@ void weigh(const Panel& panel, int64_t count, const float* tops, float inverse_t
     for (int v = 0; v < V; v++) store(totals + v * kLanes, total[v]);
 }
 
-void weigh(const Plan& plan, const Panel& panel, int64_t count, float* totals) {
+void weigh(const Plan& plan, const Panel& panel, int64_t count, float* scores, float* totals) {
     const float* tops = plan.tops + panel.first;
-    if (panel.lanes > kLanes) weigh<2>(panel, count, tops, plan.args.inverse_temperature, plan.scores, totals);
-    else weigh<1>(panel, count, tops, plan.args.inverse_temperature, plan.scores, totals);
+    if (panel.lanes > kLanes) weigh<2>(panel, count, tops, plan.args.inverse_temperature, scores, totals);
+    else weigh<1>(panel, count, tops, plan.args.inverse_temperature, scores, totals);
 }
 
 // Rescale the sums so far to a new largest score.
@@ -360,7 +366,7 @@ void attend_forward(const Attend& args) {
             Panel panel = plan.panel(first);
             if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
             raise_top(plan, panel, best);
-            weigh(plan, panel, count, totals);
+            weigh(plan, panel, count, plan.scores, totals);
             for (int j = 0; j < panel.size; j++) args.total[first + j] += double(totals[j]);
             if (args.labels) {
                 add_labels(args, panel, i, count, plan.scores);
@@ -452,21 +458,31 @@ void attend_backward(const Attend& args) {
         int64_t count = block.count;
         for (int64_t first = 0; first < args.q; first += kPanel) {
             Panel panel = plan.panel(first);
-            if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) continue;
+            float* scores = plan.table(panel, count);
+            if (!score(plan, block.keys, panel, i, count, best, first ? Ahead{} : block.next_keys)) {
+                if (plan.whole) std::memset(scores, 0, 4 * count * panel.lanes);
+                continue;
+            }
             if (args.labels) {
                 along_labels(args, panel, i, count, plan.along);
             } else {
                 compare<false>(plan, block.values(), v_width, count, plan.grads, panel, plan.along, {});
             }
-            weigh(plan, panel, count, totals);
-            pulls(plan, panel, count, plan.scores, plan.along, totals);
+            weigh(plan, panel, count, scores, totals);
+            pulls(plan, panel, count, scores, plan.along, totals);
             for (int j = 0; j < panel.size; j++) args.mass[first + j] += double(totals[j]);
             if (args.value_grad)
                 send(args, panel, plan.along, plan.grad_rows, args.values.width, i, count, args.value_grad);
-            if (args.key_grad) send(args, panel, plan.scores, plan.query_rows, args.keys.width, i, count, args.key_grad);
-            if (args.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, plan.scores);
+            if (args.key_grad && !plan.whole)
+                send(args, panel, scores, plan.query_rows, args.keys.width, i, count, args.key_grad);
+            if (args.metric == Metric::cosine) scale_rows(panel, count, plan.inverse, scores);
             Ahead ahead = first ? Ahead{} : block.next_values;
-            pool(panel, plan.scores, block.keys, args.keys.width, count, args.query_grad, ahead);
+            pool(panel, scores, block.keys, args.keys.width, count, args.query_grad, ahead);
+        }
+        if (args.key_grad && plan.whole) {  // all panels at once, so that each row of the gradient is read only once
+            Operands<float> given{plan.scores, kPanel, 1, plan.query_rows, plan.d, args.q};
+            given.run = kPanel, given.jump = (count - 1) * kPanel;
+            multiply(count, plan.d, given, AddRows{args.key_grad, args.keys.width, args.part, i});
         }
     }
 }

@@ -1,4 +1,5 @@
 // Bindings of exact attention (equations in attention.cc). They check arrays and release the GIL.
+#include <algorithm>
 #include <optional>
 
 #include "bind.h"
@@ -78,8 +79,10 @@ struct Attention {
         wanted.keys.width = int64_t(queries.shape(1));
         wanted.values.width = value_width;
         wanted.backward = true;
-        wanted.key_grad = wanted.value_grad = &any;
-        return kernels().attend_scratch(wanted);
+        wanted.value_grad = &any;
+        int64_t plain = kernels().attend_scratch(wanted);
+        wanted.key_grad = &any;
+        return std::max(plain, kernels().attend_scratch(wanted));
     }
 
     void forward(

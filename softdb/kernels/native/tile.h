@@ -55,6 +55,7 @@ struct Operands {
     const B* b;
     int64_t pitch;  // b[t, x] = b[t pitch + x], float32 or float16
     int64_t steps;
+    int64_t run = INT64_MAX, jump = 0;  // a lies in runs of `run` steps; `jump` numbers more to the next run
 };
 
 // out[r, x] = sum over t of a[r, t] b[t, x], or of the squares of their differences, for R rows and V vectors of x.
@@ -66,6 +67,7 @@ __attribute__((noinline)) void tile(const Operands<B>& given, int64_t r, int64_t
     const float* a = given.a + r * given.row;
     const B* b = given.b + x;
     const int64_t row = given.row, step = given.step, pitch = given.pitch;
+    int64_t left = given.run;
     for (int64_t chunk = 0; chunk < given.steps; chunk += kChunk, ahead.go()) {
         int64_t count = min(kChunk, given.steps - chunk);
 #pragma GCC unroll 1
@@ -87,6 +89,7 @@ __attribute__((noinline)) void tile(const Operands<B>& given, int64_t r, int64_t
                 }
             }
         }
+        if ((left -= kChunk) == 0) a += given.jump, left = given.run;
     }
     for (int i = 0; i < R; i++)
         for (int v = 0; v < V; v++) store(out + (i * V + v) * kLanes, sums[i][v]);
