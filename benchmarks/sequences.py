@@ -327,8 +327,10 @@ def main() -> None:
     facts: dict[str, Any] = {"users": len(data.users), "items": data.n, "interactions": data.interactions}
     facts |= {"sha256": hashlib.sha256(text).hexdigest()}
     for loss in args.loss:
-        before: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-        if loss in before.get("runs", {}):
+        before: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}, "data": facts}
+        if before["data"] != facts or any(run["settings"]["steps"] != args.steps for run in before["runs"].values()):
+            parser.error(f"{args.out} has runs of other data or another number of steps; choose another --out")
+        if loss in before["runs"]:
             continue
         origin = provenance(["softdb", "torch", "numpy"])
         settings = Settings(loss, args.seed, args.steps, args.every, args.validated)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import sys
@@ -123,8 +124,8 @@ def test_a_run_is_written_once_and_others_are_added(
     file, out = tmp_path / "sequences.txt", tmp_path / "result.json"
     file.write_text("\n".join(f"{user} {(user + step) % 20}" for user in range(60) for step in range(8)))
 
-    def run(*losses: str) -> Any:
-        words = ["--data", str(file), "--steps", "30", "--every", "10", "--out", str(out), "--draws", "8", "--k", "4"]
+    def run(*losses: str, steps: str = "30") -> Any:
+        words = ["--data", str(file), "--steps", steps, "--every", "10", "--out", str(out), "--draws", "8", "--k", "4"]
         monkeypatch.setattr(sys, "argv", ["sequences.py", *words, "--loss", *losses])
         bench.main()
         return json.loads(out.read_text())
@@ -142,3 +143,17 @@ def test_a_run_is_written_once_and_others_are_added(
     assert first["curve"][-1]["loss"] < first["curve"][1]["loss"]
     assert [line.count("|") for line in capsys.readouterr().out.splitlines()[-5:]] == [10] * 5
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):  # runs of another length are not comparable
+        run("bce", steps="40")
+    assert "another number of steps; choose another --out" in capsys.readouterr().err
+
+
+def test_data_come_from_a_file_or_from_the_address_that_is_passed(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"https://example.org/a.txt": b"1 2"}
+    monkeypatch.setattr(bench.urllib.request, "urlopen", lambda address: io.BytesIO(stored.pop(address)))
+    (tmp_path / "here.txt").write_bytes(b"3 4")
+    assert bench.read(str(tmp_path / "here.txt")) == b"3 4"
+    assert bench.read("https://example.org/a.txt") == b"1 2"
+    assert not stored
