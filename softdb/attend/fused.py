@@ -140,8 +140,7 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients for the queries, and for keys and values if they require one."""
         queries, *saved = ctx.saved_tensors
-        # NumPy asks the system for large pages, which come zeroed in half the time
-        columns = [None if c is None else torch.from_numpy(np.zeros(c.shape, np.float32)) for c in ctx.columns]
+        columns = [None if column is None else torch.zeros_like(column) for column in ctx.columns]
         written = [None if column is None else column.numpy() for column in columns]
         plain, *given = (tensor.detach().numpy() for tensor in (queries, *saved, output_grad, lse_grad))
         query_grad = np.empty_like(plain)

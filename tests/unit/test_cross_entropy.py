@@ -206,7 +206,7 @@ def test_a_drawn_row_that_is_summed_already_does_not_count_twice() -> None:
 
 def test_draws_are_exact_where_they_would_cost_more() -> None:
     queries, weight, targets = world(6)
-    loss = linear_cross_entropy(queries, weight, targets, max_draws=N // 2)
+    loss = linear_cross_entropy(queries, weight, targets, max_draws=3 * N // 4)
     assert loss.item() == linear_cross_entropy(queries, weight, targets).item()
     (grad,) = torch.autograd.grad(loss, weight)
     assert grad.is_sparse  # the optimiser stays SparseAdam
