@@ -51,11 +51,14 @@ def made(q: int, n: int, d: int) -> World:
 
     def of_clusters(count: int) -> Tensor:
         own = centres[torch.randint(200, (count,), generator=random)]
-        return 1.5 * d**-0.25 * (own + 0.8 * torch.randn(count, d - 1, generator=random))
+        vectors: Tensor = 1.5 * d**-0.25 * (own + 0.8 * torch.randn(count, d - 1, generator=random))
+        return vectors
 
     weight = torch.cat([of_clusters(n), (log_frequency - log_frequency.mean()).unsqueeze(1)], 1)
     queries = torch.cat([of_clusters(q), torch.full((q, 1), 0.7)], 1)
-    chances = torch.cat([part.softmax(1).multinomial(1, generator=random) for part in (queries @ weight.mT).split(64)])
+    chances = torch.cat(
+        [part.softmax(1).multinomial(1, generator=random) for part in torch.split(queries @ weight.mT, 64)]
+    )
     return World(queries, weight, chances[:, 0])
 
 
@@ -158,7 +161,7 @@ def measured(world: World, rounds: int) -> dict[str, Any]:
         with Peak() as peak:
             returned = step(loss, world)
         kept = sum(grad.untyped_storage().nbytes() for grad in returned if not grad.is_sparse)
-        rows[name] = {"more_mib": round((peak.more - kept) / MIB, 1)}
+        rows[name] = {"more_mib": round(max(0, peak.more - kept) / MIB, 1)}
         if name not in EXACT and not name.startswith(("BCE", "torch")):
             errors = [distance(step(loss, world)[1:], right) for _ in range(5)]
             rows[name]["gradient_error"] = round(float(np.mean(np.square(errors)) ** 0.5), 4)

@@ -81,13 +81,14 @@ def linear_cross_entropy(
     >>> round(loss.item(), 4), rows.grad.shape
     (0.2395, torch.Size([3, 3]))
     """
+    ignore_index = check.integer(ignore_index, "ignore_index", -(1 << 63), (1 << 63) - 1)
     queries, weight, targets = _checked(queries, weight, targets, ignore_index)
     check.one_of(reduction, "reduction", ("mean", "sum", "none"))
     if not (sparse is None or isinstance(sparse, bool)):
         raise BadInput(f"sparse is {shown(sparse)}; expected True, False or None")
     heat = check.temperature(temperature, targets.shape)
     k = None if k is None else min(check.integer(k, "k"), len(weight))
-    draws = None if max_draws is None else check.integer(max_draws, "max_draws")
+    draws = None if max_draws is None else min(check.integer(max_draws, "max_draws"), len(weight))
     sparse = (k is not None or draws is not None) if sparse is None else sparse
     check.generator(generator)
     with check.precise():
@@ -96,7 +97,7 @@ def linear_cross_entropy(
         keep = rows != ignore_index
         flat, rows = flat[keep], rows[keep]
         if (draws is None and k is None) or (draws is not None and DRAW_COST * draws >= len(weight)):
-            losses = _Exact.apply(flat, _RowGradient.apply(weight) if sparse else weight, rows)  # type: ignore[no-untyped-call]
+            losses: Tensor = _Exact.apply(flat, _RowGradient.apply(weight) if sparse else weight, rows)  # type: ignore[no-untyped-call]
         else:
             near = rows.unsqueeze(1) if k is None else torch.cat([rows.unsqueeze(1), _nearest(flat, weight, k)], 1)
             losses = _estimated(flat, weight, near, _drawn(weight, draws or 0, generator), sparse)
@@ -107,7 +108,7 @@ def linear_cross_entropy(
         return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(queries: Any, weight: Any, targets: Any, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments as tensors, queries in the dtype of the computation. Raises BadInput."""
     queries, weight, targets = as_tensor(queries, "queries"), as_tensor(weight, "weight"), as_tensor(targets, "targets")
     for name, tensor in (("queries", queries), ("weight", weight)):
@@ -123,12 +124,12 @@ def _checked(queries: Any, weight: Any, targets: Any, ignore_index: object) -> t
     if not queries.device == weight.device == targets.device:
         devices = f"{queries.device}, {weight.device} and {targets.device}"
         raise BadInput(f"queries, weight and targets are on {devices}; move them to one device")
-    targets, ignored = targets.long(), check.integer(ignore_index, "ignore_index", -(1 << 63))
-    wrong = (targets != ignored) & ((targets < 0) | (targets >= len(weight)))
+    targets = targets.long()
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))
     if bool(wrong.any()):
         raise BadInput(
             f"targets hold {int(targets[wrong][0])}; expected row numbers from 0 to {len(weight) - 1}, or ignore_index "
-            f"({ignored}) for queries without a loss"
+            f"({ignore_index}) for queries without a loss"
         )
     return queries.to(torch.promote_types(queries.dtype, torch.float32)), weight, targets
 
@@ -161,7 +162,8 @@ class _Exact(torch.autograd.Function):
         with torch.enable_grad():
             ctx.total = _log_sum(*ctx.own)
         ctx.save_for_backward(queries, weight, targets)
-        return ctx.total.detach() - (queries * weight[targets]).sum(1)
+        losses: Tensor = ctx.total.detach() - (queries * weight[targets]).sum(1)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,7 +188,7 @@ def _nearest(queries: Tensor, weight: Tensor, k: int) -> Tensor:  # (q, k)
     groups, together = -(-n // GROUP), max(1, min(SCORED // n, len(queries)))
     table = queries.new_full((together, groups * GROUP), -torch.inf)
     best = [torch.empty(0, k, dtype=torch.int64, device=queries.device)]
-    for some in queries.split(together):
+    for some in torch.split(queries, together):
         torch.mm(some, rows.mT, out=table[: len(some), :n])
         scores = table[: len(some)].view(len(some), groups, GROUP)
         chosen = scores.amax(2).topk(min(k, groups), sorted=False).indices
@@ -223,8 +225,8 @@ def _estimated(
             summed = drawn[at] == known
             others[summed.nonzero()[:, 0], at[summed]] = False
         sample = F.embedding(drawn, weight, sparse=sparse).to(queries.dtype)
-        tail = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
-        total = torch.logaddexp(total, tail)
+        rest = _log_sum(queries, sample, others) + math.log(len(weight) / len(drawn))
+        total = torch.logaddexp(total, rest)
     return total - scores[:, 0]
 
 

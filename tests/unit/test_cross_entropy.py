@@ -93,8 +93,8 @@ def test_any_leading_shape_ignored_targets_and_reductions() -> None:
         loss = linear_cross_entropy(queries.view(3, 4, D), weight, targets.view(3, 4), reduction=reduction, **given)
         right = F.cross_entropy(queries / heat @ weight.mT, targets, reduction=reduction, ignore_index=-1)
         close(loss, right.view(3, 4) if reduction == "none" else right, 1e-10)
-        sums = (torch.autograd.grad(x.sum(), (queries, weight)) for x in (loss, right))
-        agree(*sums, 1e-10)
+        found, expected = (torch.autograd.grad(x.sum(), (queries, weight)) for x in (loss, right))
+        agree(found, expected, 1e-10)
     nothing = linear_cross_entropy(queries, weight, torch.full((12,), -1), ignore_index=-1)
     assert bool(nothing.isnan())  # as in torch
     assert linear_cross_entropy(queries[0], weight, targets[0]).shape == ()
@@ -123,7 +123,8 @@ def test_autocast_and_half_precision_are_computed_in_float32() -> None:
     assert loss.dtype is drawn.dtype is torch.float32
     close(loss, right, 1e-5)
     narrow = weight.detach().bfloat16().requires_grad_()
-    for options in ({}, {"k": 5}, {"max_draws": 30}):
+    several: list[dict[str, Any]] = [{}, {"k": 5}, {"max_draws": 30}]
+    for options in several:
         (grad,) = torch.autograd.grad(linear_cross_entropy(queries, narrow, targets, **options), narrow)
         assert grad.dtype is torch.bfloat16
 
@@ -132,14 +133,14 @@ def test_a_second_derivative_of_the_exact_loss_is_refused() -> None:
     queries, weight, targets = world(40)
     (grad,) = torch.autograd.grad(linear_cross_entropy(queries, weight, targets), queries, create_graph=True)
     with pytest.raises(BadInput, match="no second derivative"):
-        grad.sum().backward()
+        grad.sum().backward()  # type: ignore[no-untyped-call]
     loss = linear_cross_entropy(queries, weight, targets, k=N, sparse=False)  # the way round
     right = F.cross_entropy(queries @ weight.mT, targets)
     seconds = []
     for each in (loss, right):
         (grad,) = torch.autograd.grad(each, queries, create_graph=True)
         seconds.append(torch.autograd.grad(grad.square().sum(), (queries, weight)))
-    agree(*seconds, 1e-4)
+    agree(seconds[0], seconds[1], 1e-4)
 
 
 # -- truncated ---------------------------------------------------------------------------------------------------------
@@ -159,7 +160,8 @@ def test_all_rows_as_candidates_are_exact() -> None:
     queries, weight, targets = world(9, torch.float64)
     both = [linear_cross_entropy(queries, weight, targets, k=k) for k in (None, 10 * N)]
     close(both[0], both[1], 1e-12)
-    agree(*(torch.autograd.grad(loss, (queries, weight)) for loss in both), 1e-12)
+    found, expected = (torch.autograd.grad(loss, (queries, weight)) for loss in both)
+    agree(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 200])
@@ -247,8 +249,8 @@ def test_sparse_gradients_equal_dense_ones_and_train(options: dict[str, Any]) ->
     before = linear_cross_entropy(queries, rows, targets).item()
     for _ in range(20):
         optimizer.zero_grad()
-        linear_cross_entropy(queries.detach(), rows, targets, **options).backward()
-        optimizer.step()
+        linear_cross_entropy(queries.detach(), rows, targets, **options).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()  # type: ignore[no-untyped-call]
     assert linear_cross_entropy(queries, rows, targets).item() < before / 2
 
 

@@ -56,7 +56,7 @@ struct Plan {
     int64_t block_rows() const {
         bool single_panel = args.q <= kPanel;
         int64_t bytes = few ? cache_bytes(1) / 2 : cache_bytes(2) / (single_panel ? 5 : 2);
-        int64_t tables = whole ? d + lanes : kPanel;  // the gradient of the keys is in the cache, too
+        int64_t tables = whole ? lanes : kPanel;
         int64_t fit = bytes / (4 * (d + v + tables)), least = few ? 12 : single_panel ? 48 : 96;
         return min<int64_t>(max(fit, least), 480) / 12 * 12;
     }
