@@ -16,7 +16,7 @@ QUICK = (
 )  # fmt: skip
 LONGER = (
     "alignment.py", "digit_bags.py", "kernel_regression.py", "density.py", "trained_memory.py", "hard_attention.py",
-    "soft_neighbours.py", "translation.py", "transformer_block.py",
+    "soft_neighbours.py", "translation.py", "transformer_block.py", "next_item.py",
 )  # fmt: skip
 
 

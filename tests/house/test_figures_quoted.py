@@ -231,6 +231,20 @@ def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatc
         assert "\n".join(rows) in page
 
 
+def test_the_table_of_sequences_is_that_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    result = loaded("sequences-beauty-0")
+    rows = importlib.import_module("sequences").table(result["runs"])
+    text = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    section = text.partition("](../benchmarks/results/sequences-beauty-0.png)\n")[2].splitlines()
+    assert [line.replace("**", "") for line in section[3 : 3 + len(rows)]] == rows
+    assert not section[3 + len(rows)]  # the table ends
+    facts = "{users:,} users, {items:,} items, {interactions:,} choices".format(**result["data"])
+    assert facts in " ".join(text.split())
+    (length,) = {(run["settings"]["steps"], run["settings"]["batch"]) for run in result["runs"].values()}
+    assert "{:,} steps of {} sequences".format(*length) in text
+
+
 def agrees(quoted: str, value: float) -> bool:
     """Return whether the quoted number is the value, rounded to the digits that it shows."""
     digits = quoted.replace(",", "")
