@@ -185,7 +185,7 @@ class Hits(Sequence["QueryHits"]):
 
     def _resolved(self, **columns: bool) -> Mapping[int, RecordEntry]:
         rows = np.unique(self.rows[self.rows >= 0].cpu().numpy())
-        entries = self.resolve(rows, **columns)
+        entries = self.resolve(rows, **columns) if len(rows) else {}
         if len(entries) < len(rows):
             raise StaleRead(
                 f"{len(rows) - len(entries)} of {len(rows)} hits are gone or replaced since the search; search again"

@@ -18,7 +18,7 @@ from softdb.database.core import Core, SearchArguments
 from softdb.errors import BadInput, SoftDBError
 from softdb.index.placement import DEVICE_ERRORS
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
-from softdb.scoring.once import plain_calls
+from softdb.scoring.once import REFUSAL, transformed
 from softdb.typing import IdsPerQuery, Vectors
 
 MAX_SAMPLES = 2**31  # largest number of records that one call of `sample` may draw, over all queries
@@ -40,8 +40,16 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
         try:
             self.core.require_open()
-            with plain_calls("this call"), check.precise():
-                answer = method(self, *args, **kwargs)
+            try:
+                if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                    with check.precise():
+                        answer = method(self, *args, **kwargs)
+                else:
+                    answer = method(self, *args, **kwargs)
+            except RuntimeError as error:
+                if not transformed(error):
+                    raise
+                raise BadInput(REFUSAL.format("this call")) from error
             return shaped_as(answer, args[0] if args else kwargs.get("queries")) if answers_queries else answer
         except DEVICE_ERRORS as error:
             raise self.core.device_failed(method.__name__, error) from error

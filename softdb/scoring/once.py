@@ -36,22 +36,30 @@ class Once(torch.autograd.Function):
         )
 
 
+REFUSAL = (
+    "{} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for the gradient, "
+    "and leading dimensions or one call with all queries for vmap"
+)
+
+
 @contextlib.contextmanager
 def plain_calls(name: str) -> Iterator[None]:
     """Raise BadInput for an operation that torch refuses inside a transform of torch.func or in forward mode."""
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, NotImplementedError) and " AD" in str(error)) and not _transformed():
+        if not transformed(error):
             raise
-        raise BadInput(
-            f"{name} cannot run here inside torch.func.grad, vmap or jvp; use torch.autograd.grad or backward() for "
-            "the gradient, and leading dimensions or one call with all queries for vmap"
-        ) from error
+        raise BadInput(REFUSAL.format(name)) from error
 
 
-def _transformed() -> bool:
-    """Return True inside a transform of torch.func, which refuses every Function without `setup_context`."""
+def transformed(error: RuntimeError) -> bool:
+    """Return True if torch raised the error in forward mode, or inside a transform of torch.func.
+
+    A transform refuses every Function without `setup_context`.
+    """
+    if isinstance(error, NotImplementedError) and " AD" in str(error):
+        return True
     with contextlib.suppress(RuntimeError):
         Once.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
         return False
