@@ -241,6 +241,9 @@ def test_the_table_of_sequences_is_that_of_the_result(monkeypatch: pytest.Monkey
     assert not section[3 + len(rows)]  # the table ends
     facts = "{users:,} users, {items:,} items, {interactions:,} choices".format(**result["data"])
     assert facts in " ".join(text.split())
+    longer = loaded("sequences-beauty-0-longer")["runs"]["bce"]
+    words = "after {:.0f} epochs (`--loss bce --steps {}`) it reaches {ndcg_10:.4f} and {recall_10:.4f}, as published"
+    assert words.format(longer["epochs"], longer["settings"]["steps"], **longer["test"]) in text
     (length,) = {(run["settings"]["steps"], run["settings"]["batch"]) for run in result["runs"].values()}
     assert "{:,} steps of {} sequences".format(*length) in text
 
