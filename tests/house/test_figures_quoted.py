@@ -231,6 +231,20 @@ def test_the_tables_beside_published_figures_are_those_of_the_results(monkeypatc
         assert "\n".join(rows) in page
 
 
+def test_the_table_of_steps_over_trainable_rows_is_that_of_the_result() -> None:
+    """Rows of a step's median, its share of torch's, and its memory, for both sizes."""
+    cases, text = loaded("cross-entropy")["cases"], (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    ways = "torch plain", "torch linear_cross_entropy", "softdb exact", "softdb max_draws=4000", "BCE, negatives=256"
+    for way in ways:
+        runs = [case["ways"][way] for case in cases]
+        cells = [
+            f"{run['step_ms']['median']:.0f} | {run['of_torch_plain']:.2f} | {run['more_mib']:.0f}" for run in runs
+        ]
+        assert f" | {' | '.join(cells)} |\n" in text, way
+    assert f"products ({cases[0]['ms_of_products_by_sgemm']['softdb']:.0f} ms)" in text
+    assert cases[0]["ways"]["softdb exact"]["of_torch_plain"] > 0.37, "the page says that the goal is missed"
+
+
 def test_the_table_of_sequences_is_that_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     result = loaded("sequences-beauty-0")
