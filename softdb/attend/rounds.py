@@ -99,7 +99,7 @@ class Estimator(NamedTuple):
         """Key under which costs are remembered: queries with the same key cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
-        return many, self._width, round(np.log2(np.median(self.factor))), rtol, atol, self.tolerance.confidence
+        return many, self._width, round(np.log2(self.factor.max())), rtol, atol, self.tolerance.confidence
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
@@ -237,9 +237,9 @@ def factors_of(request: Request) -> Numbers | None:  # (q,)
     folded = request.folded
     if folded is None or folded.scale is None:
         return None
-    factors = torch.as_tensor(folded.scale).detach().cpu().double().numpy() / request.temperature
-    fits = bool(((factors > 1e-30) & (factors < 1e30)).all())
-    return np.broadcast_to(factors, len(request.queries)) if fits else None
+    scale = folded.scale.detach().cpu().double().numpy() if isinstance(folded.scale, Tensor) else folded.scale
+    factors = np.full(len(request.queries), scale / request.temperature, np.float64)
+    return factors if factors.min(initial=1.0) > 1e-30 and factors.max(initial=1.0) < 1e30 else None
 
 
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:

@@ -179,7 +179,7 @@ class Sampler:
         """Draw about `drawing.budget` records for each query, and compute an answer from them. Cost: see draw.cc."""
         index, queries = self.index, np.ascontiguousarray(drawing.queries)
         q, seeds = len(queries), _factors(drawing.seed, queries.shape[1])
-        factors = np.ascontiguousarray(np.broadcast_to(np.asarray(drawing.factor, np.float64), q))
+        factors = np.full(q, drawing.factor, np.float64)
         budget = min(drawing.budget, max(1, eligible.inside))
         width, v, signs = budget + len(self._apart) + _room(budget), answering.width if answering else 0, native().SIGNS
         positions, (scores, chances) = np.empty((q, width), np.int64), np.empty((2, q, width))
