@@ -1,18 +1,70 @@
-"""Make text encoders from names. A database stores the name of the encoder that made its keys."""
+"""Make text encoders from names. A database stores the name of the encoder that made its keys, and a probe of it.
+
+The probe tells two models of one name and width apart. It is the text "WIDTH BASE64": the encoder's width d, and for
+each of the texts `PROBES` its vector as little-endian float32. A vector of more than `SKETCH` numbers is a sketch: number
+i is added, with a sign, to bucket b of `SKETCH`. With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six highest
+bits of h, and the sign is minus if the seventh is set. Sketches keep distances to within some ten percent (Charikar, Chen
+and Farach-Colton 2002, "Finding frequent items in data streams").
+"""
 
 from __future__ import annotations
 
+import base64
+import os
 import re
+import warnings
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
-from softdb.check import Encoder, attribute, shown
-from softdb.errors import BadInput
+import numpy as np
+
+from softdb.check import Array, Encoder, attribute, encoded, matrix, shown
+from softdb.errors import BadInput, EncoderWarning
 from softdb.store.keyed import require_name
-from softdb.text import SIZES, WIDTH, HashedNGrams, Vectors
+from softdb.text import SIZES, WIDTH, HashedNGrams, SentenceEncoder, Vectors
 
-__all__ = ["Unloaded", "name_of", "ngrams", "of_name", "require_same"]
+__all__ = [
+    "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "name_of", "ngrams", "of_name", "probe_of", "require_like",
+    "require_same", "warn_default",
+]  # fmt: skip
 
+EncoderLike: TypeAlias = "Encoder | str | os.PathLike[str]"  # a callable, or the name or folder of an encoder
+
+DEFAULT = HashedNGrams()  # encoder of the texts of a database for which no encoder was chosen
+PROBES = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
+SKETCH = 64  # largest number of numbers that a probe stores of each vector
+TOLERANCE = 0.1  # largest distance of one encoder's vectors on two machines, as a share of their length
 _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
+
+
+def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
+    """Return the encoder for a name, a folder or a callable.
+
+    "ngrams" and "ngrams(2, 5)" are n-grams, `dim` wide (None: 256); another name or a folder is a model of
+    sentence-transformers, which is loaded when it is first used. Raises BadInput for anything else.
+    """
+    if isinstance(encoder, str) and encoder:
+        return ngrams(encoder, dim) or SentenceEncoder(encoder)
+    if isinstance(encoder, os.PathLike):
+        return SentenceEncoder(encoder)
+    if not callable(encoder):
+        raise BadInput(
+            f"encoder is {shown(encoder)}; expected 'ngrams', the name or the folder of a sentence-transformers model, "
+            "or a callable, texts -> (n, d)"
+        )
+    return encoder
+
+
+def warn_default() -> None:
+    """Warn that n-grams embed the texts of a new database, and say how to choose a model."""
+    warnings.warn(
+        "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A "
+        "model finds meaning; it costs pip install 'softdb[text]', a download of some 90 MB, and some milliseconds a "
+        "text on a CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts "
+        "db.reembed('all-MiniLM-L6-v2'). To stay with n-grams without this warning: encoder='ngrams'",
+        EncoderWarning,
+        stacklevel=5,
+    )
 
 
 def name_of(encoder: object) -> str | None:
@@ -29,6 +81,57 @@ def require_same(stored: str | None, encoder: Encoder) -> None:
             f"the keys of this database were made by the encoder {shown(stored)}, not by {shown(name)}; open it with "
             "that encoder, or open it without an encoder and compute its keys again with reembed"
         )
+
+
+def probe_of(encoder: Encoder, dim: int) -> str | None:
+    """Return the encoder's probe; None if it cannot embed the texts `PROBES` as finite vectors (3, dim)."""
+    try:
+        vectors = _probed(encoder, dim)
+    except Exception:  # an encoder of molecules, or of known words alone: its keys are good, and have no probe
+        return None
+    return f"{dim} {base64.b64encode(_sketched(vectors).astype('<f4').tobytes()).decode()}"
+
+
+def require_like(probe: str | None, encoder: Encoder) -> None:
+    """Raise BadInput if the encoder's vectors differ from the probe of the encoder that made the keys.
+
+    The distance of two vectors a and b is |a - b| / max(|a|, |b|). Errors of the encoder are raised as they are.
+    """
+    if probe is None:
+        return
+    try:
+        width, text = probe.split(" ")
+        stored = np.frombuffer(base64.b64decode(text, validate=True), "<f4").reshape(len(PROBES), -1)
+        dim = int(width)
+    except ValueError:
+        return  # written by a stranger, or by a later softdb with other probes: nothing can be compared
+    vectors = _sketched(_probed(encoder, dim))
+    if vectors.shape != stored.shape:
+        return
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
+    distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
+    if not distances.max() <= TOLERANCE:
+        raise BadInput(
+            f"this encoder is not the one that made the keys: for the text {PROBES[int(distances.argmax())]!r} their "
+            f"vectors differ by {distances.max():.2g} of their length, and one encoder's by at most {TOLERANCE}; open "
+            "it with the encoder that made the keys, or without an encoder and compute its keys again with reembed"
+        )
+
+
+def _probed(encoder: Encoder, dim: int) -> Array:  # (3, dim)
+    vectors: Any = encoded(PROBES, "probe texts", lambda: encoder)
+    return matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
+
+
+def _sketched(vectors: Array) -> Array:  # (3, d) -> (3, at most SKETCH)
+    """Return vectors in float64; those of more than SKETCH numbers as sketches."""
+    width = vectors.shape[1]
+    if width <= SKETCH:
+        return vectors.astype(np.float64)
+    hashed = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    buckets = (hashed >> np.uint64(58)).astype(np.int64)
+    signs = np.where(hashed >> np.uint64(57) & np.uint64(1), -1.0, 1.0)
+    return np.stack([np.bincount(buckets, signs * vector, SKETCH) for vector in vectors])
 
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
@@ -61,6 +164,6 @@ class Unloaded:
         """Raise BadInput; its message tells how to load the model."""
         raise BadInput(
             f"this database's texts need the encoder {shown(self.name)}, and softdb loads no model by itself; if you "
-            f"trust it, pass it: softdb.open(path, encoder=softdb.text.SentenceEncoder({self.name!r})), or your own "
+            f"trust it, pass it: softdb.open(path, encoder={self.name!r}), or your own "
             "encoder of that name"
         )

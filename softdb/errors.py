@@ -11,6 +11,7 @@ __all__ = [
     "DatabaseLocked",
     "DeviceFailed",
     "DuplicateId",
+    "EncoderWarning",
     "FormatTooNew",
     "MissingDependency",
     "NotADatabase",
@@ -105,6 +106,10 @@ class MissingDependency(SoftDBError, ImportError):
 
 class UnknownField(UserWarning):
     """A filter names a field that no record has, so it matches nothing; the message names the most similar field."""
+
+
+class EncoderWarning(UserWarning):
+    """The texts of a new database are embedded by n-grams, because no encoder was chosen."""
 
 
 class RecallWarning(UserWarning):

@@ -12,13 +12,13 @@ import apsw
 
 from softdb import check
 from softdb.database import DatabaseCore, SoftDB
-from softdb.encoders import name_of, require_same
+from softdb.encoders import EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.filters import FilteredStore
 from softdb.store.paths import field_names
 from softdb.typing import Device
 
-__all__ = ["open", "table_at"]
+__all__ = ["existing", "open", "table_at"]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # one slash is enough, as pathlib turns s3:// into s3:/
 
@@ -34,16 +34,17 @@ def open(
     mode: Literal["rw", "r"] = "rw",
     durability: Literal["full", "relaxed"] = "full",
     device: Device | None = None,
-    encoder: check.Encoder | None = None,
+    encoder: EncoderLike | None = None,
     fields: Iterable[str] | None = None,
     verify: bool = False,
 ) -> SoftDB:
     """Open a database directory, or create it; `None` is a database in memory.
 
     Args:
-        path: the directory. In mode "rw" a missing database is created if `dim` is given.
-        dim: d, the width of a key; by default the attribute `dim` of the encoder.
-        value_dim: v, the width of a value; without it the key serves as the value.
+        path: the directory. In mode "rw" a missing database is created.
+        dim: d, the width of a key; by default the attribute `dim` of the encoder, or else the width of the first keys.
+        value_dim: v, the width of a value; without it the key serves as the value. If d is decided by the first keys,
+            values given with them decide v.
         num_classes: values are integer labels below this number, and soft queries return distributions over them.
         dtype: number type of stored vectors, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
@@ -53,9 +54,13 @@ def open(
             calls, each of them whole. Other processes see flushed changes only.
         device: "cpu", "cuda", "cuda:1" or a list of GPUs: keys and values are copied there, and queries that are no
             tensors are answered there; see `SoftDB.device` and `SoftDB.to`.
-        encoder: texts -> (n, d); then keys and queries may be texts. A database without records stores its attribute
-            `name`, if there is one, and refuses an encoder of another name from then on. Later, the encoder "ngrams"
-            need not be given; a model must be, as models run code.
+        encoder: texts -> (n, d); then keys and queries may be texts. Any callable, "ngrams", or the name or the folder
+            of a sentence-transformers model; only a name that no installed package or cache has is looked up on the
+            network, for at most `softdb.text.LOOKUP_SECONDS`. A database without records stores the encoder's attribute
+            `name`, if there is one, and with its first keys the encoder's vectors of three texts; an encoder of another
+            name or with other vectors is refused from then on. Later, "ngrams" need not be given; a model must be, as
+            models run code. If a new database has neither `dim` nor encoder and its first records have texts and no
+            keys, n-grams embed them, with an `EncoderWarning`.
         fields: payload fields to index for filters (see `SoftDB.index_field`); fields indexed before stay indexed.
         verify: first compare all stored bytes with their checksums.
 
@@ -64,7 +69,7 @@ def open(
     Raises:
         NotADatabase: nothing is at the path, or a file, another program's directory, or an unreadable directory.
         DatabaseLocked: another process writes to the database.
-        BadInput: the arguments contradict each other or the database.
+        BadInput: the arguments contradict each other or the database, or a model cannot be loaded.
         CorruptionError, FormatTooNew: the database is damaged, or written by a newer softdb.
         WriteFailed: in mode "rw" the disk refused a write; acknowledged changes are safe.
     """
@@ -77,19 +82,22 @@ def open(
                 f"{table} is a Lance table, not one database's directory; open it with softdb.cluster.open, or make "
                 f"one database of it with 'softdb snapshot {table} DIRECTORY'"
             )
-        if encoder is not None and not callable(encoder):
-            raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
-        dim = check.attribute(encoder, "dim") if dim is None else dim
+        embed = None if encoder is None else encoder_of(encoder, None if dim is None else check.integer(dim, "dim", 1))
+        width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
-        shape = (dim, value_dim, num_classes, dtype, metric)
-        new = check.schema(*shape, None) if dim is not None or path is None else None
+        new = check.schema(width, value_dim, num_classes, dtype, metric, None, undecided=True)
         try:
-            store = FilteredStore(place, mode, new, durability == "relaxed")
+            store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
             try:
-                check.schema(*shape, store.schema)
+                if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
+                    embed, width = ngrams(encoder, store.schema.dim), None
+                schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
+                if schema != store.schema and mode == "rw":
+                    store.decide(schema)
                 _declare(store, declared)
-                _store_name(store, encoder)
-                db = SoftDB(DatabaseCore(store, encoder, devices))
+                if embed is not None:
+                    _require_encoder(store, embed)
+                db = SoftDB(DatabaseCore(store, embed, devices))
                 if verify:
                     db.verify()
             except BaseException:
@@ -102,6 +110,13 @@ def open(
         if not hasattr(error, "verb"):
             error.args = (f"open: {error.args[0]}", *error.args[1:])
         raise
+
+
+def existing(path: str | os.PathLike[str], encoder: EncoderLike | None = None) -> SoftDB:
+    """Open a database for writing, as `open` does, but raise NotADatabase, and create nothing, if there is none."""
+    if not (Path(path) / "catalog.sqlite").exists():
+        open(path, mode="r")  # raises
+    return open(path, encoder=encoder)
 
 
 def table_at(path: str | os.PathLike[str]) -> str | None:
@@ -117,12 +132,11 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
     return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
-def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
-    """Store the encoder's name in a database without records. Raise BadInput if another encoder made the keys."""
-    if encoder is None:
-        return
+def _require_encoder(store: FilteredStore, encoder: check.Encoder) -> None:
+    """Store the encoder's name in a database without keys. Raise BadInput if another encoder made the keys."""
     stored = store.keyed.encoder
     require_same(stored, encoder)
+    require_like(store.keyed.probe, encoder)
     name = name_of(encoder)
     if stored is None and name is not None and store.mode == "rw" and not store.snapshot.count:
         store.note_encoder(name)

@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
+import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ Vectors = NDArray[np.float32]
 
 WIDTH = 256  # default width of the vectors
 SIZES = (2, 3, 4)  # default lengths of n-grams, in characters
+LOOKUP_SECONDS = 10.0  # longest wait for the hub of models to answer, before a model is downloaded
 CHUNK = 4096  # number of texts hashed at once; their counts take some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication by it is invertible modulo 2^64
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
@@ -116,7 +119,9 @@ class SentenceEncoder:
         device: torch device of the model; None leaves the choice to sentence-transformers.
         name: the name that a database stores; by default it tells model, normalisation and projection.
 
-    A call raises MissingDependency without sentence-transformers, and BadInput if it cannot load the model.
+    The model is loaded at the first call: from a folder, an installed package or the local cache, without the network;
+    else it is downloaded, if the hub answers within `LOOKUP_SECONDS`. A call raises MissingDependency without
+    sentence-transformers, and BadInput if it cannot load the model.
     """
 
     model: str | os.PathLike[str] = "all-MiniLM-L6-v2"
@@ -193,13 +198,51 @@ class SentenceEncoder:
         place = _located(str(self.model))
         try:
             with _quiet():
+                try:  # without the network, if the model is on the disk
+                    return SentenceTransformer(place, device=self.device, local_files_only=True)
+                except (OSError, ValueError):
+                    if os.path.exists(place) or not _is_name(place):
+                        raise
+                _require_hub(place)
                 return SentenceTransformer(place, device=self.device)
         except (OSError, ValueError) as error:
+            if isinstance(error, BadInput):
+                raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BadInput(
                 f"the encoder {self.model!r} cannot be loaded ({check.shown(reason)}); give a directory, an installed "
                 "model package, or a name that sentence-transformers knows"
             ) from error
+
+
+def _is_name(model: str) -> bool:
+    """Return True if the text may name a model on the hub: NAME or OWNER/NAME, no path of a folder."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model, re.ASCII) is not None
+
+
+def _require_hub(model: str) -> None:
+    """Raise BadInput unless the hub of models answers within LOOKUP_SECONDS, however its address fails to answer."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    failure = [f"no answer within {LOOKUP_SECONDS:g} s"]
+
+    def look_up() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=LOOKUP_SECONDS)
+            failure.clear()
+        except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
+            failure[:] = [" ".join(str(error).split()) or type(error).__name__]
+
+    thread = threading.Thread(target=look_up, name="softdb-lookup", daemon=True)
+    thread.start()
+    thread.join(LOOKUP_SECONDS)
+    if why := list(failure):
+        raise BadInput(
+            f"the encoder {model!r} is no folder, no installed package and in no local cache, and {constants.ENDPOINT} "
+            f"cannot be reached to download it ({check.shown(why[0])}); check the name and the network, give the folder "
+            "of a model, or use encoder='ngrams', which needs no model"
+        )
 
 
 @contextlib.contextmanager

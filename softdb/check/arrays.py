@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check.plain import attribute, dense, filled, is_tensor, shown
-from softdb.check.schemas import Schema
+from softdb.check.schemas import MAX_DIM, Schema
 from softdb.errors import BadInput
 
 if TYPE_CHECKING:
@@ -152,15 +152,20 @@ def numbers(value: object, name: str) -> Array:
 
 
 def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
-    """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector becomes (1, width)."""
+    """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector becomes (1, width).
+
+    A width of 0 stands for any width from 1 to `MAX_DIM`.
+    """
     array = numbers(value, name)
     if array.ndim == 1 and len(array):
         array = array[None]
     if array.size == 0 and (array.ndim != 2 or len(array) == 0):
-        raise BadInput(f"{name} are an empty batch; give at least one vector of {width} numbers")
+        raise BadInput(f"{name} are an empty batch; give at least one vector of {width or 'd'} numbers")
     if array.ndim != 2:
-        raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width})")
-    if array.shape[1] != width:
+        raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width or 'd'})")
+    if not width and not 1 <= array.shape[1] <= MAX_DIM:
+        raise BadInput(f"{name} are {array.shape[1]} wide; expected a width from 1 to {MAX_DIM}")
+    if array.shape[1] != (width or array.shape[1]):
         raise BadInput(
             f"{name} are {array.shape[1]} wide but this database is {width} wide; embed again or open another database"
         )
@@ -207,7 +212,18 @@ def sample_weights(value: object, *shape: int) -> NDArray[np.float64]:  # (*shap
 
 
 def values(value: object, schema: Schema, count: int) -> Array | None:
-    """Return the values of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None."""
+    """Return the values of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None.
+
+    While the width of the keys is undecided, values given as vectors decide v.
+    """
+    if not schema.has_values and not schema.dim and value is not None:
+        array = numbers(value, "values")
+        if array.ndim != 2:
+            raise BadInput(
+                f"values have shape {array.shape}; expected ({count}, v) numbers; for labels open the database with "
+                "num_classes="
+            )
+        return filled(matrix(array, "values", 0, schema.dtype), "values", count)
     if not schema.has_values:
         if value is not None:
             raise BadInput(
@@ -259,6 +275,8 @@ def queries(
 ) -> Tensor:
     """Return queries (…, width) as a finite (q, width) tensor of at least float32; a tensor keeps its graph and device.
 
+    A width of 0 stands for any width: the database has no keys that decide it.
+
     Lists become float32, as in torch; arrays and tensors of float64 stay float64. A single query becomes (1, width).
     `leading` returns the dimensions that are flattened. `taker` says whose width this is, for the error message.
     Raises BadInput.
@@ -279,7 +297,7 @@ def queries(
         tensor = torch.from_numpy(array).to(device)
     if tensor.ndim == 1:
         tensor = tensor[None]
-    if tensor.shape[-1:] != (width,):
+    if tensor.shape[-1:] != (width,) and (width or not tensor.ndim or not tensor.shape[-1]):
         came = f"{tensor.shape[1]} wide" if tensor.ndim == 2 else f"of shape {tuple(tensor.shape)}"
         raise BadInput(f"queries are {came} but {taker} {width} wide; encode them alike")
     if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]

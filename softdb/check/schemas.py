@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ class Metric(Enum):
 
 @dataclass(frozen=True)
 class Schema:
-    """Schema of a database, fixed when it is created."""
+    """Schema of a database, fixed when it is created or, if its width is undecided, by the first keys."""
 
-    dim: int  # d, width of a key
+    dim: int  # d, width of a key; 0: undecided, until the first records with keys
     value_dim: int | None  # v, width of a value; None: labels if there are classes, else the key serves as the value
     num_classes: int | None  # values are integer labels from 0 to num_classes - 1
     dtype: np.dtype[Any]  # of keys and vector values
@@ -48,7 +48,7 @@ class Schema:
     def described(self) -> dict[str, Any]:
         """The arguments of `softdb.open` that make a database of this schema."""
         return {
-            "dim": self.dim,
+            "dim": self.dim or None,
             "value_dim": self.value_dim,
             "num_classes": self.num_classes,
             "dtype": self.dtype.name,
@@ -72,9 +72,19 @@ class Schema:
 
 
 def schema(
-    dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, stored: Schema | None
+    dim: object,
+    value_dim: object,
+    num_classes: object,
+    dtype: object,
+    metric: object,
+    stored: Schema | None,
+    *,
+    undecided: bool = False,
 ) -> Schema:
-    """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput."""
+    """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput.
+
+    `undecided`: without `dim`, a new database has the width 0. Widths given for such a stored schema are filled in.
+    """
     wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
         "value_dim": None if value_dim is None else integer(value_dim, "value_dim", 1, MAX_DIM),
@@ -85,11 +95,19 @@ def schema(
     if value_dim is not None and num_classes is not None:
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
-        if wanted["dim"] is None:
+        if wanted["dim"] is None and not undecided:
             raise BadInput("dim is not given; a new database needs the width of its keys")
         return Schema(
-            **{**wanted, "dtype": wanted["dtype"] or np.dtype(np.float32), "metric": wanted["metric"] or Metric.DOT}
+            **{
+                **wanted,
+                "dim": wanted["dim"] or 0,
+                "dtype": wanted["dtype"] or np.dtype(np.float32),
+                "metric": wanted["metric"] or Metric.DOT,
+            }
         )
+    if not stored.dim:  # widths that are not decided yet
+        values = () if stored.has_values else ("value_dim", "num_classes")
+        stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})
     for name, new in wanted.items():
         if new is not None and new != (old := getattr(stored, name)):
             plain = [setting.value if isinstance(setting, Metric) else setting for setting in (new, old)]

@@ -20,7 +20,7 @@ from softdb.cluster.storage import lance_errors
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
-from softdb.encoders import name_of, require_same
+from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked
 from softdb.formats.rows import Fields
 from softdb.index.choose import Progress
@@ -42,7 +42,7 @@ def create(
     num_classes: int | None = None,
     dtype: Literal["float32", "float16"] | None = None,
     metric: Literal["dot", "cosine", "l2"] | None = None,
-    encoder: check.Encoder | None = None,
+    encoder: EncoderLike | None = None,
     storage_options: dict[str, str] | None = None,
     **opened: Any,
 ) -> TableCluster:
@@ -68,11 +68,12 @@ def create(
     """
     place = address(url)
     check.one_of(ids, "ids", ("str", "int"))
-    dim = check.attribute(encoder, "dim") if dim is None else dim
+    embed = None if encoder is None else encoder_of(encoder, dim)
+    dim = check.attribute(embed, "dim") if dim is None else dim
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
     replicas = check.integer(replicas, "replicas", 1, 16)
-    tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, encoder and name_of(encoder))
-    return open(place, encoder=encoder, storage_options=storage_options, **opened)
+    tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, embed and name_of(embed))
+    return open(place, encoder=embed, storage_options=storage_options, **opened)
 
 
 @named
@@ -84,7 +85,7 @@ def open(
     partial: bool = False,
     on: Place = "here",
     cache: str | os.PathLike[str] | None = None,
-    encoder: check.Encoder | None = None,
+    encoder: EncoderLike | None = None,
     storage_options: dict[str, str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TableCluster:
@@ -113,9 +114,10 @@ def open(
     """
     check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
-    if encoder is not None:
-        require_same(truth.encoder, encoder)
-    return _opened(truth, mode, timeout, partial, on, cache, encoder, progress)
+    embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
+    if embed is not None:
+        require_same(truth.encoder, embed)
+    return _opened(truth, mode, timeout, partial, on, cache, embed, progress)
 
 
 @named
@@ -134,7 +136,7 @@ def serve(
     partial: bool = False,
     on: Place = "here",
     cache: str | os.PathLike[str] | None = None,
-    encoder: check.Encoder | None = None,
+    encoder: EncoderLike | None = None,
     storage_options: dict[str, str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TableCluster:
@@ -170,12 +172,11 @@ def _opened(
     partial: bool,
     on: Place,
     cache: str | os.PathLike[str] | None,
-    encoder: check.Encoder | None,
+    encoder: EncoderLike | None,
     progress: Progress | bool | None,
 ) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
-    if encoder is not None and not callable(encoder):
-        raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
+    embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
     seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache) / truth.digest
     report: Progress | None = None
 
@@ -186,7 +187,7 @@ def _opened(
 
     with telling(progress) as sink:
         report = sink
-        cluster = TableCluster(connect, truth, seconds, partial, mode, encoder)
+        cluster = TableCluster(connect, truth, seconds, partial, mode, embed)
     report = None
     return cluster
 

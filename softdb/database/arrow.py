@@ -56,7 +56,7 @@ class _Converter:
         types = {
             "id": pa.int64() if self.integers else pa.string(),
             **({"id_is_int": pa.bool_()} if self.mixed else {}),
-            "key": pa.list_(number, schema.dim),
+            "key": pa.list_(number, schema.dim or -1),  # -1: lists of any width
             **({"value": vector or pa.int64()} if schema.has_values else {}),
             "text": pa.string(),
             "payload": pa.string(),
@@ -82,6 +82,8 @@ class _Converter:
             return pa.array(records.texts if name == "text" else records.payload_texts, kind)
         column, without = records.keys if name == "key" else records.values, ~records.keyed.numpy()
         assert column is not None
+        if name == "key" and not pa.types.is_fixed_size_list(kind):
+            return pa.nulls(len(column), kind)  # no record has a key
         mask = pa.array(without) if without.any() else None
         if not pa.types.is_fixed_size_list(kind):
             return pa.array(column.numpy(), kind, mask=None if mask is None else np.asarray(without))

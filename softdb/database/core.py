@@ -65,6 +65,11 @@ class Core(Protocol[S]):
         """Stored name of the encoder that made the keys; None if no name is stored."""
 
     @property
+    def probe(self) -> str | None:
+        """Vectors of fixed texts by that encoder, see `softdb.encoders`; None if they are not stored."""
+        return None
+
+    @property
     def path(self) -> Path | None:
         """Directory of the database; None for a database in memory, or a cluster with several directories."""
 
@@ -86,6 +91,15 @@ class Core(Protocol[S]):
 
     def require_open(self) -> None:
         """Raise Closed after `close`."""
+
+    def require_width(self) -> None:
+        """Raise BadInput if the width of the keys is undecided, and Closed after `close`."""
+        self.require_open()
+        if not self.schema.dim:
+            raise BadInput(
+                "this database has no keys yet, so their width is undecided; insert records with keys first, or open "
+                "it with dim="
+            )
 
     def encoder(self) -> check.Encoder | None:
         """Return the encoder of the keys; None if no encoder is known."""
@@ -135,7 +149,7 @@ class Core(Protocol[S]):
     @property
     def header(self) -> dict[str, Any]:
         """Description of the database in an export: schema, declared fields, and the encoder's name."""
-        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
+        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name, "probe": self.probe}
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
@@ -162,6 +176,7 @@ class Core(Protocol[S]):
         """Check the arguments of `attend`; return the request and its source. Raises BadInput."""
         if score is not None and not callable(score):
             raise BadInput(f"score is {check.shown(score)}; expected an object of softdb.scores or a callable")
+        self.require_width()
         by = score_of(self.schema.metric) if score is None else score
         tensor, allowed, mask, source = self.taking_part(queries, query_width(by, self.schema.dim), where, mask)
         temperature = check.temperature(temperature, check.leading(queries, len(tensor)))

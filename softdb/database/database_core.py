@@ -23,7 +23,7 @@ from softdb.database.embedding import telling
 from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
 from softdb.database.texts import search_by_text
 from softdb.device import Board
-from softdb.encoders import of_name
+from softdb.encoders import DEFAULT, name_of, of_name, probe_of, warn_default
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
 from softdb.filters import FilteredStore
 from softdb.index import Finder
@@ -33,7 +33,7 @@ from softdb.reports import CompactReport, Stats
 from softdb.store import Snapshot
 from softdb.store.compact import compact
 from softdb.store.entry import RecordEntry
-from softdb.store.keyed import Keyed
+from softdb.store.keyed import Keyed, Made
 from softdb.store.stats import stats
 from softdb.typing import Vectors
 
@@ -70,6 +70,11 @@ class DatabaseCore(Core[Stored]):
     def encoder_name(self) -> str | None:
         """Stored name of the encoder that made the keys; None if no name is stored."""
         return self.store.keyed.encoder
+
+    @property
+    def probe(self) -> str | None:
+        """Stored vectors of fixed texts by that encoder; None if they are not stored."""
+        return self.store.keyed.probe
 
     @property
     def path(self) -> Path | None:
@@ -319,23 +324,38 @@ class DatabaseCore(Core[Stored]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them; start again if the database was re-embedded meanwhile: its width may differ."""
+        """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
         store, done = self.store, False
         with telling(progress) as callback:
             while not done:
-                keyed = store.keyed
-                checker = RecordChecker(keyed.schema, self.encoder)
+                keyed, encoder = store.keyed, self.encoder()
+                default = encoder is None and given.keys is None and change is not WriteKind.UPDATE
+                if default and not keyed.schema.dim and given.texts is not None:
+                    encoder = DEFAULT
+                checker = RecordChecker(keyed.schema, lambda chosen=encoder: chosen)
                 if change is WriteKind.UPDATE:
-                    done = store.run(self._update_if, keyed, checker.parts(*given, callback))
+                    parts = checker.parts(*given, callback)
+                    done = store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
                 else:
-                    write = store.insert if change is WriteKind.INSERT else store.upsert
-                    done = write(checker.batch(*given, callback), keyed)
+                    batch = checker.batch(*given, callback)
+                    made = self._made(keyed, encoder, given, batch.keys)
+                    if encoder is DEFAULT:
+                        warn_default()
+                    done = (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
 
-    def _update_if(self, keyed: Keyed, parts: RecordParts) -> bool:
-        """Update, and return True; False if the database was re-embedded since `keyed`. Runs on the store's thread."""
+    def _made(self, keyed: Keyed, encoder: check.Encoder | None, given: Given, keys: Any) -> Made | None:
+        """Return the encoder of a batch's keys if it must be stored: the database has no probe of its encoder."""
+        texts = given.texts is not None if given.keys is None else check.are_texts(given.keys)
+        if encoder is None or not texts or keys is None or keyed.probe is not None:
+            return None
+        made = Made(name_of(DEFAULT) if encoder is DEFAULT else keyed.encoder, probe_of(encoder, keys.shape[1]))
+        return None if made == (keyed.encoder, keyed.probe) else made
+
+    def _update_if(self, keyed: Keyed, parts: RecordParts, made: Made | None) -> bool:
+        """Update, and return True; False if the width changed since `keyed`. Runs on the store's thread."""
         if self.store.keyed is not keyed:
             return False
-        self.store.update(*parts)
+        self.store.update(*parts, made)
         return True
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:

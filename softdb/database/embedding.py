@@ -45,6 +45,7 @@ def embedded(
     blocks: list[Array] = []
     for low in range(0, len(texts), BATCH_TEXTS):
         keys = check.encoded(list(texts[low : low + BATCH_TEXTS]), name, encoder_of)
-        blocks.append(check.matrix(keys, name, schema.dim, schema.dtype))
+        width = blocks[0].shape[1] if blocks else schema.dim
+        blocks.append(check.matrix(keys, name, width, schema.dtype))
         progress("embed", min(low + BATCH_TEXTS, len(texts)), len(texts))
     return np.concatenate(blocks)

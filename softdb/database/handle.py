@@ -17,6 +17,7 @@ from softdb.database.questions import verb
 from softdb.database.reembedding import TextOf, reembed
 from softdb.database.verbs import Verbs
 from softdb.device import Board
+from softdb.encoders import EncoderLike
 from softdb.errors import BadInput, ReadOnly
 from softdb.filters import FilteredStore
 from softdb.index.background import Build
@@ -151,7 +152,7 @@ class SoftDB(Verbs):
         if self._store.closed:
             return f"<SoftDB {path}, closed>"
         schema = self._store.schema
-        return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim}, {schema.metric.value}>"
+        return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim or 'undecided'}, {schema.metric.value}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle the path; unpickling opens the database for reading."""
@@ -323,7 +324,7 @@ class SoftDB(Verbs):
     @verb
     def reembed(
         self,
-        encoder: check.Encoder,
+        encoder: EncoderLike,
         *,
         field: TextOf = None,
         missing: str | None = None,
@@ -340,7 +341,7 @@ class SoftDB(Verbs):
             db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
 
         Args:
-            encoder: n texts -> (n, d). For an encoder without an attribute `name` each run starts from the beginning.
+            encoder: n texts -> (n, d), or a name or folder as in `softdb.open`. For an encoder without an attribute `name` each run starts from the beginning.
             field: None: the text of a record or, without a text, the field "text" of its payload. Else the name of a
                 field of the payload, or a callable that returns the text of a `Record`.
             missing: text to embed for a record without a text; None: raise BadInput before any text is embedded.

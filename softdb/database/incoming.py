@@ -112,15 +112,17 @@ class RecordChecker(NamedTuple):
             keys = [key for key in keys if key is not None]
         if keyed.all():
             return self._keys(keys, count, progress), keyed  # type: ignore[arg-type]
-        column = np.zeros((count, schema.dim), schema.dtype)
-        if keyed.any():
-            column[keyed] = self._keys(keys, int(np.count_nonzero(keyed)), progress)  # type: ignore[arg-type]
+        if not keyed.any():
+            return np.zeros((count, schema.dim), schema.dtype), keyed
+        given = self._keys(keys, int(np.count_nonzero(keyed)), progress)  # type: ignore[arg-type]
+        column = np.zeros((count, given.shape[1]), schema.dtype)
+        column[keyed] = given
         return column, keyed
 
     def _values_of(self, values: Any, keyed: NDArray[np.bool_], count: int) -> Array | None:
         """Return the values of new records, zeros for a record without a key; None in a database without values."""
         schema = self.schema
-        if keyed.all() or (values is not None and not schema.has_values):
+        if keyed.all() or (values is not None and not schema.has_values and schema.dim):
             return check.values(values, schema, count)
         try:
             items = [None] * count if values is None else check.filled(list(values), "values", count)
@@ -129,10 +131,12 @@ class RecordChecker(NamedTuple):
         extra = np.flatnonzero([item is not None and not has_key for item, has_key in zip(items, keyed, strict=True)])
         if len(extra):
             raise BadInput(f"record {extra[0]} of the batch has a value and no key; give both, or None for both")
-        if not schema.has_values:
+        present = None if values is None else [item for item in items if item is not None]
+        given = check.values(present, schema, int(np.count_nonzero(keyed))) if keyed.any() else None
+        if not schema.has_values and given is None:
             return None
-        column = np.zeros((count, *(() if schema.value_dim is None else (schema.value_dim,))), schema.value_dtype)
-        if keyed.any():
-            present = None if values is None else [item for item in items if item is not None]
-            column[keyed] = check.values(present, schema, int(np.count_nonzero(keyed)))
+        width = (schema.value_dim,) if schema.value_dim is not None else ()
+        column = np.zeros((count, *(width if given is None else given.shape[1:])), schema.value_dtype)
+        if given is not None:
+            column[keyed] = given
         return column

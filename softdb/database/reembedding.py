@@ -17,13 +17,14 @@ from softdb.answers import Record, parsed
 from softdb.check import Array, Schema
 from softdb.database.database_core import DatabaseCore
 from softdb.database.embedding import telling
-from softdb.encoders import name_of
+from softdb.encoders import EncoderLike, encoder_of, name_of, probe_of
 from softdb.errors import BadInput, SoftDBError, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
 from softdb.store import Snapshot, switching
 from softdb.store.entry import RecordEntry
 from softdb.store.gathered import Gathered, digest
+from softdb.store.keyed import Made
 
 TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
@@ -35,7 +36,7 @@ Rows = NDArray[np.int64]
 
 def reembed(
     core: DatabaseCore,
-    encoder: check.Encoder,
+    encoder: EncoderLike,
     field: TextOf,
     missing: str | None,
     batch_size: int,
@@ -43,14 +44,13 @@ def reembed(
 ) -> ReembedReport:
     """Replace every key by another encoder's embedding of the record's text; see `SoftDB.reembed`."""
     core.store.require_writable()
-    if not callable(encoder):
-        raise BadInput(f"encoder is {check.shown(encoder)}; expected a callable, texts -> (n, d)")
+    embed = encoder_of(encoder)
     require_field(field)
     if not (missing is None or isinstance(missing, str)):
         raise BadInput(f"missing is {check.shown(missing)}; expected a text, or None")
     size = check.integer(batch_size, "batch_size")
     with telling(progress) as track:
-        return _Run(core, encoder, field, missing, size, track).report()
+        return _Run(core, embed, field, missing, size, track).report()
 
 
 def texts_at(core: DatabaseCore, rows: Rows, field: TextOf = None) -> list[str]:  # (m,) -> m
@@ -91,8 +91,9 @@ class _Run:
         with contextlib.closing(self.gathered):
             self._gather_all()
             self.track("switch", self.total, self.total)
+            made = Made(self.name, probe_of(self.encoder, self.schema.dim))
             switching.Switch(
-                self.store, self.schema, self.name, self.gathered, self.progress, self.gather, self._announce
+                self.store, self.schema, made, self.gathered, self.progress, self.gather, self._announce
             ).run()
         with contextlib.suppress(OSError, SoftDBError):  # the switch is done; the next writer removes leftover files
             self.gathered.discard()

@@ -39,9 +39,9 @@ class Verbs(Questions):
         return self.core.fields
 
     @property
-    def dim(self) -> int:
-        """d, the width of a key."""
-        return self.core.schema.dim
+    def dim(self) -> int | Any:  # not `int | None`: only a database without keys can be undecided
+        """d, the width of a key; None while it is undecided, until the first records with keys."""
+        return self.core.schema.dim or None
 
     @property
     def value_dim(self) -> int | None:

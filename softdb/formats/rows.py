@@ -38,22 +38,23 @@ class Fields:
 class Header:
     """Description of the exported database, from the file's first line `{"softdb": {…}}`."""
 
-    dim: int
+    dim: int | None  # None: undecided
     value_dim: int | None
     num_classes: int | None
     dtype: str
     metric: str
     fields: tuple[str, ...]  # declared fields of the payload
     encoder: str | None = None  # name of the database's encoder
+    probe: str | None = None  # vectors of fixed texts by it, see `softdb.encoders`
 
     @classmethod
     def of(cls, said: Any, where: str) -> Header:
         """Return the header of an exported file from its JSON. Raises BadInput."""
         try:
             header = cls(**{**said, "fields": tuple(said["fields"])})
-            check.schema(**header.schema, stored=None)
-            if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "")):
-                raise ValueError("fields and encoder are texts")
+            check.schema(**header.schema, stored=None, undecided=True)
+            if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "", header.probe or "")):
+                raise ValueError("fields, encoder and probe are texts")
         except (TypeError, KeyError, ValueError) as error:
             raise BadInput(f"{where}: not the header of an export ({error}); mend it") from None
         return header

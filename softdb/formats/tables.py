@@ -184,7 +184,7 @@ class _TableReader:
 
     def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
-        self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim}
+        self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim or 1}
         used = {fields.id, key, fields.text, fields.value} | (OWN if own else set())
         self.payload_names = [name for name in table.schema.names if name not in used]
 

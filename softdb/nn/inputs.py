@@ -96,7 +96,7 @@ def widths_of(db: Verbs | None, kdim: int | None, vdim: int | None) -> tuple[int
         return kdim, vdim
     if not isinstance(db, Verbs):
         raise BadInput(f"db is {shown(db)}; expected an open softdb database, or None for plain tensors")
-    db.core.require_open()
+    db.core.require_width()
     dim, pooled = db.core.schema.dim, db.core.schema.pooled_dim
     for name, width, stored, columns in (("kdim", kdim, dim, "keys"), ("vdim", vdim, pooled, "values")):
         if width is not None and width != stored:

@@ -105,6 +105,7 @@ class Memory(Reindexed, SparseRows):
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+        db.core.require_width()
         self.learnt = torch.nn.ParameterDict()  # apart from the rows, whose gradients are sparse
         if isinstance(temperature, torch.nn.Parameter):
             check.temperature(temperature)

@@ -104,6 +104,7 @@ class View(Reindexed):
         super().__init__()
         if not isinstance(db, SoftDB):
             raise BadInput(f"db is {shown(db)}; expected an open softdb database")
+        db.core.require_width()
         self.overfetch = check.integer(overfetch, "overfetch")
         self.max_age = None if max_age is None else check.integer(max_age, "max_age", 0)
         self.batch_size = check.integer(batch_size, "batch_size")

@@ -67,7 +67,7 @@ def file_of(directory: Path, column: str, number: int) -> Path:
 
 def at_once(size: int) -> int:
     """Return the number of slots of `size` bytes to read at once."""
-    return max(1, min(_AT_ONCE, _BYTES // size))
+    return max(1, min(_AT_ONCE, _BYTES // max(1, size)))
 
 
 def read_slots(file: BinaryIO, size: int, low: int, high: int) -> Iterator[bytes]:

@@ -166,10 +166,10 @@ class _Salvage:
                 self._explain(scratch)
             store = Store(self.fresh, "rw", self.schema)
             try:
-                name = self.remains.settings().get("encoder")
-                if isinstance(name, str):
+                made = [self.remains.settings().get(name) for name in ("encoder", "probe")]
+                if any(made) and all(text is None or isinstance(text, str) for text in made):
                     with contextlib.suppress(BadInput):
-                        store.note_encoder(name)
+                        store.note_encoder(*made)
                 for chunk in self._intact_records(scratch):
                     self._copy(scratch, store, chunk)
                 store.index_fields(self.remains.fields)

@@ -32,20 +32,25 @@ def append(
     batch: Batch,
     entries: list[SegmentEntry],  # all segments, in the order of rows
 ) -> tuple[CatalogState, list[SegmentEntry]]:  # state and all segments after the append
-    """Write a batch's keys and values to free slots, and add its records to the open transaction."""
-    state = catalog.state()
-    pieces = _place(catalog, columns, batch, entries, state.next_row)
+    """Write a batch's keys and values to free slots, and add its records to the open transaction.
+
+    A batch with keys of width 0 (the database's width is undecided, no record has a key) takes no slots.
+    """
+    state, wide = catalog.state(), batch.keys.shape[1] > 0
+    pieces = _place(catalog, columns, batch, entries, state.next_row) if wide else []
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # writes files while this thread computes checksums and runs SQLite
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
         if batch.texts is not None:
             textindex.add(catalog.connection, state.next_row)
-        if batch.keyed is not None:
+        if not wide:
+            gaps.put(catalog, (), len(batch.ids), None)
+        elif batch.keyed is not None:
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
         for entry in filled:
             catalog.put_segment(entry)
-    unchanged = entries[:-1] if entries and entries[-1].number == filled[0].number else entries
+    unchanged = entries[:-1] if entries and filled and entries[-1].number == filled[0].number else entries
     return catalog.advance(len(batch.ids)), [*unchanged, *filled]
 
 

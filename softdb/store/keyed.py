@@ -1,7 +1,9 @@
 """Origin of a database's keys: their schema, the name of their encoder, and the generation of the last re-embedding.
 
-The format, as MUSTs: the setting `encoder` is the name of the encoder of texts, NULL or absent if none is known. The
-setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
+The format, as MUSTs: the setting `dim` is NULL while the width of the keys is undecided; then no segment may exist, and
+the commit of the first keys MUST set it. The setting `encoder` is the name of the encoder of texts, NULL or absent if
+none is known. The setting `probe` holds vectors of fixed texts by that encoder (see `softdb.encoders`), NULL or absent
+if there are none; it is at most `LONGEST_PROBE` characters of ASCII. The setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
 every segment a new number, as must every commit that changes the content of a segment's used slots.
 """
 
@@ -16,6 +18,7 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 
 LONGEST = 1000  # maximum characters of an encoder's name
+LONGEST_PROBE = 4000  # maximum characters of a probe
 _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
@@ -25,6 +28,14 @@ class Keyed(NamedTuple):
     schema: Schema
     encoder: str | None  # name of the encoder; None: not known
     since: int  # the generation that last re-embedded all keys; 0: never
+    probe: str | None = None  # vectors of fixed texts by the encoder, see `softdb.encoders`; None: not known
+
+
+class Made(NamedTuple):
+    """Encoder that makes the keys: its name and its probe, None where not known."""
+
+    encoder: str | None
+    probe: str | None = None
 
 
 def require_name(name: str) -> str:
@@ -44,23 +55,34 @@ def read(catalog: Catalog) -> Keyed:
     missing = [name for name in _SCHEMA if name not in settings]
     if missing:
         raise damaged_catalog(f"has damaged settings ({missing[0]} is missing)")
-    return _parse(*(settings[name] for name in _SCHEMA), settings.get("encoder"), settings.get("reembedded", 0))
+    origin = (settings.get("encoder"), settings.get("reembedded", 0), settings.get("probe"))
+    return _parse(*(settings[name] for name in _SCHEMA), *origin)
 
 
 @lru_cache(64, typed=True)  # cached: every refresh calls this
 def _parse(*values: Any) -> Keyed:
-    dim, value_dim, num_classes, dtype, metric, encoder, since = values
+    dim, value_dim, num_classes, dtype, metric, encoder, since, probe = values
     try:
-        stored = schema(dim, value_dim, num_classes, dtype, metric, None)
+        stored = schema(dim, value_dim, num_classes, dtype, metric, None, undecided=True)
     except BadInput as error:
         raise damaged_catalog(f"has damaged settings ({error})") from None
     if not (encoder is None or (isinstance(encoder, str) and 0 < len(encoder) <= LONGEST)):
         raise damaged_catalog("has a damaged setting 'encoder'")
     if type(since) is not int or since < 0:
         raise damaged_catalog("has a damaged setting 'reembedded'")
-    return Keyed(stored, encoder, since)
+    if not (probe is None or (isinstance(probe, str) and probe.isascii() and len(probe) <= LONGEST_PROBE)):
+        raise damaged_catalog("has a damaged setting 'probe'")
+    return Keyed(stored, encoder, since, probe)
 
 
-def note(catalog: Catalog, name: str | None) -> None:
-    """Write the encoder's name to the settings, in the open transaction. Raises BadInput."""
-    catalog.put_setting("encoder", name if name is None else require_name(name))
+def note(catalog: Catalog, made: Made) -> None:
+    """Write the encoder's name and probe to the settings, in the open transaction. Raises BadInput."""
+    catalog.put_setting("encoder", made.encoder if made.encoder is None else require_name(made.encoder))
+    if made.probe is not None or "probe" in catalog.settings():
+        catalog.put_setting("probe", made.probe)
+
+
+def decide(catalog: Catalog, decided: Schema) -> None:
+    """Write the widths that a database got with its first keys to the settings, in the open transaction."""
+    for name in ("dim", "value_dim", "num_classes"):
+        catalog.put_setting(name, decided.described[name])

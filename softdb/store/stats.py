@@ -23,7 +23,7 @@ def stats(store: Store, index: IndexReport | None, device: DeviceReport | None =
         records=snapshot.records,
         keyless=len(snapshot.keyless),
         dead=snapshot.size - snapshot.count - int(np.count_nonzero(snapshot.positions(snapshot.keyless) >= 0)),
-        dim=schema.dim,
+        dim=schema.dim or None,
         value_dim=schema.value_dim,
         num_classes=schema.num_classes,
         dtype=schema.dtype.name,

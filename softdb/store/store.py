@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, Id, shown
+from softdb.check import Array, Id, Schema, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry
-from softdb.store.keyed import Keyed
+from softdb.store.keyed import Keyed, Made
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
@@ -90,17 +91,20 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None) -> bool:
+    def insert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> bool:
         """Add records, and return True. Raises DuplicateId if an id is stored already; then nothing is written.
 
         `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return False.
+        `made`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
+        widths that are undecided.
         """
         if origin is not None and self.keyed is not origin:
             return False
         with self.write_transaction() as change:
             try:
+                changed = self._note_origin(batch.keys, batch.values, made)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-                change.appended = appended if batch.keyed is None else None
+                change.appended = appended if batch.keyed is None and not changed else None
             except apsw.ConstraintError:
                 self.writer.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -113,7 +117,7 @@ class Store(Session):
         return True
 
     @on_thread
-    def upsert(self, batch: Batch, origin: Keyed | None = None) -> bool:
+    def upsert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> bool:
         """Add records as `insert` does, but replace stored records that have the same ids."""
         if origin is not None and self.keyed is not origin:
             return False
@@ -121,8 +125,31 @@ class Store(Session):
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
+            self._note_origin(batch.keys, batch.values, made)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
         return True
+
+    def _note_origin(self, keys: Array, values: Array | None, made: Made | None) -> bool:
+        """Store undecided widths (the keys are the first) and the encoder. Return False if nothing had to be stored."""
+        schema = self.schema
+        undecided = not schema.dim and keys.shape[1] > 0
+        if undecided:
+            if values is not None and not schema.has_values:
+                schema = replace(schema, value_dim=values.shape[1])
+            schema = replace(schema, dim=keys.shape[1])
+            keyed.decide(self.catalog, schema)
+            self.columns.reshape(schema)  # if the commit fails, no segment exists, and the next keys reshape again
+        if made is not None:
+            keyed.note(self.catalog, made)
+        return undecided or made is not None
+
+    @on_thread
+    def decide(self, schema: Schema) -> None:
+        """Store the widths of a schema in a database whose width is undecided."""
+        with self.write_transaction(durable=True):
+            if not self.schema.dim:
+                keyed.decide(self.catalog, schema)
+                self.catalog.advance(0)
 
     @on_thread
     def update(
@@ -132,10 +159,11 @@ class Store(Session):
         values: Array | None,
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
+        made: Made | None = None,
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
+        `made`: as in `insert`. Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
         """
         with self.write_transaction():
             in_place = keys is None and values is None
@@ -157,6 +185,7 @@ class Store(Session):
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
+            self._note_origin(keys, values, made)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
@@ -227,10 +256,10 @@ class Store(Session):
         return len(rows)
 
     @on_thread
-    def note_encoder(self, name: str) -> None:
-        """Store the name of the encoder that makes the keys."""
+    def note_encoder(self, name: str | None, probe: str | None = None) -> None:
+        """Store the name and the probe of the encoder that makes the keys."""
         with self.write_transaction(durable=True):
-            keyed.note(self.catalog, name)
+            keyed.note(self.catalog, Made(name, probe))
             self.catalog.advance(0)
 
     @on_thread

@@ -24,6 +24,7 @@ from softdb.data import DemoData, load_wordnet
 from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
+from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import print_table, progress, safe
 from softdb.train import fit, save
@@ -100,7 +101,7 @@ def _clear(path: Path, fresh: bool) -> None:
         raise BadInput(f"{path} holds the demo database already; query it (softdb search), or replace it with --fresh")
     require_ours(path.resolve(), *_OURS)
     try:
-        softdb.open(path).close()
+        existing(path).close()
     except SoftDBError as error:  # a damaged or incomplete database is replaced; one in use is not
         if isinstance(error, DatabaseLocked):
             raise

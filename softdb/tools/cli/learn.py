@@ -186,6 +186,7 @@ def _rekeyed(path: Path, projection: Path) -> ReembedReport:
 def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
     """Yield the open database and a function that shows progress; on Ctrl-C say how many records are embedded."""
     import softdb
+    from softdb.opening import existing
 
     done = total = before = 0
 
@@ -195,7 +196,7 @@ def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
         bar(stage, count, of)
 
     try:
-        with softdb.open(path) as db, progress("embed", rate=True) as bar:
+        with existing(path) as db, progress("embed", rate=True) as bar:
             before = db.core.reembedded
             yield db, show
     except KeyboardInterrupt:

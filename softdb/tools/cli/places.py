@@ -73,15 +73,14 @@ def read(
 
 def writing(path: Path, encoder: Encoder | None = None, *, quiet: bool = False) -> Place:
     """Open the database or the cluster's table for writing; show the progress of new shards unless `quiet`."""
-    import softdb
-    from softdb.opening import table_at
+    from softdb.opening import existing, table_at
 
     table = table_at(path)
-    return softdb.open(path, encoder=encoder) if table is None else _cluster(table, "rw", encoder, quiet)
+    return existing(path, encoder) if table is None else _cluster(table, "rw", encoder, quiet)
 
 
-def described(path: Path) -> tuple[int, str | None]:
-    """Return the width of a database's keys and the stored name of the encoder that made them."""
+def described(path: Path) -> tuple[int | None, str | None]:
+    """Return the width of a database's keys, None if undecided, and the stored name of the encoder that made them."""
     import softdb
     from softdb.opening import table_at
 
@@ -178,7 +177,6 @@ def named_encoder(name: str, dim: int | None = None, path: Path | None = None) -
     For `demo` with a demo database's path, return the query encoder that `softdb demo` trained there.
     """
     from softdb.data.encoder import DEMO, demo_encoder
-    from softdb.encoders import ngrams
-    from softdb.text import SentenceEncoder
+    from softdb.encoders import encoder_of
 
-    return demo_encoder(path) if name == DEMO else ngrams(name, dim) or SentenceEncoder(name)
+    return demo_encoder(path) if name == DEMO else encoder_of(name, dim)

@@ -153,8 +153,9 @@ def fields(
 ) -> None:
     """Add and drop indexes of payload fields, which make filters fast; print the indexed fields."""
     import softdb
+    from softdb.opening import existing
 
-    with softdb.open(path) if add or drop or text else opened(path) as db:
+    with existing(path) if add or drop or text else opened(path) as db:
         if text is not None:
             db.drop_text_index() if text is TextIndex.none else db.index_text(text.value)
         for name in drop or ():
@@ -184,8 +185,7 @@ def index(
     as_json: AsJson = False,
 ) -> None:
     """Build the index that makes searches fast (needs FAISS). If interrupted, the old index stays in use."""
-    import softdb
-    from softdb.opening import table_at
+    from softdb.opening import existing, table_at
 
     samples = array_of(queries)
     budget = int(memory) if memory is not None and memory.isdecimal() else memory
@@ -195,7 +195,7 @@ def index(
         lines = "\n".join(listed(report.summary()) for report in reports)
         print_result([report.asdict() for report in reports], as_json, lines)
         return
-    with softdb.open(path) as db, progress("index") as show:
+    with existing(path) as db, progress("index") as show:
         report = db.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget, progress=show)
     print_result(report.asdict(), as_json, listed(report.summary()))
 
@@ -208,9 +208,9 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure the index's recall again and set its search effort; the index is not built again."""
-    import softdb
+    from softdb.opening import existing
 
     samples = array_of(queries)
-    with softdb.open(path) as db:
+    with existing(path) as db:
         report = db.tune(recall, k=k, queries=samples)
     print_result(report.asdict(), as_json, listed(report.summary()))
