@@ -325,23 +325,24 @@ class DatabaseCore(Core[Stored]):
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
-        store, done = self.store, False
         with telling(progress) as callback:
-            while not done:
-                keyed, encoder = store.keyed, self.encoder()
-                default = encoder is None and given.keys is None and change is not WriteKind.UPDATE
-                if default and not keyed.schema.dim and given.texts is not None:
-                    encoder = DEFAULT
-                checker = RecordChecker(keyed.schema, lambda chosen=encoder: chosen)
-                if change is WriteKind.UPDATE:
-                    parts = checker.parts(*given, callback)
-                    done = store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
-                else:
-                    batch = checker.batch(*given, callback)
-                    made = self._made(keyed, encoder, given, batch.keys)
-                    if encoder is DEFAULT:
-                        warn_default()
-                    done = (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
+            while not self._put(change, given, callback):
+                pass
+
+    def _put(self, change: WriteKind, given: Given, progress: Progress) -> bool:
+        """Check and write records, and return True; False if the width changed meanwhile."""
+        store, keyed, encoder = self.store, self.store.keyed, self.encoder()
+        if encoder is None and not keyed.schema.dim and given.keys is None and given.texts is not None:
+            encoder = None if change is WriteKind.UPDATE else DEFAULT
+        checker = RecordChecker(keyed.schema, lambda: encoder)
+        if change is WriteKind.UPDATE:
+            parts = checker.parts(*given, progress)
+            return store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
+        batch = checker.batch(*given, progress)
+        made = self._made(keyed, encoder, given, batch.keys)
+        if encoder is DEFAULT:
+            warn_default()
+        return (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
 
     def _made(self, keyed: Keyed, encoder: check.Encoder | None, given: Given, keys: Any) -> Made | None:
         """Return the encoder of a batch's keys if it must be stored: the database has no probe of its encoder."""

@@ -38,7 +38,7 @@ class Fields:
 class Header:
     """Description of the exported database, from the file's first line `{"softdb": {…}}`."""
 
-    dim: int | None  # None: undecided
+    dim: int | Any  # None: undecided
     value_dim: int | None
     num_classes: int | None
     dtype: str

@@ -3,8 +3,9 @@
 The format, as MUSTs: the setting `dim` is NULL while the width of the keys is undecided; then no segment may exist, and
 the commit of the first keys MUST set it. The setting `encoder` is the name of the encoder of texts, NULL or absent if
 none is known. The setting `probe` holds vectors of fixed texts by that encoder (see `softdb.encoders`), NULL or absent
-if there are none; it is at most `LONGEST_PROBE` characters of ASCII. The setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
-every segment a new number, as must every commit that changes the content of a segment's used slots.
+if there are none; it is ASCII of at most `LONGEST_PROBE` characters. The setting `reembedded` is the generation that
+last re-embedded all keys, absent if none has; such a commit MUST give every segment a new number, as must every commit
+that changes the content of a segment's used slots.
 """
 
 from __future__ import annotations

@@ -163,7 +163,9 @@ class Store(Session):
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `made`: as in `insert`. Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
+        `made`: as in `insert`.
+
+        Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
         """
         with self.write_transaction():
             in_place = keys is None and values is None
