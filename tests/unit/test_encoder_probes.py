@@ -72,8 +72,8 @@ def test_a_sketch_keeps_distances(dim: int) -> None:
         true = (np.linalg.norm(other - vectors, axis=1) / lengths).max()
         with pytest.raises(softdb.BadInput, match="differ by") as caught:
             require_like(probe_of(a, dim), lambda texts, other=other: other)  # type: ignore[misc]
-        told = float(str(caught.value).split("differ by ")[1].split(" ")[0])
-        assert told == pytest.approx(true, rel=0.05 if dim <= SKETCH else 0.35)
+        distance = float(str(caught.value).split("differ by ")[1].split(" ")[0])
+        assert distance == pytest.approx(true, rel=0.05 if dim <= SKETCH else 0.35)
 
 
 def test_the_probe_is_that_of_the_definition() -> None:
