@@ -71,13 +71,21 @@ def _parse(*values: Any) -> Keyed:
         raise damaged_catalog("has a damaged setting 'encoder'")
     if type(since) is not int or since < 0:
         raise damaged_catalog("has a damaged setting 'reembedded'")
-    if not (probe is None or (isinstance(probe, str) and probe.isascii() and len(probe) <= LONGEST_PROBE)):
+    if not _is_probe(probe):
         raise damaged_catalog("has a damaged setting 'probe'")
     return Keyed(stored, encoder, since, probe)
 
 
+def _is_probe(probe: object) -> bool:
+    return probe is None or (isinstance(probe, str) and probe.isascii() and len(probe) <= LONGEST_PROBE)
+
+
 def note(catalog: Catalog, made: Made) -> None:
     """Write the encoder's name and probe to the settings, in the open transaction. Raises BadInput."""
+    if not _is_probe(made.probe):
+        raise BadInput(
+            f"the probe is {shown(made.probe)}; expected at most {LONGEST_PROBE} characters of ASCII, or None"
+        )
     catalog.put_setting("encoder", made.encoder if made.encoder is None else require_name(made.encoder))
     if made.probe is not None or "probe" in catalog.settings():
         catalog.put_setting("probe", made.probe)

@@ -194,6 +194,15 @@ def test_an_invalid_probe_is_corruption(tmp_path: Path, value: object) -> None:
         softdb.open(tmp_path / "db", mode="r")
 
 
+@pytest.mark.parametrize("probe", ["x" * (LONGEST_PROBE + 1), "ü"])
+def test_a_probe_that_cannot_be_stored_is_refused(tmp_path: Path, probe: str) -> None:
+    with softdb.open(tmp_path / "db", dim=3) as db:
+        with pytest.raises(softdb.BadInput, match="the probe is .*; expected at most 4000 characters of ASCII"):
+            db.core.store.note_encoder("a name", probe)
+        assert (db.encoder_name, db.core.probe) == (None, None)
+    softdb.open(tmp_path / "db", mode="r").close()
+
+
 # -- encoders by name, and the default -----------------------------------------------------------------------------
 
 

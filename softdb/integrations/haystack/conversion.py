@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 def require_documents(documents: object, dim: int | None) -> list[Any]:
-    """Return the documents. Raises BadInput for other objects, and for an embedding that is not `dim` wide (None: any)."""
+    """Return the documents. Raises BadInput for other objects, and for an embedding not `dim` wide; None: any width."""
     if not isinstance(documents, list) or not all(isinstance(doc, Document) for doc in documents):
         raise BadInput(f"documents are {shown(documents)}; expected a list of Haystack's Document")
     for doc in documents:
