@@ -83,9 +83,7 @@ def _is_probe(probe: object) -> bool:
 def note(catalog: Catalog, made: Made) -> None:
     """Write the encoder's name and probe to the settings, in the open transaction. Raises BadInput."""
     if not _is_probe(made.probe):
-        raise BadInput(
-            f"the probe is {shown(made.probe)}; expected at most {LONGEST_PROBE} characters of ASCII, or None"
-        )
+        raise BadInput(f"the probe is {shown(made.probe)}; expected ASCII of at most {LONGEST_PROBE} characters")
     catalog.put_setting("encoder", made.encoder if made.encoder is None else require_name(made.encoder))
     if made.probe is not None or "probe" in catalog.settings():
         catalog.put_setting("probe", made.probe)
