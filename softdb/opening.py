@@ -95,7 +95,7 @@ def open(
             schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
             if embed is not None:
                 require_same(store.keyed.encoder, embed)
-                require_like(store.keyed.probe, embed)
+                require_like(store.keyed.fingerprint, embed)
             with _refusals(path, mode):
                 if schema != store.schema and mode == "rw":
                     store.decide(schema)

@@ -15,7 +15,7 @@ from softdb.answers import Hit, Records
 from softdb.check import Encoder, Id, identifiers, leading, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
-from softdb.encoders import probe_of, require_like
+from softdb.encoders import fingerprint_of, require_like
 from softdb.errors import BadInput, StaleRead, UnknownId
 
 P = ParamSpec("P")
@@ -45,15 +45,17 @@ def open_store(
 
 
 def require_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
-    """Raise BadInput if the database has a probe of its encoder, and `embed` gives other vectors."""
+    """Raise BadInput if the database has a fingerprint of its encoder, and `embed` gives other vectors."""
     if isinstance(db, SoftDB):
-        require_like(db.core.probe, embed)
+        require_like(db.core.fingerprint, embed)
 
 
 def note_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
-    """Store a probe of `embed`, which has made keys of the database, if none is stored."""
-    if isinstance(db, SoftDB) and db.core.probe is None and (probe := probe_of(embed, db.dim)) is not None:
-        db.core.store.note_encoder(db.encoder_name, probe)
+    """Store a fingerprint of `embed`, which has made keys of the database, if none is stored."""
+    if isinstance(db, SoftDB) and db.core.fingerprint is None:
+        fingerprint = fingerprint_of(embed, db.dim)
+        if fingerprint is not None:
+            db.core.store.note_encoder(db.encoder_name, fingerprint)
 
 
 def retry(db: SoftDB | TableCluster, read: Callable[[], T]) -> T:

@@ -25,7 +25,7 @@ from softdb.integrations.documents import (
     require_embedding,
     search_one,
     stored,
-)
+)  # fmt: skip
 from softdb.integrations.haystack_filters import where_of
 
 try:

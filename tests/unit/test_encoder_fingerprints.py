@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.encoders import PROBES, SKETCH, TOLERANCE, encoder_of, probe_of, require_like
+from softdb.encoders import FIXED_TEXTS, SKETCH, TOLERANCE, encoder_of, fingerprint_of, require_like
 from softdb.formats import export_records, read_header
 from softdb.store.format import setting_crc
-from softdb.store.keyed import LONGEST_PROBE
+from softdb.store.keyed import LONGEST_FINGERPRINT
 from softdb.text import HashedNGrams, SentenceEncoder
 
 
@@ -45,9 +45,9 @@ class Named(Model):
 @pytest.mark.parametrize("dim", [1, 8, SKETCH, SKETCH + 1, 384, 4096])
 def test_another_model_of_the_same_width_is_refused(tmp_path: Path, kind: type[Model], dim: int) -> None:
     with softdb.open(tmp_path / "db", encoder=kind(0, dim)) as db:
-        assert db.core.probe is None
+        assert db.core.fingerprint is None
         db.insert(["a"], texts=["a text"])
-        assert len(db.core.probe or "") <= LONGEST_PROBE
+        assert len(db.core.fingerprint or "") <= LONGEST_FINGERPRINT
     for mode in ("r", "rw"):
         softdb.open(tmp_path / "db", mode=mode, encoder=kind(0, dim)).close()
         softdb.open(tmp_path / "db", mode=mode, encoder=kind(0, dim, noise=0.005)).close()
@@ -63,7 +63,7 @@ def test_another_model_of_the_same_width_is_refused(tmp_path: Path, kind: type[M
 def test_a_sketch_keeps_distances(dim: int) -> None:
     """The distances that the message names are those of the vectors, to within the error of 64 buckets."""
     a, generator = Model(3, dim), np.random.default_rng(1)
-    vectors = np.asarray(a(PROBES), np.float64)
+    vectors = np.asarray(a(FIXED_TEXTS), np.float64)
     for share in (0.5, 1.0):
         other = vectors + share * generator.standard_normal(vectors.shape) / dim**0.5 * np.linalg.norm(
             vectors, axis=1, keepdims=True
@@ -71,7 +71,7 @@ def test_a_sketch_keeps_distances(dim: int) -> None:
         lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(other, axis=1))
         true = (np.linalg.norm(other - vectors, axis=1) / lengths).max()
         with pytest.raises(softdb.BadInput, match="differ by") as caught:
-            require_like(probe_of(a, dim), lambda texts, other=other: other)  # type: ignore[misc]
+            require_like(fingerprint_of(a, dim), lambda texts, other=other: other)  # type: ignore[misc]
         distance = float(str(caught.value).split("differ by ")[1].split(" ")[0])
         assert distance == pytest.approx(true, rel=0.05 if dim <= SKETCH else 0.35)
 
@@ -79,26 +79,26 @@ def test_a_sketch_keeps_distances(dim: int) -> None:
 def test_the_probe_is_that_of_the_definition() -> None:
     """The sketch in Python's whole numbers, from the equation of `softdb.encoders`."""
     dim, model = 300, Model(0, 300)
-    expected = np.zeros((len(PROBES), SKETCH))
-    for row, vector in zip(expected, np.asarray(model(PROBES), np.float32).astype(np.float64), strict=True):
+    expected = np.zeros((len(FIXED_TEXTS), SKETCH))
+    for row, vector in zip(expected, np.asarray(model(FIXED_TEXTS), np.float32).astype(np.float64), strict=True):
         for i, number in enumerate(vector):
             h = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
             row[h >> 58] += -number if h >> 57 & 1 else number
-    probe = probe_of(model, dim)
-    assert probe is not None
-    width, text = probe.split()
+    fingerprint = fingerprint_of(model, dim)
+    assert fingerprint is not None
+    width, text = fingerprint.split()
     assert int(width) == dim
-    stored = np.frombuffer(base64.b64decode(text), "<f4").reshape(len(PROBES), SKETCH)
+    stored = np.frombuffer(base64.b64decode(text), "<f4").reshape(len(FIXED_TEXTS), SKETCH)
     np.testing.assert_allclose(stored, expected, atol=1e-5)
 
 
 def test_encoders_of_zeros_and_of_one_vector_are_compared() -> None:
     zeros, ones = (lambda texts: np.zeros((len(texts), 3))), (lambda texts: np.ones((len(texts), 3)))
-    require_like(probe_of(zeros, 3), zeros)
+    require_like(fingerprint_of(zeros, 3), zeros)
     for one, other in ((zeros, ones), (ones, zeros)):
         with pytest.raises(softdb.BadInput, match="differ by 1 of their length"):
-            require_like(probe_of(one, 3), other)
-    require_like(probe_of(ones, 3), lambda texts: np.full((len(texts), 3), 1 + TOLERANCE / 2))
+            require_like(fingerprint_of(one, 3), other)
+    require_like(fingerprint_of(ones, 3), lambda texts: np.full((len(texts), 3), 1 + TOLERANCE / 2))
 
 
 def test_an_encoder_of_another_width_is_refused(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_an_encoder_of_another_width_is_refused(tmp_path: Path) -> None:
         softdb.open(tmp_path / "db", encoder=lambda texts: Model(0, 9)(texts))
 
 
-def test_an_encoder_of_its_own_texts_has_no_probe(tmp_path: Path) -> None:
+def test_an_encoder_of_its_own_texts_has_no_fingerprint(tmp_path: Path) -> None:
     known = {"red": [1.0, 0.0], "blue": [0.0, 1.0]}
     with softdb.open(tmp_path / "db", encoder=lambda texts: [known[text] for text in texts]) as db:
         db.insert(["a", "b"], texts=["red", "blue"])
-        assert db.core.probe is None
+        assert db.core.fingerprint is None
         assert db.search("red", k=1).ids == [["a"]]
     softdb.open(tmp_path / "db", encoder=lambda texts: [known[text] for text in texts]).close()
 
@@ -138,68 +138,70 @@ def test_an_encoder_that_fails_at_opening_raises_its_error(tmp_path: Path) -> No
 def test_any_write_by_an_encoder_stores_the_probe_once(tmp_path: Path, write: str) -> None:
     with softdb.open(tmp_path / "db", encoder=Model()) as db:
         db.insert(["a"], np.ones((1, 8)))
-        assert db.core.probe is None
+        assert db.core.fingerprint is None
         getattr(db, write)(["a" if write != "insert" else "b"], texts=["a text"])
-        first = db.core.probe
-        assert first == probe_of(Model(), 8)
+        first = db.core.fingerprint
+        assert first == fingerprint_of(Model(), 8)
         db.insert(["c"], texts=["more"])
-        assert db.core.probe == first
+        assert db.core.fingerprint == first
         assert db.verify() == len(db)
 
 
 def test_copies_and_exports_keep_the_probe_and_reembedding_replaces_it(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", encoder=Named()) as db:
         db.insert(["a", "b"], texts=["a text", "another"])
-        first = db.core.probe
+        first = db.core.fingerprint
         db.snapshot(tmp_path / "copy")
         export_records(db, tmp_path / "out.jsonl")
-        assert pickle.loads(pickle.dumps(db)).core.probe == first
+        assert pickle.loads(pickle.dumps(db)).core.fingerprint == first
     header = read_header(tmp_path / "out.jsonl")
     assert header is not None
-    assert (header.encoder, header.probe) == ("the same name", first)
+    assert (header.encoder, header.fingerprint) == ("the same name", first)
     softdb.salvage(tmp_path / "db", tmp_path / "saved")
     for copy in ("copy", "saved"):
         with pytest.raises(softdb.BadInput, match="not the one that made the keys"):
             softdb.open(tmp_path / copy, encoder=Named(1))
         with softdb.open(tmp_path / copy, encoder=Named()) as db:
             db.compact()
-            assert db.core.probe == first
+            assert db.core.fingerprint == first
     with softdb.open(tmp_path / "copy") as db:
         db.reembed(Named(1))
-        assert db.core.probe == probe_of(Named(1), 8) != first
+        assert db.core.fingerprint == fingerprint_of(Named(1), 8) != first
     softdb.open(tmp_path / "copy", encoder=Named(1)).close()
     with softdb.open(tmp_path / "copy") as db:  # an encoder of its own texts
         db.reembed(lambda texts: [{"a text": [1.0], "another": [2.0]}[text] for text in texts])
-        assert db.core.probe is None
+        assert db.core.fingerprint is None
 
 
-@pytest.mark.parametrize("probe", ["", "8", "x y", "8 !!!!", "8 AAAA", "-1 " + "AAAA" * 8])
-def test_a_probe_of_a_strangers_choosing_does_no_harm(tmp_path: Path, probe: str) -> None:
+@pytest.mark.parametrize("fingerprint", ["", "8", "x y", "8 !!!!", "8 AAAA", "-1 " + "AAAA" * 8])
+def test_a_fingerprint_of_a_strangers_choosing_does_no_harm(tmp_path: Path, fingerprint: str) -> None:
     with softdb.open(tmp_path / "db", encoder=Model()) as db:
         db.insert(["a"], texts=["a text"])
-        db.core.store.note_encoder(None, probe)
+        db.core.store.note_encoder(None, fingerprint)
     with contextlib.suppress(softdb.BadInput):  # compared, or not; but no other error
         softdb.open(tmp_path / "db", encoder=Model()).close()
     with softdb.open(tmp_path / "db") as db:
         assert len(db) == 1
 
 
-@pytest.mark.parametrize("value", [3, 1.5, "x" * (LONGEST_PROBE + 1), "ü"])
+@pytest.mark.parametrize("value", [3, 1.5, "x" * (LONGEST_FINGERPRINT + 1), "ü"])
 def test_an_invalid_probe_is_corruption(tmp_path: Path, value: object) -> None:
     softdb.open(tmp_path / "db", dim=3).close()
     connection = apsw.Connection(str(tmp_path / "db" / "catalog.sqlite"))
-    connection.execute("INSERT INTO settings VALUES(?, ?, ?)", ("probe", value, setting_crc("probe", value)))
+    connection.execute(
+        "INSERT INTO settings VALUES(?, ?, ?)", ("fingerprint", value, setting_crc("fingerprint", value))
+    )
     connection.close()
-    with pytest.raises(softdb.CorruptionError, match="damaged setting 'probe'"):
+    with pytest.raises(softdb.CorruptionError, match="damaged setting 'fingerprint'"):
         softdb.open(tmp_path / "db", mode="r")
 
 
-@pytest.mark.parametrize("probe", ["x" * (LONGEST_PROBE + 1), "ü"])
-def test_a_probe_that_cannot_be_stored_is_refused(tmp_path: Path, probe: str) -> None:
+@pytest.mark.parametrize("fingerprint", ["x" * (LONGEST_FINGERPRINT + 1), "ü"])
+def test_a_probe_that_cannot_be_stored_is_refused(tmp_path: Path, fingerprint: str) -> None:
     with softdb.open(tmp_path / "db", dim=3) as db:
-        with pytest.raises(softdb.BadInput, match=r"the probe is .*; expected ASCII of at most 4000"):
-            db.core.store.note_encoder("a name", probe)
-        assert (db.encoder_name, db.core.probe) == (None, None)
+        with pytest.raises(softdb.BadInput, match=r"the fingerprint is .*; expected ASCII of at most 4000"):
+            db.core.store.note_encoder("a name", fingerprint)
+        assert (db.encoder_name, db.core.fingerprint) == (None, None)
     softdb.open(tmp_path / "db", mode="r").close()
 
 
@@ -261,7 +263,7 @@ def test_the_default_is_chosen_only_for_texts_without_keys() -> None:
         db.update(["a"], texts=["blue"])
         assert (db.dim, db.encoder_name) == (None, None)
         db.insert(["b"], np.ones((1, 3)), texts=["red"])
-        assert (db.dim, db.encoder_name, db.core.probe) == (3, None, None)
+        assert (db.dim, db.encoder_name, db.core.fingerprint) == (3, None, None)
         db.insert(["c"], texts=["red"])  # as ever: a record without a key
         assert db["c"].key is None
         db = softdb.open(None, dim=3)
