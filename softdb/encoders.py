@@ -100,8 +100,8 @@ def require_like(fingerprint: str | None, encoder: Encoder) -> None:
     if fingerprint is None:
         return
     try:
-        width, text = fingerprint.split(" ")
-        stored = np.frombuffer(base64.b64decode(text, validate=True), "<f4").reshape(len(FIXED_TEXTS), -1)
+        width, numbers = fingerprint.split(" ")
+        stored = np.frombuffer(base64.b64decode(numbers, validate=True), "<f4").reshape(len(FIXED_TEXTS), -1)
         dim = int(width)
     except ValueError:
         return  # written by a stranger, or by a later softdb with other fingerprints: nothing can be compared
@@ -111,10 +111,11 @@ def require_like(fingerprint: str | None, encoder: Encoder) -> None:
     lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
     distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
     if not distances.max() <= TOLERANCE:
+        text = FIXED_TEXTS[int(distances.argmax())]
         raise BadInput(
-            f"this encoder is not the one that made the keys: for {FIXED_TEXTS[int(distances.argmax())]!r} their "
-            f"vectors differ by {distances.max():.2g} of their length, and one encoder's by at most {TOLERANCE}; open it "
-            "with the encoder that made the keys, or without an encoder and compute its keys again with reembed"
+            f"this encoder is not the one that made the keys: for {text!r} their vectors differ by {distances.max():.2g} "
+            f"of their length, and one encoder's by at most {TOLERANCE}; open it with the encoder that made the keys, or "
+            "without an encoder and compute its keys again with reembed"
         )
 
 
