@@ -1,10 +1,10 @@
-"""Make text encoders from names. A database stores the name of the encoder that made its keys, and a probe of it.
+"""Make text encoders from names. A database stores the name of the encoder that made its keys, and a fingerprint of it.
 
-The probe tells two models of one name and width apart. It is the text "WIDTH BASE64": the encoder's width d, and for
-each of the texts `PROBES` its vector as little-endian float32. A vector of more than `SKETCH` numbers is a sketch: number
-i is added, with a sign, to bucket b of `SKETCH`. With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six highest
-bits of h, and the sign is minus if the seventh is set. Sketches keep distances to within some ten percent (Charikar, Chen
-and Farach-Colton 2002, "Finding frequent items in data streams").
+The fingerprint tells models of one name and width apart. It is the text "WIDTH BASE64": the encoder's width d, and its
+vector of each of `FIXED_TEXTS` as little-endian float32. A vector of more than `SKETCH` numbers is stored as a sketch:
+number i is added, with a sign, to bucket b of `SKETCH`. With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six
+highest bits of h, and the sign is minus if the seventh is set. A sketch keeps distances to within some ten percent
+(Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams").
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from softdb.store.keyed import require_name
 from softdb.text import SIZES, WIDTH, HashedNGrams, SentenceEncoder, Vectors
 
 __all__ = [
-    "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "name_of", "ngrams", "of_name", "probe_of", "require_like",
-    "require_same", "warn_default",
+    "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "fingerprint_of", "name_of", "ngrams", "of_name",
+    "require_like", "require_same", "warn_default",
 ]  # fmt: skip
 
 EncoderLike: TypeAlias = "Encoder | str | os.PathLike[str]"  # a callable, or the name or folder of an encoder
 
 DEFAULT = HashedNGrams()  # encoder of the texts of a database for which no encoder was chosen
-PROBES = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
-SKETCH = 64  # largest number of numbers that a probe stores of each vector
-TOLERANCE = 0.1  # largest distance of one encoder's vectors on two machines, as a share of their length
+FIXED_TEXTS = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
+SKETCH = 64  # largest number of numbers that a fingerprint stores of each vector
+TOLERANCE = 0.05  # largest distance of an encoder's vectors in float32 and in bfloat16; MiniLM reaches 0.01
 _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 
@@ -63,7 +63,7 @@ def warn_default() -> None:
         "text on a CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts "
         "db.reembed('all-MiniLM-L6-v2'). To stay with n-grams without this warning: encoder='ngrams'",
         EncoderWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -83,43 +83,44 @@ def require_same(stored: str | None, encoder: Encoder) -> None:
         )
 
 
-def probe_of(encoder: Encoder, dim: int) -> str | None:
-    """Return the encoder's probe; None if it cannot embed the texts `PROBES` as finite vectors (3, dim)."""
+def fingerprint_of(encoder: Encoder, dim: int) -> str | None:
+    """Return the encoder's fingerprint; None if it cannot embed `FIXED_TEXTS` as finite vectors (3, dim)."""
     try:
-        vectors = _probed(encoder, dim)
-    except Exception:  # an encoder of molecules, or of known words alone: its keys are good, and have no probe
+        vectors = _vectors_of(encoder, dim)
+    except Exception:  # an encoder of molecules, or of known words alone: its keys are good, and have no fingerprint
         return None
     return f"{dim} {base64.b64encode(_sketched(vectors).astype('<f4').tobytes()).decode()}"
 
 
-def require_like(probe: str | None, encoder: Encoder) -> None:
-    """Raise BadInput if the encoder's vectors differ from the probe of the encoder that made the keys.
+def require_like(fingerprint: str | None, encoder: Encoder) -> None:
+    """Raise BadInput if the encoder's vectors differ from the fingerprint of the encoder that made the keys.
 
     The distance of two vectors a and b is |a - b| / max(|a|, |b|). Errors of the encoder are raised as they are.
     """
-    if probe is None:
+    if fingerprint is None:
         return
     try:
-        width, text = probe.split(" ")
-        stored = np.frombuffer(base64.b64decode(text, validate=True), "<f4").reshape(len(PROBES), -1)
+        width, numbers = fingerprint.split(" ")
+        stored = np.frombuffer(base64.b64decode(numbers, validate=True), "<f4").reshape(len(FIXED_TEXTS), -1)
         dim = int(width)
     except ValueError:
-        return  # written by a stranger, or by a later softdb with other probes: nothing can be compared
-    vectors = _sketched(_probed(encoder, dim))
+        return  # written by a stranger, or by a later softdb with other fingerprints: nothing can be compared
+    vectors = _sketched(_vectors_of(encoder, dim))
     if vectors.shape != stored.shape:
         return
     lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
     distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
     if not distances.max() <= TOLERANCE:
+        text = FIXED_TEXTS[int(distances.argmax())]
         raise BadInput(
-            f"this encoder is not the one that made the keys: for the text {PROBES[int(distances.argmax())]!r} their "
-            f"vectors differ by {distances.max():.2g} of their length, and one encoder's by at most {TOLERANCE}; open "
-            "it with the encoder that made the keys, or without an encoder and compute its keys again with reembed"
+            f"this encoder is not the one that made the keys: for {text!r} their vectors differ by "
+            f"{distances.max():.2g} of their length, and one encoder's by at most {TOLERANCE}; open it with the encoder "
+            "that made the keys, or without an encoder and compute its keys again with reembed"
         )
 
 
-def _probed(encoder: Encoder, dim: int) -> Array:  # (3, dim)
-    vectors: Any = encoded(PROBES, "probe texts", lambda: encoder)
+def _vectors_of(encoder: Encoder, dim: int) -> Array:  # (3, dim)
+    vectors: Any = encoded(FIXED_TEXTS, "fingerprint texts", lambda: encoder)
     return matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
 
 
@@ -149,7 +150,7 @@ def of_name(name: str, dim: int) -> Encoder:
     For a model return an `Unloaded` placeholder: a model runs code, and a stranger may have chosen its name.
     """
     try:
-        return ngrams(name, dim) or Unloaded(name)
+        return ngrams(name, dim or None) or Unloaded(name)
     except BadInput:
         return Unloaded(name)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -86,25 +87,26 @@ def open(
         width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
         new = check.schema(width, value_dim, num_classes, dtype, metric, None, undecided=True)
-        try:
+        with _refusals(path, mode):
             store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
-            try:
-                if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
-                    embed, width = ngrams(encoder, store.schema.dim), None
-                schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
+        try:
+            if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
+                embed, width = ngrams(encoder, store.schema.dim), None
+            schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
+            if embed is not None:
+                require_same(store.keyed.encoder, embed)
+                require_like(store.keyed.fingerprint, embed)
+            with _refusals(path, mode):
                 if schema != store.schema and mode == "rw":
                     store.decide(schema)
                 _declare(store, declared)
-                if embed is not None:
-                    _require_encoder(store, embed)
+                _store_name(store, embed)
                 db = SoftDB(DatabaseCore(store, embed, devices))
                 if verify:
                     db.verify()
-            except BaseException:
-                store.close()
-                raise
-        except (OSError, apsw.Error) as error:
-            raise _refused(path, mode, error) from error
+        except BaseException:
+            store.close()
+            raise
         return db
     except SoftDBError as error:
         if not hasattr(error, "verb"):
@@ -132,13 +134,10 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
     return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
-def _require_encoder(store: FilteredStore, encoder: check.Encoder) -> None:
-    """Store the encoder's name in a database without keys. Raise BadInput if another encoder made the keys."""
-    stored = store.keyed.encoder
-    require_same(stored, encoder)
-    require_like(store.keyed.probe, encoder)
-    name = name_of(encoder)
-    if stored is None and name is not None and store.mode == "rw" and not store.snapshot.count:
+def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
+    """Store the encoder's name, if it has one, in a database without keys and without a stored name."""
+    name = None if encoder is None else name_of(encoder)
+    if name is not None and store.keyed.encoder is None and store.mode == "rw" and not store.snapshot.count:
         store.note_encoder(name)
 
 
@@ -149,6 +148,15 @@ def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
         raise BadInput(f"fields {', '.join(missing)} have no index and mode is 'r'; open it with mode='rw'")
     if missing:
         store.index_fields(missing)
+
+
+@contextlib.contextmanager
+def _refusals(path: object, mode: str) -> Iterator[None]:
+    """Run a block that uses the files; raise errors of softdb for those of SQLite and the operating system."""
+    try:
+        yield
+    except (OSError, apsw.Error) as error:
+        raise _refused(path, mode, error) from error
 
 
 def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:

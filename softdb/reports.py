@@ -95,7 +95,7 @@ class Stats(Report):
     records: int
     keyless: int  # number of records without a key, which searches by vector never find
     dead: int  # number of rows of deleted and replaced records that `compact()` has not removed yet
-    dim: int | None  # d; None: undecided
+    dim: int | Any  # d; None: undecided
     value_dim: int | None  # v
     num_classes: int | None
     dtype: str

@@ -240,8 +240,8 @@ def _require_hub(model: str) -> None:
     if why := list(failure):
         raise BadInput(
             f"the encoder {model!r} is no folder, no installed package and in no local cache, and {constants.ENDPOINT} "
-            f"cannot be reached to download it ({check.shown(why[0])}); check the name and the network, give the folder "
-            "of a model, or use encoder='ngrams', which needs no model"
+            f"cannot be reached to download it ({check.shown(why[0])}); check the name and the network, give a model's "
+            "folder, or use encoder='ngrams', which needs no model"
         )
 
 

@@ -102,8 +102,11 @@ def _summed(
 ) -> Tensor:  # (q, c)
     """Return weighted sums of vector scores, with gradient, and text scores."""
     positions = columns.positions(rows)
-    positions[(positions >= 0) & ~columns.live[positions]] = -1
-    vectors = score_rows(score_of(query.metric), query.queries, columns, positions)
+    if len(columns.live):
+        positions[(positions >= 0) & ~columns.live[positions]] = -1
+        vectors = score_rows(score_of(query.metric), query.queries, columns, positions)
+    else:  # no record has a key
+        vectors = query.queries.new_full(rows.shape, -torch.inf)
     plain = vectors.detach()
     high = plain.amax(1, keepdim=True)
     low = plain.masked_fill(plain.isinf(), torch.inf).amin(1, keepdim=True)

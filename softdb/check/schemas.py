@@ -97,14 +97,8 @@ def schema(
     if stored is None:
         if wanted["dim"] is None and not undecided:
             raise BadInput("dim is not given; a new database needs the width of its keys")
-        return Schema(
-            **{
-                **wanted,
-                "dim": wanted["dim"] or 0,
-                "dtype": wanted["dtype"] or np.dtype(np.float32),
-                "metric": wanted["metric"] or Metric.DOT,
-            }
-        )
+        defaults = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
+        return Schema(**{**wanted, **{name: wanted[name] or default for name, default in defaults.items()}})
     if not stored.dim:  # widths that are not decided yet
         values = () if stored.has_values else ("value_dim", "num_classes")
         stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})

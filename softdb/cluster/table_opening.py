@@ -21,7 +21,7 @@ from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
-from softdb.errors import BadInput, DatabaseLocked
+from softdb.errors import DatabaseLocked
 from softdb.formats.rows import Fields
 from softdb.index.choose import Progress
 

@@ -65,7 +65,7 @@ class Core(Protocol[S]):
         """Stored name of the encoder that made the keys; None if no name is stored."""
 
     @property
-    def probe(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """Vectors of fixed texts by that encoder, see `softdb.encoders`; None if they are not stored."""
         return None
 
@@ -149,7 +149,8 @@ class Core(Protocol[S]):
     @property
     def header(self) -> dict[str, Any]:
         """Description of the database in an export: schema, declared fields, and the encoder's name."""
-        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name, "probe": self.probe}
+        made = {"encoder": self.encoder_name, "fingerprint": self.fingerprint}
+        return {**self.schema.described, "fields": self.fields, **made}
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""

@@ -23,7 +23,7 @@ from softdb.database.embedding import telling
 from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
 from softdb.database.texts import search_by_text
 from softdb.device import Board
-from softdb.encoders import DEFAULT, name_of, of_name, probe_of, warn_default
+from softdb.encoders import DEFAULT, fingerprint_of, name_of, of_name, warn_default
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
 from softdb.filters import FilteredStore
 from softdb.index import Finder
@@ -72,9 +72,9 @@ class DatabaseCore(Core[Stored]):
         return self.store.keyed.encoder
 
     @property
-    def probe(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """Stored vectors of fixed texts by that encoder; None if they are not stored."""
-        return self.store.keyed.probe
+        return self.store.keyed.fingerprint
 
     @property
     def path(self) -> Path | None:
@@ -325,31 +325,32 @@ class DatabaseCore(Core[Stored]):
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
-        store, done = self.store, False
         with telling(progress) as callback:
-            while not done:
-                keyed, encoder = store.keyed, self.encoder()
-                default = encoder is None and given.keys is None and change is not WriteKind.UPDATE
-                if default and not keyed.schema.dim and given.texts is not None:
-                    encoder = DEFAULT
-                checker = RecordChecker(keyed.schema, lambda chosen=encoder: chosen)
-                if change is WriteKind.UPDATE:
-                    parts = checker.parts(*given, callback)
-                    done = store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
-                else:
-                    batch = checker.batch(*given, callback)
-                    made = self._made(keyed, encoder, given, batch.keys)
-                    if encoder is DEFAULT:
-                        warn_default()
-                    done = (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
+            while not self._put(change, given, callback):
+                pass
+
+    def _put(self, change: WriteKind, given: Given, progress: Progress) -> bool:
+        """Check and write records, and return True; False if the width changed meanwhile."""
+        store, keyed, encoder = self.store, self.store.keyed, self.encoder()
+        if encoder is None and not keyed.schema.dim and given.keys is None and given.texts is not None:
+            encoder = None if change is WriteKind.UPDATE else DEFAULT
+        checker = RecordChecker(keyed.schema, lambda: encoder)
+        if change is WriteKind.UPDATE:
+            parts = checker.parts(*given, progress)
+            return store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
+        batch = checker.batch(*given, progress)
+        made = self._made(keyed, encoder, given, batch.keys)
+        if encoder is DEFAULT:
+            warn_default()
+        return (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
 
     def _made(self, keyed: Keyed, encoder: check.Encoder | None, given: Given, keys: Any) -> Made | None:
-        """Return the encoder of a batch's keys if it must be stored: the database has no probe of its encoder."""
+        """Return the encoder of a batch's keys if it must be stored: the database has no fingerprint of its encoder."""
         texts = given.texts is not None if given.keys is None else check.are_texts(given.keys)
-        if encoder is None or not texts or keys is None or keyed.probe is not None:
+        if encoder is None or not texts or keys is None or keyed.fingerprint is not None:
             return None
-        made = Made(name_of(DEFAULT) if encoder is DEFAULT else keyed.encoder, probe_of(encoder, keys.shape[1]))
-        return None if made == (keyed.encoder, keyed.probe) else made
+        made = Made(name_of(DEFAULT) if encoder is DEFAULT else keyed.encoder, fingerprint_of(encoder, keys.shape[1]))
+        return None if made == (keyed.encoder, keyed.fingerprint) else made
 
     def _update_if(self, keyed: Keyed, parts: RecordParts, made: Made | None) -> bool:
         """Update, and return True; False if the width changed since `keyed`. Runs on the store's thread."""

@@ -151,8 +151,8 @@ class SoftDB(Verbs):
         path = "in memory" if self._store.path is None else repr(str(self._store.path))
         if self._store.closed:
             return f"<SoftDB {path}, closed>"
-        schema = self._store.schema
-        return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {schema.dim or 'undecided'}, {schema.metric.value}>"
+        width, metric = self._store.schema.dim or "undecided", self._store.schema.metric.value
+        return f"<SoftDB {path}: {self._store.snapshot.records} records, dim {width}, {metric}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Pickle the path; unpickling opens the database for reading."""
@@ -341,7 +341,8 @@ class SoftDB(Verbs):
             db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
 
         Args:
-            encoder: n texts -> (n, d), or a name or folder as in `softdb.open`. For an encoder without an attribute `name` each run starts from the beginning.
+            encoder: n texts -> (n, d), or a name or a folder as in `softdb.open`. For an encoder without an attribute
+                `name` each run starts from the beginning.
             field: None: the text of a record or, without a text, the field "text" of its payload. Else the name of a
                 field of the payload, or a callable that returns the text of a `Record`.
             missing: text to embed for a record without a text; None: raise BadInput before any text is embedded.

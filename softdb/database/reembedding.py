@@ -17,7 +17,7 @@ from softdb.answers import Record, parsed
 from softdb.check import Array, Schema
 from softdb.database.database_core import DatabaseCore
 from softdb.database.embedding import telling
-from softdb.encoders import EncoderLike, encoder_of, name_of, probe_of
+from softdb.encoders import EncoderLike, encoder_of, fingerprint_of, name_of
 from softdb.errors import BadInput, SoftDBError, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.reports import ReembedReport
@@ -91,7 +91,7 @@ class _Run:
         with contextlib.closing(self.gathered):
             self._gather_all()
             self.track("switch", self.total, self.total)
-            made = Made(self.name, probe_of(self.encoder, self.schema.dim))
+            made = Made(self.name, fingerprint_of(self.encoder, self.schema.dim))
             switching.Switch(
                 self.store, self.schema, made, self.gathered, self.progress, self.gather, self._announce
             ).run()

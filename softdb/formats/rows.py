@@ -38,14 +38,14 @@ class Fields:
 class Header:
     """Description of the exported database, from the file's first line `{"softdb": {…}}`."""
 
-    dim: int | None  # None: undecided
+    dim: int | Any  # None: undecided
     value_dim: int | None
     num_classes: int | None
     dtype: str
     metric: str
     fields: tuple[str, ...]  # declared fields of the payload
     encoder: str | None = None  # name of the database's encoder
-    probe: str | None = None  # vectors of fixed texts by it, see `softdb.encoders`
+    fingerprint: str | None = None  # vectors of fixed texts by it, see `softdb.encoders`
 
     @classmethod
     def of(cls, said: Any, where: str) -> Header:
@@ -53,8 +53,9 @@ class Header:
         try:
             header = cls(**{**said, "fields": tuple(said["fields"])})
             check.schema(**header.schema, stored=None, undecided=True)
-            if not all(isinstance(text, str) for text in (*header.fields, header.encoder or "", header.probe or "")):
-                raise ValueError("fields, encoder and probe are texts")
+            texts = (*header.fields, header.encoder or "", header.fingerprint or "")
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("fields, encoder and fingerprint are texts")
         except (TypeError, KeyError, ValueError) as error:
             raise BadInput(f"{where}: not the header of an export ({error}); mend it") from None
         return header

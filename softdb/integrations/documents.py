@@ -12,9 +12,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import softdb
 from softdb.answers import Hit, Records
-from softdb.check import Id, identifiers, leading, shown
+from softdb.check import Encoder, Id, identifiers, leading, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
+from softdb.encoders import fingerprint_of, require_like
 from softdb.errors import BadInput, StaleRead, UnknownId
 
 P = ParamSpec("P")
@@ -41,6 +42,20 @@ def open_store(
         db.close()
         raise
     return db
+
+
+def require_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
+    """Raise BadInput if the database has a fingerprint of its encoder, and `embed` gives other vectors."""
+    if isinstance(db, SoftDB):
+        require_like(db.core.fingerprint, embed)
+
+
+def note_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
+    """Store a fingerprint of `embed`, which has made keys of the database, if none is stored."""
+    if isinstance(db, SoftDB) and db.core.fingerprint is None:
+        fingerprint = fingerprint_of(embed, db.dim)
+        if fingerprint is not None:
+            db.core.store.note_encoder(db.encoder_name, fingerprint)
 
 
 def retry(db: SoftDB | TableCluster, read: Callable[[], T]) -> T:

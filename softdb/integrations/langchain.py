@@ -17,7 +17,15 @@ from softdb.check import shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, MissingDependency
-from softdb.integrations.documents import open_store, own_ids, relevance, search_one, stored
+from softdb.integrations.documents import (
+    note_embedding,
+    open_store,
+    own_ids,
+    relevance,
+    require_embedding,
+    search_one,
+    stored,
+)  # fmt: skip
 from softdb.integrations.haystack_filters import where_of
 
 try:
@@ -42,7 +50,8 @@ class SoftDBVectorStore(VectorStore):
         store.as_retriever(k=5, mode="hybrid")
 
     Args:
-        embedding: computes the vectors of texts and queries. If None, the database's encoder does (for a new database
+        embedding: computes the vectors of texts and queries. The database keeps its vectors of three texts, and refuses
+            an embedding with other vectors later. If None, the database's encoder does (for a new database
             give `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only
             their words can be searched.
         db: an open database, an open cluster over a table (searched by vector alone), or the path of a database; None
@@ -76,6 +85,13 @@ class SoftDBVectorStore(VectorStore):
             raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
         else:
             self.db = db
+        if embedding is not None:
+            try:
+                require_embedding(self.db, embedding.embed_documents)
+            except BaseException:
+                if self.db is not db:
+                    self.db.close()
+                raise
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -127,6 +143,8 @@ class SoftDBVectorStore(VectorStore):
             batch = slice(start, start + size)
             keys = None if self.embedding is None else self.embedding.embed_documents(texts[batch])
             self.db.upsert(own_ids(self.db, names[batch]), keys, payloads=payloads[batch], texts=texts[batch])
+            if self.embedding is not None:
+                note_embedding(self.db, self.embedding.embed_documents)
         return names
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:

@@ -166,10 +166,10 @@ class _Salvage:
                 self._explain(scratch)
             store = Store(self.fresh, "rw", self.schema)
             try:
-                made = [self.remains.settings().get(name) for name in ("encoder", "probe")]
-                if any(made) and all(text is None or isinstance(text, str) for text in made):
+                name, fingerprint = (self.remains.settings().get(key) for key in ("encoder", "fingerprint"))
+                if isinstance(name, str | None) and isinstance(fingerprint, str | None) and (name or fingerprint):
                     with contextlib.suppress(BadInput):
-                        store.note_encoder(*made)
+                        store.note_encoder(name, fingerprint)
                 for chunk in self._intact_records(scratch):
                     self._copy(scratch, store, chunk)
                 store.index_fields(self.remains.fields)

@@ -41,7 +41,8 @@ def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema
         f"the settings are damaged ({', '.join(lost) or 'they contradict each other'}); the records are read with "
         + ", ".join(f"{name}={known[name]}" for name in _SETTINGS if name in known)
     )
-    return check.schema(**{name: known.get(name) for name in _SETTINGS}, stored=None)
+    arguments: Any = {name: known.get(name) for name in _SETTINGS}
+    return check.schema(**arguments, stored=None)
 
 
 def _headers(path: Path) -> dict[str, Any]:

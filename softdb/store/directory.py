@@ -30,7 +30,7 @@ CATALOG, LOG = "catalog.sqlite", "catalog.sqlite-wal"
 
 _SHARED = "catalog.sqlite-shm"  # index of the log
 _CATALOG_FILES = (CATALOG, LOG, _SHARED)
-NO_DATABASE = "holds no database; make one: softdb.open with dim= and mode='rw', or on a shell softdb import"
+NO_DATABASE = "holds no database; make one: softdb.open with mode='rw', or on a shell softdb import"
 _CLOCK_STEP = 2 * 10**9  # nanoseconds: changes this far apart have different times on every file system
 
 _OURS = {  # files that an interrupted creation may leave, in any combination after a power cut

@@ -2,9 +2,10 @@
 
 The format, as MUSTs: the setting `dim` is NULL while the width of the keys is undecided; then no segment may exist, and
 the commit of the first keys MUST set it. The setting `encoder` is the name of the encoder of texts, NULL or absent if
-none is known. The setting `probe` holds vectors of fixed texts by that encoder (see `softdb.encoders`), NULL or absent
-if there are none; it is at most `LONGEST_PROBE` characters of ASCII. The setting `reembedded` is the generation that last re-embedded all keys, absent if none has; such a commit MUST give
-every segment a new number, as must every commit that changes the content of a segment's used slots.
+none is known. The setting `fingerprint` holds vectors of fixed texts by that encoder (see `softdb.encoders`), as ASCII
+of at most `LONGEST_FINGERPRINT` characters, NULL or absent if there are none. The setting `reembedded` is the
+generation that last re-embedded all keys, absent if none has; such a commit MUST give every segment a new number, as
+must every commit that changes the content of a segment's used slots.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
 
 LONGEST = 1000  # maximum characters of an encoder's name
-LONGEST_PROBE = 4000  # maximum characters of a probe
+LONGEST_FINGERPRINT = 4000  # maximum characters of a fingerprint
 _SCHEMA = ("dim", "value_dim", "num_classes", "dtype", "metric")
 
 
@@ -28,14 +29,14 @@ class Keyed(NamedTuple):
     schema: Schema
     encoder: str | None  # name of the encoder; None: not known
     since: int  # the generation that last re-embedded all keys; 0: never
-    probe: str | None = None  # vectors of fixed texts by the encoder, see `softdb.encoders`; None: not known
+    fingerprint: str | None = None  # vectors of fixed texts by the encoder, see `softdb.encoders`; None: not known
 
 
 class Made(NamedTuple):
-    """Encoder that makes the keys: its name and its probe, None where not known."""
+    """Encoder that makes the keys: its name and its fingerprint, None where not known."""
 
     encoder: str | None
-    probe: str | None = None
+    fingerprint: str | None = None
 
 
 def require_name(name: str) -> str:
@@ -55,13 +56,13 @@ def read(catalog: Catalog) -> Keyed:
     missing = [name for name in _SCHEMA if name not in settings]
     if missing:
         raise damaged_catalog(f"has damaged settings ({missing[0]} is missing)")
-    origin = (settings.get("encoder"), settings.get("reembedded", 0), settings.get("probe"))
+    origin = (settings.get("encoder"), settings.get("reembedded", 0), settings.get("fingerprint"))
     return _parse(*(settings[name] for name in _SCHEMA), *origin)
 
 
 @lru_cache(64, typed=True)  # cached: every refresh calls this
 def _parse(*values: Any) -> Keyed:
-    dim, value_dim, num_classes, dtype, metric, encoder, since, probe = values
+    dim, value_dim, num_classes, dtype, metric, encoder, since, fingerprint = values
     try:
         stored = schema(dim, value_dim, num_classes, dtype, metric, None, undecided=True)
     except BadInput as error:
@@ -70,16 +71,25 @@ def _parse(*values: Any) -> Keyed:
         raise damaged_catalog("has a damaged setting 'encoder'")
     if type(since) is not int or since < 0:
         raise damaged_catalog("has a damaged setting 'reembedded'")
-    if not (probe is None or (isinstance(probe, str) and probe.isascii() and len(probe) <= LONGEST_PROBE)):
-        raise damaged_catalog("has a damaged setting 'probe'")
-    return Keyed(stored, encoder, since, probe)
+    if not _is_fingerprint(fingerprint):
+        raise damaged_catalog("has a damaged setting 'fingerprint'")
+    return Keyed(stored, encoder, since, fingerprint)
+
+
+def _is_fingerprint(fingerprint: object) -> bool:
+    return fingerprint is None or (
+        isinstance(fingerprint, str) and fingerprint.isascii() and len(fingerprint) <= LONGEST_FINGERPRINT
+    )
 
 
 def note(catalog: Catalog, made: Made) -> None:
-    """Write the encoder's name and probe to the settings, in the open transaction. Raises BadInput."""
+    """Write the encoder's name and fingerprint to the settings, in the open transaction. Raises BadInput."""
+    if not _is_fingerprint(made.fingerprint):
+        limit = f"expected ASCII of at most {LONGEST_FINGERPRINT} characters"
+        raise BadInput(f"the fingerprint is {shown(made.fingerprint)}; {limit}")
     catalog.put_setting("encoder", made.encoder if made.encoder is None else require_name(made.encoder))
-    if made.probe is not None or "probe" in catalog.settings():
-        catalog.put_setting("probe", made.probe)
+    if made.fingerprint is not None or "fingerprint" in catalog.settings():
+        catalog.put_setting("fingerprint", made.fingerprint)
 
 
 def decide(catalog: Catalog, decided: Schema) -> None:

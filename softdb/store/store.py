@@ -163,7 +163,9 @@ class Store(Session):
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `made`: as in `insert`. Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
+        `made`: as in `insert`.
+
+        Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
         """
         with self.write_transaction():
             in_place = keys is None and values is None
@@ -256,10 +258,10 @@ class Store(Session):
         return len(rows)
 
     @on_thread
-    def note_encoder(self, name: str | None, probe: str | None = None) -> None:
-        """Store the name and the probe of the encoder that makes the keys."""
+    def note_encoder(self, name: str | None, fingerprint: str | None = None) -> None:
+        """Store the name and the fingerprint of the encoder that makes the keys."""
         with self.write_transaction(durable=True):
-            keyed.note(self.catalog, Made(name, probe))
+            keyed.note(self.catalog, Made(name, fingerprint))
             self.catalog.advance(0)
 
     @on_thread

@@ -221,12 +221,29 @@ def test_a_directory_is_opened_again_and_read_beside_its_writer(path: Path) -> N
     assert isinstance(again.db, softdb.SoftDB)
     assert (len(again.db), again.db.metric, again.db.text_index) == (6, "cosine", "words")
     assert again.similarity_search("a dog barks", k=1)[0].id == "b"
-    assert embedding.documents == 0
+    assert embedding.documents == 3  # the texts that tell models apart
     for one in (again, reader):
         one.db.close()
     for call in (lambda: again.similarity_search("q"), lambda: again.add_texts(["x"]), lambda: again.get_by_ids(["a"])):
         with pytest.raises(softdb.Closed, match="open the database again"):
             call()
+
+
+class Other(Counted):
+    """Another model of the same width."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[number + 1 for number in vector] for vector in super().embed_documents(texts)]
+
+
+def test_another_model_of_the_same_width_is_refused(path: Path) -> None:
+    store = SoftDBVectorStore.from_texts(TEXTS, Counted(), ids=list("abcde"), db=path)
+    for db in (store.db, path):
+        with pytest.raises(softdb.BadInput, match="not the one that made the keys"):
+            SoftDBVectorStore(Other(), db)
+        store.db.close()
+    again = SoftDBVectorStore(Counted(), path)  # the refused store has closed the database
+    assert again.similarity_search("a dog barks", k=1)[0].id == "b"
 
 
 def test_a_store_on_disk_is_serialised_and_one_in_memory_is_refused(path: Path, store: SoftDBVectorStore) -> None:
@@ -284,7 +301,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "lambda": (lambda s: s.max_marginal_relevance_search("q", lambda_mult=2), "from 0 .diverse. to 1"),
     "k": (lambda s: s.similarity_search("q", k=0), "k is 0"),
     "width": (lambda s: s.similarity_search_by_vector([1.0, 2.0]), "queries are 2 wide but"),
-    "another model": (lambda s: SoftDBVectorStore(Counted(5), s.db).add_texts(["x"]), "keys are 5 wide but"),
+    "another model": (lambda s: SoftDBVectorStore(Counted(5), s.db).add_texts(["x"]), "vectors are 5 wide but"),
     "numpy": (lambda s: s.add_texts(["x"], [{"x": np.ones(1)}]), r"holds a ndarray.*convert it with \.tolist"),
     "a date": (lambda s: s.add_texts(["x"], [{"x": datetime.date.today()}]), r"convert it with \.isoformat"),
     "NaN": (lambda s: s.add_texts(["x"], [{"x": float("nan")}]), "which JSON cannot represent"),

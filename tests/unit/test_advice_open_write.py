@@ -27,10 +27,10 @@ class Model:
         return HashedNGrams(8)(texts)
 
 
-@advice("make one: softdb.open with dim= and mode='rw', or on a shell softdb import")
-def test_a_new_database_needs_a_width(folder: Path) -> Steps:
-    yield lambda: softdb.open(folder / "new")
-    with softdb.open(folder / "new", dim=2) as db:
+@advice("make one: softdb.open with mode='rw', or on a shell softdb import")
+def test_a_reader_makes_no_database(folder: Path) -> Steps:
+    yield lambda: softdb.open(folder / "new", mode="r")
+    with softdb.open(folder / "new", mode="rw") as db:
         assert len(db) == 0
 
 

@@ -68,7 +68,7 @@ def test_any_callable_is_an_encoder(tmp_path: Path) -> None:
         db.insert(range(600), texts=["x"] * 600, progress=lambda *one: reports.append(one))
         assert db.search("x", k=1).texts == [["x"]]
         assert db.encoder_name == "text-embedding-3-small"
-    assert asked == [256, 256, 88, 1]
+    assert asked == [256, 256, 88, 3, 1]  # 3: the texts of the fingerprint
     assert reports == [("embed", done, 600) for done in (256, 512, 600)]
     with pytest.raises(softdb.BadInput, match=r"made by the encoder 'text-embedding-3-small', not by 'ngrams'"):
         softdb.open(tmp_path / "notes", encoder=HashedNGrams(1536))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
+import urllib.request
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,10 +119,11 @@ class Model:
     """Answers as a sentence-transformers model does: 4 numbers a text."""
 
     loaded: list[str] = []  # noqa: RUF012 - a record of calls
+    missing: set[str] = {"nowhere"}  # noqa: RUF012 - names that cannot be loaded
 
-    def __init__(self, place: str, device: str | None = None) -> None:
-        if place == "nowhere":
-            raise OSError("nowhere is not a\nlocal folder")
+    def __init__(self, place: str, device: str | None = None, local_files_only: bool = False) -> None:
+        if place in Model.missing or (place == "far-away" and local_files_only):
+            raise OSError(f"{place} is not a\nlocal folder")
         Model.loaded.append(place)
 
     def get_embedding_dimension(self) -> int:
@@ -129,13 +133,25 @@ class Model:
         return np.array([[len(text), 3.0, 0.0, 4.0] for text in texts])
 
 
+def head(url: str, timeout: float) -> None:
+    """Fetch a page's head as the session of huggingface_hub does."""
+    if url != "http://hub":
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout)
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> type[Model]:
     fake = ModuleType("sentence_transformers")
     fake.SentenceTransformer = Model  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sentence_transformers", fake)
     monkeypatch.setitem(sys.modules, "transformers", None)
+    hub, utils = ModuleType("huggingface_hub"), ModuleType("huggingface_hub.utils")
+    hub.constants = SimpleNamespace(ENDPOINT="http://127.0.0.1:9")  # type: ignore[attr-defined]
+    utils.get_session = lambda: SimpleNamespace(head=head)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
     Model.loaded.clear()
+    Model.missing = {"nowhere"}
     return Model
 
 
@@ -169,11 +185,58 @@ def test_a_projection_of_another_width_is_refused(model: type[Model]) -> None:
         SentenceEncoder("m", projection=np.zeros(3, np.float32))
 
 
-def test_a_model_that_cannot_be_loaded_is_named(model: type[Model]) -> None:
+def test_a_model_that_cannot_be_loaded_is_named(model: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["huggingface_hub"].constants, "ENDPOINT", "http://hub")
     with pytest.raises(
         softdb.BadInput, match=r"the encoder 'nowhere' cannot be loaded .*nowhere is not a local folder"
     ):
         SentenceEncoder("nowhere")(["a"])
+
+
+def test_a_model_on_the_disk_needs_no_hub(model: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils"], "get_session", None)
+    assert SentenceEncoder("near")([""]).shape == (1, 4)
+    assert model.loaded == ["near"]
+
+
+def test_a_download_begins_only_if_the_hub_answers(model: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        softdb.BadInput, match=r"'far-away' is no folder.*http://127.0.0.1:9 cannot be reached .*refused"
+    ):
+        SentenceEncoder("far-away")(["a"])
+    assert model.loaded == []
+    monkeypatch.setattr(sys.modules["huggingface_hub"].constants, "ENDPOINT", "http://hub")
+    assert SentenceEncoder("far-away")(["a"]).shape == (1, 4)
+    assert model.loaded == ["far-away"]
+
+
+def test_a_hub_that_never_answers_is_waited_for_a_limited_time(
+    model: type[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softdb.text, "LOOKUP_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts, and says nothing
+        address = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        monkeypatch.setattr(sys.modules["huggingface_hub"].constants, "ENDPOINT", address)
+        begin = time.monotonic()
+        with pytest.raises(
+            softdb.BadInput, match=r"cannot be reached to download it .*(no answer within 0.2 s|timed out)"
+        ):
+            softdb.open(None, encoder="far-away")
+        assert time.monotonic() - begin < 10
+    assert model.loaded == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./far-away", "/far/away", "a/b/far-away", "far away"])
+def test_no_address_is_contacted_for_a_folder(
+    model: type[Model], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`nowhere` is a name, and a folder exists there."""
+    monkeypatch.chdir(tmp_path)
+    model.missing = {name, str(tmp_path / "nowhere")}
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils"], "get_session", None)
+    (tmp_path / "nowhere").mkdir()
+    with pytest.raises(softdb.BadInput, match=r"cannot be loaded|is also a folder here"):
+        SentenceEncoder(tmp_path / "nowhere" if name == "nowhere" else name)(["a"])
 
 
 def test_directories_and_installed_packages_are_found(

@@ -21,12 +21,12 @@ except ImportError as error:
     raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
 
-def require_documents(documents: object, dim: int) -> list[Any]:
-    """Return the documents. Raises BadInput for other objects, and for an embedding that is not `dim` wide."""
+def require_documents(documents: object, dim: int | None) -> list[Any]:
+    """Return the documents. Raises BadInput for other objects, and for an embedding not `dim` wide; None: any width."""
     if not isinstance(documents, list) or not all(isinstance(doc, Document) for doc in documents):
         raise BadInput(f"documents are {shown(documents)}; expected a list of Haystack's Document")
     for doc in documents:
-        if doc.embedding is not None and len(doc.embedding) != dim:
+        if doc.embedding is not None and dim not in (None, len(doc.embedding)):
             raise BadInput(
                 f"document {shown(doc.id)} has an embedding of {len(doc.embedding)} numbers, the store's have {dim}; "
                 f"embed it with the model of the others, or make a store with embedding_dim={len(doc.embedding)}"

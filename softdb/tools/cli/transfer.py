@@ -121,7 +121,7 @@ def import_(
         _cleanup(db, path, new, existed),
     ):
         if not is_table and header is not None and header.encoder is not None and name is None and not len(db):
-            db.core.store.note_encoder(header.encoder, header.probe)  # stores the name, and loads no model
+            db.core.store.note_encoder(header.encoder, header.fingerprint)  # stores the name, and loads no model
         done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=skip)
         if not done:
             raise BadInput(f"no record of {files[0]} could be imported{skipped.summary}")

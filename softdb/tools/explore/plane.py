@@ -62,9 +62,9 @@ class Plane:
         records = db.core.store.read(rows, texts=True)
         stored = np.array([row in records for row in rows.tolist()], np.bool_)
         positions = live[stored]
-        keys = snapshot.keys_at(positions).float() if len(positions) else torch.zeros(0, db.dim)
+        keys = snapshot.keys_at(positions).float() if len(positions) else torch.zeros(0, db.core.schema.dim)
         vectors = keys.double().numpy()
-        centre = vectors.mean(0) if len(vectors) else np.zeros(db.dim)
+        centre = vectors.mean(0) if len(vectors) else np.zeros(db.core.schema.dim)
         axes, share = _axes(vectors - centre)
         if before is not None and before.axes.shape == axes.shape:
             axes = axes * np.where((before.axes * axes).sum(0) < 0, -1, 1)

@@ -91,7 +91,7 @@ class Answers:
                 for entry, payload in zip(plane.entries[:200], payloads, strict=False)
             ],
             "temperatures": vars(plane.temperatures), "first": self._first,
-            "way": "exact" if len(db) * db.dim <= EXACT or index is None else "estimate",
+            "way": "exact" if len(db) * db.core.schema.dim <= EXACT or index is None else "estimate",
             "values": "classes" if db.num_classes is not None else "keys" if db.value_dim is None else "numbers",
         }  # fmt: skip
 
@@ -150,14 +150,14 @@ class Answers:
         """Return the map of the database at its present generation, made anew if there were writes."""
         with self._lock:
             plane = self._plane
-            if plane is None or plane.generation != db.generation or plane.keys.shape[1] != db.dim:
+            if plane is None or plane.generation != db.generation or plane.keys.shape[1] != db.core.schema.dim:
                 db.order_fields()  # now, so that no filter has to wait for it
                 plane = self._plane = Plane.of(db, plane)
             return plane
 
     def _matches(self, db: SoftDB, question: Question, wanted: Wanted) -> SearchResult:
         plane = self._plane
-        if plane is None or plane.reembedded != db.core.reembedded or plane.keys.shape[1] != db.dim:
+        if plane is None or plane.reembedded != db.core.reembedded or plane.keys.shape[1] != db.core.schema.dim:
             plane = self._plane_of(db)  # after other writes the older map is used until the page fetches a new one
         key = (question, db.generation, plane.generation)
         with self._lock:

@@ -174,3 +174,15 @@ def test_an_import_that_is_refused_at_once_leaves_no_database(tmp_path: Path, ro
     else:
         assert left == there
         assert not left or not list((tmp_path / "db").iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["info", "search 1,2", "attend 1,2", "insert -", "index", "tune", "compact", "verify", "delete a", "fields --add x",
+     "reembed --encoder ngrams", "get a", "count", "snapshot copy", "export out.jsonl"],
+)  # fmt: skip
+def test_a_typing_error_creates_no_database(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb, *others = words.split()
+    assert "films holds no database" in fails(verb, tmp_path / "films", *others)
+    assert list(tmp_path.iterdir()) == []
