@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from softdb.visible import table
 
 __all__ = [
     "CompactReport", "DeviceReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "SnapshotReport",
@@ -30,6 +32,16 @@ class Report:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.summary().items())})"
+
+    def _repr_html_(self) -> str:
+        return table([type(self).__name__, ""], self._lines(), "")
+
+    def _lines(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+        for name, value in self.summary().items():
+            if isinstance(value, Report):
+                yield from value._lines(f"{prefix}{name}.")
+            else:
+                yield prefix + name, f"{value:,}" if type(value) is int else str(value)
 
 
 @dataclass(frozen=True, repr=False)

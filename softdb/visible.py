@@ -1,6 +1,11 @@
-"""Control characters of stored text, written out for a terminal or a page."""
+"""Stored text for a terminal or a page: control characters written out, and small HTML tables without scripts."""
 
 from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+CELL = 160  # maximum number of characters in a cell of a table
 
 # control characters, marks of writing direction, and surrogates
 CONTROLS = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F)]
@@ -12,3 +17,21 @@ _VISIBLE |= dict.fromkeys(b"\t\n\r", " ")
 def visible(text: str) -> str:
     """Return the text in one line, with its control characters written as escapes."""
     return text.translate(_VISIBLE)
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> str:
+    """Return an HTML table with the headings `heads`; texts are escaped and cut to CELL characters."""
+    return (
+        '<div style="max-width:100%;overflow-x:auto"><table><thead>'
+        f"{_line('th', heads)}</thead><tbody>{''.join(_line('td', line) for line in lines)}</tbody></table>"
+        f"<small>{_cell(caption)}</small></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    return html.escape(visible(text if len(text) <= CELL else text[: CELL - 1] + "…"))
+
+
+def _line(tag: str, cells: Iterable[str]) -> str:
+    style = ' style="text-align:left;overflow-wrap:anywhere"'
+    return f"<tr>{''.join(f'<{tag}{style}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,40 +1,18 @@
-"""Short texts and small HTML tables for answers: bounded in size, without colours or scripts, every text escaped."""
+"""Short texts for answers, bounded in size."""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from softdb.visible import visible
-
-__all__ = ["LINES", "SHOWN", "json_cell", "listed", "numbers", "part_of", "shape", "table"]
+__all__ = ["LINES", "SHOWN", "json_cell", "listed", "numbers", "part_of", "shape"]
 
 SHOWN = 3  # maximum number of queries, hits or records in a repr
 LINES = 20  # maximum number of lines in a table
-CELL = 160  # maximum number of characters in a cell
-
-
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> str:
-    """Return an HTML table with the headings `heads`; texts are escaped and cut to CELL characters."""
-    return (
-        '<div style="max-width:100%;overflow-x:auto"><table><thead>'
-        f"{_line('th', heads)}</thead><tbody>{''.join(_line('td', line) for line in lines)}</tbody></table>"
-        f"<small>{_cell(caption)}</small></div>"
-    )
-
-
-def _cell(text: str) -> str:
-    return html.escape(visible(text if len(text) <= CELL else text[: CELL - 1] + "…"))
-
-
-def _line(tag: str, cells: Iterable[str]) -> str:
-    style = ' style="text-align:left;overflow-wrap:anywhere"'
-    return f"<tr>{''.join(f'<{tag}{style}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def listed(texts: Iterator[str], count: int) -> str:

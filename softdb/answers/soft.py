@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape, table
+from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape
 from softdb.answers.records import Hits
 from softdb.answers.shaped import nested, reshaped
 from softdb.check import Id, integer, precise, shown
 from softdb.lazy import cached_property
-from softdb.visible import visible
+from softdb.visible import table, visible
 
 __all__ = ["Estimate", "Explanation", "Pooled", "Samples"]
 

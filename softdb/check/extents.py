@@ -15,9 +15,17 @@ from softdb.errors import BadInput
 if TYPE_CHECKING:
     from torch import Generator
 
-__all__ = ["DEFAULT_K", "Extent", "Tolerance", "draws", "excluded", "extent", "generator", "least_score", "tolerance"]
+__all__ = [
+    "DEFAULT_K", "Extent", "Tolerance", "draws", "excluded", "extent", "generator", "least_score", "page", "tolerance",
+]  # fmt: skip
 
 DEFAULT_K = 10
+
+
+def page(limit: int | None, offset: int) -> slice:
+    """Return `limit` records after the first `offset` as a slice of all; None: all that follow. Raises BadInput."""
+    first = integer(offset, "offset", 0)
+    return slice(first, None if limit is None else first + integer(limit, "limit", 0))
 
 
 class Extent(TypedDict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from softdb.cluster.caller import Caller
 from softdb.cluster.merge import joined_records
 from softdb.cluster.sharded import Sharded
 from softdb.database import Core
-from softdb.database.core import SearchArguments
+from softdb.database.core import ALL, SearchArguments
 from softdb.database.incoming import Given, WriteKind
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, ReadOnly, UnknownId
@@ -112,14 +113,20 @@ class ClusterCore(Core[Sharded]):
         answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), complete=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
-    def get(self, ids: list[Id]) -> Records:
-        """Return the records with these ids, in the order of `ids`. Raises UnknownId if an id is not stored."""
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+        """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
         caller = self.caller  # one caller for all messages: `grow` replaces it
+        if ids is None:
+            batches = [*self.scan(10_000, where, part), *self._called("get", {"ids": []}, caller)[:1]]
+            return joined_records(batches, np.arange(sum(map(len, batches))))
         home = np.full(len(ids), -1)
         for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
             home[stored] = shard
         if (home < 0).any():
             raise UnknownId(f"id {check.shown(ids[int((home < 0).argmax())])} is not stored")
+        if where is not None or part != ALL:
+            kept = np.flatnonzero(home >= 0 if where is None else self.stored(ids, where))[part]
+            ids, home = [ids[i] for i in kept], home[kept]
         places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
 
         def own(shard: int, version: int) -> messages.CallVerb:
@@ -132,23 +139,31 @@ class ClusterCore(Core[Sharded]):
         order = np.argsort(np.concatenate([where for where, _ in parts]))
         return joined_records([records for _, records in parts], order)
 
-    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
-        """Return an array (n,): True for each id that is stored, with a key or without."""
-        stored: NDArray[np.bool_] = np.any(self._called("stored", {"ids": ids}), axis=0)
+    def stored(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.bool_]:
+        """Return an array (n,): True for each id that is stored, with a key or without, and matched by `where`."""
+        stored: NDArray[np.bool_] = np.any(self._called("stored", {"ids": ids, "where": where}), axis=0)
         return stored
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""
         return sum(self._called("count", {"where": where}))
 
-    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
+    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
         """Yield records that match a filter, shard by shard. Raises StaleRead if a shard moves to another version."""
         caller = self.caller  # one caller for all messages: `grow` replaces it
-        for shard in range(caller.shards):
+        skip, left = part.start, sys.maxsize if part.stop is None else part.stop - part.start
+        counts = self._called("count", {"where": where}, caller) if skip else [1] * caller.shards
+        for shard, count in enumerate(counts):
+            if skip >= count:
+                skip -= count
+                continue
             after, first = -1, caller.known.get(shard)
-            while after is not None:
-                message = functools.partial(_scan, first=first, after=after, size=size, where=where)
+            while after is not None and left:
+                message = functools.partial(
+                    _scan, first=first, after=after, size=min(size, left), where=where, skip=skip
+                )
                 batch, after = caller.ask(message, [shard], complete=True).replies[shard]
+                skip, left = 0, left - len(batch)
                 if len(batch):
                     yield batch
 
@@ -212,9 +227,15 @@ class ClusterCore(Core[Sharded]):
 
 
 def _scan(
-    _: int, version: int, first: messages.Description | None, after: int, size: int, where: dict[str, Any] | None
+    _: int,
+    version: int,
+    first: messages.Description | None,
+    after: int,
+    size: int,
+    where: dict[str, Any] | None,
+    skip: int,
 ) -> messages.ScanRows:
     """Return the next message of a scan, which must reach the same directory: `after` is a row of that directory."""
     if first is not None and messages.directory_of(version) != messages.directory_of(first.version):
         version = first.version
-    return messages.ScanRows(version, after, size, where)
+    return messages.ScanRows(version, after, size, where, skip)

@@ -132,7 +132,7 @@ class DatabaseShard:
 
     def _scanned(self, ask: messages.ScanRows) -> tuple[Records, int | None]:
         rows = self.db.core.matching(ask.where)
-        rows = rows[np.searchsorted(rows, ask.after, "right") :]
+        rows = rows[np.searchsorted(rows, ask.after, "right") + ask.skip :]
         batch = rows[: ask.size]
         entries = self.db.core.store.read(batch, payloads=False)
         ids = [entries[row].id for row in batch.tolist()]

@@ -33,8 +33,9 @@ class Cluster(Verbs):
 
     Every read names the version that this handle saw last. A shard at another version raises StaleRead; `refresh()`
     moves the handle to the newest version. Answers have gradients, as from a database; docs/cluster.md says which data
-    are sent. `scan` yields records shard by shard. `search` orders equal scores by id. It takes vectors only: `texts`,
-    `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size` raise BadInput. Writing raises ReadOnly.
+    are sent. Scans, loops and pages of `get` go shard by shard. `search` orders equal scores by id. It takes vectors
+    only: `texts`, `mode`, `fusion`, `diversity`, `fetch_k`, `group_by` and `group_size` raise BadInput. Writing raises
+    ReadOnly.
 
     Args:
         transport: carries messages to the shards; `close` closes it.

@@ -119,6 +119,7 @@ class ScanRows(Message):
     after: int  # last local row of the previous message; -1 at first
     size: int
     where: dict[str, Any] | None = None
+    skip: int = 0  # number of matching records to skip first
 
     @property
     def by_rows(self) -> bool:

@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from softdb import check
 from softdb.answers import Records
+from softdb.answers.frames import COLUMNS, column_names
 from softdb.database.core import Core
 from softdb.errors import BadInput, MissingDependency
-
-COLUMNS = ("id", "key", "value", "text", "payload")
 
 
 def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | None) -> Any:
     """Return records as a `pyarrow.Table`; see `Verbs.to_arrow`."""
-    names = None if columns is None else _names(columns)
+    names = None if columns is None else column_names(columns)
     blocks, fields = [], {name: list[Any]() for name in names or () if name not in COLUMNS}
     converter = _Converter(core, None if names is None else [name for name in names if name in COLUMNS])
     for records in batches:
@@ -89,16 +87,6 @@ class _Converter:
             return pa.array(column.numpy(), kind, mask=None if mask is None else np.asarray(without))
         flat = pa.array(np.ascontiguousarray(column.numpy()).reshape(-1), kind.value_type)
         return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=mask)
-
-
-def _names(columns: object) -> list[str]:
-    if (
-        isinstance(columns, str)
-        or not isinstance(columns, Sequence)
-        or not all(type(column) is str for column in columns)
-    ):
-        raise BadInput(f'columns are {check.shown(columns)}; expected a list of names such as ["id", "year"]')
-    return list(dict.fromkeys(columns))
 
 
 def _pyarrow() -> Any:

@@ -28,6 +28,7 @@ from softdb.typing import IdsPerQuery, Vectors
 
 Rows = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
+ALL = slice(0, None)  # every record; `check.page` makes other slices
 T = TypeVar("T")
 S = TypeVar("S", bound=Source, covariant=True)
 
@@ -104,8 +105,8 @@ class Core(Protocol[S]):
     def encoder(self) -> check.Encoder | None:
         """Return the encoder of the keys; None if no encoder is known."""
 
-    def stored(self, ids: list[Id]) -> Allowed:  # n -> (n,)
-        """Return True for each id that is stored, with a key or without."""
+    def stored(self, ids: list[Id], where: dict[str, Any] | None = None) -> Allowed:  # n -> (n,)
+        """Return True for each id that is stored, with a key or without, and matched by `where`."""
 
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:  # n -> (n,)
         """Return rows of ids; -1 if not stored, without a key (if required: an error), or not matched by `where`."""
@@ -116,14 +117,17 @@ class Core(Protocol[S]):
     def sample_keys(self, count: int) -> Tensor:
         """Return at most `count` stored keys, with which two databases can be told apart."""
 
-    def get(self, ids: list[Id]) -> Records:
-        """Return the records with these ids, in the order of the ids. Raises UnknownId."""
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+        """Return a part of the records with these ids, in their order, or of all that `where` matches, as scanned.
+
+        With ids and `where`: the records with these ids that match. Raises UnknownId.
+        """
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""
 
-    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Yield the records that match a filter, in batches of at most `size`."""
+    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
+        """Yield a part of the records that match a filter, in batches of at most `size`."""
 
     def search(self, search: SearchArguments) -> Hits:
         """Search with the arguments of `Questions.search`. Raises BadInput."""

@@ -18,7 +18,7 @@ from softdb import check
 from softdb.answers import Hits, Records
 from softdb.attend import Stored
 from softdb.check import Id, Schema
-from softdb.database.core import Core, SearchArguments, with_one_encoder
+from softdb.database.core import ALL, Core, SearchArguments, with_one_encoder
 from softdb.database.embedding import telling
 from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
 from softdb.database.texts import search_by_text
@@ -240,9 +240,10 @@ class DatabaseCore(Core[Stored]):
         """Return the rows of the records that match a filter, with a key or without, ascending."""
         return self.store.snapshot.all_rows if where is None else self.store.matching_rows(where)[1]
 
-    def stored(self, ids: list[Id]) -> NDArray[np.bool_]:
-        """Return True for each id that is stored, with a key or without."""
-        return self.store.locate(ids).rows >= 0
+    def stored(self, ids: list[Id], where: dict[str, Any] | None = None) -> NDArray[np.bool_]:
+        """Return True for each id that is stored, with a key or without, and matched by `where`."""
+        rows = self.store.locate(ids).rows
+        return rows >= 0 if where is None else np.isin(rows, self.matching(where))
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
         """Return the newest snapshot and the rows (n,) of ids in it; -1 for an id not stored, or without a key.
@@ -284,20 +285,34 @@ class DatabaseCore(Core[Stored]):
             return torch.zeros(0, self.store.schema.dim)
         return snapshot.keys_at(live[np.linspace(0, len(live) - 1, min(count, len(live))).astype(np.int64)])
 
-    def get(self, ids: list[Id]) -> Records:
-        """Return the records with these ids, in the order of the ids. Raises UnknownId."""
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+        """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
+        if ids is None or where is not None or part != ALL:
+            return self.records(*self.store.run(self._selected, ids, where, part))
         snapshot, rows, *parts = self.store.require(ids, whole=True)
         return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts)))
+
+    def _selected(
+        self, ids: list[Id] | None, where: dict[str, Any] | None, part: slice
+    ) -> tuple[Snapshot, list[RecordEntry]]:
+        with self.store.read_transaction() as snapshot:
+            if ids is None:
+                rows = self.matching(where)
+            else:
+                rows = self.store.require(ids).rows
+                rows = rows if where is None else rows[np.isin(rows, self.matching(where))]
+            entries = self.store.read(rows[part], texts=True)
+            return snapshot, [entries[row] for row in rows[part].tolist()]
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""
         return self.store.snapshot.records if where is None else len(self.store.matching_rows(where)[1])
 
-    def scan(self, size: int, where: dict[str, Any] | None) -> Iterator[Records]:
-        """Yield the records that exist at the call, except those deleted or replaced before the scan reaches them."""
+    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
+        """Yield records that exist at the call, except those deleted or replaced before the scan reaches them."""
         snapshot = self.store.snapshot
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self.store.matching_rows(where)
-        return self._scan(size, snapshot, rows)
+        return self._scan(size, snapshot, rows[part])
 
     def _scan(self, size: int, snapshot: Snapshot, rows: Rows) -> Iterator[Records]:
         for start in range(0, len(rows), size):

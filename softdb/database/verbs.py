@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from softdb import check
-from softdb.answers import Record, Records
+from softdb.answers import Record, Records, frames
 from softdb.check import Id
-from softdb.database import arrow
+from softdb.database import arrow, notebook
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
+from softdb.visible import table
 
 
 class Verbs(Questions):
@@ -153,9 +154,33 @@ class Verbs(Questions):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @verb
-    def get(self, ids: Ids) -> Records:
-        """Return the records with these ids, in their order. Raises UnknownId (a KeyError) for an id not stored."""
-        return self.core.get(check.identifiers(ids, unique=False))
+    def get(
+        self,
+        ids: Ids | None = None,
+        where: dict[str, Any] | None = None,
+        *,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Records:
+        """Return the records with these ids, in their order, or those that a filter matches, in the order of `scan`.
+
+            db.get(["a", "b"])
+            db.get(where={"year": {"$gt": 1990}}, limit=10, offset=20)
+
+        Args:
+            ids: n of `str` or `int`; None: all records.
+            where: a filter; with ids, leaves out those of the n records that do not match.
+            limit: maximum number of records; None: no maximum. Only these are read.
+            offset: number of records to skip; beyond the last, no record is returned.
+
+        Records that are inserted or replaced between two pages come last; those deleted move later ones forward.
+
+        Raises UnknownId (a KeyError) for an id that is not stored, also one that filter or page leaves out.
+        """
+        if isinstance(ids, dict):
+            raise BadInput(f"ids are {check.shown(ids)}; expected a list of str or int: pass a filter as where=")
+        names = None if ids is None else check.identifiers(ids, unique=False)
+        return self.core.get(names, where, check.page(limit, offset))
 
     @verb
     def __getitem__(self, name: Id) -> Record:
@@ -175,33 +200,79 @@ class Verbs(Questions):
         return self.core.count(where)
 
     @verb
-    def scan(self, batch_size: int = 1000, where: dict[str, Any] | None = None) -> Iterator[Records]:
+    def scan(
+        self, batch_size: int = 1000, where: dict[str, Any] | None = None, *, limit: int | None = None, offset: int = 0
+    ) -> Iterator[Records]:
         """Yield all records, or those that match a filter, in batches, in the order of their last insertion.
 
         The scan yields the records that were stored when it began, except those deleted or replaced before their turn.
+        `limit` and `offset` choose a part of them, as in `get`.
         """
-        return self.core.scan(check.integer(batch_size, "batch_size"), where)
+        return self.core.scan(check.integer(batch_size, "batch_size"), where, check.page(limit, offset))
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
     @verb
-    def __iter__(self) -> Iterator[Id]:
-        """Yield the ids in the order of `scan`."""
-        return (name for records in self.scan() for name in records.ids)
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records in the order of `scan`, reading batch by batch."""
+        return (record for records in self.scan() for record in records)
+
+    def _repr_html_(self) -> str:
+        try:
+            return notebook.described(repr(self), self.stats(), next(self.scan(notebook.FIRST), None))
+        except Exception as error:  # closed, damaged, or a shard does not answer; a notebook still shows the handle
+            return table([repr(self)], [], f"{type(error).__name__}: {error}")
 
     __reversed__ = None  # else Python would call __getitem__ with len(self) - 1 … 0
 
     @verb
-    def to_arrow(self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None) -> Any:
+    def to_pandas(
+        self,
+        columns: Sequence[str] | None = None,
+        where: dict[str, Any] | None = None,
+        *,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Any:
+        """Return all records, or those that a filter matches, as a pandas DataFrame, in the order of `scan`.
+
+            db.to_pandas()
+            db.to_pandas(["id", "year"], where={"lang": "de"}, limit=1000)
+
+        Args:
+            columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, value if
+                the database has values, text if a record has a text, and every field of the payloads.
+            where: a filter.
+            limit: maximum number of records, after the first `offset`.
+
+        `key` holds arrays (d,), `value` arrays (v,) or integers; None for a record without a key. A field is empty in
+        records that lack it; its integers then have pandas' dtype Int64. If a payload is no object, or has a field
+        named as another column, whole payloads stand in the column `payload`. `insert` takes such a frame.
+
+        Raises MissingDependency without pandas.
+        """
+        names = None if columns is None else frames.column_names(columns)
+        return frames.frame(self.scan(10_000, where, limit=limit, offset=offset), names)
+
+    @verb
+    def to_arrow(
+        self,
+        columns: Sequence[str] | None = None,
+        where: dict[str, Any] | None = None,
+        *,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Any:
         """Return all records, or those that a filter matches, as a `pyarrow.Table`, in the order of `scan`.
 
-            db.to_arrow().to_pandas()
+            db.to_arrow()
             db.to_arrow(["id", "year"])      # fields of the payload, each a column
 
         Args:
             columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, text and
                 payload, and value if the database has values.
             where: a filter.
+            limit: maximum number of records, after the first `offset`.
 
         `id` is int64 or string; with ids of both types string, with a further column `id_is_int`. `key` is a fixed-size
         list of the database's dtype, null for a record without a key; `value` such a list, or an int64; `payload` is
@@ -209,12 +280,19 @@ class Verbs(Questions):
 
         Raises MissingDependency without pyarrow, and BadInput for a field whose values differ in type.
         """
-        return arrow.table(self.core, self.scan(10_000, where), columns)
+        return arrow.table(self.core, self.scan(10_000, where, limit=limit, offset=offset), columns)
 
     @verb
-    def scan_arrow(self, batch_size: int = 10_000, where: dict[str, Any] | None = None) -> Any:
+    def scan_arrow(
+        self,
+        batch_size: int = 10_000,
+        where: dict[str, Any] | None = None,
+        *,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Any:
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
         As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
         """
-        return arrow.reader(self.core, self.scan(batch_size, where))
+        return arrow.reader(self.core, self.scan(batch_size, where, limit=limit, offset=offset))

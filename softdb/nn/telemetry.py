@@ -19,6 +19,7 @@ from softdb.nn.targets import database, require_shape
 from softdb.nn.view import View
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
+from softdb.visible import table
 
 REPEATS = 3  # number of further estimates, with other draws, for the standard error
 
@@ -36,6 +37,10 @@ class GradientReport(NamedTuple):
     def means(self) -> dict[str, float]:
         """Return the mean of each field over the queries, without NaN."""
         return {name: float(column.nanmean()) for name, column in self._asdict().items()}
+
+    def _repr_html_(self) -> str:
+        lines = [[name, f"{mean:.4g}"] for name, mean in self.means().items()]
+        return table(["", "mean"], lines, f"queries {self.mass.numel():,}")
 
 
 @eager

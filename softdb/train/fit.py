@@ -26,6 +26,7 @@ from softdb.train.held_out import Ranking, Split, ranked, split
 from softdb.train.pairs import require_known
 from softdb.train.projection import BROKEN, QueryProjection
 from softdb.typing import Vectors
+from softdb.visible import table
 
 MAX_LR = 1000.0  # largest learning rate allowed; Adam moves each parameter by about lr in a step
 FIRST_HEAT, LEAST_HEAT = 0.07, 0.01  # a learnt temperature: the first, and the least (Radford et al. 2021)
@@ -67,6 +68,10 @@ class Fitted(NamedTuple):
                    for name, label in MEASURES.items()}  # fmt: skip
         rose = "recall_1" in self.fell and self.after.recall_10 > self.before.recall_10
         return ", ".join(map(changes.__getitem__, self.fell)) + f", though {changes['recall_10']} rose" * rose
+
+    def _repr_html_(self) -> str:
+        lines = [[label, *(f"{getattr(part, name):.3f}" for part in self[1:3])] for name, label in MEASURES.items()]
+        return table(["", "before", "after"], lines, f"held-out queries {self.before.queries:,}, epochs {self.best}")
 
     def __str__(self) -> str:
         lines = [f"{self.before.queries:,} held-out queries   before    after"]

@@ -267,7 +267,22 @@ class ClusterContract(abc.ABC):
             scanned = [name for batch in cluster.scan(100, where) for name in batch.ids]
             assert sorted(scanned) == [name for batch in one.scan(1000, where) for name in batch.ids]
             assert cluster.to_arrow(where=where).sort_by("id").equals(one.to_arrow(where=where).sort_by("id"))
-        assert sorted(cluster) == list(one)
+            ids = [name for batch in cluster.scan(100, where) for name in batch.ids]
+            for limit, offset in ((5, 0), (7, N // 3), (None, N - 1), (N, 3), (4, 2 * N), (0, 0)):
+                page = slice(offset, None if limit is None else offset + limit)
+                assert cluster.get(where=where, limit=limit, offset=offset).ids == ids[page]
+                batches = cluster.scan(250, where, limit=limit, offset=offset)
+                assert [name for batch in batches for name in batch.ids] == ids[page]
+        assert sorted(record.id for record in cluster) == [record.id for record in one]
+        assert torch.equal(cluster.get().keys, one.get(cluster.get().ids).keys)
+        assert cluster.get([7, 3, 9, 6, 7], {"third": 0}).ids == [3, 9, 6]
+        assert cluster.get([7, 3, 9, 6], {"third": 0}, limit=1, offset=1).ids == [9]
+        assert cluster.get([7, 3, 9], offset=5).ids == []
+        with pytest.raises(UnknownId, match=f"id {N} is not stored"):
+            cluster.get([3, N], {"third": 0}, limit=1)
+        frame = cluster.to_pandas(["third", "id"], {"third": {"$ne": 2}}, limit=4, offset=1)
+        assert frame["id"].tolist() == cluster.get(where={"third": {"$ne": 2}}, limit=4, offset=1).ids
+        assert f"{N:,}" in cluster._repr_html_()
         assert cluster.core.header == one.core.header | {"fields": ()}
 
     def test_modules_take_it_as_they_take_a_database(self, pair: Any) -> None:

@@ -47,6 +47,6 @@ def test_a_wrong_argument_is_an_error_to_a_type_checker() -> None:
         with pytest.raises(softdb.BadInput, match="expected real numbers"):
             db.search({"query": 1})  # type: ignore[arg-type]
         with pytest.raises(softdb.BadInput, match="expected a list of str or int"):
-            db.get(None)  # type: ignore[arg-type]
+            db.get(3.5)  # type: ignore[arg-type]
         with pytest.raises(AttributeError, match="serch"):
             _ = softdb.serch  # type: ignore[attr-defined]

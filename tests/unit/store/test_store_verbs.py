@@ -134,17 +134,21 @@ def test_scan_skips_records_deleted_meanwhile(db: softdb.SoftDB) -> None:
     assert [b.ids for b in scan] == [[4]]
 
 
-def test_iterating_gives_the_ids_as_a_dict_does(db: softdb.SoftDB) -> None:
+def test_iterating_gives_the_records_in_the_order_of_scan(db: softdb.SoftDB) -> None:
     assert list(db) == []
     names: list[softdb.check.Id] = [*range(1100), "a", "7"]
     fill(db, names)
-    assert list(db) == names
-    assert {name: db[name].id for name in db} == dict(zip(names, names, strict=True))
-    ids = iter(db)
-    assert next(ids) == 0
+    records = list(db)
+    assert [record.id for record in records] == names
+    for record in (records[0], records[1050], records[-1]):
+        same = db[record.id]
+        assert torch.equal(record.key, same.key)
+        assert torch.equal(record.value, same.value)  # type: ignore[arg-type]
+    records_after = iter(db)
+    assert next(records_after).id == 0
     db.delete([1, 1099])  # one that was read with the first, one that was not
     fill(db, ["later"])
-    assert list(ids) == [*range(1, 1099), "a", "7"]
+    assert [record.id for record in records_after] == [*range(1, 1099), "a", "7"]
     with pytest.raises(TypeError, match="not reversible"):
         reversed(db)
     db.close()
