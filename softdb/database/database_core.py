@@ -318,25 +318,27 @@ class DatabaseCore(Core[Stored]):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Check records and write them; start again if the database was re-embedded meanwhile: its width may differ."""
-        store, done = self.store, False
+        store, ids = self.store, None
         with telling(progress) as callback:
-            while not done:
+            while ids is None:
                 keyed = store.keyed
                 checker = RecordChecker(keyed.schema, self.encoder)
-                if change is WriteKind.UPDATE:
-                    done = store.run(self._update_if, keyed, checker.parts(*given, callback))
+                if change in (WriteKind.UPDATE, WriteKind.MERGE):
+                    parts = checker.parts(*given, callback)
+                    ids = store.run(self._update_if, keyed, parts, change is WriteKind.MERGE)
                 else:
                     write = store.insert if change is WriteKind.INSERT else store.upsert
-                    done = write(checker.batch(*given, callback), keyed)
+                    ids = write(checker.batch(*given, callback), keyed)
+        return ids
 
-    def _update_if(self, keyed: Keyed, parts: RecordParts) -> bool:
-        """Update, and return True; False if the database was re-embedded since `keyed`. Runs on the store's thread."""
+    def _update_if(self, keyed: Keyed, parts: RecordParts, merge: bool) -> list[Id] | None:
+        """Update, and return the ids; None if re-embedded since `keyed`. Runs on the store's thread."""
         if self.store.keyed is not keyed:
-            return False
-        self.store.update(*parts)
-        return True
+            return None
+        self.store.update(*parts, merge)
+        return parts.ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""
