@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import Any
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, Protocol
 
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
+    from softdb.answers import Record
+
+    class _Table(Protocol):
+        def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "RowBatch", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
 # one vector or several; tensors as queries keep their graph
@@ -27,6 +33,8 @@ Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
+# rows of new records: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
+RowBatch: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[Record] | _Table"
 # one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
 # one device, or several GPUs that share the records

@@ -13,7 +13,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DEPTH", "json_text", "payloads"]
+__all__ = ["MAX_DEPTH", "is_missing", "json_text", "payloads"]
 
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
@@ -33,7 +33,8 @@ if (_make_encoder := getattr(json.encoder, "c_make_encoder", None)) is not None:
 def payloads(value: object, count: int) -> list[str | None]:
     """Return payloads as JSON texts, one for each of `count` ids; None stays None.
 
-    Raises BadInput for values that JSON lacks (another type, NaN, a key that is no str) or nesting beyond 64.
+    NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and dates and times texts
+    in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or nesting beyond 64.
     """
     if value is None:
         return [None] * count
@@ -42,7 +43,52 @@ def payloads(value: object, count: int) -> list[str | None]:
             raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
         value = [value]
     filled(value, "payloads", count)
-    return [None if item is None else json_text(item, f"payload {i}") for i, item in enumerate(_items(value))]
+    return [None if item is None else _payload(item, f"payload {i}") for i, item in enumerate(_items(value))]
+
+
+def is_missing(value: object) -> bool:
+    """Return True for a cell of a table that has no value: None, NaN, or pandas' NaT or NA."""
+    if isinstance(value, float | np.inexact | np.datetime64):
+        return bool(value != value)
+    return value is None or type(value).__name__ in ("NaTType", "NAType")
+
+
+def _payload(value: object, name: str) -> str | None:
+    try:
+        return json_text(value, name)
+    except BadInput:  # few payloads need a conversion, and to look for it first would cost all others time
+        converted = _converted(value, name, 1)
+        return None if converted is None else json_text(converted, name)
+
+
+def _converted(value: Any, name: str, depth: int) -> Any:
+    """Return a payload with the values that `payloads` converts in their JSON form, and all others unchanged."""
+    if depth > MAX_DEPTH + 1:
+        raise _too_deep(name)
+    if isinstance(value, np.datetime64):
+        value = _moment(value)
+    elif isinstance(value, np.generic | np.ndarray):
+        times = isinstance(value, np.ndarray) and value.dtype.kind == "M" and value.ndim
+        value = list(value) if times else value.tolist()
+    if isinstance(value, dict):
+        return {key: _converted(inner, name, depth + 1) for key, inner in value.items()}
+    if isinstance(value, _LISTS):
+        return [_converted(inner, name, depth + 1) for inner in value]
+    if is_missing(value):
+        return None
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+def _moment(value: np.datetime64) -> Any:
+    """Return a date or a datetime; or the text of a time that these cannot hold, such as one with nanoseconds."""
+    moment, rounded = value.item(), value.astype("M8[us]")
+    if isinstance(moment, int):
+        return rounded.item() if rounded == value else str(value)
+    return moment
+
+
+def _too_deep(name: str) -> BadInput:
+    return BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
 
 
 def _items(value: Iterable[Any]) -> Iterator[Any]:
@@ -69,7 +115,7 @@ def json_text(value: object, name: str) -> str:
 def _json_value(value: object, name: str, depth: int) -> None:
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
+        raise _too_deep(name)
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]
             raise BadInput(f"{name} holds {value}, which JSON cannot represent; use null or text")

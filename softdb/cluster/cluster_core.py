@@ -186,7 +186,7 @@ class ClusterCore(Core[Sharded]):
         answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, per_shard), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])
 
-    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Raise ReadOnly, since this cluster does not write."""
         raise ReadOnly("a cluster of databases only reads; write to the shards' own databases, then refresh()")
 

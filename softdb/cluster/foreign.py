@@ -10,8 +10,8 @@ from softdb.check import shown
 from softdb.cluster.storage import dataset_at
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
-from softdb.formats.rows import Fields
-from softdb.formats.tables import needed
+from softdb.tables.reading import needed
+from softdb.tables.rows import Fields
 
 
 def served(

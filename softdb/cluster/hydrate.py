@@ -26,9 +26,9 @@ from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
-from softdb.formats.rows import Rows as Read
 from softdb.index.choose import Progress
 from softdb.store import Batch
+from softdb.tables.rows import Rows as Read
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once

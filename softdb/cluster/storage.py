@@ -13,9 +13,9 @@ import numpy as np
 
 from softdb.check import Id, Schema
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable, WriteFailed
-from softdb.formats.rows import Fields
-from softdb.formats.tables import needed
 from softdb.store import files
+from softdb.tables.reading import needed
+from softdb.tables.rows import Fields
 
 LANCE = (OSError, ValueError, RuntimeError)  # types of exceptions that Lance raises
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "

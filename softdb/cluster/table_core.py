@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 from softdb import check
 from softdb.check import Id
@@ -134,19 +135,26 @@ class TableCore(ClusterCore):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records, write them to the table in one commit, and refresh the shards."""
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
+        """Check records, write them to the table in one commit, and refresh the shards.
+
+        Ids that are not given are random, since handles do not share a counter.
+        """
         self.require_writable()
         checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
         with telling(progress) as tell:
-            if change is WriteKind.UPDATE:
+            if change in (WriteKind.UPDATE, WriteKind.MERGE):
                 parts = checker.parts(*given, tell)
+                ids, merge = parts.ids, change is WriteKind.MERGE
                 columns = {"key": parts.keys, "value": parts.values, "payload": parts.payloads, "text": parts.texts}
-                table.update(parts.ids, {name: column for name, column in columns.items() if column is not None})
+                table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
-                write = table.insert if change is WriteKind.INSERT else table.upsert
-                write(checker.batch(*given, tell))
+                batch = checker.batch(*given, tell)
+                write = table.insert if change is WriteKind.INSERT or not batch.ids else table.upsert
+                ids = batch.ids or _new_ids(len(batch.payloads), table.id_type)
+                write(batch._replace(ids=ids))
         self.seen()
+        return ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that match a filter at this handle's version; return the number deleted."""
@@ -173,6 +181,11 @@ class TableCore(ClusterCore):
                 error.args = (message, *error.args[1:])
                 raise
             raise StaleRead(message) from error  # other types of error would mean that the write failed
+
+
+def _new_ids(count: int, id_type: str) -> list[Id]:
+    """Return random ids: texts of UUIDs, or ints below 2⁶³ if the table's ids are integers."""
+    return [uuid4().int >> 65 if id_type == "integer" else str(uuid4()) for _ in range(count)]
 
 
 def _version(description: messages.Description) -> int:

@@ -22,8 +22,8 @@ from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
 from softdb.errors import DatabaseLocked
-from softdb.formats.rows import Fields
 from softdb.index.choose import Progress
+from softdb.tables.rows import Fields
 
 Place = Literal["here", "ray"]
 

@@ -49,9 +49,10 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
-from softdb.formats.rows import Fields, Header, Rows
-from softdb.formats.tables import Table, needed, read_table
 from softdb.store import Batch, files
+from softdb.store.entry import merged
+from softdb.tables.reading import Table, needed, read_table
+from softdb.tables.rows import Fields, Header, Rows
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
 _VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
@@ -205,12 +206,17 @@ class Truth:
         merge = merge.when_matched_update_all() if upsert else merge.when_matched_fail()
         return self._written(newest, lambda: merge.execute(rows))
 
-    def update(self, ids: list[Id], columns: Mapping[str, Any]) -> int:
-        """Replace columns of stored records, all or none; return the new version. Raises UnknownId, BadInput."""
+    def update(self, ids: list[Id], given: Mapping[str, Any], merge_payloads: bool = False) -> int:
+        """Replace columns of stored records, all or none; return the new version. Raises UnknownId, BadInput.
+
+        `merge_payloads`: replace only those fields of the payloads that are given.
+        """
         pa = _arrow()
         for _ in range(_TRIES):
-            newest = self.now()
-            self._require_stored(newest, ids, columns)
+            newest, columns = self.now(), dict(given)
+            payloads = self._require_stored(newest, ids, columns)
+            if merge_payloads and "payload" in columns:
+                columns["payload"] = merged(ids, payloads, columns["payload"])
             schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
             arrays = [self._ids(ids), *(column(columns[name], schema.field(name).type) for name in columns)]
             # after a conflict, check again that the records still exist
@@ -279,12 +285,16 @@ class Truth:
             raise BadInput(f"{problem}: pass {expected}, or make a table with create(…, ids={other!r})")
         return pa.array(ids, kind)
 
-    def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> None:
-        """Raise UnknownId if an id is not stored, and BadInput if a keyless record would get a key or value alone."""
+    def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
+        """Return the payloads of stored records, if columns have payloads.
+
+        Raises UnknownId if an id is not stored, and BadInput if a keyless record would get a key or value alone.
+        """
         names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
-            table = dataset.scanner(columns={"id": "id", "keyed": "key IS NOT NULL"}, filter=condition).to_table()
+            parts = {"id": "id", "keyed": "key IS NOT NULL", **({"payload": "payload"} if "payload" in columns else {})}
+            table = dataset.scanner(columns=parts, filter=condition).to_table()
         keyed.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((id for id in ids if id not in keyed), None)
         if unknown is not None:
@@ -293,6 +303,10 @@ class Truth:
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
             raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
+        if "payload" not in columns:
+            return []
+        stored_payloads = dict(zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True))
+        return [stored_payloads[id] for id in ids]
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
         """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""

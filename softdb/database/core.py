@@ -135,8 +135,8 @@ class Core(Protocol[S]):
     def stats(self) -> Stats:
         """Return the size and state of the database."""
 
-    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
-        """Check records and write them, all or none. Raises the errors of `insert`, `upsert` or `update`."""
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
+        """Check records, write all or none, and return their ids. Raises the errors of `insert`, `upsert`, `update`."""
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""

@@ -338,21 +338,24 @@ class DatabaseCore(Core[Stored]):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
+    def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
         with telling(progress) as callback:
-            while not self._put(change, given, callback):
+            while (ids := self._put(change, given, callback)) is None:
                 pass
+        return ids
 
-    def _put(self, change: WriteKind, given: Given, progress: Progress) -> bool:
-        """Check and write records, and return True; False if the width changed meanwhile."""
+    def _put(self, change: WriteKind, given: Given, progress: Progress) -> list[Id] | None:
+        """Check and write records, and return their ids; None if the width changed meanwhile."""
         store, keyed, encoder = self.store, self.store.keyed, self.encoder()
+        updates = change in (WriteKind.UPDATE, WriteKind.MERGE)
         if encoder is None and not keyed.schema.dim and given.keys is None and given.texts is not None:
-            encoder = None if change is WriteKind.UPDATE else DEFAULT
+            encoder = None if updates else DEFAULT
         checker = RecordChecker(keyed.schema, lambda: encoder)
-        if change is WriteKind.UPDATE:
+        if updates:
             parts = checker.parts(*given, progress)
-            return store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
+            made = self._made(keyed, encoder, given, parts.keys)
+            return store.run(self._update_if, keyed, parts, change is WriteKind.MERGE, made)
         batch = checker.batch(*given, progress)
         made = self._made(keyed, encoder, given, batch.keys)
         if encoder is DEFAULT:
@@ -367,12 +370,12 @@ class DatabaseCore(Core[Stored]):
         made = Made(name_of(DEFAULT) if encoder is DEFAULT else keyed.encoder, fingerprint_of(encoder, keys.shape[1]))
         return None if made == (keyed.encoder, keyed.fingerprint) else made
 
-    def _update_if(self, keyed: Keyed, parts: RecordParts, made: Made | None) -> bool:
-        """Update, and return True; False if the width changed since `keyed`. Runs on the store's thread."""
+    def _update_if(self, keyed: Keyed, parts: RecordParts, merge: bool, made: Made | None) -> list[Id] | None:
+        """Update, and return the ids; None if the width changed since `keyed`. Runs on the store's thread."""
         if self.store.keyed is not keyed:
-            return False
-        self.store.update(*parts, made)
-        return True
+            return None
+        self.store.update(*parts, merge, made)
+        return parts.ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""

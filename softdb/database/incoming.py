@@ -19,17 +19,18 @@ from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
 
 
 class WriteKind(Enum):
-    """Kinds of writes: new records, new or replaced records, or parts of stored records."""
+    """Kinds of writes: new records, new or replaced records, or parts of stored records; MERGE: fields of payloads."""
 
     INSERT = "insert"
     UPSERT = "upsert"
     UPDATE = "update"
+    MERGE = "merge"
 
 
 class Given(NamedTuple):
     """The arguments of `insert`, `upsert` and `update`, unchecked."""
 
-    ids: Ids
+    ids: Ids | None  # None: to be made
     keys: Any
     values: Any
     payloads: Any
@@ -54,7 +55,7 @@ class RecordChecker(NamedTuple):
 
     def parts(
         self,
-        ids: Ids,
+        ids: Ids | None,
         keys: Vectors | None,
         values: Numbers | None,
         payloads: Any,
@@ -62,6 +63,8 @@ class RecordChecker(NamedTuple):
         progress: Progress,
     ) -> RecordParts:
         """Check the arguments of `update`, and embed texts. Raises the errors of `update` about its arguments."""
+        if ids is None:
+            raise BadInput("ids are missing; name the stored records: update(ids, …), or rows with a column of ids")
         if keys is None and values is None and payloads is None and texts is None:
             raise BadInput("nothing to change was given; pass keys, values, payloads or texts")
         names, schema = self._identifiers(ids), self.schema
@@ -74,15 +77,25 @@ class RecordChecker(NamedTuple):
         return RecordParts(names, vectors, column, jsons, strings)
 
     def batch(
-        self, ids: Ids, keys: Keys | None, values: Values | None, payloads: Any, texts: Texts | None, progress: Progress
+        self,
+        ids: Ids | None,
+        keys: Keys | None,
+        values: Values | None,
+        payloads: Any,
+        texts: Texts | None,
+        progress: Progress,
     ) -> Batch:
-        """Check the arguments of `insert`, and embed texts. Raises the errors of `insert` about its arguments."""
-        names = self._identifiers(ids)
-        strings, jsons = check.texts(texts, len(names)), check.payloads(payloads, len(names))
+        """Check the arguments of `insert`, and embed texts. Raises the errors of `insert` about its arguments.
+
+        Without ids the batch's ids are an empty list.
+        """
+        names = [] if ids is None else self._identifiers(ids)
+        count = len(names) or _count(keys, payloads, texts)
+        strings, jsons = check.texts(texts, count), check.payloads(payloads, count)
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
             raise BadInput("keys are missing; give keys, or texts, or keys=[None, …] for records without a key")
-        key_column, keyed = self._keys_of(keys, strings, len(names), progress)
-        value_column = self._values_of(values, keyed, len(names))
+        key_column, keyed = self._keys_of(keys, strings, count, progress)
+        value_column = self._values_of(values, keyed, count)
         return Batch(names, key_column, value_column, jsons, strings, None if keyed.all() else keyed)
 
     def _identifiers(self, ids: Ids) -> list[Id]:
@@ -140,3 +153,19 @@ class RecordChecker(NamedTuple):
         if given is not None:
             column[keyed] = given
         return column
+
+
+def _count(keys: Any, payloads: Any, texts: Any) -> int:
+    """Return the number of records in a batch without ids. Raises BadInput if it is 0 or cannot be told."""
+    batch = next((batch for batch in (texts, keys, payloads) if batch is not None), None)
+    first = batch[0] if isinstance(batch, list | tuple) and batch else None
+    is_vector = batch is keys and (getattr(keys, "ndim", 0) == 1 or isinstance(first, int | float | np.number))
+    if is_vector or isinstance(batch, str | dict):
+        return 1
+    try:
+        count = len(batch)
+    except TypeError:
+        count = 0
+    if not count:
+        raise BadInput(f"no ids, and keys, texts or payloads are {check.shown(batch)}; give at least one record")
+    return count

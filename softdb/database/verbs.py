@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from softdb.check import Id
 from softdb.database import arrow, notebook
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
+from softdb.database.rows import columns_of
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.reports import Stats
-from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
+from softdb.tables.rows import Fields
+from softdb.typing import Ids, Keys, Numbers, RowBatch, Texts, Values, Vectors
 from softdb.visible import table
 
 
@@ -79,30 +81,42 @@ class Verbs(Questions):
     @verb
     def insert(
         self,
-        ids: Ids,
+        ids: Ids | RowBatch | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
         *,
         texts: Texts | None = None,
+        fields: Fields | Mapping[str, str | None] | None = None,
         progress: Progress | bool | None = None,
-    ) -> None:
-        """Add records, all or none; they are on disk when this returns.
+    ) -> list[Id]:
+        """Add records, all or none, and return their ids; the records are on disk when this returns.
 
+            db.insert([{"id": "heat", "text": "A thief and a cop", "year": 1995}])      # rows
+            db.insert(frame, fields={"id": "isbn", "text": "blurb", "key": "emb"})      # a DataFrame with other columns
             db.insert(ids, keys)                              # vectors
+            db.insert(keys=keys)                              # ids are made
             db.insert(ids, texts=texts)                       # with an encoder: stores texts and embeds them as keys
             db.insert(ids, texts=texts, payloads=payloads)    # without an encoder: records without a key
 
         A record without a key is found by its id, by filters and by its text, never by vector or soft query.
 
         Args:
-            ids: n of `str` or `int`.
+            ids: n of `str` or `int`; None: they are made, as ints that continue those made before (in a cluster random
+                ones, ints or UUIDs as texts). Or n rows in place of all columns: dicts (a list, one dict, or a
+                generator), `Records`, a DataFrame of pandas or polars, an Arrow table, batch or reader, or a dataset of
+                Hugging Face. The column "id" has the ids, "key", "vector" or "embedding" the keys, "text" the texts,
+                "value" the values if the database has any. All others are the payload. Missing cells (None, NaN, NaT)
+                are no field of the payload, and make a record without a key or text. docs/documents.md says more.
             keys: (n, d) numbers; or, with an encoder, n texts that are embedded but not stored. A list may hold None:
                 that record has no key. keys=None embeds `texts`; without an encoder no record of the batch gets a key.
             values: (n, v) numbers or (n,) integer labels, if the database was created with values. A record without a
                 key has the value None.
-            payloads: n JSON values, or None.
+            payloads: n JSON values, or None. NaN and NaT become null, numbers and arrays of NumPy numbers and lists,
+                dates and times text in ISO 8601.
             texts: n texts of at most 16 MiB of UTF-8 each, or None, stored with the records.
+            fields: other names of columns: `softdb.formats.Fields`, or a dict from id, key, text or value to the name
+                of a column, or to None for no column.
             progress: of the embedding: called with the stage, the amount done and the total; True draws a bar.
 
         Raises:
@@ -110,39 +124,60 @@ class Verbs(Questions):
             BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        self.core.put(WriteKind.INSERT, Given(ids, keys, values, payloads, texts), progress)
+        return self._write(WriteKind.INSERT, (ids, keys, values, payloads, texts), fields, progress)
 
     @verb
     def upsert(
         self,
-        ids: Ids,
+        ids: Ids | RowBatch | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
         *,
         texts: Texts | None = None,
+        fields: Fields | Mapping[str, str | None] | None = None,
         progress: Progress | bool | None = None,
-    ) -> None:
-        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
-        self.core.put(WriteKind.UPSERT, Given(ids, keys, values, payloads, texts), progress)
+    ) -> list[Id]:
+        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`.
+
+        Records without ids are new ones.
+        """
+        return self._write(WriteKind.UPSERT, (ids, keys, values, payloads, texts), fields, progress)
 
     @verb
     def update(
         self,
-        ids: Ids,
+        ids: Ids | RowBatch,
         keys: Vectors | None = None,
         values: Numbers | None = None,
         payloads: Any = None,
         *,
         texts: Texts | None = None,
+        fields: Fields | Mapping[str, str | None] | None = None,
+        merge: bool = False,
         progress: Progress | bool | None = None,
-    ) -> None:
-        """Replace the given parts of stored records, all or none. Raises UnknownId for an id that is not stored.
+    ) -> list[Id]:
+        """Replace the given parts of stored records, all or none, and return the ids. Raises UnknownId for another id.
+
+            db.update(["heat"], payloads=[{"seen": True}], merge=True)      # the other fields of the payload stay
+            db.update([{"id": "heat", "seen": True}], merge=True)           # rows, as `insert` takes them
 
         With an encoder, texts without keys are embedded, so that key and text agree; to keep old keys, pass them, too.
         To give a record its first key in a database with values, pass its value, too. A text of None removes the text.
+
+        With `merge` each field of a given payload replaces that field, or is added, and all other fields stay; a field
+        that is None becomes null, and a payload that is None changes nothing. Raises BadInput for payloads that are no
+        objects. In rows, a missing cell leaves its field out, and a column of keys, values or texts must be complete.
         """
-        self.core.put(WriteKind.UPDATE, Given(ids, keys, values, payloads, texts), progress)
+        change = WriteKind.MERGE if merge else WriteKind.UPDATE
+        return self._write(change, (ids, keys, values, payloads, texts), fields, progress)
+
+    def _write(
+        self, change: WriteKind, parts: tuple[Any, ...], fields: Any, progress: Progress | bool | None
+    ) -> list[Id]:
+        core = self.core
+        given = columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
+        return core.put(change, given, progress)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:

@@ -8,7 +8,7 @@ from softdb.formats.arrays import numbers_in
 from softdb.formats.exporting import export_records, write_records
 from softdb.formats.importing import import_records, is_vector, read_records
 from softdb.formats.lines import Line, read_header, read_rows
-from softdb.formats.rows import Fields, Header, Rows
+from softdb.tables.rows import Fields, Header, Rows
 
 __all__ = [
     "Fields", "Header", "Line", "Rows", "export_records", "import_records", "is_vector", "numbers_in", "read_header",

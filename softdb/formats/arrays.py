@@ -24,8 +24,8 @@ from numpy.lib import format
 
 from softdb.check import MAX_DIM, Array, Metric, shown
 from softdb.errors import BadInput
-from softdb.formats.rows import Header, readable
-from softdb.formats.tables import needed
+from softdb.tables.reading import needed
+from softdb.tables.rows import Header, readable
 
 DISTANCES = {
     "angular": Metric.COSINE, "cosine": Metric.COSINE, "euclidean": Metric.L2, "l2": Metric.L2,

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from softdb import check
 from softdb.errors import BadInput
-from softdb.formats.rows import Fields, Header, is_own, kind_of
+from softdb.tables.rows import Fields, Header, is_own, kind_of
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # largest number of characters in a CSV cell

@@ -9,21 +9,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Id
+from softdb.errors import BadInput
 from softdb.store import gaps, textindex
 from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
+LARGEST = 1 << 62  # upper bound of ids that the store makes
+
 
 class Batch(NamedTuple):
     """Checked records that are to be stored."""
 
-    ids: list[Id]  # n
+    ids: list[Id]  # n; empty: the store makes them
     keys: Array  # (n, d) in the column's dtype
     values: Array | None  # (n, v), labels (n,), or None
     payloads: list[str | None]  # n JSON texts
     texts: list[str | None] | None = None  # n; None: no record has a text
     keyed: NDArray[np.bool_] | None = None  # (n,) mask, False: no key, the key and value are zeros
+
+
+def new_ids(catalog: Catalog, count: int) -> list[Id]:
+    """Return `count` consecutive int ids, none of them stored or returned before, in the open transaction.
+
+    They begin after all ids returned before and after all rows, or, if one of them is stored, after the largest stored
+    int. Cost: look-ups in the index of ids. Raises BadInput for an id of more than 62 bits.
+    """
+    first = max(catalog.setting("next_id"), catalog.state().next_row)
+    if catalog.one("SELECT 1 FROM records WHERE id BETWEEN ? AND ? LIMIT 1", (first, first + count - 1)) is not None:
+        first = 1 + int(catalog.one("SELECT max(id) FROM records WHERE id < ''")[0])  # ints precede all texts
+    if first + count > LARGEST:
+        raise BadInput(f"the next id would be {first}, which is too large; give ids")
+    catalog.put_setting("next_id", first + count)
+    return list(range(first, first + count))
 
 
 def append(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from softdb.check import Id
+from softdb.check import Id, json_text, shown
+from softdb.errors import BadInput, CorruptionError
 from softdb.store.connect import damaged_catalog
 
 
@@ -24,3 +26,25 @@ def plain(records: list[Any]) -> Iterator[RecordEntry]:
         if type(name) not in (str, int) or not all(text is None or type(text) is str for text in texts):
             raise damaged_catalog(f"has a damaged record in row {row}")
         yield RecordEntry(row, name, *texts)
+
+
+def merged(ids: list[Id], old: list[str | None], new: list[str | None]) -> list[str | None]:
+    """Return payloads (n JSON texts) with the fields of `new` replaced in `old`; None in `new` leaves a payload.
+
+    Raises BadInput if one of two payloads is no object, and CorruptionError if a stored payload is not JSON.
+    """
+    payloads = [was if given is None else given for was, given in zip(old, new, strict=True)]
+    for i, (was, given) in enumerate(zip(old, new, strict=True)):
+        if given is None:
+            continue
+        for payload in (was, given):
+            if payload is not None and payload[:1] != "{":
+                what = f"id {shown(ids[i])}: the payload {shown(payload)}"
+                raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
+        try:
+            payloads[i] = given if was is None else json_text(json.loads(was) | json.loads(given), "payload")
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(
+                f"id {shown(ids[i])}: its payload is not JSON ({error}); verify() names its row"
+            ) from None
+    return payloads

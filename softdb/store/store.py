@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from softdb.check import Array, Id, Schema, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
-from softdb.store.append import Batch, append
+from softdb.store.append import Batch, append, new_ids
 from softdb.store.connect import damaged_catalog, typed_errors
-from softdb.store.entry import RecordEntry
+from softdb.store.entry import RecordEntry, merged
 from softdb.store.keyed import Keyed, Made
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
@@ -91,16 +91,18 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> bool:
-        """Add records, and return True. Raises DuplicateId if an id is stored already; then nothing is written.
+    def insert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> list[Id] | None:
+        """Add records, and return their ids. Raises DuplicateId if an id is stored already; then nothing is written.
 
-        `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return False.
+        `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return None.
         `made`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
         widths that are undecided.
         """
         if origin is not None and self.keyed is not origin:
-            return False
+            return None
         with self.write_transaction() as change:
+            if not batch.ids:
+                batch = batch._replace(ids=new_ids(self.catalog, len(batch.payloads)))
             try:
                 changed = self._note_origin(batch.keys, batch.values, made)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
@@ -114,20 +116,22 @@ class Store(Session):
                 raise DuplicateId(
                     f"id {shown(first)} is stored already ({len(stored)} of {len(batch.ids)} ids); upsert() replaces it"
                 ) from None
-        return True
+        return batch.ids
 
     @on_thread
-    def upsert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> bool:
+    def upsert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> list[Id] | None:
         """Add records as `insert` does, but replace stored records that have the same ids."""
+        if not batch.ids:
+            return self.insert(batch, origin, made)
         if origin is not None and self.keyed is not origin:
-            return False
+            return None
         with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
             self._note_origin(batch.keys, batch.values, made)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-        return True
+        return batch.ids
 
     def _note_origin(self, keys: Array, values: Array | None, made: Made | None) -> bool:
         """Store undecided widths (the keys are the first) and the encoder. Return False if nothing had to be stored."""
@@ -159,17 +163,21 @@ class Store(Session):
         values: Array | None,
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
+        merge: bool = False,
         made: Made | None = None,
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `made`: as in `insert`.
+        `merge`: replace only the given fields of payloads. `made`: as in `insert`.
 
-        Raises UnknownId, BadInput for a value without a key, and CorruptionError; then nothing is written.
+        Raises UnknownId, CorruptionError, and BadInput for a value without a key or a payload that cannot be merged;
+        then nothing is written.
         """
         with self.write_transaction():
             in_place = keys is None and values is None
-            snapshot, rows, old_payloads, old_texts = self.require(ids, whole=not in_place)
+            snapshot, rows, old_payloads, old_texts = self.require(ids, whole=merge or not in_place)
+            if merge and payloads is not None:
+                payloads = merged(ids, old_payloads, payloads)
             if in_place:
                 for column, new in (("payload", payloads), ("text", texts)):
                     if new is not None:

@@ -299,7 +299,7 @@ def test_rows_with_ambiguous_ids_are_left_out(
     import pyarrow as pa
 
     from softdb.check import schema
-    from softdb.formats.rows import Fields
+    from softdb.tables.rows import Fields
 
     ids = wrong(["a", "b"])
     keys = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(2 * len(ids), np.float32)), 2)

@@ -18,7 +18,7 @@ from softdb import cluster, errors
 from softdb.cluster import placement
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.placement import RowWindow, shard_of
-from softdb.formats.rows import Fields
+from softdb.tables.rows import Fields
 
 
 @pytest.mark.parametrize("taken", [True, False])

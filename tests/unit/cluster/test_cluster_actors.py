@@ -17,7 +17,7 @@ from softdb.cluster.actors import NAMESPACE, Actors
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
 from softdb.cluster.truth import Truth
 from softdb.errors import StaleRead
-from softdb.formats.rows import Fields
+from softdb.tables.rows import Fields
 
 TIMEOUT = 30.0
 NEVER = 1e9

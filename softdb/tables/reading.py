@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, attribute, shown
+from softdb.check import Array, attribute, is_missing, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.formats.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
+from softdb.tables.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
 
 @dataclass(frozen=True)
@@ -122,26 +122,35 @@ def table_of(source: Any, size: int) -> Table:
 
 
 def read_table(
-    table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
+    table: Table,
+    fields: Fields,
+    size: int,
+    on_error: OnError | None,
+    bad_rows: dict[int, str] | None = None,
+    optional: bool = False,
 ) -> Iterator[Rows]:
     """Yield the records of a table; a dict `bad_rows` receives a message for the number of each bad row.
 
     In an export of softdb the column "payload" holds the payload. In any other table the columns that are neither id,
-    key, value nor text are the fields of the payload, without nulls. Raises BadInput with the number of a bad row.
+    key, value nor text are the fields of the payload, without nulls and NaN. Raises BadInput with the number of a bad
+    row.
+
+    `optional`: the column of keys may be missing, keys and texts may be null, and texts are not also the keys; a table
+    with further columns is no export.
     """
     header, names = table.header, table.schema.names
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
         raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
-    own = is_own(names, fields, header)
+    own = is_own(names, fields, header) and not (optional and set(names) - OWN)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
-    key = None if own and fields.key not in names else fields.key
+    key = None if (own or optional) and fields.key not in names else fields.key
     for name, use in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
         if name is not None and name not in names:
             missing = f"{table.path.name} has no column {name!r} for the {use}"
             raise BadInput(f"{missing}; its columns are {shown(names)}, name the right one")
-    reader, at = _TableReader(table, fields, key, own, header), 0
+    reader, at = _TableReader(table, fields, key, own, header, optional), 0
     for batch in _batches(table, size):
         try:
             rows, bad = reader.rows(batch, at)
@@ -182,8 +191,11 @@ def _batches(table: Table, size: int) -> Iterator[Any]:
 class _TableReader:
     """Converter of a table's batches to `Rows`."""
 
-    def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
+    def __init__(
+        self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None, optional: bool
+    ) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
+        self.embeds, self.keyless = fields.key is None and not optional, own or optional
         self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim or 1}
         used = {fields.id, key, fields.text, fields.value} | (OWN if own else set())
         self.payload_names = [name for name in table.schema.names if name not in used]
@@ -193,7 +205,7 @@ class _TableReader:
         n, bad, fields = len(batch), dict[int, str](), self.fields
         share = min(1.0, (at + n) / self.table.rows) if self.table.rows else 1.0
         ids, texts = self._ids(batch, at, bad), self._texts(batch, bad)
-        keys, keyed = (texts, np.ones(n, np.bool_)) if fields.key is None else self._keys(batch, bad)
+        keys, keyed = (texts, np.ones(n, np.bool_)) if self.embeds else self._keys(batch, bad)
         values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
         payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
         path, numbers = self.table.path, range(at, at + n)
@@ -221,7 +233,7 @@ class _TableReader:
             return [None] * len(batch)
         texts: list[Any] = batch.column(name).to_pylist()
         for i, text in enumerate(texts if self.fields.text else ()):
-            if type(text) is not str and (text is not None or self.fields.key is None):
+            if type(text) is not str and (text is not None or self.embeds):
                 bad[i] = f"column {name!r} is {shown(text)}, not a text"
         return texts
 
@@ -230,9 +242,9 @@ class _TableReader:
             return [None] * len(batch), np.zeros(len(batch), np.bool_)
         keys, keyed = self._vectors(batch.column(self.key), self.key, bad)
         missing = np.flatnonzero(~keyed)
-        if not self.own:
+        if not self.keyless:
             bad.update({int(i): f"column {self.key!r} is null; expected numbers" for i in missing if i not in bad})
-        if not self.own or not len(missing):
+        if not self.keyless or not len(missing):
             return keys, keyed
         return [key if present else None for key, present in zip(keys, keyed, strict=True)], keyed
 
@@ -305,4 +317,4 @@ class _TableReader:
         if names == ["payload"]:
             return columns[0]
         rows = zip(*columns, strict=True)
-        return [{name: cell for name, cell in zip(names, row, strict=True) if cell is not None} for row in rows]
+        return [{name: cell for name, cell in zip(names, row, strict=True) if not is_missing(cell)} for row in rows]
