@@ -39,6 +39,8 @@ OPERATORS = {
     "$exists": lambda v, o: (v is not MISSING) == o,
     "$startswith": lambda v, o: isinstance(v, str) and v.startswith(o),
     "$contains": contains,
+    "$icontains": lambda v, o: isinstance(v, str) and o.casefold() in v.casefold(),
+    "$size": lambda v, o: isinstance(v, list) and len(v) == o,
 }
 
 
