@@ -182,8 +182,8 @@ class _Field:
         """Match a list of this length."""
         if not isinstance(operand, int) or isinstance(operand, bool) or not 0 <= operand < 2**63:
             raise BadFilter(f"field {shown(self.name)}: $size takes a list's length; got {shown(operand)}")
-        sql = f"({self.type} = 'array' AND json_array_length({self.value}) = ?) IS TRUE"
-        return Condition(sql, (int(operand),), self.name, indexed=False)
+        sql = f"CASE {self.type} WHEN 'array' THEN json_array_length({self.value}) = ? END"  # texts must not reach it
+        return Condition(f"({sql}) IS TRUE", (int(operand),), self.name, indexed=False)
 
     def matches(self, operand: object) -> Node:
         """Match records whose text contains every word of the operand; the text index's tokenizer finds the words."""
