@@ -107,6 +107,8 @@ class SoftDBVectorStore(BasePydanticVectorStore):
                 f"node {shown(bare[0])} has no embedding; embed all nodes first, as VectorStoreIndex does, or none if "
                 "the database has an encoder"
             )
+        if not latest:
+            return []
         keys = None if bare else [node.embedding for node in latest.values()]
         payloads, texts = [payload_of(node) for node in latest.values()], [text_of(node) for node in latest.values()]
         self.db.upsert(own_ids(self.db, [*latest]), keys, payloads=payloads, texts=texts)
