@@ -26,7 +26,16 @@ from softdb.check import shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadInput
-from softdb.integrations.documents import awaited, diverse, open_store, own_ids, require_known, retried, search_one
+from softdb.integrations.documents import (
+    awaited,
+    diverse,
+    open_store,
+    own_ids,
+    require_known,
+    retried,
+    search_one,
+    stored,
+)
 from softdb.integrations.llama_index.filters import where_of
 from softdb.integrations.llama_index.nodes import SOURCE, node_of, payload_of, text_of
 from softdb.store.ours import remove_database, require_ours
@@ -139,9 +148,11 @@ class SoftDBVectorStore(BasePydanticVectorStore):
         """Return nodes, without their embeddings: all, or those with these ids, or those that match, or both.
 
         With ids, nodes come in the order of the ids, each once, and missing ids are skipped; otherwise in the order of
-        writing.
+        writing, without those that another thread replaces meanwhile.
         """
         db = self.db
+        if node_ids is not None and filters is None:
+            return [node_of(record) for record in stored(db, own_ids(db, node_ids))]
         nodes = [node_of(record) for batch in db.scan(where=self._where(node_ids, filters)) for record in batch]
         if node_ids is None:
             return nodes
