@@ -27,7 +27,7 @@ def contains(value: Any, operand: Any) -> bool:
     return isinstance(value, list) and any(same(one, operand) for one in value)
 
 
-OPERATORS = {
+OPERATORS: dict[str, Any] = {
     "$eq": same,
     "$ne": lambda v, o: not same(v, o),
     "$gt": lambda v, o: kind(v) == kind(o) and v > o,

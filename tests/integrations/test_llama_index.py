@@ -154,6 +154,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda s: s.delete_nodes(), r"to delete every node call clear\(\)"),
     (lambda s: s.delete_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.get_nodes("a"), "ids are 'a'; expected a list of str"),
+    (lambda s: s.query("text"), "query is 'text'; expected a VectorStoreQuery"),
     (lambda s: s.query(query(mode="svm")), "mode is 'svm'; expected default, mmr, text_search"),
     (lambda s: s.query(query(query_embedding=None)), "no query_embedding"),
     (lambda s: s.query(query("text", query_embedding=None)), "without an encoder"),
@@ -204,7 +205,7 @@ def test_bad_input_changes_nothing(store: SoftDBVectorStore, call: Any, message:
 
 def test_errors_are_typed(store: SoftDBVectorStore) -> None:
     with pytest.raises(BadFilter, match="MetadataFilters"):
-        store.get_nodes(filters={"year": 1})  # type: ignore[arg-type]
+        store.get_nodes(filters={"year": 1})
     with pytest.warns(UnknownField, match="'yaer'; did you mean 'year'"):
         assert every(store, filters(("yaer", "==", 1995))) == ""
 

@@ -71,14 +71,9 @@ class SoftDBVectorStore(BasePydanticVectorStore):
 
     def __init__(self, db: SoftDB | TableCluster | str | os.PathLike[str] | None = None, **settings: Any) -> None:
         super().__init__()
-        self._db = open_store(db, lambda: {"metric": "cosine"}, **settings)
-        if (
-            isinstance(self._db, SoftDB)
-            and self._db.mode != "r"
-            and not len(self._db)
-            and SOURCE not in self._db.fields
-        ):
-            self._db.index_field(SOURCE)  # while this is cheap: `delete` finds a document's nodes by it
+        self._db = db = open_store(db, lambda: {"metric": "cosine"}, **settings)
+        if isinstance(db, SoftDB) and db.mode != "r" and not len(db) and SOURCE not in db.fields:
+            db.index_field(SOURCE)  # `delete` finds a document's nodes by it; in an empty database it costs nothing
 
     @classmethod
     def class_name(cls) -> str:
@@ -172,6 +167,8 @@ class SoftDBVectorStore(BasePydanticVectorStore):
 
         Raises BadInput for other modes and arguments, and if the mode needs an embedding or a text that is missing.
         """
+        if not isinstance(query, VectorStoreQuery):
+            raise BadInput(f"query is {shown(query)}; expected a VectorStoreQuery; a retriever takes texts")
         require_known(search, "where", *(_MMR if query.mode == "mmr" else ()))
         where = {"$and": [self._where(query.node_ids or None, query.filters), search.pop("where", {})]}
         if query.doc_ids:
