@@ -27,7 +27,7 @@ def contains(value: Any, operand: Any) -> bool:
     return isinstance(value, list) and any(same(one, operand) for one in value)
 
 
-OPERATORS = {
+OPERATORS: dict[str, Any] = {
     "$eq": same,
     "$ne": lambda v, o: not same(v, o),
     "$gt": lambda v, o: kind(v) == kind(o) and v > o,
@@ -39,6 +39,8 @@ OPERATORS = {
     "$exists": lambda v, o: (v is not MISSING) == o,
     "$startswith": lambda v, o: isinstance(v, str) and v.startswith(o),
     "$contains": contains,
+    "$icontains": lambda v, o: isinstance(v, str) and o.casefold() in v.casefold(),
+    "$size": lambda v, o: isinstance(v, list) and len(v) == o,
 }
 
 

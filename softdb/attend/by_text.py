@@ -18,7 +18,6 @@ from softdb.index.query import Query
 from softdb.scoring import score_of
 
 RANKED = 60  # constant c of reciprocal rank fusion, Σ 1 / (c + rank)
-SHARE = 0.2  # weight of the text score in the sum of text and vector scores, both scaled to 0 … 1
 
 Floats = NDArray[np.float64]
 
@@ -116,4 +115,4 @@ def _summed(
         return vectors + fusion.weight * scores
     vectors = (vectors - torch.where(some, low, 0)) / torch.where(some & (high > low), high - low, 1)
     most = scores.amax(1, keepdim=True)
-    return (1 - SHARE) * vectors + SHARE * scores / torch.where(most > 0, most, 1)
+    return (1 - fusion.share) * vectors + fusion.share * scores / torch.where(most > 0, most, 1)

@@ -33,6 +33,7 @@ class Fusion(NamedTuple):
 
     ranks: bool  # True: by reciprocal ranks; False: by a weighted sum
     weight: float | Tensor | None  # weight of the text score in the sum; None: scale both to 0 … 1, then add
+    share: float = 0.2  # weight of the text score in the sum of both, scaled
 
 
 class Words(NamedTuple):
@@ -78,7 +79,10 @@ def words(queries: object, texts: object, mode: object, fusion: object, encodes:
 def _fusion(value: object) -> Fusion:
     if value is None or (isinstance(value, str) and value in ("scores", "ranks")):
         return Fusion(value == "ranks", None)
-    expected = "'scores', 'ranks', or the weight of the text's score, a finite number of at least 0"
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == "scores":
+        share = number(value[1], "the text's share in fusion", "a number from 0 to 1", lambda x: 0 <= x <= 1)
+        return Fusion(False, None, share)
+    expected = "'scores', 'ranks', ('scores', the text's share), or the weight of the text's score, at least 0"
     value = dense(value, "fusion") if is_tensor(value) else value
     weight = number(value.detach() if is_tensor(value) else value, "fusion", expected, lambda x: x >= 0)
     return Fusion(False, value.reshape(()) if is_tensor(value) else weight)

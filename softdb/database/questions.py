@@ -24,7 +24,7 @@ from softdb.typing import IdsPerQuery, Vectors
 MAX_SAMPLES = 2**31  # largest number of records that one call of `sample` may draw, over all queries
 
 SearchMode: TypeAlias = Literal["hybrid", "text", "vector"]
-Fuse: TypeAlias = Literal["scores", "ranks"] | float | Tensor
+Fuse: TypeAlias = Literal["scores", "ranks"] | tuple[Literal["scores"], float] | float | Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V", bound="Questions")
@@ -100,8 +100,9 @@ class Questions:
                 "vector": embed the texts with the encoder. None: "vector" for queries alone; for texts "hybrid" with
                 queries or an encoder, else "text". With mode "text" or "hybrid" the texts may be given as queries.
             fusion: for mode "hybrid". "scores" (the default): 0.8 times the vector's score plus 0.2 times the text's,
-                each scaled to 0 … 1 among the candidates; "ranks": the sum of 1 / (60 + rank), without a gradient; or
-                a weight w, a number or a tensor to learn: score + w BM25.
+                each scaled to 0 … 1 among the candidates; ("scores", 0.5): the same, with 0.5 in place of 0.2 for the
+                text and 0.5 for the vector; "ranks": the sum of 1 / (60 + rank), without a gradient; or a weight w, a
+                number or a tensor to learn: score + w BM25.
             where: a filter on the payload; see `softdb.filters.grammar`.
             exact: ignore the index and compare all records.
             radius: in place of k, find every record that is near enough, always exactly: for "l2" a largest distance,

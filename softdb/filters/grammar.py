@@ -7,7 +7,8 @@
 Numbers are compared with numbers, strings with strings, booleans with booleans; values of different types never match
 (in plain SQLite "1999" >= 2020 is true). `$ne` and `$nin` match records without the field. `softdb.store.paths` defines
 the names of fields; a payload that is not an object has no fields. `$id` and `$text` mean the record's id and text.
-`$contains` and `$elemMatch` always read the payloads; a field's index can answer the other operators.
+`$contains`, `$icontains`, `$size` and `$elemMatch` always read the payloads; a field's index can answer the other
+operators.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from softdb.store.textindex import MATCHING, phrases
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 _NEGATED = {"$ne": "$eq", "$nin": "$in"}
-_OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains", "$elemMatch", "$not"]
+_OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains"]
+_OPERATORS += ["$icontains", "$size", "$elemMatch", "$not"]
 _AROUND = ["$and", "$or", "$not", "$id", "$text"]
 _TYPES = {"number": ("integer", "real"), "string": ("text",)}
 
@@ -86,7 +88,8 @@ class _Field:
         if operator == "$match" and self.name == "$text":
             return self.matches(operand)
         plain = {"$eq": self.equal, "$in": self.among, "$exists": self.exists}
-        plain |= {"$startswith": self.starts, "$contains": self.contains}
+        plain |= {"$startswith": self.starts, "$contains": self.contains, "$icontains": self.contains_folded}
+        plain |= {"$size": self.sized}
         if operator not in plain:
             raise BadFilter(self.unknown(operator))
         return plain[name](operand)
@@ -167,6 +170,20 @@ class _Field:
             bound *= 2
         # IS TRUE keeps SQLite from splitting the conjunction: a text that is no list must not reach json_each
         return Condition(f"({sql}) IS TRUE", tuple(bound), self.name, indexed=False)
+
+    def contains_folded(self, operand: object) -> Node:
+        """Match a string with the operand as a substring, regardless of case (Unicode's case folding)."""
+        if not isinstance(operand, str):
+            raise BadFilter(f"field {shown(self.name)}: $icontains takes a text; got {shown(operand)}")
+        sql = f"({self.type} = 'text' AND instr(casefold({self.value}), ?) > 0) IS TRUE"
+        return Condition(sql, (str(utf8(operand)).casefold(),), self.name, indexed=False)
+
+    def sized(self, operand: object) -> Node:
+        """Match a list of this length."""
+        if not isinstance(operand, int) or isinstance(operand, bool) or not 0 <= operand < 2**63:
+            raise BadFilter(f"field {shown(self.name)}: $size takes a list's length; got {shown(operand)}")
+        sql = f"CASE {self.type} WHEN 'array' THEN json_array_length({self.value}) = ? END"  # texts must not reach it
+        return Condition(f"({sql}) IS TRUE", (int(operand),), self.name, indexed=False)
 
     def matches(self, operand: object) -> Node:
         """Match records whose text contains every word of the operand; the text index's tokenizer finds the words."""

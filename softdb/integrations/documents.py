@@ -1,4 +1,4 @@
-"""Functions for the document stores of LangChain and Haystack. Their ids are texts."""
+"""Functions for the document stores of LangChain, Haystack and LlamaIndex. Their ids are texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import softdb
@@ -21,17 +21,26 @@ from softdb.errors import BadInput, StaleRead, UnknownId
 P = ParamSpec("P")
 T = TypeVar("T")
 
+SEARCH_PARAMS = ("diversity", "exact", "exclude_ids", "fetch_k", "fusion", "group_by", "group_size", "offset", "radius")
+
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,17}|0")
 _RETRIES = 100  # number of times that a read is repeated if other writers replace its records meanwhile
 
 
 def open_store(
-    path: str | os.PathLike[str] | None,
+    path: SoftDB | TableCluster | str | os.PathLike[str] | None,
     defaults: Callable[[], dict[str, Any]],
     text_index: Literal["words", "trigram"] = "words",
     **settings: Any,
-) -> SoftDB:
-    """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one."""
+) -> SoftDB | TableCluster:
+    """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one.
+
+    An open database or cluster is returned as it is. Raises BadInput for settings beside it.
+    """
+    if isinstance(path, SoftDB | TableCluster):
+        if settings:
+            raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
+        return path
     exists = isinstance(path, str | os.PathLike) and os.path.exists(path) and (os.path.isfile(path) or os.listdir(path))
     if exists or settings.get("mode") == "r":
         return softdb.open(path, **settings)
@@ -119,8 +128,26 @@ def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
             continue
 
 
+def diverse(k: int, fetch_k: int, weight: float, name: str = "lambda_mult") -> dict[str, Any]:
+    """Return a search's parameters for MMR; `weight` from 0 (diverse) to 1 (the nearest). Raises BadInput."""
+    if not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise BadInput(f"{name} is {shown(weight)}; expected a number from 0 (diverse) to 1 (the nearest)")
+    return {"diversity": 1 - weight, "fetch_k": max(fetch_k, k)}
+
+
+def require_known(search: Iterable[str], *others: str) -> None:
+    """Raise BadInput for a name that is neither in SEARCH_PARAMS nor in `others`, the store's own arguments."""
+    if unknown := sorted({*search} - {*SEARCH_PARAMS, *others}):
+        raise BadInput(f"a search takes no {', '.join(unknown)}; it takes {', '.join((*others, *SEARCH_PARAMS))}")
+
+
 def search_one(db: SoftDB | TableCluster, **params: Any) -> list[Hit]:
-    """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first."""
+    """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first.
+
+    With `radius`, `k` is ignored.
+    """
+    if "radius" in params:
+        params["k"] = None
     if len(leading(params.get("queries"))) > 1:
         raise BadInput("the embedding of the query is nested; expected one list of numbers")
     if db.mode == "r":

@@ -18,14 +18,16 @@ from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, MissingDependency
 from softdb.integrations.documents import (
+    diverse,
     note_embedding,
     open_store,
     own_ids,
     relevance,
     require_embedding,
+    require_known,
     search_one,
     stored,
-)  # fmt: skip
+)
 from softdb.integrations.haystack_filters import where_of
 
 try:
@@ -37,8 +39,6 @@ try:
     from pydantic import model_validator
 except ImportError as error:
     raise MissingDependency(f"softdb.integrations.langchain: {error}; pip install 'softdb[langchain]'") from None
-
-_PARAMS = ("diversity", "exact", "exclude_ids", "fetch_k", "fusion", "group_by", "group_size", "offset", "radius")
 
 
 class SoftDBVectorStore(VectorStore):
@@ -79,12 +79,7 @@ class SoftDBVectorStore(VectorStore):
             raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
         self.db: SoftDB | TableCluster
-        if not isinstance(db, SoftDB | TableCluster):
-            self.db = open_store(db, lambda: self._defaults(settings), **settings)
-        elif settings:
-            raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
-        else:
-            self.db = db
+        self.db = open_store(db, lambda: self._defaults(settings), **settings)
         if embedding is not None:
             try:
                 require_embedding(self.db, embedding.embed_documents)
@@ -225,13 +220,13 @@ class SoftDBVectorStore(VectorStore):
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
         """Choose k of the `fetch_k` nearest documents by MMR; lambda_mult: 1 for the nearest, 0 for most diversity."""
-        return self.similarity_search(query, k, **_diverse(k, fetch_k, lambda_mult), **search)
+        return self.similarity_search(query, k, **diverse(k, fetch_k, lambda_mult), **search)
 
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **search: Any
     ) -> list[Document]:
         """Choose k of the `fetch_k` documents nearest to a vector (d,) by MMR."""
-        return self.similarity_search_by_vector(embedding, k, **_diverse(k, fetch_k, lambda_mult), **search)
+        return self.similarity_search_by_vector(embedding, k, **diverse(k, fetch_k, lambda_mult), **search)
 
     def as_retriever(self, **settings: Any) -> SoftDBRetriever:
         """Return a retriever on this store; `settings` are LangChain's for a retriever, or arguments of a search."""
@@ -251,12 +246,9 @@ class SoftDBVectorStore(VectorStore):
         return await run_in_executor(None, self._similarity_search_with_relevance_scores, *args, **search)
 
     def _scored(self, query: Any, k: int | None, *, filter: Any = None, **search: Any) -> list[tuple[Document, float]]:
-        if unknown := sorted(set(search) - {"mode", "texts", *_PARAMS}):
-            raise BadInput(f"a search takes no {', '.join(unknown)}; it takes k, filter, mode, {', '.join(_PARAMS)}")
+        require_known({*search} - {"texts"}, "k", "filter", "mode")
         if query is not None:
             search["queries"] = [query]
-        if "radius" in search:
-            k = None
         where = None if filter is None else _where(filter)
         return [(_document(hit), float(hit.score)) for hit in search_one(self.db, k=k, where=where, **search)]
 
@@ -297,12 +289,6 @@ class SoftDBTranslator(Visitor):
         """Return the text and the arguments of the search."""
         condition = structured_query.filter
         return structured_query.query, {} if condition is None else {"filter": condition.accept(self)}
-
-
-def _diverse(k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:
-    if not isinstance(lambda_mult, int | float) or not 0 <= lambda_mult <= 1:
-        raise BadInput(f"lambda_mult is {shown(lambda_mult)}; expected a number from 0 (diverse) to 1 (the nearest)")
-    return {"diversity": 1 - lambda_mult, "fetch_k": max(fetch_k, k)}
 
 
 def _where(filter: Any) -> dict[str, Any]:

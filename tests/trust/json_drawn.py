@@ -99,6 +99,11 @@ def _operand(draw: Draw, name: str, stored: Sequence[Any], depth: int) -> Any:
         return _element(draw, members, depth)
     if name == "$startswith":
         return draw.choice([one for one in known if isinstance(one, str)] or TEXTS)[: draw.randint(0, 3)]
+    if name == "$icontains":
+        text = draw.choice([one for one in known if isinstance(one, str)] or TEXTS)
+        return draw.choice([str.upper, str.lower, str.swapcase])(text[draw.randint(0, 2) : draw.randint(0, 6)])
+    if name == "$size":
+        return draw.choice([len(one) for one in known if isinstance(one, list | str)] or [0, 1])
     if name in ("$gt", "$gte", "$lt", "$lte"):
         ordered = [one for one in known if _orderable(one)]
         return draw.choice(ordered or [draw.choice(TEXTS), draw.choice(NUMBERS), _number(draw)])

@@ -34,7 +34,8 @@ Text = Annotated[str | None, Field(description="The query as text; only if descr
 Vector = Annotated[list[float] | None, Field(description="The query as numbers, as many as describe's dim.")]
 FILTER = (
     'A filter on payloads: {"year": {"$gte": 2020}, "lang": "de"}; operators $eq $ne $gt $gte $lt $lte $in $nin '
-    '$exists $startswith $contains $elemMatch $and $or $not. {"$text": {"$contains": "whale"}} filters on the text.'
+    '$exists $startswith $contains $icontains $size $elemMatch $and $or $not. {"$text": {"$contains": "whale"}} filters'
+    " on the text."
 )
 Filter = Annotated[dict[str, Any] | None, Field(description=FILTER)]
 K = Annotated[int, Field(ge=1, le=MOST, description="Number of records.")]

@@ -50,12 +50,13 @@ def expected(fusion: Any, vectors: dict[Any, float], texts: dict[Any, float], ca
         if isinstance(fusion, float):
             found[one] = vector + fusion * text
         else:
-            found[one] = 0.8 * (vector - low) / (high - low) + 0.2 * text / most
+            share = fusion[1] if isinstance(fusion, tuple) else 0.2
+            found[one] = (1 - share) * (vector - low) / (high - low) + share * text / most
     return found
 
 
 @pytest.mark.parametrize("how", [{}, {"where": {"x": 0}}, {"exclude_ids": [0, 3, "text alone"]}], ids=str)
-@pytest.mark.parametrize("fusion", [None, "scores", 0.3, 0.0])
+@pytest.mark.parametrize("fusion", [None, "scores", ("scores", 0.5), ("scores", 1), ("scores", 0), 0.3, 0.0])
 def test_scores_are_the_sum_of_both(db: softdb.SoftDB, fusion: Any, how: dict[str, Any]) -> None:
     hits = db.search(QUERIES, texts=TEXTS, k=5, fusion=fusion, **how)
     for i in range(len(QUERIES)):

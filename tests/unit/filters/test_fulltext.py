@@ -196,6 +196,8 @@ def test_no_mark_in_a_text_is_an_operator(db: softdb.SoftDB, text: str) -> None:
         ({"queries": [[1, 0]], "texts": ["a", "b"]}, "1 queries for 2 texts"),
         ({"queries": [[1, 0]], "texts": "a", "fusion": -1}, "fusion is -1"),
         ({"queries": [[1, 0]], "texts": "a", "fusion": "sum"}, "fusion is 'sum'"),
+        ({"queries": [[1, 0]], "texts": "a", "fusion": ("scores", 2)}, "the text's share in fusion is 2"),
+        ({"queries": [[1, 0]], "texts": "a", "fusion": ("ranks", 0.5)}, r"fusion is \('ranks', 0.5\)"),
         ({"queries": [[1, 0]], "texts": "a", "fetch_k": 1, "k": 2}, "fetch_k"),
         ({"queries": [[1, 0]], "fusion": 1}, "which has one score"),
         ({"texts": "a", "fetch_k": 3}, "fetch_k"),
