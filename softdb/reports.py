@@ -64,7 +64,7 @@ class IndexReport(Report):
     outliers: int = 0  # for inner products: number of longest keys, which are compared with every query
     recall_by_norm: dict[str, dict[str, Any]] = field(default_factory=dict)  # by key length: recall, and count `of`
     records: int = 0
-    bytes: int = 0  # size of the index
+    bytes: int = 0  # size of the index beside the keys, which stay in their files
     device: str = "cpu"  # device that searches it
     choose_seconds: float = 0.0  # time that each step took
     build_seconds: float = 0.0

@@ -19,9 +19,10 @@ from softdb.index.choose import KINDS, TRIED, Option, Progress, SampledTrial, bu
 from softdb.index.contract import Devices, Floats, Index, Live, Rows, faiss_module, prepared, sampled
 from softdb.index.ivf import IVF
 from softdb.index.lists import Lists
-from softdb.index.outliers import affordable, lengths_of, longest_of, most_of
+from softdb.index.outliers import Outliers, affordable, lengths_of, longest_of, most_of
 from softdb.index.quantizer import POINTS_A_LIST
 from softdb.index.query import Query
+from softdb.index.rerank import ordered
 from softdb.index.sampler import FEWEST
 from softdb.index.search import Searcher, indexed_until
 from softdb.index.sketches import Sketches, lists_for
@@ -269,13 +270,16 @@ class _FullTrial:
         return *hits_of(matches, truth, None if self.own is None else self.own[half]), truth
 
     def afford(self, setting: Setting) -> bool:
-        """Drop outliers until comparing them takes a small share of a search. Return True if some were dropped."""
+        """Drop outliers until comparing them costs a small share of a search. Return True if some were dropped."""
         index, every = self.index, self.index.longest
         if every is None or not len(every):
             return False
-        queries = np.ascontiguousarray(self.queries[self._half(held_out=False)].float().numpy())
-        index.longest = every[:0]
-        index.longest = affordable(self.snapshot, every, queries, self._searching(setting.effort, setting.fetch_k))
+        half = self._half(held_out=False)
+        queries, truth = np.ascontiguousarray(self.queries[half].float().numpy()), self.truth[half]
+        worst = ordered(self.snapshot, queries, truth, truth.shape[1], index.metric)[1][:, -1]
+        least = worst / np.maximum(np.linalg.norm(queries, axis=1), 1e-30)
+        cost, lengths = self.seconds(setting.effort, setting.fetch_k), Outliers(self.snapshot, every).lengths
+        index.longest = every[: affordable(lengths, least, cost, queries.shape[1])]
         if len(index.longest) == len(every):
             return False
         index.room = len(index.longest)

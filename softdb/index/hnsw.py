@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, faiss_module, measure_of
+from softdb.index.lists import JUMP
 from softdb.index.sketches import Sketches
 
 LINKS = 32  # links of a record to its neighbours, twice as many on the lowest level
@@ -40,6 +41,10 @@ class HNSW(Index):
         graph.this.disown()  # the map owns it
         inner.own_fields = True
         return cls(metric, inner)
+
+    def cost(self, queries: Floats, k: int, effort: int) -> float:
+        """Return the cost of a query in bytes, as `Lists` does: codes of neighbours, and keys of candidates."""
+        return float(JUMP * queries.shape[1] * (effort * LINKS + 4 * self.candidates_for(k)))
 
     def parameters(self, effort: int, selector: Any) -> Any:
         """Return FAISS search parameters. The effort is efSearch, the size of the search's candidate list."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Index, Rows
-from softdb.index.quantizer import BLOCK, Allowed, CodeBlocks, Coded, Places, Quantizer
+from softdb.index.quantizer import BLOCK, Allowed, CodeBlocks, Coded, Places, Quantizer, product
 from softdb.index.rerank import CODES
 from softdb.index.rule import MOSTLY, fitted
 from softdb.index.sketches import Sketches, lists_in, parts_in
@@ -141,7 +141,7 @@ class Lists(Sketches):
         """Fit the rule that chooses lists to queries with known answers, and set the range of the effort."""
         table, k = self.inner.centroids.rows, truth.shape[1]
         seen = queries - self.inner.origin
-        scores, squares = seen @ table.T, np.einsum("qd,qd->q", seen, seen)[:, None]
+        scores, squares = product(seen, table.T), np.einsum("qd,qd->q", seen, seen)[:, None]
         sides = np.sqrt(squares)
         if self.metric is Metric.L2:
             scores = 2 * scores - np.square(table).sum(1)

@@ -8,28 +8,22 @@ lengths hardly vary, or if the metric is the cosine or L2.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from softdb.check import Metric
-from softdb.index.contract import Floats, Index, Live, Rows
-from softdb.index.rerank import ordered
-from softdb.index.timing import timed
+from softdb.index.contract import Floats, Index, Live, Numbers, Rows
 from softdb.kernels import available, native
 from softdb.kernels.threads import by_lines
 from softdb.store import Snapshot
 
-SHARE = 0.04  # largest share of a search's time that comparing the outliers may take
+SHARE = 0.04  # largest share of the bytes of a search that comparing the outliers may read
 LEAST = 32  # this number of outliers is compared in any case: it takes half a microsecond
 MOST = 0.01  # largest number of outliers, as a share of the records
 WIDEST = 16  # number of float32 in the widest SIMD vector
 CLEARLY = 1.5  # least length of an outlier, over the median length of keys
 BLOCK = 1 << 14  # keys measured at once
-TIMED, BATCHES = 64, 5  # number of queries that are timed; number of timings of these queries as a batch
 
 
 class Outliers:
@@ -145,30 +139,14 @@ def most_of(snapshot: Snapshot) -> int:
 
 
 def affordable(
-    snapshot: Snapshot,
-    longest: Rows,  # (m,) the longest first
-    queries: Floats,  # (q, d)
-    search: Callable[[Floats], Rows],  # queries -> (q, k) positions, without the outliers
-) -> Rows:
-    """Shorten `longest` until comparing these keys takes at most SHARE of a search's time, but not below LEAST."""
-    while len(longest) > LEAST:
-        share = _share(snapshot, Outliers(snapshot, longest), queries[:TIMED], search)
-        if share <= SHARE:
-            break
-        longest = longest[: max(LEAST, int(len(longest) * SHARE / share))]
-    return longest
+    lengths: Numbers,  # (m,) of the outliers, the longest first
+    least: Numbers,  # (q,) length that a key needs to be among a query's k nearest
+    cost: float,  # bytes that a search reads for one query
+    width: int,
+) -> int:
+    """Return how many outliers can be compared in at most SHARE of a search, but at least LEAST.
 
-
-def _share(snapshot: Snapshot, outliers: Outliers, queries: Floats, search: Callable[[Floats], Rows]) -> float:
-    """Return the time to compare outliers over the time of a search: the larger ratio of a batch and single queries."""
-    positions, first = outliers.positions(snapshot, None), search(queries)
-    candidates, scores = ordered(snapshot, queries, first, first.shape[1], Metric.DOT)
-
-    def seconds(run: slice) -> tuple[float, float]:
-        some, arguments = queries[run], (positions, candidates[run].copy(), scores[run].copy())
-        searched = timed(functools.partial(search, some))[1]
-        return timed(functools.partial(outliers.take_part, some, *arguments))[1], searched
-
-    batches = np.median([seconds(slice(None)) for _ in range(BATCHES)], axis=0)
-    alone = np.median([seconds(slice(place, place + 1)) for place in range(len(queries))], axis=0)
-    return float(max(batches[0] / batches[1], alone[0] / alone[1]))
+    A query reads the longest keys up to its `least`. Bytes are counted, not timed, so that equal builds agree.
+    """
+    compared = np.cumsum((lengths[:, None] >= least).mean(1))
+    return max(LEAST, int(np.searchsorted(4 * width * compared, SHARE * cost, "right")))

@@ -25,6 +25,8 @@ TRAINED, EACH = 6000, 8  # number of residuals that train the rotation and the w
 BLOCK = 16  # number of records in a block of codes; also number of words that a part can have
 ENCODED = 1 << 22  # numbers of keys that are encoded at once: 16 MB
 CODE = 127  # the largest int8
+EXACT = 1 << 19  # largest integer to which residuals are rounded for their covariance
+DISTINCT = 1e-6  # added to variances, relative to their mean, so that equal ones have the same axes on any machine
 HIGHEST = 60_000  # largest float16 value that is stored
 SKETCHED = (64, 4), (32, 2), (1, 1)  # least width of keys, and numbers of a key that one word of a sketch encodes
 PEAK = 4.0  # an error within one part counts √d / PEAK times, as a query may differ from the code in that part only
@@ -37,6 +39,7 @@ NO_ROW = int(np.iinfo(np.uint32).max)
 _ORDER = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]  # order of a block's records in the bytes of codes
 
 Places = NDArray[np.uint32]
+_NO_WORDS = np.empty((0, 1, BLOCK), np.float32)
 _COUNTS = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(1, dtype=np.uint8)
 
 
@@ -81,23 +84,24 @@ class Quantizer(NamedTuple):
     @classmethod
     def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
         """Train centroids (by k-means), then the rotation, then the words, on a sample of keys. Needs FAISS."""
-        faiss, d = faiss_module(), sample.shape[1]
+        d = sample.shape[1]
         origin = sample.mean(0) if is_l2 else np.zeros(d, np.float32)
         sample = np.ascontiguousarray(sample - origin)
-        means = faiss.Clustering(d, lists)
-        means.niter, means.seed, means.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
-        means.train(sample, faiss.IndexFlatL2(d))
-        centroids = Matrix.of(faiss.vector_to_array(means.centroids).reshape(lists, d))
-        some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
-        residuals = some - centroids.rows[nearest_centroids(centroids.rows, some)]
-        rotation = Matrix.of(_balanced(residuals, parts, -(-d // parts)))
-        turned = np.ascontiguousarray(residuals @ rotation.rows.T)
-        trained = cls(rotation, centroids, _words(turned, parts), origin.astype(np.float32), 1.0, 1.0)
-        return trained._in_units(some, is_l2)
+        nothing = Matrix.of(np.empty((0, d), np.float32))
+        lists_only = cls(nothing, Matrix.of(_means(sample, lists)), _NO_WORDS, origin.astype(np.float32), 1.0, 1.0)
+        return lists_only._worded(sample, parts, -(-d // parts), is_l2)
+
+    def _worded(self, sample: Floats, parts: int, word: int, is_l2: bool) -> Quantizer:  # (m, d)
+        """Return a quantizer with the same lists, and a rotation and words trained on a sample minus `origin`."""
+        some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * sample.shape[1]))])
+        residuals = some - self.centroids.rows[nearest_centroids(self.centroids, some)]
+        rotation = Matrix.of(_balanced(residuals, parts, word))
+        words = _words(product(residuals, rotation.rows.T), parts)
+        return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
 
     def _in_units(self, sample: Floats, is_l2: bool) -> Quantizer:
         """Return the quantizer with units so large that offsets and errors beyond those of the sample can be stored."""
-        coded = self.coded(sample, nearest_centroids(self.centroids.rows, sample))
+        coded = self.coded(sample, nearest_centroids(self.centroids, sample))
         offsets = np.maximum(np.abs(coded.offsets()), np.abs(coded.offsets(1.0)))
         unit = float(max(offsets.max(), 1e-30)) * 8 / HIGHEST if is_l2 else 1.0
         usual, rare = FACTOR * float(np.quantile(coded.errors, ORDINARY)), int(SHARE * len(sample)) + 2
@@ -106,14 +110,8 @@ class Quantizer(NamedTuple):
 
     def sketched(self, sample: Floats, is_l2: bool) -> Quantizer:  # (m, d)
         """Train a quantizer with the same lists and coarser codes, about one bit per number of a key. Needs FAISS."""
-        sample = np.ascontiguousarray(sample - self.origin)
-        d = sample.shape[1]
-        some = np.ascontiguousarray(sample[:: max(1, len(sample) // max(TRAINED, EACH * d))])
-        residuals = some - self.centroids.rows[nearest_centroids(self.centroids.rows, some)]
-        word, parts = sketch_of(d)
-        rotation = Matrix.of(_balanced(residuals, parts, word))
-        words = _words(np.ascontiguousarray(residuals @ rotation.rows.T), parts)
-        return self._replace(rotation=rotation, words=words)._in_units(some, is_l2)
+        word, parts = sketch_of(sample.shape[1])
+        return self._worded(sample - self.origin, parts, word, is_l2)
 
     def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d), (n,)
         """Encode keys minus `origin`, given the list of each. Cost n d parts · word."""
@@ -124,8 +122,8 @@ class Quantizer(NamedTuple):
     def _coded(self, keys: Floats, lists: Rows) -> Codes:
         centroids, turn = self.centroids.rows, self.rotation.rows.T
         residuals = keys - centroids[lists]
-        squares, turned = np.einsum("nd,nd->n", residuals, residuals), residuals @ turn
-        turned_centroids = centroids @ turn
+        squares, turned = np.einsum("nd,nd->n", residuals, residuals), product(residuals, turn)
+        turned_centroids = product(centroids, turn)
         codes = np.empty((len(keys), len(self.words) // 2), np.uint8)
         factors, central, errors = np.empty((3, len(keys)), np.float32)
         peak = keys.shape[1] ** 0.5 / PEAK
@@ -286,7 +284,10 @@ def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (part
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
     """Return a rotation to principal axes. Each axis is assigned to the part with the least product of variances."""
-    values, axes = np.linalg.eigh((residuals.T @ residuals).astype(np.float64) / len(residuals))
+    d = residuals.shape[1]
+    steps = np.rint(residuals * (EXACT / max(np.abs(residuals).max(), 1e-30))).astype(np.float64)
+    products = steps.T @ steps  # sums of integers below 2**53 are exact, so their order does not matter
+    values, axes = np.linalg.eigh(products + np.diag(np.linspace(0, DISTINCT * np.trace(products) / d, d)))
     logs = np.log(np.maximum(values[::-1], 1e-12 * max(values[-1], 1e-30)))
     logs -= logs.min() - 1e-3
     sums, counts = np.zeros(parts), np.zeros(parts, np.int64)
@@ -299,13 +300,39 @@ def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> 
     return axes_of
 
 
-def nearest_centroids(centroids: Floats, keys: Floats) -> Rows:  # (l, d), (n, d) -> (n,)
-    """Return the number of the centroid that is nearest to each key."""
-    table, half = torch.from_numpy(centroids), torch.from_numpy(np.square(centroids).sum(1) / 2)
-    size, nearest = max(1, ENCODED // len(centroids)), torch.empty(len(keys), dtype=torch.int64)
-    room = torch.empty(min(size, len(keys)), len(centroids))  # reused, as new pages would cost a third of the time
-    for some, out in zip(torch.split(torch.from_numpy(keys), size), torch.split(nearest, size), strict=True):
-        torch.addmm(half, some, table.T, beta=-1, out=room[: len(some)])
-        torch.argmax(room[: len(some)], 1, out=out)
-    rows: Rows = nearest.numpy()
-    return rows
+def nearest_centroids(centroids: Matrix, keys: Floats) -> Rows:  # (l, d), (n, d) -> (n,)
+    """Return the number of the nearest centroid of each key, as nearly as int8 products tell (`nearest_lists`)."""
+    scales, halves = np.full((2, -(-len(centroids.scales) // BLOCK) * BLOCK), np.inf, np.float32)
+    scales[:], scales[: len(centroids.scales)] = 1, centroids.scales
+    halves[: len(centroids.scales)] = np.square(centroids.rows).sum(1) / 2
+    numbers, nearest = centroids.interleaved(), np.empty(len(keys), np.int64)
+
+    def arguments(run: slice) -> tuple[Any, ...]:
+        return keys[run], numbers, scales, halves, nearest[run]
+
+    by_lines(native().nearest_lists, arguments, len(keys), len(keys) * numbers.size // 4)
+    return nearest
+
+
+def _means(points: Floats, lists: int) -> Floats:  # (m, d) -> (lists, d)
+    """Return centroids by k-means from random points. An empty list restarts from another one.
+
+    Sums run in the order of the points, so that the number of threads does not change the result. Lloyd 1982.
+    """
+    random = np.random.default_rng(1234)
+    points = points[np.sort(random.permutation(len(points))[: POINTS_A_LIST * lists])]
+    means = points[random.permutation(len(points))[:lists]]
+    for _ in range(ROUNDS):
+        own = nearest_centroids(Matrix.of(means), points)
+        order, sizes = np.argsort(own, kind="stable"), np.bincount(own, minlength=lists)
+        filled, first = np.flatnonzero(sizes), np.cumsum(sizes) - sizes
+        means[filled] = np.add.reduceat(points[order], first[filled]) / sizes[filled, None]
+        empty = np.flatnonzero(sizes == 0)
+        means[empty] = points[random.integers(0, len(points), len(empty))]
+    return means
+
+
+def product(left: Floats, right: Floats) -> Floats:  # (n, d), (d, m) -> (n, m)
+    """Return a matrix product. MKL's, unlike OpenBLAS', has the same bits for any number of threads."""
+    numbers: Floats = torch.mm(torch.from_numpy(left), torch.from_numpy(right)).numpy()
+    return numbers

@@ -120,7 +120,7 @@ class Sketches(Index):
         if int(rows[-1]) >= NO_ROW:
             raise BadInput(f"row {rows[-1]} is too large for an index of lists; expected rows below {NO_ROW}")
         seen = prepared(keys, self.metric) - self.inner.origin
-        lists = nearest_centroids(self.inner.centroids.rows, seen)
+        lists = nearest_centroids(self.inner.centroids, seen)
         self._pending.append(self._coded(rows, seen, lists))
         self.covered = int(rows[-1]) + 1
         self.longest = self.reach = None

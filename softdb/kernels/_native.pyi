@@ -177,6 +177,13 @@ def search_lists(
     found: NDArray[int64],  # (q, k), written to
     scores: NDArray[float32],  # (q, k), written to
 ) -> int: ...  # slots that were scanned; where not all queries have k, or a score is NaN: minus that, minus 1
+def nearest_lists(
+    keys: NDArray[float32],  # (n, d)
+    numbers: NDArray[uint8],  # (groups, 16 · width) the centroids as `Matrix.interleaved` returns them
+    scales: NDArray[float32],  # (16 · groups,)
+    halves: NDArray[float32],  # (16 · groups,) |c|² / 2, infinite for padding
+    nearest: NDArray[int64],  # (n,), written to
+) -> None: ...
 def encode(
     residuals: NDArray[float32],  # (n, parts · word) turned
     centroids: NDArray[float32],  # (lists, parts · word) turned

@@ -244,6 +244,12 @@ void bind_lists(nb::module_& module) {
         return whole ? scanned : -1 - scanned;
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+    module.def("nearest_lists", [](Table<const float> keys, Table<const uint8_t> numbers, Line<const float> scales,
+                                   Line<const float> halves, Line<int64_t> nearest) {
+        NearestLists args{keys, {numbers.first, scales.first, scales.length, numbers.width / 16}, halves.first, nearest.first};
+        auto scratch = memory<char>(kernels().nearest_scratch(args));
+        kernels().nearest_lists(args, scratch.get());
+    }, free);
     module.def("encode", [](Table<const float> residuals, Table<const float> centroids, Line<const int64_t> own,
                             Line<const float> squares, Table<const float> words, Table<const float> halves, double peak,
                             Table<uint8_t> codes, Line<float> factors, Line<float> central, Line<float> errors) {

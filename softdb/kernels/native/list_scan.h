@@ -10,6 +10,8 @@ namespace SOFTDB_LEVEL {
 
 int64_t list_scratch(const ListSearch& args);  // bytes
 bool search_lists(const ListSearch& args, char* scratch);
+int64_t nearest_scratch(const NearestLists& args);  // bytes
+void nearest_lists(const NearestLists& args, char* scratch);
 void encode(const Encode& args);
 
 constexpr int kBlock = 16;           // records

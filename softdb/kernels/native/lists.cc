@@ -338,6 +338,63 @@ bool search_lists(const ListSearch& args, char* scratch) {
     return args.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
 }
 
+constexpr int kKeys = kLanes / 2;  // keys that share each load of centroids: their sums fill half the registers
+
+int64_t nearest_scratch(const NearestLists& args) {
+    return (4 + kKeys) * (args.centroids.width + kLanes);
+}
+
+// Assign keys to their nearest centroid, argmin |k - c|² = argmax k·c - |c|² / 2, the first of equal ones. Keys are
+// rounded to integers as queries are, so sums of products are exact in any order. Cost n lists d products of int8.
+void nearest_lists(const NearestLists& args, char* scratch) {
+    constexpr int kVectors = kBlock / kLanes;
+    const ByteMatrix& matrix = args.centroids;
+    const int64_t padded = matrix.width + kLanes;
+    float* key = (float*)scratch;
+    int8_t* numbers = (int8_t*)(key + padded);
+    IntVec lanes;
+    for (int i = 0; i < kLanes; i++) lanes[i] = i;
+    fill(key, padded, 0.0f);
+    for (int64_t first = 0; first < args.keys.rows; first += kKeys) {
+        Steps steps[kKeys];
+        Vec best[kKeys];
+        IntVec nearest[kKeys];
+        for (int i = 0; i < kKeys; i++) {
+            const float* given = args.keys[min(first + i, args.keys.rows - 1)];
+            for (int64_t j = 0; j < args.keys.width; j++) key[j] = given[j];
+            steps[i].numbers = numbers + i * padded;
+            round_off(key, matrix.width, steps[i]);
+            best[i] = everywhere(-kInfinity), nearest[i] = IntVec{};
+        }
+        for (int64_t row = 0; row < matrix.rows; row += kBlock) {
+            const uint8_t* at = matrix.numbers + row * matrix.width;
+            IntVec sums[kKeys][kVectors] = {};
+            for (int64_t j = 0; j < matrix.width; j += 4)
+                for (int i = 0; i < kKeys; i++) {
+                    int32_t four;
+                    std::memcpy(&four, steps[i].numbers + j, 4);
+                    for (int u = 0; u < kVectors; u++)
+                        sums[i][u] += products_of_four(at + j * kBlock + u * kLanes * 4, four);
+                }
+            for (int i = 0; i < kKeys; i++)
+                for (int u = 0; u < kVectors; u++) {
+                    const Vec whole = __builtin_convertvector(sums[i][u] - 128 * steps[i].sum, Vec);
+                    const int64_t place = row + u * kLanes;
+                    const Vec score = whole * load(matrix.scales + place) * steps[i].step - load(args.halves + place);
+                    nearest[i] = score > best[i] ? lanes + int32_t(place) : nearest[i];
+                    best[i] = greater(score, best[i]);
+                }
+        }
+        for (int i = 0; i < kKeys && first + i < args.keys.rows; i++) {
+            const float top = -least_of(-best[i]);
+            int32_t number = INT32_MAX;
+            for (int lane = 0; lane < kLanes; lane++)
+                if (best[i][lane] == top) number = min(number, int32_t(nearest[i][lane]));
+            args.nearest[first + i] = number == INT32_MAX ? 0 : number;
+        }
+    }
+}
+
 // Encode residuals: the first nearest word of each part, argmin |y - w|² = argmax <y, w> - |w|² / 2; the factor f =
 // |r|² / <r, w>; and the error of the estimate f w. Cost 16 n parts · word.
 void encode(const Encode& args) {

@@ -53,6 +53,14 @@ struct ListSearch {
     int64_t* scanned = nullptr;  // number of slots scanned, added to
 };
 
+// Keys to assign to the nearest of the centroids.
+struct NearestLists {
+    Table<const float> keys;         // (n, d)
+    ByteMatrix centroids;
+    const float* halves = nullptr;   // (rows,) |c|² / 2; infinite for a row of padding
+    int64_t* nearest = nullptr;      // (n,), written to
+};
+
 // Records to encode.
 struct Encode {
     Table<const float> residuals;    // (n, parts · word) rotated

@@ -28,6 +28,8 @@ struct Kernels {
     void (*bars)(const Bars& args);
     int64_t (*list_scratch)(const ListSearch& args);
     bool (*search_lists)(const ListSearch& args, char* scratch);
+    int64_t (*nearest_scratch)(const NearestLists& args);
+    void (*nearest_lists)(const NearestLists& args, char* scratch);
     void (*encode)(const Encode& args);
     int64_t (*draw_scratch)(const Draw& args);
     void (*draw)(const Draw& args);

@@ -94,7 +94,7 @@ def _show(result: dict[str, Any]) -> None:
     """Print a table for each goal with the best variants of the engines, and compare softdb with the fastest peer."""
     from softdb.tools.bench.report import MIB, leading
 
-    columns = "recall", "queries/s", "one query", "build", "with tuning", "index"
+    columns = "recall", "queries/s", "one query", "build", "with tuning", "beside the keys", "in all"
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in leading(result["rows"]):
         title = f"{row['goal']}, {counted(row['threads'], 'thread')}"
@@ -106,7 +106,7 @@ def _show(result: dict[str, Any]) -> None:
                 f"{row['single_ms']['median']:.3f} ms",
                 f"{row['build_s']['without_tuning']:.1f} s",
                 f"{row['build_s']['with_tuning']:.1f} s",
-                f"{row['index_bytes'] / MIB:,.1f} MiB",
+                *(f"{row[size] / MIB:,.1f} MiB" for size in ("beside_keys_bytes", "in_all_bytes")),
             )
         )
     for title, rows in tables.items():

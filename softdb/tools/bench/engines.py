@@ -42,7 +42,7 @@ class Engine(ABC):
     effort_name: ClassVar[str] = ""
     efforts: ClassVar[tuple[int, int]] = (0, 0)  # smallest and largest effort
     each_goal: ClassVar[bool] = False  # True if the engine tunes itself, so that it is built for each recall
-    holds_keys: ClassVar[bool] = True  # True if `bytes` includes the keys
+    number_bytes: ClassVar[int] = 4  # bytes of each number of the keys that `bytes` includes; 0: it includes no keys
 
     def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
         self.data, self.setup, self.variant = data, setup, variant
@@ -105,7 +105,7 @@ class _Database(Engine):
     modules: ClassVar[tuple[str, ...]] = ("faiss",)
     packages = ("softdb", "torch", "numpy", "faiss-cpu", "faiss-gpu")
     each_goal = True
-    holds_keys = False
+    number_bytes = 0
 
     def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
         super().__init__(data, setup, variant)

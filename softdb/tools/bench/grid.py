@@ -22,7 +22,7 @@ from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import Engine, Progress, Setup, pin_threads
 from softdb.tools.bench.exam import Exam, true_nearest
 from softdb.tools.bench.peers import ENGINES
-from softdb.tools.bench.report import command, commit, compared, in_turn, machine, spread, versions
+from softdb.tools.bench.report import command, commit, compared, in_turn, machine, sizes, spread, versions
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
@@ -218,8 +218,7 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
         "recall_tuned_on": round(entry.tuned, 4),
         "met": goal.recall is None or mean >= goal.recall - DOUBT * standard_error,
         "build_s": {stage: round(seconds, 3) for stage, seconds in build.items()},
-        "index_bytes": entry.size,
-        "holds_keys": engine.holds_keys,
+        **sizes(entry.size, engine.number_bytes, exam.data.n * exam.data.dim),
         "facts": dict(engine.facts),
     }
 

@@ -302,6 +302,7 @@ class _Annoy(_Peer):
 class _SVS(_Peer):
     name, varied, effort_name, make = "svs", "degree/2", "window", _svs
     modules, packages = ("svs",), ("scalable-vs",)
+    number_bytes = 2
 
 
 class _VSAG(_Peer):

@@ -91,11 +91,14 @@ def test_a_small_grid(tmp_path: Path) -> None:
     by_label = {row["label"]: row for row in rows}
     graphs = [by_label[f"faiss-hnsw M={links}"] for links in (16, 32)]
     assert all(row["effort"]["efSearch"] >= 10 for row in graphs)
-    assert graphs[1]["index_bytes"] > graphs[0]["index_bytes"] > 3000 * 8 * 4
+    assert graphs[1]["beside_keys_bytes"] > graphs[0]["beside_keys_bytes"] > 0
+    assert all(
+        row["in_all_bytes"] == row["beside_keys_bytes"] + 3000 * 8 * 4 for row in [*graphs, by_label["softdb-ivf"]]
+    )
     ivf = by_label["softdb-ivf"]
     assert {"training", "adding", "measuring"} <= set(ivf["build_s"])
     assert ivf["build_s"]["with_tuning"] > ivf["build_s"]["without_tuning"] > 0
-    assert 0 < ivf["index_bytes"] < 3000 * 40
+    assert 0 < ivf["beside_keys_bytes"] < 3000 * 40
     assert by_label["exact"]["recall"] == by_label["softdb-flat"]["recall"] == 1
     assert by_label["exact"]["build_s"]["without_tuning"] == 0.5
     assert notes == [
@@ -182,7 +185,7 @@ def test_every_installed_peer_finds_by_every_metric() -> None:
         result = run(scaled, Grid(tuple(kind.name for kind in here), (0.9,), k=3, threads=(1,), rounds=1))
         recalls = {row["label"]: row["recall"] for row in result["rows"]}
         assert min(recalls.values()) > 0.7, recalls
-        assert all(row["index_bytes"] > 400 * 8 * 4 for row in result["rows"])
+        assert all(row["beside_keys_bytes"] > 0 for row in result["rows"])
 
 
 def test_pynndescent_leaves_unequal_lengths_alone() -> None:
@@ -209,17 +212,17 @@ def row(label: str, recall: float, rate: float, latency: float, met: bool = True
         "batch_queries_s": report.spread([rate]),
         "single_ms": report.spread([latency]),
         "build_s": {"choosing": 1.0, "measuring": 1.0, "without_tuning": 2.0, "with_tuning": 4.0},
-        "index_bytes": 10,
-        "holds_keys": True,
+        "beside_keys_bytes": 10,
+        "in_all_bytes": 100,
         "facts": {},
         **words,
     }
 
 
 ROWS = [
-    row("softdb", 0.92, 300, 0.3, index_bytes=2),
+    row("softdb", 0.92, 300, 0.3, beside_keys_bytes=2),
     row("hnswlib M=16", 0.91, 100, 0.2, build_s={"without_tuning": 4.0, "with_tuning": 5.0}),
-    row("hnswlib M=32", 0.93, 150, 0.4, build_s={"without_tuning": 8.0, "with_tuning": 9.0}, index_bytes=20),
+    row("hnswlib M=32", 0.93, 150, 0.4, build_s={"without_tuning": 8.0, "with_tuning": 9.0}, beside_keys_bytes=20),
     row("usearch", 0.5, 9000, 0.001, met=False),
 ]
 

@@ -15,7 +15,7 @@ from worlds import holding
 import softdb
 from softdb.check import Metric
 from softdb.index.lists import Lists
-from softdb.index.quantizer import BLOCK, NO_ROW, Matrix, nearest_centroids
+from softdb.index.quantizer import BLOCK, NO_ROW, Matrix
 from softdb.index.rule import Rule, fitted
 from softdb.index.sketches import FORM, lists_for
 
@@ -135,13 +135,6 @@ def test_a_matrix_of_bytes_is_near_and_interleaved() -> None:
     assert groups[1, 2, 3, 1] == matrix.numbers[19, 9]
     assert (groups[1, :, 5:] == 0).all()
     assert (groups[:, 2, :, 2:] == 0).all()
-
-
-def test_the_nearest_centroid_is_the_nearest() -> None:
-    random = np.random.default_rng(0)
-    centroids, keys = random.standard_normal((2, 300, 5)).astype(np.float32)
-    expected = np.square(keys[:, None] - centroids).sum(2).argmin(1)
-    assert nearest_centroids(centroids, keys).tolist() == expected.tolist()
 
 
 def test_the_rule_is_that_of_the_world() -> None:

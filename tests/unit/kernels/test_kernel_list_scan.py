@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.lists import Among, Lists
-from softdb.index.quantizer import BLOCK, Coded, Matrix, Quantizer
+from softdb.index.quantizer import BLOCK, Coded, Matrix, Quantizer, nearest_centroids
 from softdb.index.rule import Rule
 
 native = pytest.importorskip("softdb.kernels._native")
@@ -160,3 +160,22 @@ def test_more_effort_never_finds_worse(level: str) -> None:
         _, scores = found_by_codes(here, here.queries, 200, effort)
         assert best is None or (scores >= best - 1e-6).all()
         best = scores
+
+
+@pytest.mark.parametrize(("lists", "dim"), [(1, 1), (21, 5), (300, 24), (64, 70)])
+def test_the_nearest_centroid_is_the_nearest_of_the_rounded(level: str, lists: int, dim: int) -> None:
+    """Scores by loops over integers: keys rounded to 63 steps, centroids to 127. The first of equal ones is chosen."""
+    random = np.random.default_rng(lists)
+    centroids, keys = (
+        Matrix.of(random.standard_normal((lists, dim)).astype(np.float32)),
+        random.standard_normal((37, dim)).astype(np.float32),
+    )
+    centroids.numbers[-1], centroids.scales[-1] = centroids.numbers[0], centroids.scales[0]  # a tie
+    keys[0] = 0
+    steps = np.stack([rounded(key) for key in keys[1:]])
+    scores = (
+        np.concatenate([keys[:1], steps]) @ centroids.rows.T.astype(np.float64) - np.square(centroids.rows).sum(1) / 2
+    )
+    chosen = nearest_centroids(centroids, keys)
+    assert (scores[np.arange(37), chosen] >= scores.max(1) - 1e-5).all()
+    assert not (chosen == lists - 1).any() or lists == 1
