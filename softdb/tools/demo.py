@@ -10,6 +10,7 @@ import shlex
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.store.ours import remove_database, require_ours
-from softdb.terminal import print_table, progress, safe
+from softdb.terminal import brief, print_table, progress, safe
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
@@ -80,10 +81,20 @@ def run_demo(
         before, after = _learn(db, data, query, path, console, seed, epochs)
     _reopen(path, data, console)
     seconds = time.perf_counter() - begin
-    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these (typed text needs softdb\\[text]):\n")
-    place = escape(shlex.quote(str(path)))
-    for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
-        console.print(f"  softdb {line}", soft_wrap=True)
+    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these; they need no network:\n")
+    place, word = escape(shlex.quote(str(path))), data.query_texts[query]
+    commands = (
+        "info {}",
+        f"search {{}} {word}",
+        f"attend {{}} {word} --temperature {TEMPERATURE}",
+        "explore {} --open",
+    )
+    for line in commands:
+        console.print(f"  softdb {line.format(place)}", soft_wrap=True)
+    console.print(
+        f'\nThe database knows {len(data.query_texts):,} words. Sentences such as "{TYPED}" need a model:\n'
+        "pip install 'softdb\\[text]'; explore needs softdb\\[explore].\n"
+    )
     return DemoReport(len(data.ids), before, after, seconds)
 
 
@@ -127,7 +138,7 @@ def _index(db: SoftDB, console: Console) -> str:
     except MissingDependency:
         return "all records compared; an index needs softdb\\[cpu]"
     if report.kind == "flat":
-        return "all records compared; no index is faster"
+        return "every record compared, which takes so few no longer than an index"
     return f"by an index ({report.kind}, recall {report.recall:.0%})"
 
 
@@ -144,7 +155,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], console.width - 33)}")
+    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], max(20, console.width - 33))}")
 
     (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search loads code and warms caches
     console.print(f"  [b]nearest[/]      in {spent * 1e3:.1f} ms, {index}")
@@ -154,7 +165,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
             f"{hit.score:.2f}",
             safe(hit.payload["word"], 20),
             "[b green]right[/]" if hit.id in right else "",
-            safe(hit.payload["gloss"], console.width - 48),
+            partial(brief, hit.payload["gloss"]),
         )
         for hit in hits[0]
     ]
