@@ -29,14 +29,14 @@ class KnownWords:
         self._model = SentenceEncoder(projection=data.projection, name=DEMO)
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Encode texts. Without the model, raises BadInput for a text that is not one of the known words."""
+        """Encode texts. Without the model, raises MissingDependency or BadInput for a text that is no known word."""
         words = [text.strip().lower() for text in texts]
         if words and all(word in self._vectors for word in words):
             return np.stack([self._vectors[word] for word in words])
         try:
             return np.asarray(self._model(list(texts)), np.float32)
         except (BadInput, MissingDependency) as error:
-            raise BadInput(
+            raise type(error)(
                 f"the demo has vectors of {len(self._vectors):,} words, such as kettle, helmet and echo; other "
                 f"texts need the model of these vectors ({error}). Type one word, or rank by words"
             ) from None

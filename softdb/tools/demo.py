@@ -83,17 +83,11 @@ def run_demo(
     seconds = time.perf_counter() - begin
     console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these; they need no network:\n")
     place, word = escape(shlex.quote(str(path))), data.query_texts[query]
-    commands = (
-        "info {}",
-        f"search {{}} {word}",
-        f"attend {{}} {word} --temperature {TEMPERATURE}",
-        "explore {} --open",
-    )
-    for line in commands:
+    for line in ("info {}", f"search {{}} {word}", f"attend {{}} {word} --temperature {TEMPERATURE}", "explore {}"):
         console.print(f"  softdb {line.format(place)}", soft_wrap=True)
     console.print(
-        f'\nThe database knows {len(data.query_texts):,} words. Sentences such as "{TYPED}" need a model:\n'
-        "pip install 'softdb\\[text]'; explore needs softdb\\[explore].\n"
+        f'\nMost other words of a dictionary work, too; a sentence such as "{TYPED}" needs a model, of the extra '
+        "softdb\\[text]. The last command needs softdb\\[explore]."
     )
     return DemoReport(len(data.ids), before, after, seconds)
 
@@ -138,7 +132,7 @@ def _index(db: SoftDB, console: Console) -> str:
     except MissingDependency:
         return "all records compared; an index needs softdb\\[cpu]"
     if report.kind == "flat":
-        return "every record compared, which takes so few no longer than an index"
+        return "every record compared; so few need no index"
     return f"by an index ({report.kind}, recall {report.recall:.0%})"
 
 
