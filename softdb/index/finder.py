@@ -242,7 +242,9 @@ class Finder:
             self._build = Build(work, progress)
             return self._build
 
-    def tune(self, recall: float | None, k: int | None, queries: Tensor | None) -> IndexReport:
+    def tune(
+        self, recall: float | None, k: int | None, queries: Tensor | None, progress: Progress | None = None
+    ) -> IndexReport:
         """Measure the index's recall again, set its effort, save it, and return the report. Codes do not change."""
 
         def work(progress: Progress) -> IndexReport:
@@ -258,7 +260,7 @@ class Finder:
             self.save()
             return IndexReport.of(twin.report)
 
-        return self.begin(work).run()
+        return self.begin(work, progress).run()
 
     def close(self) -> None:
         """Cancel a running build, wait for its end, and save the index."""

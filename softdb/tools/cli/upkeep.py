@@ -224,6 +224,6 @@ def tune(
     import softdb
 
     samples = array_of(queries)
-    with softdb.open(path) as db:
-        report = db.tune(recall, k=k, queries=samples)
+    with softdb.open(path) as db, progress("measuring") as show:
+        report = db.tune(recall, k=k, queries=samples, progress=show)
     print_json(report.asdict()) if as_json else _print_report(report.summary())
