@@ -83,7 +83,7 @@ def progress(
     """
     console = console or terminal()
     columns: list[ProgressColumn] = [
-        TextColumn("  {task.description}"), BarColumn(30), _Done(), TimeElapsedColumn()
+        TextColumn("  {task.description}"), BarColumn(30 if console.width >= 80 else 10), _Done(), TimeElapsedColumn()
     ]  # fmt: skip
     if rate:
         columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]

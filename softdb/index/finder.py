@@ -250,7 +250,10 @@ class Finder:
         def work(progress: Progress) -> IndexReport:
             index = self._searching(self._store.snapshot)
             if index is None:
-                raise BadInput("there is no index to tune, searches are exact; build one first")
+                raise BadInput(
+                    "there is no index to tune, searches are exact; build one first: db.build_index(), or on a shell "
+                    "softdb index PATH"
+                )
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
             twin = index.twin()  # a copy, as other threads search the index
             snapshot = self._store.snapshot

@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import Cell, brief, counted, print_json, print_result, print_table, safe
+from softdb.terminal import Cell, brief, counted, print_json, print_result, print_table, safe, shortened
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -165,7 +165,8 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Ite
             continue
         if not isinstance(row, dict) or "id" not in row:
             raise BadInput(
-                f'line {number}: {line[:40].strip()}…; expected an object such as {{"id": 1, "key": [1, 0]}}'
+                f"line {number} has no id: {shortened(line.strip(), 60)}; expected an object such as "
+                '{"id": 1, "key": [1, 0]}'
             )
         embeds = "key" not in row and isinstance(row.get("text"), str) and not exported
         name, key, value, text = (row.pop(field, None) for field in ("id", "key", "value", "text"))
