@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from typed import answer, fails, lines, run
+from typed import ROOT, answer, fails, lines, run
 
 import softdb
 from softdb.tools.cli.endings import as_typed
@@ -214,3 +214,10 @@ def test_an_import_that_is_refused_at_once_leaves_no_database(tmp_path: Path, ro
     else:
         assert left == there
         assert not left or not list((tmp_path / "db").iterdir())
+
+
+def test_the_page_shows_the_error_of_an_import_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "notes.jsonl", [{"id": 1, "body": "a thief and a cop", "pages": 3}])
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert f"$ softdb import notes notes.jsonl\n{fails('import', 'notes', 'notes.jsonl')}\n" in page
