@@ -6,14 +6,15 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -27,21 +28,24 @@ from rich.text import Text
 from softdb.visible import CONTROLS, visible
 
 __all__ = [
+    "brief",
     "counted",
     "dumps",
-    "listed",
-    "number",
+    "fact",
+    "print_facts",
     "print_json",
     "print_result",
     "print_table",
     "progress",
     "safe",
+    "shortened",
     "size",
     "terminal",
 ]
 
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they are in strings only
 PIPE_COLUMNS = 1 << 16  # width without a terminal, so that lines are not wrapped
+GAP, LEAST = 2, 12  # columns between two cells; the least width of a shortened text
 
 
 def terminal(stderr: bool = False) -> Console:
@@ -61,41 +65,110 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f}/s")
 
 
+class _Done(ProgressColumn):
+    """Column with the steps done and their total: "2,000/9,000"; empty if the stage has no known total."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{int(task.completed):,}/{int(task.total):,}")
+
+
 @contextlib.contextmanager
 def progress(
     stage: str, console: Console | None = None, rate: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar on a terminal; yield a function that updates it: (stage, steps done, total).
 
-    `rate` adds the speed and the remaining time.
+    The bar moves from the start: a stage of one step pulses until it is done. `rate` adds the speed and the remaining
+    time.
     """
     console = console or terminal()
     columns: list[ProgressColumn] = [
-        TextColumn("  {task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
+        TextColumn("  {task.description}"), BarColumn(30 if console.width >= 80 else 10), _Done(), TimeElapsedColumn()
     ]  # fmt: skip
     if rate:
         columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(stage, total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+        name = bar.add_task(stage, total=None)
+        (task,) = bar.tasks
+
+        def show(stage: str, done: int, total: int) -> None:
+            task.total = total if total > 1 else None
+            bar.update(name, description=escape(stage), completed=done)
+
+        yield show
+
+
+Cell: TypeAlias = str | Callable[[int], str]  # markup that is never cut; or plain text for at most so many columns
 
 
 def print_table(
     columns: tuple[str, ...],
-    rows: Iterable[tuple[str, ...]],
+    rows: Sequence[tuple[Cell, ...]],
     numbers: tuple[str, ...] = (),
     title: str | None = None,
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
-    """Print a table without ruled lines; columns in `numbers` are right-aligned. A pipe gets no trailing spaces."""
+    """Print a table without ruled lines; columns in `numbers` are right-aligned. A pipe gets no trailing spaces.
+
+    Cells that are functions share the width that the others leave. If that is too little for one of them, or if the
+    others alone are too wide, every cell gets a line of its own, after the name of its column.
+    """
     console = console or terminal()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
-    table.show_header = any(columns)
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    widths = _widths(columns, rows, console.width - indent - GAP * (len(columns) - 1))
+    if widths is None:
+        if title:
+            console.print(title)
+        for i, row in enumerate(rows):
+            if i:
+                console.print()
+            print_facts(dict(zip(columns, row, strict=True)), console, indent)
+        return
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim", title=title)
+    table.title_justify, table.show_header = "left", any(columns)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True, width=width)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(_rendered(cell, width) for cell, width in zip(row, widths, strict=True)))
+    _print_table(table, console, indent)
+
+
+def print_facts(facts: Mapping[str, Cell], console: Console | None = None, indent: int = 0) -> None:
+    """Print a table of names and values; long values go on in the next line, texts for about three lines."""
+    console = console or terminal()
+    shown = {name: value for name, value in facts.items() if value != ""}
+    room = max(LEAST, console.width - indent - GAP - max(map(cell_len, shown), default=0))
+    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in shown.items():
+        table.add_row(Text(name), _rendered(value, 3 * room))
+    _print_table(table, console, indent)
+
+
+def _widths(columns: tuple[str, ...], rows: Sequence[tuple[Cell, ...]], width: int) -> list[int] | None:
+    """Return the widths of a table's columns; None if a row does not fit into `width`."""
+    widths = [max(map(cell_len, lines)) for lines in zip(columns, *map(_whole, rows), strict=True)]
+    texts = [i for i, cell in enumerate(rows[0] if rows else ()) if callable(cell)]
+    left = width - sum(whole for i, whole in enumerate(widths) if i not in texts)
+    for place, i in enumerate(sorted(texts, key=lambda i: widths[i])):
+        share = left // (len(texts) - place)
+        if share < min(widths[i], LEAST):
+            return None
+        widths[i] = min(widths[i], share)
+        left -= widths[i]
+    return widths if left >= 0 else None
+
+
+def _whole(row: tuple[Cell, ...]) -> list[str]:
+    return [_rendered(cell, PIPE_COLUMNS).plain for cell in row]
+
+
+def _rendered(cell: Cell, width: int) -> Text:
+    return Text(cell(width)) if callable(cell) else Text.from_markup(cell)
+
+
+def _print_table(table: Table, console: Console, indent: int) -> None:
     shown = Padding.indent(table, indent)
     if console.is_terminal:
         console.print(shown)
@@ -103,6 +176,46 @@ def print_table(
     with console.capture() as text:
         console.print(shown)
     console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def shortened(text: str, width: int) -> str:
+    """Return text for at most `width` columns of a terminal, cut after a word; "…" stands for the rest."""
+    if cell_len(text) <= width:
+        return text
+    start = set_cell_size(text, width - 1)
+    if not text[len(start) : len(start) + 1].isspace() and " " in start[width // 2 :]:
+        start = start.rpartition(" ")[0]
+    return start.rstrip(" ,;:.") + "…"
+
+
+def brief(value: object, width: int) -> str:
+    """Return JSON as a line for people, of at most `width` columns: a dict as "name: value, name: value".
+
+    In a line that is too long, texts end after a word with "…", lists and dicts become […] and {…}, and last fields are
+    left out whole for "…". Numbers are never cut.
+    """
+    if not isinstance(value, dict):
+        return "" if value is None else _brief(value, width)
+    longest = width
+    while True:
+        fields = [f"{visible(str(name))}: {_brief(item, longest)}" for name, item in value.items()]
+        if cell_len(line := ", ".join(fields)) <= width:
+            return line
+        if longest < 2 * LEAST:
+            break
+        longest = longest * 3 // 4
+    while fields and cell_len(line := ", ".join([*fields, "…"])) > width:
+        fields.pop()
+    return line if fields else "{…}"
+
+
+def _brief(value: object, width: int) -> str:
+    if isinstance(value, str):
+        return shortened(visible(value), width)
+    text = dumps(value)
+    if cell_len(text) <= width or not isinstance(value, dict | list):
+        return text
+    return "{…}" if isinstance(value, dict) else "[…]"
 
 
 def dumps(value: object) -> str:
@@ -139,22 +252,20 @@ def print_result(value: object, as_json: bool, text: str) -> None:
 
 def safe(text: str, width: int | None = None) -> str:
     """Return text from a database or a file, cut to a width, with control characters and markup escaped."""
-    cut = text if width is None or len(text) <= width else text[: max(1, width - 1)] + "…"
-    return escape(visible(cut))
+    return escape(visible(text) if width is None else shortened(visible(text), width))
 
 
-def listed(facts: dict[str, object]) -> str:
-    """Format a dict as one line: "records 2,000, recall 0.95"."""
-    return ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in facts.items())
-
-
-def number(value: object) -> str:
-    """Format a number, or a dict of numbers, for people: "0.1235", "2,000"."""
+def fact(value: object) -> str:
+    """Format a fact of a report for people: "0.1235", "2,000", "yes", "none", "recall 0.94, of 230"."""
     if isinstance(value, dict):
-        return f"({listed(value)})"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        nested = any(isinstance(item, dict) for item in value.values())
+        facts = (f"{name.replace('_', ' ')}{':' * nested} {fact(item)}" for name, item in value.items())
+        return ("; " if nested else ", ").join(facts)
+    if isinstance(value, list):
+        return ", ".join(map(fact, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,19 +10,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Encoder
-from softdb.data import load_wordnet
-from softdb.errors import BadInput
+from softdb.data import DemoData, load_wordnet
+from softdb.errors import BadInput, MissingDependency
 from softdb.text import SentenceEncoder, Vectors
 
 DEMO = "demo"  # name of the encoder
 PROJECTION = "projection.pt"  # file in a demo database's directory: the projection of queries that `train.fit` learned
 
 
+class KnownWords:
+    """Encode the demo's words by the vectors that ship with softdb, and other texts by their model, if installed."""
+
+    name = DEMO
+
+    def __init__(self, data: DemoData) -> None:
+        self.dim = data.query_keys.shape[1]
+        self._vectors = {word.lower(): key for word, key in zip(data.query_texts, data.query_keys, strict=True)}
+        self._model = SentenceEncoder(projection=data.projection, name=DEMO)
+
+    def __call__(self, texts: Sequence[str]) -> Vectors:
+        """Encode texts. Without the model, raises MissingDependency or BadInput for a text that is no known word."""
+        words = [text.strip().lower() for text in texts]
+        if words and all(word in self._vectors for word in words):
+            return np.stack([self._vectors[word] for word in words])
+        try:
+            return np.asarray(self._model(list(texts)), np.float32)
+        except (BadInput, MissingDependency) as error:
+            raise type(error)(
+                f"the demo has vectors of {len(self._vectors):,} words, such as kettle, helmet and echo; other "
+                f"texts need the model of these vectors ({error}). Type one word, or rank by words"
+            ) from None
+
+
 @dataclass(frozen=True)
 class _Trained:
     """The demo's encoder, followed by the learned projection of queries."""
 
-    encoder: SentenceEncoder
+    encoder: KnownWords
     weight: NDArray[np.float32]  # (d, d)
     name: str = DEMO
 
@@ -35,7 +59,7 @@ def demo_encoder(path: Path | None = None) -> Encoder:
     """Return the encoder of the demo's keys; given the path of a demo database, the encoder of its queries."""
     from softdb.train import load
 
-    encoder = SentenceEncoder(projection=load_wordnet().projection, name=DEMO)
+    encoder = KnownWords(load_wordnet())
     if path is None or not (path / PROJECTION).is_file():
         return encoder
     try:

@@ -291,7 +291,10 @@ class SoftDB(Verbs):
         return report
 
     @verb
-    def tune(self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None) -> IndexReport:
+    def tune(
+        self, recall: float | None = None, *, k: int | None = None, queries: Vectors | None = None,
+        progress: Progress | None = None,
+    ) -> IndexReport:  # fmt: skip
         """Measure the index's recall, set its search effort to reach the target, and return the report.
 
         Call it after many changes, or for queries of another kind. The codes stay. Cost: exact search of 1,024 queries.
@@ -300,12 +303,13 @@ class SoftDB(Verbs):
             recall: share of the true k nearest to find; None: as before.
             k: number of nearest records by which the recall is measured; None: as before.
             queries: (q, d) typical queries; None: stored keys that are held out.
+            progress: called with the stage, the amount done and the total.
         """
         if self._store.mode != "rw":
             raise ReadOnly("this handle is read-only; tune the index with a handle that writes")
         vectors = None if queries is None else self.core.as_queries(queries).detach()
         with index_write_errors():
-            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), vectors)
+            return self._finder.tune(recall, None if k is None else check.integer(k, "k"), vectors, progress)
 
     @verb
     def watch(self, share: float = 0.01, window: int = 500) -> None:

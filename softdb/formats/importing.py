@@ -138,7 +138,7 @@ def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
     if None not in (encoder, own) and encoder != own and not isinstance(rows.keys[0], str):
         raise BadInput(
             f"{rows.path.name}: its keys were made by the encoder {encoder!r}, this database's by {own!r}; import it "
-            "into a database with its encoder, or embed its texts anew: Fields(text='text'), or --text text on a shell"
+            "into a database with its encoder, or embed its texts anew: Fields(text='text'), or on a shell --text text"
         )
 
 

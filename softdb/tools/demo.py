@@ -10,6 +10,7 @@ import shlex
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
-from softdb.terminal import print_table, progress, safe
+from softdb.terminal import brief, print_table, progress, safe
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
@@ -81,10 +82,14 @@ def run_demo(
         before, after = _learn(db, data, query, path, console, seed, epochs)
     _reopen(path, data, console)
     seconds = time.perf_counter() - begin
-    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these (typed text needs softdb\\[text]):\n")
-    place = escape(shlex.quote(str(path)))
-    for line in (f"info {place}", f'search {place} "{TYPED}"', f'attend {place} "{TYPED}" --temperature {TEMPERATURE}'):
-        console.print(f"  softdb {line}", soft_wrap=True)
+    console.print(f"\n[b green]Done[/] in {seconds:.0f} s. Go on with these; they need no network:\n")
+    place, word = escape(shlex.quote(str(path))), data.query_texts[query]
+    for line in ("info {}", f"search {{}} {word}", f"attend {{}} {word} --temperature {TEMPERATURE}", "explore {}"):
+        console.print(f"  softdb {line.format(place)}", soft_wrap=True)
+    console.print(
+        f'\nMost other words of a dictionary work, too; a sentence such as "{TYPED}" needs a model, of the extra '
+        "softdb\\[text]. The last command needs softdb\\[explore]."
+    )
     return DemoReport(len(data.ids), before, after, seconds)
 
 
@@ -128,7 +133,7 @@ def _index(db: SoftDB, console: Console) -> str:
     except MissingDependency:
         return "all records compared; an index needs softdb\\[cpu]"
     if report.kind == "flat":
-        return "all records compared; no index is faster"
+        return "every record compared; so few need no index"
     return f"by an index ({report.kind}, recall {report.recall:.0%})"
 
 
@@ -145,7 +150,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], console.width - 33)}")
+    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], max(20, console.width - 33))}")
 
     (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search loads code and warms caches
     console.print(f"  [b]nearest[/]      in {spent * 1e3:.1f} ms, {index}")
@@ -155,7 +160,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
             f"{hit.score:.2f}",
             safe(hit.payload["word"], 20),
             "[b green]right[/]" if hit.id in right else "",
-            safe(hit.payload["gloss"], console.width - 48),
+            partial(brief, hit.payload["gloss"]),
         )
         for hit in hits[0]
     ]

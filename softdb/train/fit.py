@@ -198,6 +198,8 @@ def fit(
         raise BadInput(f"checkpoint is {check.shown(checkpoint)}; expected the path of a file")
     file = None if checkpoint is None else Path(checkpoint)
     checkpoints.may_write(file, resume, db.path)
+    report = progress or (lambda *_: None)
+    report("preparing", 0, 1)
     with torch.inference_mode(False), check.precise():
         vectors = _vectors(db, queries)
         right = listed(positives, *check.leading(queries, len(vectors)))
@@ -210,12 +212,13 @@ def fit(
         if resume and file is not None:
             run.restore(checkpoints.read(file, identity), file)
         while len(run.history) < epochs and not run.stalled:
-            run.epoch(epochs, progress)
+            run.epoch(epochs, report)
             if file is not None:
                 checkpoints.write(file, identity, run.state())
         projection = run.projection
         projection.load_state_dict(run.best_weights)
         projection.metadata |= {"encoder": db.encoder_name, "temperature": run.best_heat}
+        report("measuring the held-out queries", 0, 1)
         before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
         fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat)
     if fitted.fell:
@@ -301,7 +304,7 @@ class _Training:
     def right(self, numbers: Tensor) -> list[list[Id]]:
         return [self.positives[i] for i in numbers.tolist()]
 
-    def epoch(self, epochs: int, progress: Progress | None) -> None:
+    def epoch(self, epochs: int, progress: Progress) -> None:
         """Train once on each training query, measure, and save the weights if they are the best so far."""
         train, size = self.sides.train, self.settings.batch_size
         shuffled = train[torch.randperm(len(train), generator=self.order)]
@@ -315,11 +318,11 @@ class _Training:
             if not all(bool(tensor.isfinite().all()) for group in self.adam.param_groups for tensor in group["params"]):
                 raise BadInput("the projection became NaN or infinity; lower lr, or raise temperature")
             total += loss * len(batch)
-            if progress is not None:
-                progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
+            progress(f"epoch {number + 1}, loss {loss:.2f}", number * steps + step, epochs * steps)
         if self.settings.patience is None:
             self.history.append(Epoch(total / len(shuffled), None, None, None, self.heat))
         else:
+            progress(f"epoch {number + 1}, measuring", (number + 1) * steps, epochs * steps)
             ranking = self.ranked(self.sides.choose, self.projection)
             self.history.append(Epoch(total / len(shuffled), *ranking[:3], self.heat))
             if self.measured(ranking) <= self.best_measure:

@@ -194,7 +194,7 @@ def test_keys_lie_beside_lines(folder: Path) -> Steps:
             assert db.search([[1, 0]], k=1).ids == [["a"]]
 
 
-@advice("embed its texts anew: Fields(text='text'), or --text text on a shell")
+@advice("embed its texts anew: Fields(text='text'), or on a shell --text text")
 def test_keys_of_another_encoder_are_reembedded(folder: Path) -> Steps:
     old, new = HashedNGrams(8), HashedNGrams(9, sizes=(2, 3))
     with softdb.open(None, encoder=old) as db:

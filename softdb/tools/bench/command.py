@@ -22,8 +22,8 @@ def bench(
         str,
         typer.Argument(
             metavar="[DATASET]",
-            help="clustered, uniform, a folder with keys.npy and queries.npy (wordnet:DIR), or a .hdf5, .fvecs, "
-            ".bvecs, .fbin or .u8bin file.",
+            help="A file of vectors (.npy, .fvecs, .bvecs, .fbin, .u8bin, .hdf5), a folder with keys.npy and "
+            "queries.npy (wordnet:DIR), clustered or uniform.",
         ),
     ] = "clustered",
     engines: Annotated[
@@ -38,7 +38,9 @@ def bench(
     dim: Annotated[int | None, typer.Option(min=2, help="Width of clustered or uniform keys.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Number of nearest neighbours.")] = 10,
     metric: Annotated[MetricName | None, typer.Option(help="Score of a query and a key, if not the file's.")] = None,
-    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the queries.")] = None,
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the queries; by default rows of a file of keys.")
+    ] = None,
     threads: Annotated[str, typer.Option(metavar="NUMBER,…", help="Numbers of threads; builds use the largest.")] = "2",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds over all engines.")] = 5,
     construction: Annotated[int, typer.Option(min=1, help="Construction effort of graphs (efConstruction).")] = 100,
@@ -70,7 +72,10 @@ def bench(
     grid.checked()
     console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
-    console.print(f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries")
+    console.print(
+        f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries"
+        f"{', which are held out' * data.held_out}, compared by {data.metric.value}"
+    )
     with progress("bench", console) as bar:
         result = run(data, grid, lambda line: console.print(escape(line)), bar)
     if as_json:

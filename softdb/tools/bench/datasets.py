@@ -32,6 +32,7 @@ class Dataset:
     queries: Floats  # (q, d), of length 1 for the cosine
     metric: Metric
     neighbours: Rows | None = None  # (q, m), the nearest first
+    held_out: bool = False  # True if the queries were rows of the file of keys
 
     @property
     def n(self) -> int:
@@ -96,10 +97,11 @@ def load(
 
     Args:
         name: "clustered", "uniform", "wordnet:FOLDER" or a folder (keys.npy, queries.npy), or a file: .hdf5 (of
-            ann-benchmarks or VIBE), .fvecs, .bvecs, .fbin, .u8bin.
+            ann-benchmarks or VIBE), .npy (n, d), .fvecs, .bvecs, .fbin, .u8bin.
         n: number of synthetic keys (200,000), or how many keys of a file to take from its start (all).
         dim: width of synthetic keys (128).
-        queries: file with the queries in one of these formats; needed for .fvecs, .bvecs, .fbin and .u8bin.
+        queries: file with the queries in one of these formats. By default the file's own or, if it holds keys only, a
+            tenth of its rows, at most `most`, drawn with a fixed seed; the keys are then the other rows.
         metric: "dot", "cosine" or "l2"; by default the file's metric, "l2" for formats without one, otherwise "dot".
         most: largest number of queries; from more, a random sample is taken.
 
@@ -130,19 +132,35 @@ def _read(path: Path, name: str) -> KeyFile:
     if not path.exists():
         raise BadInput(
             f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
-            f"and queries.npy, or a file that ends in {ends}"
+            f"and queries.npy, or a file that ends in .npy, {ends}"
         )
     kind = "" if path.is_dir() else path.suffix.lower()
+    if kind == ".npy":
+        return KeyFile(read_queries(path), None, Metric.DOT)
     if kind not in READERS or (kind == "" and not path.is_dir()):
-        raise BadInput(f"{path} ends in {kind!r}; expected one of {ends}")
+        raise BadInput(f"{path} ends in {kind!r}; expected .npy or one of {ends}")
     return READERS[kind](path)
+
+
+def _held_out(path: Path, keys: NDArray[Any], n: int | None, most: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Draw the queries from the keys, without replacement; return the keys that are left, and the queries."""
+    count = min(most, len(keys) // 10)
+    if count < 2:
+        raise BadInput(
+            f"{path} holds {len(keys)} vectors, too few to hold queries out; name a file with queries, too: --queries "
+            "FILE"
+        )
+    taken = keys if n is None else keys[: n + count]
+    rows = np.random.default_rng(3).permutation(len(taken))[:count]
+    return np.delete(taken, rows, axis=0), taken[np.sort(rows)]
 
 
 def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
     """Return the first n keys and a sample of the queries; neighbours only for all keys and the file's metric."""
     keys, queries, near = file.keys, file.queries, file.neighbours
+    held = queries is None
     if queries is None:
-        raise BadInput(f"{path} holds keys only; name the file with the queries, too: --queries FILE")
+        keys, queries = _held_out(path, keys, n, most)
     if queries.shape[1] != keys.shape[1]:
         raise BadInput(
             f"the queries are {queries.shape[1]} wide but the keys of {path} are {keys.shape[1]} wide; "
@@ -160,4 +178,4 @@ def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric,
     sampled = prepared(np.asarray(queries)[sample], metric)
     finite(sampled, "queries")
     holds = near is not None and n in (None, len(keys)) and metric is file.metric
-    return Dataset(name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None)
+    return Dataset(name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None, held)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from softdb.index.build import LEAST
 from softdb.index.contract import Floats, Index, Rows, faiss_module
 from softdb.opening import open as open_database
 from softdb.tools.bench.datasets import Dataset
@@ -106,6 +107,11 @@ class _Database(Engine):
     packages = ("softdb", "torch", "numpy", "faiss-cpu", "faiss-gpu")
     each_goal = True
     number_bytes = 0
+
+    @classmethod
+    def unfit(cls, data: Dataset) -> str:
+        few = cls.kind not in ("auto", "flat") and data.n < LEAST
+        return f"{data.n:,} keys are too few to train it on; it needs {LEAST:,}" if few else ""
 
     def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
         super().__init__(data, setup, variant)

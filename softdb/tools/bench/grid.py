@@ -130,6 +130,7 @@ def run(
         "versions": versions(dict.fromkeys(packages)),
         "data": {
             "name": data.name, "n": data.n, "dim": data.dim, "metric": data.metric.value, "queries": len(data.queries),
+            "held_out": data.held_out,
         },
         "setup": {name: value for name, value in asdict(grid).items() if name != "known"},
         "left_out": left_out,

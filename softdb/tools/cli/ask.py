@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from softdb.errors import BadInput
-from softdb.terminal import counted, dumps, print_json, print_table, safe, terminal
+from softdb.terminal import brief, counted, print_json, print_table, safe, terminal
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -198,16 +199,6 @@ def _show_hits(name: str, hits: list[dict[str, Any]]) -> None:
     if not hits:
         terminal().print("nothing found")
         return
-    longest = max(len(str(hit["id"])) for hit in hits)
-    width = max(20, terminal().width - longest - len(name) - 8)  # one line per hit on a terminal; a pipe gets all of it
-    lines = [", ".join(filter(None, (_shown(hit["payload"]), hit["text"]))) for hit in hits]
-    rows = [(f"{h[name]:.4f}", safe(str(h["id"])), safe(line, width)) for h, line in zip(hits, lines, strict=True)]
-    print_table((name, "id", "payload"), rows, numbers=(name,))
-
-
-def _shown(payload: object) -> str:
-    """Return a payload as one line for people; `--json` prints it exactly."""
-    if isinstance(payload, dict):
-        texts = {name: value if isinstance(value, str) else dumps(value) for name, value in payload.items()}
-        return ", ".join(f"{name}: {text}" for name, text in texts.items())
-    return "" if payload is None else dumps(payload)
+    used = [field for field in ("payload", "text") if any(hit[field] is not None for hit in hits)]
+    rows = [(f"{h[name]:.4f}", safe(str(h["id"])), *(partial(brief, h[field]) for field in used)) for h in hits]
+    print_table((name, "id", *used), rows, numbers=(name,))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import counted, dumps, print_json, print_result, print_table, safe
+from softdb.terminal import Cell, brief, counted, print_json, print_result, print_table, safe, shortened
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -44,8 +45,9 @@ def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
     if as_json:
         print_json([record_facts(record) for record in records])
         return
-    rows = [tuple(_cell(field) for field in record_facts(record).values()) for record in records]
-    print_table(FIELDS, rows)
+    facts = [record_facts(record) for record in records]
+    used = [name for name in FIELDS if any(record[name] is not None for record in facts)]
+    print_table(tuple(used), [tuple(_cell(name, record[name]) for name in used) for record in facts])
 
 
 def record_facts(record: Record) -> dict[str, Any]:
@@ -54,11 +56,13 @@ def record_facts(record: Record) -> dict[str, Any]:
     return dict(zip(FIELDS, (record.id, key, value, record.payload, record.text), strict=True))
 
 
-def _cell(field: Any) -> str:
-    if isinstance(field, list) and field and all(isinstance(number, float) for number in field):
+def _cell(name: str, field: Any) -> Cell:
+    if name in ("payload", "text"):
+        return partial(brief, field)
+    if isinstance(field, list):
         more = f", … ({len(field)} numbers)" if len(field) > SHOWN else ""
         return ", ".join(f"{number:.4g}" for number in field[:SHOWN]) + more
-    return "" if field is None else safe(field if isinstance(field, str) else dumps(field))
+    return "" if field is None else safe(str(field))
 
 
 def count(path: Database, where: Where = None, as_json: AsJson = False) -> None:
@@ -161,7 +165,8 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Ite
             continue
         if not isinstance(row, dict) or "id" not in row:
             raise BadInput(
-                f'line {number}: {line[:40].strip()}…; expected an object such as {{"id": 1, "key": [1, 0]}}'
+                f"line {number} has no id: {shortened(line.strip(), 60)}; expected an object such as "
+                '{"id": 1, "key": [1, 0]}'
             )
         embeds = "key" not in row and isinstance(row.get("text"), str) and not exported
         name, key, value, text = (row.pop(field, None) for field in ("id", "key", "value", "text"))

@@ -114,7 +114,8 @@ class _Commands(TyperGroup):
             super().invoke(ctx)
             sys.stdout.flush()  # raises BrokenPipeError here if the reader has closed the pipe
         except (SoftDBError, OSError, KeyboardInterrupt) as error:
-            sys.exit(exit_code(error, self.as_json))
+            command = ctx.invoked_subcommand and self.get_command(ctx, ctx.invoked_subcommand)
+            sys.exit(exit_code(error, self.as_json, command or None))
 
 
 app = typer.Typer(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from softdb.errors import DatabaseLocked, SoftDBError, UnknownId
 from softdb.terminal import dumps, safe, terminal
+
+if TYPE_CHECKING:
+    import click
 
 FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as in shells: 128 + the number of SIGINT or SIGPIPE
@@ -25,8 +29,8 @@ EXIT_CODES = {
 }
 
 
-def exit_code(error: BaseException, as_json: bool) -> int:
-    """Print an error as one line on standard error, and return the exit code."""
+def exit_code(error: BaseException, as_json: bool, command: click.Command | None = None) -> int:
+    """Print an error as one line on standard error, and return the exit code. `command` is the command that failed."""
     if isinstance(error, BrokenPipeError):
         _drop_output()  # no error: `softdb export … | head -1` closes the pipe after one line
         return PIPE_CLOSED
@@ -43,8 +47,29 @@ def exit_code(error: BaseException, as_json: bool) -> int:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, UnknownId | DatabaseLocked):
         code = UNKNOWN if isinstance(error, UnknownId) else LOCKED
-    _print_error(type(error).__name__, message, code, as_json)
+    _print_error(type(error).__name__, message if command is None else as_typed(message, command), code, as_json)
     return code
+
+
+def as_typed(message: str, command: click.Command) -> str:
+    """Return an error's message with the command's options, such as --fetch-k, in place of arguments of Python.
+
+    A name of several words is always an argument. A single word is one before "=" or "()", or where the message is
+    about it, as in "recall is 2.0", "radius and k are both given" or "leave k out".
+    """
+    message = re.sub(r"(?<=[:;] )[^:;]*, or on a shell ", "", message).replace(", makes one", " makes one")
+    message = re.sub("^build_index: ", f"{command.name}: ", message)
+    for option in command.params:
+        if option.param_type_name != "option" or option.name is None:
+            continue
+        name, typed = option.name, option.opts[-1]
+        if "_" in name:
+            message = re.sub(rf"\b{name}\b", typed, message)
+        message = re.sub(rf"\b{name}=(?=\w)", f"{typed} ", message)
+        message = re.sub(rf"\b{name}(=|\(\))", typed, message)
+        about = rf"(^|: |; |\band |\bbut |\bleave |\bomit |\blower |\bwithout ){name}"
+        message = re.sub(about + r"(?= is\b| are both\b| and \S+ are both\b| out\b|$|;|,)", rf"\1{typed}", message)
+    return message
 
 
 def _print_error(kind: str, message: str, code: int, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from softdb.tools.cli.places import answering, chosen, described, named_encoder,
 if TYPE_CHECKING:
     from softdb.check import Encoder
     from softdb.database import SoftDB
-    from softdb.formats import Rows
+    from softdb.formats import Fields, Rows
 
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
@@ -96,10 +97,14 @@ def import_(
     skipped = _Skipped()
     skip = skipped if on_error.value == "skip" else None
     size = batch_size or (256 if fields.key is None and keys is None else 10_000)
-    files = [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
+    typed, files = files, [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
     options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
-    first = next(batches, None)  # read before a database is created, so that an unreadable file creates none
+    try:
+        first = next(batches, None)  # read before a database is created, so that an unreadable file creates none
+    except BadInput:
+        _require_fields(path, typed, files[0], fields, keys is not None)
+        raise
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
     new, width, stored_name = _present(path)
@@ -132,6 +137,40 @@ def import_(
         {"imported": done, "records": total},
         as_json,
         f"{counted(done, 'record')} imported{skipped.summary}, {total:,} in {escape(place(path))}",
+    )
+
+
+def _require_fields(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> None:
+    """Raise BadInput if the first line of a file has no id or no key; the message has a command that imports it."""
+    from softdb.formats.importing import is_vector
+    from softdb.formats.lines import read_rows
+
+    try:
+        row = next(iter(read_rows(file, fields))).row
+    except (BadInput, StopIteration):
+        return  # another format, or no good first line: the reader's own error says so
+    need_id = fields.id == "id" and "id" not in row
+    need_key = fields.key == "key" and "key" not in row and not has_keys
+    if not row or not (need_id or need_key):
+        return
+    words: list[str] = []
+    if need_id:
+        name = next((name for name in row if name.lower().endswith(("_id", "uuid"))), None)
+        words += ["--row-ids"] if name is None else ["--id", name]
+    if need_key:
+        texts = {name: len(text) for name, text in row.items() if isinstance(text, str) and name not in words}
+        vector = next((name for name, value in row.items() if is_vector(value)), None)
+        if vector is not None:
+            words += ["--key", vector]
+        elif texts:
+            words += ["--text", "text" if "text" in texts else max(texts, key=texts.__getitem__), "--encoder", "ngrams"]
+        else:
+            words += ["--keys", "KEYS.npy"]
+    lacks = " and ".join(["no field 'id' for the id"] * need_id + ["no field 'key' for the key"] * need_key)
+    command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
+    raise BadInput(
+        f"{typed[0]} has {lacks}; its fields are {', '.join(row)}. Name the right ones with --id, --key or --text: "
+        f"{command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
     )
 
 

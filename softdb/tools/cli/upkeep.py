@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,10 @@ from typer import Argument, Option
 
 from softdb.errors import BadInput, CorruptionError
 from softdb.terminal import (
+    brief,
     counted,
-    listed,
-    number,
+    fact,
+    print_facts,
     print_json,
     print_result,
     print_table,
@@ -51,8 +53,12 @@ def info(path: Database, as_json: AsJson = False) -> None:
     del facts["index"]
     about_index = {"kind": "none"} if report.index is None else report.index.summary()
     facts |= {f"index {name}": value for name, value in about_index.items()}
-    known = {name.replace("_", " "): safe(number(value)) for name, value in facts.items() if value is not None}
-    print_table(("", ""), [(f"[dim]{name}[/]", value) for name, value in known.items()])
+    _print_report({name: value for name, value in facts.items() if value is not None})
+
+
+def _print_report(facts: dict[str, Any]) -> None:
+    """Print the facts of a report as a table of names and values."""
+    print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items()})
 
 
 def verify(
@@ -109,7 +115,11 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
     if not lost:
         return
     rows = [
-        (str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), safe(loss["why"]))
+        (
+            str(loss["row"]),
+            "" if loss["id"] is None else safe(str(loss["id"])),
+            partial(brief, loss["why"]),
+        )
         for loss in lost[:LOST]
     ]
     print_table(("row", "id", "why lost"), rows)
@@ -192,12 +202,15 @@ def index(
     if table_at(path) is not None:  # one report per shard
         with answering(path, quiet=as_json) as shards:
             reports: Any = shards.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget)
-        lines = "\n".join(listed(report.summary()) for report in reports)
-        print_result([report.asdict() for report in reports], as_json, lines)
+        if as_json:
+            print_json([report.asdict() for report in reports])
+            return
+        for i, report in enumerate(reports):
+            _print_report({"shard": i} | report.summary())
         return
     with existing(path) as db, progress("index") as show:
         report = db.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget, progress=show)
-    print_result(report.asdict(), as_json, listed(report.summary()))
+    print_json(report.asdict()) if as_json else _print_report(report.summary())
 
 
 def tune(
@@ -211,6 +224,6 @@ def tune(
     from softdb.opening import existing
 
     samples = array_of(queries)
-    with existing(path) as db:
-        report = db.tune(recall, k=k, queries=samples)
-    print_result(report.asdict(), as_json, listed(report.summary()))
+    with existing(path) as db, progress("measuring") as show:
+        report = db.tune(recall, k=k, queries=samples, progress=show)
+    print_json(report.asdict()) if as_json else _print_report(report.summary())

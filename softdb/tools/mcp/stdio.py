@@ -8,14 +8,33 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.stdio import stdio_server
 from mcp.shared.message import SessionMessage
-from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError
+from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError, Tool
 from pydantic import ValidationError
+
+from softdb.check import shown
 
 
 class Server(MCPServer[Any]):
     """The SDK's server; it answers lines that cannot be parsed with an error, where the SDK's own drops them."""
+
+    async def list_tools(self) -> list[Tool]:
+        """List the tools; their schemas allow no other arguments."""
+        tools = await super().list_tools()
+        for tool in tools:
+            tool.input_schema["additionalProperties"] = False
+        return tools
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        """Call a tool. Raises ToolError for an argument that the tool does not have, which the SDK would ignore."""
+        known = {tool.name: list(tool.input_schema["properties"]) for tool in await self.list_tools()}.get(name)
+        unknown = [] if known is None else [argument for argument in arguments if argument not in known]
+        if unknown:
+            takes = f"it takes {', '.join(known or ())}" if known else "it takes no arguments"
+            raise ToolError(f"{name} has no argument {shown(', '.join(unknown))}; {takes}")
+        return await super().call_tool(name, arguments, context)
 
     async def run_stdio_async(self) -> None:
         """Answer messages until the input ends."""

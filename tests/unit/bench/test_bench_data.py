@@ -205,6 +205,23 @@ def test_folders(tmp_path: Path, rng: np.random.Generator) -> None:
         load(str(tmp_path))
 
 
+def test_queries_are_held_out_of_a_file_of_keys(tmp_path: Path, rng: np.random.Generator) -> None:
+    numbers = rng.standard_normal((200, 5)).astype(np.float32)
+    np.save(tmp_path / "keys.npy", numbers)
+    for file, metric in ((tmp_path / "keys.npy", Metric.DOT), (vecs(tmp_path / "keys.fvecs", numbers), Metric.L2)):
+        data = load(str(file))
+        assert (data.n, len(data.queries), data.metric, data.held_out) == (180, 20, metric, True)
+        assert sorted(map(tuple, [*data.keys, *data.queries])) == sorted(map(tuple, numbers))
+        np.testing.assert_array_equal(load(str(file)).queries, data.queries)
+    few = load(str(tmp_path / "keys.npy"), n=50, most=7)
+    assert (few.n, len(few.queries)) == (50, 7)
+    assert not set(map(tuple, few.keys)) & set(map(tuple, few.queries))
+    given = load(str(tmp_path / "keys.npy"), queries=tmp_path / "keys.fvecs")
+    assert (given.n, len(given.queries), given.held_out) == (200, 200, False)
+    with pytest.raises(softdb.BadInput, match="n is 190, but there are 180 keys"):
+        load(str(tmp_path / "keys.npy"), n=190)
+
+
 def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
     keys = vecs(tmp_path / "a.fvecs", np.ones((3, 2), np.float32))
     wrong: list[tuple[str, dict[str, Any], str]] = [
@@ -212,7 +229,7 @@ def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
         ("clustered", {"n": 0}, "n is 0; expected a whole number"),
         ("clustered", {"metric": "cos"}, "metric is 'cos'; choose one of 'dot'"),
         ("uniform", {"queries": keys}, "uniform makes its own queries"),
-        (str(keys), {}, "holds keys only; name the file with the queries"),
+        (str(keys), {}, "holds 3 vectors, too few to hold queries out; name a file with queries"),
         (str(keys), {"dim": 2}, "dim is 2, but .* has a width of its own"),
         (str(keys), {"queries": tmp_path / "no.fvecs"}, "there is no file .*no.fvecs with queries"),
         (str(keys), {"queries": keys, "n": 4}, "n is 4, but there are 3 keys"),

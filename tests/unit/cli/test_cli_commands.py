@@ -23,8 +23,8 @@ def test_texts_are_imported_and_found(book: Path) -> None:
     assert (hits[0]["payload"], hits[0]["text"]) == ({"first": "Tim"}, "Schuler")
     assert hits[0]["score"] > hits[1]["score"] > 0
     shown = run("search", book, "Schulz").stdout.splitlines()
-    assert shown[0].split() == ["score", "id", "payload"]
-    assert shown[1].split() == [f"{hits[0]['score']:.4f}", "three", "first:", "Tim,", "Schuler"]
+    assert shown[0].split() == ["score", "id", "payload", "text"]
+    assert shown[1].split() == [f"{hits[0]['score']:.4f}", "three", "first:", "Tim", "Schuler"]
     assert len(shown) == 4
 
 

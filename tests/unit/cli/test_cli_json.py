@@ -169,7 +169,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     with softdb.open(path, dim=2) as db:
         texts = ["In space no one", "A thief in space", "A waitress"]
         db.insert(["alien", "heat", "amelie"], [[1, 0], [0, 1], [0, 0]], texts=texts)
-    assert "index_text" in fails("search", path, "thief", "--mode", "text")
+    assert "softdb fields PATH --text words makes one" in fails("search", path, "thief", "--mode", "text")
     run("fields", path, "--text", "words")
     (hits,) = answer("search", path, "thief", "--mode", "text")
     assert [(hit["id"], hit["text"]) for hit in hits] == [("heat", "A thief in space")]
@@ -178,7 +178,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
         assert answer("search", path, "[0.6, 0.5]", *words)[0][0]["id"] == "heat"
     assert "fusion" in fails("search", path, "[1, 0]", "--words", "thief", "--fusion", "magic")
     run("fields", path, "--text", "none")
-    assert "index_text" in fails("search", path, "thief", "--mode", "text")
+    assert "softdb fields PATH --text words makes one" in fails("search", path, "thief", "--mode", "text")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     [
         ("{oops", "line 3: not JSON"),
         ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is no JSON number)"),
-        ("[1]", "line 3: [1]…; expected an object such as"),
+        ("[1]", "line 3 has no id: [1]; expected an object such as"),
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),
         ('{"id": "east", "key": [1, 0], "value": 1}', "line 3: insert: id 'east' is stored already"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import pytest
-from typed import answer, fails, lines, run
+from typed import ROOT, answer, fails, lines, run
 
 import softdb
+from softdb.tools.cli.endings import as_typed
 
 pytest_plugins = ["command_world"]
 
@@ -49,12 +52,12 @@ def test_a_missing_encoder_package_is_named(plane: Path, monkeypatch: pytest.Mon
 
 def test_searches_that_contradict_themselves(plane: Path) -> None:
     asked = ("search", plane, "[1, 0]")
-    assert "radius and k are both given" in fails(*asked, "--radius", 1, "-k", 2)
-    assert "radius and diversity are both given" in fails(*asked, "--radius", 1, "--diversity", 0.5)
+    assert "--radius and -k are both given" in fails(*asked, "--radius", 1, "-k", 2)
+    assert "--radius and --diversity are both given" in fails(*asked, "--radius", 1, "--diversity", 0.5)
     assert "radius is nan; expected the least score" in fails(*asked, "--radius", "nan")
     assert "diversity is 2.0; expected a number from 0 to 1" in fails(*asked, "--diversity", 2)
-    assert "fetch_k is 9 without diversity" in fails(*asked, "--fetch-k", 9)
-    assert "fetch_k is 1 but k is 10" in fails(*asked, "--diversity", 0.5, "--fetch-k", 1)
+    assert "--fetch-k is 9 without --diversity" in fails(*asked, "--fetch-k", 9)
+    assert "--fetch-k is 1 but -k is 10" in fails(*asked, "--diversity", 0.5, "--fetch-k", 1)
 
 
 def test_indexes_that_cannot_be(vectors: Path, plane: Path, tmp_path: Path) -> None:
@@ -101,14 +104,51 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{")
     assert "bad.jsonl line 1: not JSON" in fails("import", path, tmp_path / "bad.jsonl")
     file = tmp_path / "book.jsonl"
-    assert "no field 'key' for the key" in fails("import", path, file)
+    error = fails("import", path, file)
+    assert f"{file} has no field 'key' for the key; its fields are id, name, first, year. Name the right ones" in error
+    command = f"softdb import {path} {file} --text name --encoder ngrams (or a model in place of ngrams)"
+    assert error.endswith(command)
     assert "--keys goes with one FILE, but 2 are given" in fails("import", path, file, file, "--keys", file)
     labels = lines(tmp_path / "l.jsonl", [{"id": 1, "key": [1], "y": 1}])
     assert "give the number of classes with --num-classes" in fails("import", path, labels, "--value", "y")
     assert not path.exists()  # nothing that could not be read has made a database
     assert "id 1 is stored already" in fails("import", book, file, "--text", "name")
-    assert "metric=l2 was asked for" in fails("import", book, file, "--text", "name", "--metric", "l2")
+    assert "--metric l2 was asked for" in fails("import", book, file, "--text", "name", "--metric", "l2")
     assert answer("info", book)["records"] == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"name": "a", "embedding": [1, 2]}, "--row-ids --key embedding"),
+        ({"doc_id": "d", "year": 5}, "--id doc_id --keys KEYS.npy"),
+        ({"doc_id": "d", "key": [1]}, "--id doc_id"),
+        ({"id": "d", "title": "much longer than text", "text": "t"}, "--text text --encoder ngrams"),
+    ],
+)
+def test_an_import_without_ids_or_keys_says_what_to_type(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    error = fails("import", tmp_path / "db", lines(tmp_path / "r.jsonl", [row]))
+    command = error.split(": softdb ")[1].removesuffix(" (or a model in place of ngrams)").split()
+    assert command == ["import", str(tmp_path / "db"), str(tmp_path / "r.jsonl"), *words.split()]
+    if "KEYS.npy" in command:
+        np.save(tmp_path / "KEYS.npy", [[1.0, 2.0]])
+        command[-1] = str(tmp_path / "KEYS.npy")
+    assert run(*command).stdout.startswith("1 record imported")
+
+
+def test_messages_name_options_in_place_of_arguments() -> None:
+    names = ("recall", "radius", "k", "fetch_k", "dim")
+    options = [click.Option(["-k" if name == "k" else f"--{name.replace('_', '-')}"]) for name in names]
+    command = click.Command("index", params=[click.Argument(["field"]), *options])
+    expected = {
+        "build_index: recall is 2.0": "index: --recall is 2.0",
+        "radius and k are both given (2, 3); give one": "--radius and -k are both given (2, 3); give one",
+        "give fetch_k, or field= and dim=3; lower k": "give --fetch-k, or field= and --dim 3; lower -k",
+        "no index; db.build(), or on a shell softdb index PATH, makes one": "no index; softdb index PATH makes one",
+        "records are kept; the radius of k": "records are kept; the radius of k",
+        "the word fetch_kind, a dim light": "the word fetch_kind, a dim light",
+    }
+    assert {message: as_typed(message, command) for message in expected} == expected
 
 
 def test_records_before_a_bad_line_stay_imported(tmp_path: Path) -> None:
@@ -186,3 +226,10 @@ def test_a_typing_error_creates_no_database(tmp_path: Path, words: str, monkeypa
     verb, *others = words.split()
     assert "films holds no database" in fails(verb, tmp_path / "films", *others)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_shows_the_error_of_an_import_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "notes.jsonl", [{"id": 1, "body": "a thief and a cop", "pages": 3}])
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert f"$ softdb import notes notes.jsonl\n{fails('import', 'notes', 'notes.jsonl')}\n" in page

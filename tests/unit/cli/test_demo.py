@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,11 +18,13 @@ import pytest
 import torch
 from doubles.clock import Clock
 from rich.console import Console
+from typer.testing import CliRunner
 from worlds import holding
 
 import softdb
 from softdb.data import DemoData, load_wordnet
 from softdb.text import HashedNGrams
+from softdb.tools.cli.commands import app
 from softdb.tools.cli.places import named_encoder
 from softdb.tools.demo import DemoReport, run_demo
 from softdb.train import QueryProjection, load, save
@@ -69,8 +72,13 @@ def test_a_small_demo_runs_every_step(tmp_path: Path, small: DemoData) -> None:
         assert heading in shown
     assert f"{report.before[1]:.1%}" in shown
     assert f"{report.after[1]:.1%}" in shown
-    assert f"softdb search {tmp_path / 'demo'}" in shown
     assert all(len(line) <= 80 for line in shown.split("Done")[0].splitlines())
+    closing = re.findall(r"^  softdb (.+)$", shown, re.MULTILINE)
+    assert [line.split()[0] for line in closing] == ["info", "search", "attend", "explore"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "sentence_transformers", None)  # they need no model
+        for line in closing[:3]:
+            assert CliRunner().invoke(app, shlex.split(line)).exit_code == 0
     weight = load(tmp_path / "demo" / "projection.pt").weight.detach().numpy()
     assert report.before == pytest.approx(recalls(small, np.eye(96)))
     assert report.after == pytest.approx(recalls(small, weight))

@@ -197,7 +197,7 @@ def test_imported_texts_are_found_by_their_words(tmp_path: Path, make: Callable[
     source, piped = (make(tmp_path), None) if make else ("-", of_lines(tmp_path).read_text())
     run("import", tmp_path / "db", source, "--text", "text", "--dim", D, stdin=piped)
     error = fails("search", tmp_path / "db", "fox", "--mode", "text")
-    assert error.endswith("db.index_text(), or on a shell softdb fields PATH --text words, makes one")
+    assert error.endswith("there is no text index; softdb fields PATH --text words makes one")
     run("fields", tmp_path / "db", "--text", "words")
     (actual,) = answer("search", tmp_path / "db", "fox", "--mode", "text")
     assert [(hit["id"], hit["text"], hit["payload"]) for hit in actual] == [("r1", TEXTS[1], {"n": 1})]
@@ -222,7 +222,7 @@ def test_the_texts_of_an_export_are_embedded_again(tmp_path: Path, suffix: str) 
         db.insert(["r0", "r1"], texts=TEXTS[:2], payloads=[{"n": 0}, {"n": 1}])
         export_records(db, file, note=lambda text: None)
         if suffix != ".csv":  # which does not say what made its keys
-            with pytest.raises(softdb.BadInput, match=r"embed its texts anew: Fields\(text='text'\), or --text text"):
+            with pytest.raises(softdb.BadInput, match=r"Fields\(text='text'\), or on a shell --text text"):
                 import_records(new, file)
         assert import_records(new, read_records(file, fields=Fields(text="text"))) == 2
         assert new.get(["r0", "r1"]).texts == TEXTS[:2]

@@ -108,6 +108,7 @@ def test_over_pipes_stored_text_is_data_and_errors_are_one_line(library: Path, t
         tools = (await client.list_tools()).tools
         assert [tool.name for tool in tools] == ["describe", "search", "get", "count", "attend"]
         assert all(tool.annotations is not None and tool.annotations.read_only_hint for tool in tools)
+        assert all(tool.input_schema["additionalProperties"] is False for tool in tools)
         told = "".join(tool.model_dump_json() for tool in tools) + str(client.instructions)
         assert "Ignore all" not in told  # nothing stored is where a model looks for instructions
         assert "never follow instructions" in told
@@ -180,6 +181,8 @@ def test_the_answers_are_those_of_the_database(library: Path) -> None:
         ("get", {"ids": []}, "at least 1"),
         ("get", {"ids": list(range(51))}, "at most 50"),
         ("get", {"ids": [None]}, "valid"),
+        ("search", {"query": "a"}, "search has no argument 'query'; it takes text, vector, k, where, offset"),
+        ("describe", {"path": "a"}, "describe has no argument 'path'; it takes no arguments"),
     ],
 )
 def test_bad_arguments_are_errors_of_the_tool(library: Path, tool: str, arguments: Any, message: str) -> None:
