@@ -14,6 +14,7 @@ NEEDED = (
     "softdb/data/wordnet/LICENSE-WordNet.txt",
 )
 FOREIGN = ("tests/", "benchmarks/", "docs/", "examples/", "softdb/kernels/native/", "softdb/kernels/CMakeLists.txt")
+LEFTOVERS = ("__pycache__/", "/CMakeFiles/", "/.cmake/")  # of a build or a run in the checkout
 MOST = 40 << 20  # bytes
 
 
@@ -22,9 +23,10 @@ def faults(wheel: Path, version: str | None) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     found = [f"lacks {name}" for name in NEEDED if name not in names]
-    found += [f"holds {name}" for name in names if name.startswith(FOREIGN)]
-    if not any(name.startswith("softdb/kernels/_native") for name in names):
-        found.append("lacks the kernels")
+    found += [f"holds {name}" for name in names if name.startswith(FOREIGN) or any(part in name for part in LEFTOVERS)]
+    kernels = [name for name in names if name.startswith("softdb/kernels/_native")]
+    if len(kernels) != 1:
+        found.append(f"holds {len(kernels)} modules of kernels, not 1" if kernels else "lacks the kernels")
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         found.append("lacks the licence")
     if version is not None and wheel.name.split("-")[1] != version:

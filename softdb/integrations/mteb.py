@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mteb.models.model_meta import ScoringFunction
 
 from softdb.check import share, shown
 from softdb.database import SoftDB
-from softdb.errors import BadInput
+from softdb.errors import BadInput, MissingDependency
 from softdb.opening import open as open_database
+
+try:
+    from mteb.models.model_meta import ScoringFunction
+except ImportError as error:
+    raise MissingDependency("softdb.integrations.mteb needs mteb; pip install 'softdb[mteb]'") from error
 
 METRICS: dict[Any, Any] = {
     ScoringFunction.COSINE: "cosine", ScoringFunction.DOT_PRODUCT: "dot", ScoringFunction.EUCLIDEAN: "l2",

@@ -51,6 +51,12 @@ def test_a_page_that_loads_from_another_host_is_noticed() -> None:
     assert not ASKED.search('<a href="https://example.org">')
 
 
+WHOLE = [
+    "softdb/py.typed", "softdb/__init__.py", "softdb/data/wordnet/keys.npy",
+    "softdb/data/wordnet/LICENSE-WordNet.txt", "softdb/kernels/_native.so", "softdb-1.0.dist-info/licenses/LICENSE",
+]  # fmt: skip
+
+
 def faults(wheel: Path, version: str | None = None) -> list[str]:
     spec = importlib.util.spec_from_file_location("check_wheel", ROOT / ".ci" / "check_wheel.py")
     assert spec is not None
@@ -63,19 +69,24 @@ def faults(wheel: Path, version: str | None = None) -> list[str]:
 
 def test_a_wheel_that_lacks_something_is_not_published(tmp_path: Path) -> None:
     wheel = tmp_path / "softdb-1.0-py3-none-any.whl"
-    whole = [
-        "softdb/py.typed", "softdb/__init__.py", "softdb/data/wordnet/keys.npy",
-        "softdb/data/wordnet/LICENSE-WordNet.txt", "softdb/kernels/_native.so", "softdb-1.0.dist-info/licenses/LICENSE",
-    ]  # fmt: skip
-    for left_out in range(len(whole)):
+    for left_out in range(len(WHOLE)):
         with zipfile.ZipFile(wheel, "w") as archive:
-            for name in whole[:left_out] + whole[left_out + 1 :]:
+            for name in WHOLE[:left_out] + WHOLE[left_out + 1 :]:
                 archive.writestr(name, "")
         assert len(faults(wheel)) == 1
     with zipfile.ZipFile(wheel, "w") as archive:
-        for name in [*whole, "tests/test_a.py"]:
+        for name in [*WHOLE, "tests/test_a.py"]:
             archive.writestr(name, "")
     assert faults(wheel, "1.1") == ["holds tests/test_a.py", "is of version 1.0, not 1.1"]
+
+
+def test_a_wheel_with_leftovers_of_the_checkout_is_not_published(tmp_path: Path) -> None:
+    wheel = tmp_path / "softdb-1.0-py3-none-any.whl"
+    left = ["softdb/kernels/_native.cpython-311.so", "softdb/kernels/CMakeFiles/a.o", "softdb/__pycache__/a.pyc"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [*WHOLE, *left]:
+            archive.writestr(name, "")
+    assert faults(wheel) == [f"holds {left[1]}", f"holds {left[2]}", "holds 2 modules of kernels, not 1"]
 
 
 def test_the_version_stands_in_one_place() -> None:

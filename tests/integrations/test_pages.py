@@ -14,5 +14,7 @@ PAGES.append(DOCS / "cluster.md")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.stem == "chroma":
+        pytest.importorskip("chromadb", reason="needs softdb[chroma], which .ci/run installs last")
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page)

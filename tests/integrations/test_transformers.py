@@ -411,7 +411,7 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
 
 
 def test_the_example_prints_what_it_claims(tmp_path: Path) -> None:
-    example = Path(softdb.__file__).parents[1] / "examples" / "language_model.py"
+    example = Path(__file__).parents[2] / "examples" / "language_model.py"
     paths = {**os.environ, "PYTHONPATH": str(example.parents[1])}
     command = [sys.executable, "-W", "error", str(example), "400", "--quick", "--plot", "drawn.png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=paths)

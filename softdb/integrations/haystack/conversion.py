@@ -9,16 +9,12 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from haystack.dataclasses import ByteStream, Document, SparseEmbedding
 from torch import Tensor
 
 from softdb.check import shown
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
 from softdb.integrations.haystack_filters import EXTRAS
-
-try:
-    from haystack.dataclasses import ByteStream, Document, SparseEmbedding
-except ImportError as error:
-    raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
 
 def require_documents(documents: object, dim: int | None) -> list[Any]:

@@ -10,26 +10,23 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from haystack import Document, default_from_dict, default_to_dict
+from haystack.document_stores.errors import DuplicateDocumentError
+from haystack.document_stores.types import DuplicatePolicy
+from haystack.errors import FilterError
+
 from softdb import check
 from softdb.check import Id, shown
 from softdb.cluster import TableCluster
 from softdb.cluster import open as open_table
 from softdb.database import SoftDB
-from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, MissingDependency, UnknownId
+from softdb.errors import BadFilter, BadInput, Closed, DuplicateId, UnknownId
 from softdb.filters import parse
 from softdb.integrations.documents import awaited, open_store, own_ids, relevance, retried, retry, search_one, stored
 from softdb.integrations.haystack.conversion import document, payload_of, plain_meta, require_documents
 from softdb.integrations.haystack_filters import EXTRAS, where_of
 from softdb.opening import table_at
 from softdb.store.paths import field_names
-
-try:
-    from haystack import Document, default_from_dict, default_to_dict
-    from haystack.document_stores.errors import DuplicateDocumentError
-    from haystack.document_stores.types import DuplicatePolicy
-    from haystack.errors import FilterError
-except ImportError as error:
-    raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from None
 
 
 class DuplicateDocument(DuplicateId, DuplicateDocumentError):
