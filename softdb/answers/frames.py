@@ -63,7 +63,7 @@ def _series(pd: Any, name: str, cells: list[Any]) -> Any:
     return pd.Series(cells, dtype="Int64" if whole else None if cells else object)
 
 
-def column_names(columns: object) -> list[str]:
+def column_names(columns: Any) -> list[str]:
     """Return the names of columns, each once. Raises BadInput."""
     named = isinstance(columns, Sequence) and not isinstance(columns, str)
     if not named or not all(type(column) is str for column in columns):

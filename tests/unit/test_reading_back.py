@@ -154,7 +154,7 @@ def test_records_iterate_as_they_index(columns: Any) -> None:
             same = records[i]
             for part, other in ((record.key, same.key), (record.value, same.value)):
                 assert type(part) is type(other)
-                assert torch.equal(part, other) if isinstance(part, torch.Tensor) else part == other
+                assert torch.equal(torch.as_tensor(part), torch.as_tensor(other)) if part is not None else other is None
             assert (record.id, record.payload, record.text) == (same.id, same.payload, same.text)
 
 
