@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from softdb.check import shown
 from softdb.errors import BadInput, MissingDependency
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from softdb.answers.records import Records
 
 __all__ = ["COLUMNS", "column_names", "field_names", "frame", "pandas"]
 
@@ -20,17 +17,17 @@ RESERVED = {*COLUMNS, "vector", "embedding"}  # names of columns that an insert 
 INT64 = range(-(2**63), 2**63)
 
 
-def frame(batches: Iterable[Records], names: Sequence[str] | None) -> Any:
-    """Return records as a pandas DataFrame; see `Verbs.to_pandas`. Raises MissingDependency without pandas."""
+def frame(batches: Iterable[Any], names: Sequence[str] | None) -> Any:
+    """Return batches of `Records` as a pandas DataFrame; see `Verbs.to_pandas`. Raises MissingDependency."""
     pd, wanted = pandas(), set(COLUMNS if names is None else names)
     cells: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for records in batches:
         cells["id"] += records.ids
         cells["text"] += records.texts
         if "key" in wanted:
-            cells["key"] += _vectors(records.keys, records)
+            cells["key"] += _vectors(records.keys, records.keyed)
         if "value" in wanted and records.values is not None:
-            cells["value"] += _vectors(records.values, records)
+            cells["value"] += _vectors(records.values, records.keyed)
         if not wanted <= {*COLUMNS[:4]}:
             cells["payload"] += records.payloads
     if not cells["value"]:
@@ -45,9 +42,9 @@ def frame(batches: Iterable[Records], names: Sequence[str] | None) -> Any:
     return pd.DataFrame({name: _series(pd, name, cells[name]) for name in names if name in cells})
 
 
-def _vectors(column: Tensor, records: Records) -> list[Any]:
+def _vectors(column: Tensor, keyed: Tensor) -> list[Any]:
     rows = column.tolist() if column.ndim == 1 else column.numpy()
-    return [row if keyed else None for row, keyed in zip(rows, records.keyed.tolist(), strict=True)]
+    return [row if has_key else None for row, has_key in zip(rows, keyed.tolist(), strict=True)]
 
 
 def _fields(payloads: list[Any]) -> list[str] | None:
@@ -66,13 +63,10 @@ def _series(pd: Any, name: str, cells: list[Any]) -> Any:
     return pd.Series(cells, dtype="Int64" if whole else None if cells else object)
 
 
-def column_names(columns: object) -> list[str]:
+def column_names(columns: Any) -> list[str]:
     """Return the names of columns, each once. Raises BadInput."""
-    if (
-        isinstance(columns, str)
-        or not isinstance(columns, Sequence)
-        or not all(type(column) is str for column in columns)
-    ):
+    named = isinstance(columns, Sequence) and not isinstance(columns, str)
+    if not named or not all(type(column) is str for column in columns):
         raise BadInput(f'columns are {shown(columns)}; expected a list of names such as ["id", "year"]')
     return list(dict.fromkeys(columns))
 

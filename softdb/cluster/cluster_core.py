@@ -226,16 +226,8 @@ class ClusterCore(Core[Sharded]):
         return Sharded(self.caller, search.where).hits(query, excluded)
 
 
-def _scan(
-    _: int,
-    version: int,
-    first: messages.Description | None,
-    after: int,
-    size: int,
-    where: dict[str, Any] | None,
-    skip: int,
-) -> messages.ScanRows:
+def _scan(_: int, version: int, first: messages.Description | None, after: int, **words: Any) -> messages.ScanRows:
     """Return the next message of a scan, which must reach the same directory: `after` is a row of that directory."""
     if first is not None and messages.directory_of(version) != messages.directory_of(first.version):
         version = first.version
-    return messages.ScanRows(version, after, size, where, skip)
+    return messages.ScanRows(version, after, **words)

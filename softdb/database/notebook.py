@@ -16,7 +16,7 @@ def described(name: str, stats: Stats, first: Records | None) -> str:
         vectors = "the keys" if stats.num_classes is None else f"labels of {stats.num_classes} classes"
     facts = {
         "records": f"{stats.records:,}" + f", {stats.keyless:,} without a key" * (stats.keyless > 0),
-        "keys": f"d = {stats.dim}, {stats.dtype}, {stats.metric}",
+        "keys": f"d = {stats.dim or 'undecided'}, {stats.dtype}, {stats.metric}",
         "values": vectors,
         "encoder": stats.encoder or "none",
         "index": "none, searches are exact" if index is None else f"{index.kind}, recall {index.recall:.3f}",

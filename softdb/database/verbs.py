@@ -190,12 +190,7 @@ class Verbs(Questions):
 
     @verb
     def get(
-        self,
-        ids: Ids | None = None,
-        where: dict[str, Any] | None = None,
-        *,
-        limit: int | None = None,
-        offset: int = 0,
+        self, ids: Ids | None = None, where: dict[str, Any] | None = None, *, limit: int | None = None, offset: int = 0
     ) -> Records:
         """Return the records with these ids, in their order, or those that a filter matches, in the order of `scan`.
 
@@ -262,12 +257,7 @@ class Verbs(Questions):
 
     @verb
     def to_pandas(
-        self,
-        columns: Sequence[str] | None = None,
-        where: dict[str, Any] | None = None,
-        *,
-        limit: int | None = None,
-        offset: int = 0,
+        self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None, *, limit: int | None = None
     ) -> Any:
         """Return all records, or those that a filter matches, as a pandas DataFrame, in the order of `scan`.
 
@@ -278,7 +268,7 @@ class Verbs(Questions):
             columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, value if
                 the database has values, text if a record has a text, and every field of the payloads.
             where: a filter.
-            limit: maximum number of records, after the first `offset`.
+            limit: maximum number of records.
 
         `key` holds arrays (d,), `value` arrays (v,) or integers; None for a record without a key. A field is empty in
         records that lack it; its integers then have pandas' dtype Int64. If a payload is no object, or has a field
@@ -287,16 +277,11 @@ class Verbs(Questions):
         Raises MissingDependency without pandas.
         """
         names = None if columns is None else frames.column_names(columns)
-        return frames.frame(self.scan(10_000, where, limit=limit, offset=offset), names)
+        return frames.frame(self.scan(10_000, where, limit=limit), names)
 
     @verb
     def to_arrow(
-        self,
-        columns: Sequence[str] | None = None,
-        where: dict[str, Any] | None = None,
-        *,
-        limit: int | None = None,
-        offset: int = 0,
+        self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None, *, limit: int | None = None
     ) -> Any:
         """Return all records, or those that a filter matches, as a `pyarrow.Table`, in the order of `scan`.
 
@@ -307,7 +292,7 @@ class Verbs(Questions):
             columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, text and
                 payload, and value if the database has values.
             where: a filter.
-            limit: maximum number of records, after the first `offset`.
+            limit: maximum number of records.
 
         `id` is int64 or string; with ids of both types string, with a further column `id_is_int`. `key` is a fixed-size
         list of the database's dtype, null for a record without a key; `value` such a list, or an int64; `payload` is
@@ -315,19 +300,14 @@ class Verbs(Questions):
 
         Raises MissingDependency without pyarrow, and BadInput for a field whose values differ in type.
         """
-        return arrow.table(self.core, self.scan(10_000, where, limit=limit, offset=offset), columns)
+        return arrow.table(self.core, self.scan(10_000, where, limit=limit), columns)
 
     @verb
     def scan_arrow(
-        self,
-        batch_size: int = 10_000,
-        where: dict[str, Any] | None = None,
-        *,
-        limit: int | None = None,
-        offset: int = 0,
+        self, batch_size: int = 10_000, where: dict[str, Any] | None = None, *, limit: int | None = None
     ) -> Any:
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
         As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
         """
-        return arrow.reader(self.core, self.scan(batch_size, where, limit=limit, offset=offset))
+        return arrow.reader(self.core, self.scan(batch_size, where, limit=limit))

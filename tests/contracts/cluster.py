@@ -280,8 +280,8 @@ class ClusterContract(abc.ABC):
         assert cluster.get([7, 3, 9], offset=5).ids == []
         with pytest.raises(UnknownId, match=f"id {N} is not stored"):
             cluster.get([3, N], {"third": 0}, limit=1)
-        frame = cluster.to_pandas(["third", "id"], {"third": {"$ne": 2}}, limit=4, offset=1)
-        assert frame["id"].tolist() == cluster.get(where={"third": {"$ne": 2}}, limit=4, offset=1).ids
+        frame = cluster.to_pandas(["third", "id"], {"third": {"$ne": 2}}, limit=4)
+        assert frame["id"].tolist() == cluster.get(where={"third": {"$ne": 2}}, limit=4).ids
         assert f"{N:,}" in cluster._repr_html_()
         assert cluster.core.header == one.core.header | {"fields": ()}
 

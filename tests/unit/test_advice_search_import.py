@@ -34,6 +34,13 @@ def test_hybrid_needs_vectors(folder: Path) -> Steps:
         assert db.search(texts="fox", mode="hybrid").ids == [["a"]]
 
 
+@advice("pass a filter as where=")
+def test_a_filter_is_no_list_of_ids(folder: Path) -> Steps:
+    with holding(payloads=[{"year": 1979}, {"year": 1995}]) as db:
+        yield lambda: db.get({"year": 1995})
+        assert db.get(where={"year": 1995}).ids == [1]
+
+
 @advice("the writer's db.index_text(), or on a shell softdb fields PATH --text words, makes one")
 def test_words_need_an_index(folder: Path) -> Steps:
     from typer.testing import CliRunner
