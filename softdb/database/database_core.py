@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -73,8 +74,13 @@ class DatabaseCore(Core[Stored]):
 
     @property
     def fingerprint(self) -> str | None:
-        """Stored vectors of fixed texts by that encoder; None if they are not stored."""
+        """Stored vectors of fixed texts by that encoder, see `softdb.encoders`; None if they are not stored."""
         return self.store.keyed.fingerprint
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Description of the database in an export: schema, declared fields, the encoder's name and fingerprint."""
+        return {**super().header, "fingerprint": self.fingerprint}
 
     @property
     def path(self) -> Path | None:
@@ -325,24 +331,27 @@ class DatabaseCore(Core[Stored]):
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> None:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
+        store, done, encoder_of = self.store, False, functools.partial(self._encoder_of, change, given)
         with telling(progress) as callback:
-            while not self._put(change, given, callback):
-                pass
+            while not done:
+                keyed, encoder = store.keyed, encoder_of()
+                checker = RecordChecker(keyed.schema, encoder_of)
+                if change is WriteKind.UPDATE:
+                    parts = checker.parts(*given, callback)
+                    done = store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
+                    continue
+                batch = checker.batch(*given, callback)
+                made = self._made(keyed, encoder, given, batch.keys)
+                if encoder is DEFAULT:
+                    warn_default()
+                done = (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
 
-    def _put(self, change: WriteKind, given: Given, progress: Progress) -> bool:
-        """Check and write records, and return True; False if the width changed meanwhile."""
-        store, keyed, encoder = self.store, self.store.keyed, self.encoder()
-        if encoder is None and not keyed.schema.dim and given.keys is None and given.texts is not None:
-            encoder = None if change is WriteKind.UPDATE else DEFAULT
-        checker = RecordChecker(keyed.schema, lambda: encoder)
-        if change is WriteKind.UPDATE:
-            parts = checker.parts(*given, progress)
-            return store.run(self._update_if, keyed, parts, self._made(keyed, encoder, given, parts.keys))
-        batch = checker.batch(*given, progress)
-        made = self._made(keyed, encoder, given, batch.keys)
-        if encoder is DEFAULT:
-            warn_default()
-        return (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
+    def _encoder_of(self, change: WriteKind, given: Given) -> check.Encoder | None:
+        """Return the encoder of a batch; for the first texts without keys in an undecided database `DEFAULT`."""
+        encoder = self.encoder()
+        if encoder is None and not self.schema.dim and given.keys is None and given.texts is not None:
+            return None if change is WriteKind.UPDATE else DEFAULT
+        return encoder
 
     def _made(self, keyed: Keyed, encoder: check.Encoder | None, given: Given, keys: Any) -> Made | None:
         """Return the encoder of a batch's keys if it must be stored: the database has no fingerprint of its encoder."""
