@@ -63,7 +63,7 @@ def warn_default() -> None:
         "text on a CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts "
         "db.reembed('all-MiniLM-L6-v2'). To stay with n-grams without this warning: encoder='ngrams'",
         EncoderWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
