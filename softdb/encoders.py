@@ -114,7 +114,7 @@ def require_like(fingerprint: str | None, encoder: Encoder) -> None:
         text = FIXED_TEXTS[int(distances.argmax())]
         raise BadInput(
             f"this encoder is not the one that made the keys: for {text!r} their vectors differ by "
-            f"{distances.max():.2g} of their length, and one encoder's by at most {TOLERANCE}; open it with the encoder "
+            f"{distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the encoder "
             "that made the keys, or without an encoder and compute its keys again with reembed"
         )
 

@@ -86,7 +86,7 @@ def open(
         embed = None if encoder is None else encoder_of(encoder, None if dim is None else check.integer(dim, "dim", 1))
         width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
-        new = check.schema(width, value_dim, num_classes, dtype, metric, None, undecided=True)
+        new = check.undecided(width, value_dim, num_classes, dtype, metric)
         with _refusals(path, mode):
             store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
         try:

@@ -14,7 +14,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import integer, one_of, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema"]
+__all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema", "undecided"]
 
 MAX_DIM = 1 << 20  # maximum width of a key: a larger one is surely a mistake
 
@@ -78,12 +78,10 @@ def schema(
     dtype: object,
     metric: object,
     stored: Schema | None,
-    *,
-    undecided: bool = False,
 ) -> Schema:
     """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput.
 
-    `undecided`: without `dim`, a new database has the width 0. Widths given for such a stored schema are filled in.
+    Widths that are undecided in `stored` are taken from the arguments.
     """
     wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
@@ -95,10 +93,11 @@ def schema(
     if value_dim is not None and num_classes is not None:
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
-        if wanted["dim"] is None and not undecided:
+        if wanted["dim"] is None:
             raise BadInput("dim is not given; a new database needs the width of its keys")
-        defaults = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
-        return Schema(**{**wanted, **{name: wanted[name] or default for name, default in defaults.items()}})
+        return Schema(
+            **{**wanted, "dtype": wanted["dtype"] or np.dtype(np.float32), "metric": wanted["metric"] or Metric.DOT}
+        )
     if not stored.dim:  # widths that are not decided yet
         values = () if stored.has_values else ("value_dim", "num_classes")
         stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})
@@ -107,6 +106,12 @@ def schema(
             plain = [setting.value if isinstance(setting, Metric) else setting for setting in (new, old)]
             raise BadInput(f"{name}={plain[0]} was asked for but this database has {plain[1]}; omit it or open another")
     return stored
+
+
+def undecided(dim: object, value_dim: object, num_classes: object, dtype: object, metric: object) -> Schema:
+    """Return the schema of a new database; without `dim` its width is undecided, 0. Raises BadInput."""
+    decided = schema(1 if dim is None else dim, value_dim, num_classes, dtype, metric, None)
+    return replace(decided, dim=0) if dim is None else decided
 
 
 def _dtype(value: object) -> np.dtype[Any]:

@@ -66,11 +66,6 @@ class Core(Protocol[S]):
         """Stored name of the encoder that made the keys; None if no name is stored."""
 
     @property
-    def fingerprint(self) -> str | None:
-        """Vectors of fixed texts by that encoder, see `softdb.encoders`; None if they are not stored."""
-        return None
-
-    @property
     def path(self) -> Path | None:
         """Directory of the database; None for a database in memory, or a cluster with several directories."""
 
@@ -153,8 +148,7 @@ class Core(Protocol[S]):
     @property
     def header(self) -> dict[str, Any]:
         """Description of the database in an export: schema, declared fields, and the encoder's name."""
-        made = {"encoder": self.encoder_name, "fingerprint": self.fingerprint}
-        return {**self.schema.described, "fields": self.fields, **made}
+        return {**self.schema.described, "fields": self.fields, "encoder": self.encoder_name}
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +21,11 @@ from softdb.attend import Stored
 from softdb.check import Id, Schema
 from softdb.database.core import ALL, Core, SearchArguments, with_one_encoder
 from softdb.database.embedding import telling
-from softdb.database.incoming import Given, RecordChecker, RecordParts, WriteKind
+from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.database.texts import search_by_text
+from softdb.database.writing import encoder_for, entry_for, update_if
 from softdb.device import Board
-from softdb.encoders import DEFAULT, fingerprint_of, name_of, of_name, warn_default
+from softdb.encoders import of_name
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
 from softdb.filters import FilteredStore
 from softdb.index import Finder
@@ -33,7 +35,6 @@ from softdb.reports import CompactReport, Stats
 from softdb.store import Snapshot
 from softdb.store.compact import compact
 from softdb.store.entry import RecordEntry
-from softdb.store.keyed import Keyed, Made
 from softdb.store.stats import stats
 from softdb.typing import Vectors
 
@@ -72,9 +73,9 @@ class DatabaseCore(Core[Stored]):
         return self.store.keyed.encoder
 
     @property
-    def fingerprint(self) -> str | None:
-        """Stored vectors of fixed texts by that encoder; None if they are not stored."""
-        return self.store.keyed.fingerprint
+    def header(self) -> dict[str, Any]:
+        """Description of the database in an export: schema, declared fields, the encoder's name and fingerprint."""
+        return {**super().header, "fingerprint": self.store.keyed.fingerprint}
 
     @property
     def path(self) -> Path | None:
@@ -340,42 +341,20 @@ class DatabaseCore(Core[Stored]):
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
+        store, ids, encoder_of = self.store, None, functools.partial(encoder_for, self, change, given)
         with telling(progress) as callback:
-            while (ids := self._put(change, given, callback)) is None:
-                pass
+            while ids is None:
+                keyed = store.keyed
+                checker = RecordChecker(keyed.schema, encoder_of)
+                if change in UPDATES:
+                    parts = checker.parts(*given, callback)
+                    entry = entry_for(keyed, encoder_of(), given, parts.keys)
+                    ids = store.run(update_if, store, keyed, parts, change is WriteKind.MERGE, entry)
+                else:
+                    batch = checker.batch(*given, callback)
+                    write = store.insert if change is WriteKind.INSERT else store.upsert
+                    ids = write(batch, keyed, entry_for(keyed, encoder_of(), given, batch.keys))
         return ids
-
-    def _put(self, change: WriteKind, given: Given, progress: Progress) -> list[Id] | None:
-        """Check and write records, and return their ids; None if the width changed meanwhile."""
-        store, keyed, encoder = self.store, self.store.keyed, self.encoder()
-        updates = change in (WriteKind.UPDATE, WriteKind.MERGE)
-        if encoder is None and not keyed.schema.dim and given.keys is None and given.texts is not None:
-            encoder = None if updates else DEFAULT
-        checker = RecordChecker(keyed.schema, lambda: encoder)
-        if updates:
-            parts = checker.parts(*given, progress)
-            made = self._made(keyed, encoder, given, parts.keys)
-            return store.run(self._update_if, keyed, parts, change is WriteKind.MERGE, made)
-        batch = checker.batch(*given, progress)
-        made = self._made(keyed, encoder, given, batch.keys)
-        if encoder is DEFAULT:
-            warn_default()
-        return (store.insert if change is WriteKind.INSERT else store.upsert)(batch, keyed, made)
-
-    def _made(self, keyed: Keyed, encoder: check.Encoder | None, given: Given, keys: Any) -> Made | None:
-        """Return the encoder of a batch's keys if it must be stored: the database has no fingerprint of its encoder."""
-        texts = given.texts is not None if given.keys is None else check.are_texts(given.keys)
-        if encoder is None or not texts or keys is None or keyed.fingerprint is not None:
-            return None
-        made = Made(name_of(DEFAULT) if encoder is DEFAULT else keyed.encoder, fingerprint_of(encoder, keys.shape[1]))
-        return None if made == (keyed.encoder, keyed.fingerprint) else made
-
-    def _update_if(self, keyed: Keyed, parts: RecordParts, merge: bool, made: Made | None) -> list[Id] | None:
-        """Update, and return the ids; None if the width changed since `keyed`. Runs on the store's thread."""
-        if self.store.keyed is not keyed:
-            return None
-        self.store.update(*parts, merge, made)
-        return parts.ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""

@@ -27,6 +27,9 @@ class WriteKind(Enum):
     MERGE = "merge"
 
 
+UPDATES = (WriteKind.UPDATE, WriteKind.MERGE)
+
+
 class Given(NamedTuple):
     """The arguments of `insert`, `upsert` and `update`, unchecked."""
 

@@ -56,12 +56,12 @@ def open_store(
 def require_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
     """Raise BadInput if the database has a fingerprint of its encoder, and `embed` gives other vectors."""
     if isinstance(db, SoftDB):
-        require_like(db.core.fingerprint, embed)
+        require_like(db.core.store.keyed.fingerprint, embed)
 
 
 def note_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
     """Store a fingerprint of `embed`, which has made keys of the database, if none is stored."""
-    if isinstance(db, SoftDB) and db.core.fingerprint is None:
+    if isinstance(db, SoftDB) and db.core.store.keyed.fingerprint is None:
         fingerprint = fingerprint_of(embed, db.dim)
         if fingerprint is not None:
             db.core.store.note_encoder(db.encoder_name, fingerprint)

@@ -23,7 +23,7 @@ def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: li
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
     stored = None
     with contextlib.suppress(KeyError, BadInput):
-        stored = check.schema(**{name: settings[name] for name in _SETTINGS}, stored=None, undecided=True)
+        stored = check.undecided(**{name: settings[name] for name in _SETTINGS})
     if stored is not None:
         return check.schema(**arguments, stored=stored)
     known = {name: value for source in (settings, arguments) for name, value in source.items() if value is not None}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from softdb.check import Schema, schema, shown
+from softdb.check import Schema, shown, undecided
 from softdb.errors import BadInput
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_catalog
@@ -32,10 +32,10 @@ class Keyed(NamedTuple):
     fingerprint: str | None = None  # vectors of fixed texts by the encoder, see `softdb.encoders`; None: not known
 
 
-class Made(NamedTuple):
-    """Encoder that makes the keys: its name and its fingerprint, None where not known."""
+class EncoderEntry(NamedTuple):
+    """Name and fingerprint of the encoder of the keys, None where not known."""
 
-    encoder: str | None
+    name: str | None
     fingerprint: str | None = None
 
 
@@ -64,7 +64,7 @@ def read(catalog: Catalog) -> Keyed:
 def _parse(*values: Any) -> Keyed:
     dim, value_dim, num_classes, dtype, metric, encoder, since, fingerprint = values
     try:
-        stored = schema(dim, value_dim, num_classes, dtype, metric, None, undecided=True)
+        stored = undecided(dim, value_dim, num_classes, dtype, metric)
     except BadInput as error:
         raise damaged_catalog(f"has damaged settings ({error})") from None
     if not (encoder is None or (isinstance(encoder, str) and 0 < len(encoder) <= LONGEST)):
@@ -82,14 +82,14 @@ def _is_fingerprint(fingerprint: object) -> bool:
     )
 
 
-def note(catalog: Catalog, made: Made) -> None:
+def note(catalog: Catalog, encoder: EncoderEntry) -> None:
     """Write the encoder's name and fingerprint to the settings, in the open transaction. Raises BadInput."""
-    if not _is_fingerprint(made.fingerprint):
+    if not _is_fingerprint(encoder.fingerprint):
         limit = f"expected ASCII of at most {LONGEST_FINGERPRINT} characters"
-        raise BadInput(f"the fingerprint is {shown(made.fingerprint)}; {limit}")
-    catalog.put_setting("encoder", made.encoder if made.encoder is None else require_name(made.encoder))
-    if made.fingerprint is not None or "fingerprint" in catalog.settings():
-        catalog.put_setting("fingerprint", made.fingerprint)
+        raise BadInput(f"the fingerprint is {shown(encoder.fingerprint)}; {limit}")
+    catalog.put_setting("encoder", encoder.name if encoder.name is None else require_name(encoder.name))
+    if encoder.fingerprint is not None or "fingerprint" in catalog.settings():
+        catalog.put_setting("fingerprint", encoder.fingerprint)
 
 
 def decide(catalog: Catalog, decided: Schema) -> None:

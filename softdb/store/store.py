@@ -21,7 +21,7 @@ from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append, new_ids
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry, merged
-from softdb.store.keyed import Keyed, Made
+from softdb.store.keyed import EncoderEntry, Keyed
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
@@ -91,11 +91,11 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> list[Id] | None:
+    def insert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
         """Add records, and return their ids. Raises DuplicateId if an id is stored already; then nothing is written.
 
         `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return None.
-        `made`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
+        `encoder`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
         widths that are undecided.
         """
         if origin is not None and self.keyed is not origin:
@@ -104,7 +104,7 @@ class Store(Session):
             if not batch.ids:
                 batch = batch._replace(ids=new_ids(self.catalog, len(batch.payloads)))
             try:
-                changed = self._note_origin(batch.keys, batch.values, made)
+                changed = self._note_origin(batch.keys, batch.values, encoder)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
                 change.appended = appended if batch.keyed is None and not changed else None
             except apsw.ConstraintError:
@@ -119,21 +119,21 @@ class Store(Session):
         return batch.ids
 
     @on_thread
-    def upsert(self, batch: Batch, origin: Keyed | None = None, made: Made | None = None) -> list[Id] | None:
+    def upsert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
         """Add records as `insert` does, but replace stored records that have the same ids."""
         if not batch.ids:
-            return self.insert(batch, origin, made)
+            return self.insert(batch, origin, encoder)
         if origin is not None and self.keyed is not origin:
             return None
         with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
-            self._note_origin(batch.keys, batch.values, made)
+            self._note_origin(batch.keys, batch.values, encoder)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
         return batch.ids
 
-    def _note_origin(self, keys: Array, values: Array | None, made: Made | None) -> bool:
+    def _note_origin(self, keys: Array, values: Array | None, encoder: EncoderEntry | None) -> bool:
         """Store undecided widths (the keys are the first) and the encoder. Return False if nothing had to be stored."""
         schema = self.schema
         undecided = not schema.dim and keys.shape[1] > 0
@@ -143,9 +143,9 @@ class Store(Session):
             schema = replace(schema, dim=keys.shape[1])
             keyed.decide(self.catalog, schema)
             self.columns.reshape(schema)  # if the commit fails, no segment exists, and the next keys reshape again
-        if made is not None:
-            keyed.note(self.catalog, made)
-        return undecided or made is not None
+        if encoder is not None:
+            keyed.note(self.catalog, encoder)
+        return undecided or encoder is not None
 
     @on_thread
     def decide(self, schema: Schema) -> None:
@@ -164,11 +164,11 @@ class Store(Session):
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
         merge: bool = False,
-        made: Made | None = None,
+        encoder: EncoderEntry | None = None,
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `merge`: replace only the given fields of payloads. `made`: as in `insert`.
+        `merge`: replace only the given fields of payloads. `encoder`: as in `insert`.
 
         Raises UnknownId, CorruptionError, and BadInput for a value without a key or a payload that cannot be merged;
         then nothing is written.
@@ -195,7 +195,7 @@ class Store(Session):
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
-            self._note_origin(keys, values, made)
+            self._note_origin(keys, values, encoder)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
@@ -269,7 +269,7 @@ class Store(Session):
     def note_encoder(self, name: str | None, fingerprint: str | None = None) -> None:
         """Store the name and the fingerprint of the encoder that makes the keys."""
         with self.write_transaction(durable=True):
-            keyed.note(self.catalog, Made(name, fingerprint))
+            keyed.note(self.catalog, EncoderEntry(name, fingerprint))
             self.catalog.advance(0)
 
     @on_thread

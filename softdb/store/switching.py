@@ -19,7 +19,7 @@ from softdb.errors import CorruptionError, WriteFailed
 from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
-from softdb.store.keyed import Made
+from softdb.store.keyed import EncoderEntry
 from softdb.store.segments import MAX_ROWS, ColumnFiles, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged
@@ -120,7 +120,7 @@ class Switch:
 
     store: Store
     schema: Schema
-    made: Made  # the encoder of the new keys
+    encoder: EncoderEntry  # the encoder of the new keys
     gathered: Gathered
     progress: Progress
     gather: Gather  # makes and stores the new keys of rows of a snapshot
@@ -234,7 +234,7 @@ class Switch:
         catalog.set_tombstones(rows[~np.isin(rows, live)])
         catalog.connection.execute("DELETE FROM indexes")  # of the old keys
         catalog.put_setting("dim", self.schema.dim)
-        keyed.note(catalog, self.made)
+        keyed.note(catalog, self.encoder)
         catalog.put_setting("reembedded", state.generation + 1)
         self.announce(catalog.advance(0).generation)
         self.store.columns.take(self.columns)

@@ -196,3 +196,22 @@ def test_reembedding_needs_the_texts(folder: Path) -> Steps:
         yield lambda: db.reembed(HashedNGrams(8))
         db.reembed(HashedNGrams(8), field="body")
         assert db.search("fox", k=1).ids == [["a"]]
+
+
+@advice("insert records with keys first, or open it with dim=")
+def test_soft_queries_need_a_width(folder: Path) -> Steps:
+    with softdb.open(folder / "db", value_dim=1) as db:
+        yield lambda: db.attend([1.0, 0.0])
+        db.insert(["a"], [[1.0, 2.0]], [[7.0]])
+        assert db.attend([1.0, 0.0]).output.tolist() == [[7.0]]
+    with softdb.open(folder / "other", dim=2) as db:
+        assert db.attend([1.0, 0.0]).output.tolist() == [[0.0, 0.0]]
+
+
+@advice("for labels open the database with num_classes=")
+def test_first_labels_need_classes(folder: Path) -> Steps:
+    with softdb.open(folder / "db") as db:
+        yield lambda: db.insert(["a", "b"], [[1.0, 2.0], [2.0, 1.0]], [0, 1])
+    with softdb.open(folder / "db", num_classes=2) as db:
+        db.insert(["a", "b"], [[1.0, 2.0], [2.0, 1.0]], [0, 1])
+        assert db.attend([100.0, 0.0]).output.argmax() == 1

@@ -45,9 +45,9 @@ class Named(Model):
 @pytest.mark.parametrize("dim", [1, 8, SKETCH, SKETCH + 1, 384, 4096])
 def test_another_model_of_the_same_width_is_refused(tmp_path: Path, kind: type[Model], dim: int) -> None:
     with softdb.open(tmp_path / "db", encoder=kind(0, dim)) as db:
-        assert db.core.fingerprint is None
+        assert db.core.store.keyed.fingerprint is None
         db.insert(["a"], texts=["a text"])
-        assert len(db.core.fingerprint or "") <= LONGEST_FINGERPRINT
+        assert len(db.core.store.keyed.fingerprint or "") <= LONGEST_FINGERPRINT
     for mode in ("r", "rw"):
         softdb.open(tmp_path / "db", mode=mode, encoder=kind(0, dim)).close()
         softdb.open(tmp_path / "db", mode=mode, encoder=kind(0, dim, noise=0.005)).close()
@@ -114,7 +114,7 @@ def test_an_encoder_of_its_own_texts_has_no_fingerprint(tmp_path: Path) -> None:
     known = {"red": [1.0, 0.0], "blue": [0.0, 1.0]}
     with softdb.open(tmp_path / "db", encoder=lambda texts: [known[text] for text in texts]) as db:
         db.insert(["a", "b"], texts=["red", "blue"])
-        assert db.core.fingerprint is None
+        assert db.core.store.keyed.fingerprint is None
         assert db.search("red", k=1).ids == [["a"]]
     softdb.open(tmp_path / "db", encoder=lambda texts: [known[text] for text in texts]).close()
 
@@ -138,22 +138,22 @@ def test_an_encoder_that_fails_at_opening_raises_its_error(tmp_path: Path) -> No
 def test_any_write_by_an_encoder_stores_the_probe_once(tmp_path: Path, write: str) -> None:
     with softdb.open(tmp_path / "db", encoder=Model()) as db:
         db.insert(["a"], np.ones((1, 8)))
-        assert db.core.fingerprint is None
+        assert db.core.store.keyed.fingerprint is None
         getattr(db, write)(["a" if write != "insert" else "b"], texts=["a text"])
-        first = db.core.fingerprint
+        first = db.core.store.keyed.fingerprint
         assert first == fingerprint_of(Model(), 8)
         db.insert(["c"], texts=["more"])
-        assert db.core.fingerprint == first
+        assert db.core.store.keyed.fingerprint == first
         assert db.verify() == len(db)
 
 
 def test_copies_and_exports_keep_the_probe_and_reembedding_replaces_it(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db", encoder=Named()) as db:
         db.insert(["a", "b"], texts=["a text", "another"])
-        first = db.core.fingerprint
+        first = db.core.store.keyed.fingerprint
         db.snapshot(tmp_path / "copy")
         export_records(db, tmp_path / "out.jsonl")
-        assert pickle.loads(pickle.dumps(db)).core.fingerprint == first
+        assert pickle.loads(pickle.dumps(db)).core.store.keyed.fingerprint == first
     header = read_header(tmp_path / "out.jsonl")
     assert header is not None
     assert (header.encoder, header.fingerprint) == ("the same name", first)
@@ -163,14 +163,14 @@ def test_copies_and_exports_keep_the_probe_and_reembedding_replaces_it(tmp_path:
             softdb.open(tmp_path / copy, encoder=Named(1))
         with softdb.open(tmp_path / copy, encoder=Named()) as db:
             db.compact()
-            assert db.core.fingerprint == first
+            assert db.core.store.keyed.fingerprint == first
     with softdb.open(tmp_path / "copy") as db:
         db.reembed(Named(1))
-        assert db.core.fingerprint == fingerprint_of(Named(1), 8) != first
+        assert db.core.store.keyed.fingerprint == fingerprint_of(Named(1), 8) != first
     softdb.open(tmp_path / "copy", encoder=Named(1)).close()
     with softdb.open(tmp_path / "copy") as db:  # an encoder of its own texts
         db.reembed(lambda texts: [{"a text": [1.0], "another": [2.0]}[text] for text in texts])
-        assert db.core.fingerprint is None
+        assert db.core.store.keyed.fingerprint is None
 
 
 @pytest.mark.parametrize("fingerprint", ["", "8", "x y", "8 !!!!", "8 AAAA", "-1 " + "AAAA" * 8])
@@ -201,7 +201,7 @@ def test_a_probe_that_cannot_be_stored_is_refused(tmp_path: Path, fingerprint: s
     with softdb.open(tmp_path / "db", dim=3) as db:
         with pytest.raises(softdb.BadInput, match=r"the fingerprint is .*; expected ASCII of at most 4000"):
             db.core.store.note_encoder("a name", fingerprint)
-        assert (db.encoder_name, db.core.fingerprint) == (None, None)
+        assert (db.encoder_name, db.core.store.keyed.fingerprint) == (None, None)
     softdb.open(tmp_path / "db", mode="r").close()
 
 
@@ -263,7 +263,7 @@ def test_the_default_is_chosen_only_for_texts_without_keys() -> None:
         db.update(["a"], texts=["blue"])
         assert (db.dim, db.encoder_name) == (None, None)
         db.insert(["b"], np.ones((1, 3)), texts=["red"])
-        assert (db.dim, db.encoder_name, db.core.fingerprint) == (3, None, None)
+        assert (db.dim, db.encoder_name, db.core.store.keyed.fingerprint) == (3, None, None)
         db.insert(["c"], texts=["red"])  # as ever: a record without a key
         assert db["c"].key is None
         db = softdb.open(None, dim=3)
