@@ -83,7 +83,7 @@ def test_reports_are_tables_of_names_and_values(columns: int, vectors: Path) -> 
     for command, prefix in (("tune", ""), ("info", "index ")):
         shown, facts = printed(columns, command, vectors), answer("info", vectors)["index"]
         for name in ("kind", "recall", "target", "records", "bytes", "lists"):
-            (line,) = [line for line in shown.splitlines() if line.startswith(f"{prefix}{name} ".replace("_", " "))]
+            (line,) = [line for line in shown.splitlines() if line.startswith(f"{prefix}{name}  ")]
             assert line.removeprefix(prefix + name).split() == [fact(facts[name])]
         assert set(fact(facts["recall_by_norm"]).split()) <= set(shown.split())
     assert "met yes" in " ".join(printed(columns, "index", vectors, "--kind", "flat").split())
