@@ -96,7 +96,7 @@ def test_lost_records_and_benchmarks_fit(columns: int, vectors: Path, tmp_path: 
     assert "1,999 records saved" in printed(columns, "verify", vectors, "--repair", tmp_path / "saved")
     words = ("--engines", "softdb-flat", "--rounds", 1)
     shown = " ".join(printed(columns, "bench", tmp_path / "k.npy", *words).split())
-    assert "k.npy: 1,800 keys of width 16, 200 queries, which are held out, compared by dot" in shown
+    assert "k.npy: 1,800 keys of width 16, 200 held-out queries, compared by dot" in shown
     assert "softdb-flat" in shown
     assert "1.000" in shown
 
