@@ -82,10 +82,12 @@ def progress(
     time.
     """
     console = console or terminal()
+    length = max(3, min(30, (console.width - 34) // 2))
+    room = max(LEAST, console.width - length - 25)  # beside the bar and "20,000/20,000 0:00:01"
     columns: list[ProgressColumn] = [
-        TextColumn("  {task.description}"), BarColumn(30 if console.width >= 80 else 10), _Done(), TimeElapsedColumn()
+        TextColumn("  {task.description}"), BarColumn(length), _Done(), TimeElapsedColumn()
     ]  # fmt: skip
-    if rate:
+    if rate and console.width >= 80:
         columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         name = bar.add_task(stage, total=None)
@@ -93,7 +95,7 @@ def progress(
 
         def show(stage: str, done: int, total: int) -> None:
             task.total = total if total > 1 else None
-            bar.update(name, description=escape(stage), completed=done)
+            bar.update(name, description=escape(shortened(stage, room)), completed=done)
 
         yield show
 
