@@ -28,6 +28,7 @@ from rich.text import Text
 from softdb.visible import CONTROLS, visible
 
 __all__ = [
+    "Cell",
     "brief",
     "counted",
     "dumps",
