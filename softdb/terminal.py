@@ -28,6 +28,7 @@ from rich.text import Text
 from softdb.visible import CONTROLS, visible
 
 __all__ = [
+    "Cell",
     "brief",
     "counted",
     "dumps",
@@ -82,10 +83,12 @@ def progress(
     time.
     """
     console = console or terminal()
+    length = max(3, min(30, (console.width - 34) // 2))
+    room = max(LEAST, console.width - length - 25)  # beside the bar and "20,000/20,000 0:00:01"
     columns: list[ProgressColumn] = [
-        TextColumn("  {task.description}"), BarColumn(30 if console.width >= 80 else 10), _Done(), TimeElapsedColumn()
+        TextColumn("  {task.description}"), BarColumn(length), _Done(), TimeElapsedColumn()
     ]  # fmt: skip
-    if rate:
+    if rate and console.width >= 80:
         columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         name = bar.add_task(stage, total=None)
@@ -93,7 +96,7 @@ def progress(
 
         def show(stage: str, done: int, total: int) -> None:
             task.total = total if total > 1 else None
-            bar.update(name, description=escape(stage), completed=done)
+            bar.update(name, description=escape(shortened(stage, room)), completed=done)
 
         yield show
 
@@ -109,7 +112,7 @@ def print_table(
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
-    """Print a table without ruled lines; columns in `numbers` are right-aligned. A pipe gets no trailing spaces.
+    """Print a table without ruled lines; columns in `numbers` are right-aligned. No line ends with spaces.
 
     Cells that are functions share the width that the others leave. If that is too little for one of them, or if the
     others alone are too wide, every cell gets a line of its own, after the name of its column.
@@ -148,20 +151,17 @@ def print_facts(facts: Mapping[str, Cell], console: Console | None = None, inden
 
 def _widths(columns: tuple[str, ...], rows: Sequence[tuple[Cell, ...]], width: int) -> list[int] | None:
     """Return the widths of a table's columns; None if a row does not fit into `width`."""
-    widths = [max(map(cell_len, lines)) for lines in zip(columns, *map(_whole, rows), strict=True)]
+    lengths = [[cell_len(_rendered(cell, PIPE_COLUMNS).plain) for cell in row] for row in rows]
+    widths = [max(column) for column in zip(map(cell_len, columns), *lengths, strict=True)]
     texts = [i for i, cell in enumerate(rows[0] if rows else ()) if callable(cell)]
-    left = width - sum(whole for i, whole in enumerate(widths) if i not in texts)
-    for place, i in enumerate(sorted(texts, key=lambda i: widths[i])):
-        share = left // (len(texts) - place)
+    room = width - sum(widths) + sum(widths[i] for i in texts)
+    for place, i in enumerate(sorted(texts, key=widths.__getitem__)):
+        share = room // (len(texts) - place)
         if share < min(widths[i], LEAST):
             return None
         widths[i] = min(widths[i], share)
-        left -= widths[i]
-    return widths if left >= 0 else None
-
-
-def _whole(row: tuple[Cell, ...]) -> list[str]:
-    return [_rendered(cell, PIPE_COLUMNS).plain for cell in row]
+        room -= widths[i]
+    return widths if room >= 0 else None
 
 
 def _rendered(cell: Cell, width: int) -> Text:
@@ -169,12 +169,8 @@ def _rendered(cell: Cell, width: int) -> Text:
 
 
 def _print_table(table: Table, console: Console, indent: int) -> None:
-    shown = Padding.indent(table, indent)
-    if console.is_terminal:
-        console.print(shown)
-        return
     with console.capture() as text:
-        console.print(shown)
+        console.print(Padding.indent(table, indent))
     console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
 
 
@@ -196,23 +192,19 @@ def brief(value: object, width: int) -> str:
     """
     if not isinstance(value, dict):
         return "" if value is None else _brief(value, width)
-    longest = width
-    while True:
+    fields: list[str] = []
+    for share in range(8, 0, -1):
+        longest = max(2 * LEAST, width * share // 8)
         fields = [f"{visible(str(name))}: {_brief(item, longest)}" for name, item in value.items()]
         if cell_len(line := ", ".join(fields)) <= width:
             return line
-        if longest < 2 * LEAST:
-            break
-        longest = longest * 3 // 4
     while fields and cell_len(line := ", ".join([*fields, "…"])) > width:
         fields.pop()
     return line if fields else "{…}"
 
 
 def _brief(value: object, width: int) -> str:
-    if isinstance(value, str):
-        return shortened(visible(value), width)
-    text = dumps(value)
+    text = shortened(visible(value), width) if isinstance(value, str) else dumps(value)
     if cell_len(text) <= width or not isinstance(value, dict | list):
         return text
     return "{…}" if isinstance(value, dict) else "[…]"

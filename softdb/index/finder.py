@@ -243,17 +243,14 @@ class Finder:
             return self._build
 
     def tune(
-        self, recall: float | None, k: int | None, queries: Tensor | None, progress: Progress | None = None
+        self, recall: float | None, k: int | None, queries: Tensor | None, progress: Progress | None
     ) -> IndexReport:
         """Measure the index's recall again, set its effort, save it, and return the report. Codes do not change."""
 
         def work(progress: Progress) -> IndexReport:
             index = self._searching(self._store.snapshot)
             if index is None:
-                raise BadInput(
-                    "there is no index to tune, searches are exact; build one first: db.build_index(), or on a shell "
-                    "softdb index PATH"
-                )
+                raise BadInput("there is no index to tune; build one: build_index(), or on a shell softdb index PATH")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
             twin = index.twin()  # a copy, as other threads search the index
             snapshot = self._store.snapshot

@@ -206,7 +206,7 @@ def _learn(
         ("mean of 1 / rank (MRR@100)", f"{before.mrr_100:.3f}", f"[b]{after.mrr_100:.3f}[/]"),
         (f'rank for "{data.query_texts[query]}"', *ranks),
     ]
-    print_table(("rank of the right definition", "before", "after"), rows, console=console, indent=4)
+    print_table(("right definition", "before", "after"), rows, console=console, indent=4)
     return before[:2], after[:2]
 
 

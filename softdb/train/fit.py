@@ -218,7 +218,7 @@ def fit(
         projection = run.projection
         projection.load_state_dict(run.best_weights)
         projection.metadata |= {"encoder": db.encoder_name, "temperature": run.best_heat}
-        report("measuring the held-out queries", 0, 1)
+        report("measuring", 0, 1)
         before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
         fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat)
     if fitted.fell:

@@ -119,7 +119,7 @@ def test_a_record_gets_a_key(folder: Path) -> Steps:
         assert db.search([[1, 1]], k=1).ids == [["d"]]
 
 
-@advice("searches are exact; build one first")
+@advice("build one: build_index(), or on a shell softdb index PATH")
 def test_tuning_needs_an_index(folder: Path) -> Steps:
     pytest.importorskip("faiss", reason="an approximate index needs FAISS")
     with many() as db:

@@ -73,8 +73,8 @@ def bench(
     console = Console(file=StringIO()) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(
-        f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} queries"
-        f"{', which are held out' * data.held_out}, compared by {data.metric.value}"
+        f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} "
+        f"{'held-out ' * data.held_out}queries, compared by {data.metric.value}"
     )
     with progress("bench", console) as bar:
         result = run(data, grid, lambda line: console.print(escape(line)), bar)

@@ -158,7 +158,6 @@ def _held_out(path: Path, keys: NDArray[Any], n: int | None, most: int) -> tuple
 def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric, most: int) -> Dataset:
     """Return the first n keys and a sample of the queries; neighbours only for all keys and the file's metric."""
     keys, queries, near = file.keys, file.queries, file.neighbours
-    held = queries is None
     if queries is None:
         keys, queries = _held_out(path, keys, n, most)
     if queries.shape[1] != keys.shape[1]:
@@ -178,4 +177,6 @@ def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric,
     sampled = prepared(np.asarray(queries)[sample], metric)
     finite(sampled, "queries")
     holds = near is not None and n in (None, len(keys)) and metric is file.metric
-    return Dataset(name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None, held)
+    return Dataset(
+        name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None, file.queries is None
+    )

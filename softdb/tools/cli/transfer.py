@@ -169,7 +169,7 @@ def _require_fields(path: Path, typed: list[Path], file: Path, fields: Fields, h
     lacks = " and ".join(["no field 'id' for the id"] * need_id + ["no field 'key' for the key"] * need_key)
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
     raise BadInput(
-        f"{typed[0]} has {lacks}; its fields are {', '.join(row)}. Name the right ones with --id, --key or --text: "
+        f"{typed[0]} has {lacks}; its fields are {', '.join(row)}; name the right ones with --id, --key or --text: "
         f"{command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
     )
 

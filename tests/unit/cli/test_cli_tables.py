@@ -83,7 +83,7 @@ def test_reports_are_tables_of_names_and_values(columns: int, vectors: Path) -> 
     for command, prefix in (("tune", ""), ("info", "index ")):
         shown, facts = printed(columns, command, vectors), answer("info", vectors)["index"]
         for name in ("kind", "recall", "target", "records", "bytes", "lists"):
-            (line,) = [line for line in shown.splitlines() if line.startswith(f"{prefix}{name} ".replace("_", " "))]
+            (line,) = [line for line in shown.splitlines() if line.startswith(f"{prefix}{name}  ")]
             assert line.removeprefix(prefix + name).split() == [fact(facts[name])]
         assert set(fact(facts["recall_by_norm"]).split()) <= set(shown.split())
     assert "met yes" in " ".join(printed(columns, "index", vectors, "--kind", "flat").split())
@@ -96,7 +96,7 @@ def test_lost_records_and_benchmarks_fit(columns: int, vectors: Path, tmp_path: 
     assert "1,999 records saved" in printed(columns, "verify", vectors, "--repair", tmp_path / "saved")
     words = ("--engines", "softdb-flat", "--rounds", 1)
     shown = " ".join(printed(columns, "bench", tmp_path / "k.npy", *words).split())
-    assert "k.npy: 1,800 keys of width 16, 200 queries, which are held out, compared by dot" in shown
+    assert "k.npy: 1,800 keys of width 16, 200 held-out queries, compared by dot" in shown
     assert "softdb-flat" in shown
     assert "1.000" in shown
 
@@ -175,6 +175,11 @@ def test_the_bar_has_no_total_until_one_is_known() -> None:
     assert "0/1" not in output.getvalue()
     assert "measuring [x]" in output.getvalue()
     assert "2,000/9,000" in output.getvalue()
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    with progress("opening", console, rate=True) as show:
+        show("a stage whose name is long, with 12,345 threads", 20_000, 20_001)
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"  a stage…  *━+╸* 20,000/20,001 0:00:00", console.file.getvalue())
 
 
 def test_short_arrays_may_be_looked_at_in_a_terminal(columns: int, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_other_scores_are_found_by_their_own_metric(db: softdb.SoftDB) -> None:
 
 
 def test_tuning_without_an_index_is_refused(db: softdb.SoftDB) -> None:
-    with pytest.raises(softdb.BadInput, match=r"no index to tune.*build one first"):
+    with pytest.raises(softdb.BadInput, match=r"no index to tune.*build one"):
         db.tune()
 
 

@@ -390,7 +390,7 @@ def test_a_loaded_index_knows_its_outliers(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from softdb.terminal import listed
+    from softdb.terminal import fact
 
     monkeypatch.setattr(build, "QUERIES", 300)
     monkeypatch.setattr(build, "affordable", lambda lengths, *_: len(lengths))
@@ -408,4 +408,4 @@ def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyP
     assert classes["next 9%"]["recall"] < 1
     assert report.measured_on == "stored keys, each without itself"
     assert index_report(db).recall_by_norm == classes
-    assert "recall by norm (longest 1% (recall " in listed(report.summary())
+    assert fact(report.summary()["recall_by_norm"]).startswith("longest 1%: recall 1, of ")

@@ -232,7 +232,7 @@ def test_progress_is_reported() -> None:
     said: list[tuple[str, int, int]] = []
     fit(db, queries, positives, **SMALL, progress=lambda *one: said.append(one))
     steps = -(-round(M * 0.8) // 64) * 6
-    assert (said[0], said[-1]) == (("preparing", 0, 1), ("measuring the held-out queries", 0, 1))
+    assert (said[0], said[-1]) == (("preparing", 0, 1), ("measuring", 0, 1))
     epochs = [one for one in said[1:-1] if "loss" in one[0]]
     assert [done for _, done, _ in epochs] == list(range(1, steps + 1))
     assert {whole for _, _, whole in said[1:-1]} == {steps}
