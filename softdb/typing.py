@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
-__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "RowBatch", "Texts", "Values", "Vectors"]
+__all__ = ["Array", "Device", "Ids", "IdsOrRows", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
 # one vector or several; tensors as queries keep their graph
@@ -33,8 +33,10 @@ Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
-# rows of new records: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
-RowBatch: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[Record] | _Table"
+# ids, or rows: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
+IdsOrRows: TypeAlias = (
+    "int | str | Iterable[int | str | Mapping[str, Any] | Record] | NDArray[Any] | Tensor | Mapping[str, Any] | _Table"
+)
 # one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
 # one device, or several GPUs that share the records

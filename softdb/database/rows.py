@@ -32,7 +32,7 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     if _is_iterable(source):
         source = list(source)
         given = given._replace(ids=source)
-    rows = [source] if isinstance(source, Mapping) else source
+    rows: Any = [source] if isinstance(source, Mapping) else source
     is_list = isinstance(rows, list | tuple) and bool(rows) and isinstance(rows[0], Mapping | Record)
     if not is_list and not isinstance(rows, Records) and not _is_table(rows):
         if fields is None:
@@ -50,9 +50,8 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         columns = _records(rows, has_values)
     elif is_list or _is_pandas(rows):
         columns = _dicts(rows if is_list else _pandas(rows), named, has_values)
-        if isinstance(source, Mapping) and [list] in (
-            [*map(type, cells or ())] for cells in (columns.ids, columns.texts)
-        ):
+        firsts = [cells[0] for cells in (columns.ids, columns.texts) if cells]
+        if isinstance(source, Mapping) and any(isinstance(cell, list) for cell in firsts):
             raise BadInput("a dict is one row, but its id or text is a list; for columns pass ids=, keys=, texts=")
     else:
         columns = _table(rows, named, has_values)
@@ -130,9 +129,10 @@ def _dicts(rows: Sequence[Mapping[str, Any]], named: Mapping[str, str | None], h
     parts = _parts(names, named, has_values)
 
     def cells(part: str) -> list[Any] | None:
-        if parts[part] is None:
+        column_name = parts[part]
+        if column_name is None:
             return None
-        column = [row.get(parts[part]) for row in rows]
+        column = [row.get(column_name) for row in rows]
         return [None if is_missing(cell) else cell for cell in column]
 
     ids = cells("id")

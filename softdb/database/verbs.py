@@ -17,7 +17,7 @@ from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 from softdb.tables.rows import Fields
-from softdb.typing import Ids, Keys, Numbers, RowBatch, Texts, Values, Vectors
+from softdb.typing import Ids, IdsOrRows, Keys, Numbers, Texts, Values, Vectors
 
 
 class Verbs(Questions):
@@ -80,7 +80,7 @@ class Verbs(Questions):
     @verb
     def insert(
         self,
-        ids: Ids | RowBatch | None = None,
+        ids: IdsOrRows | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
@@ -128,7 +128,7 @@ class Verbs(Questions):
     @verb
     def upsert(
         self,
-        ids: Ids | RowBatch | None = None,
+        ids: IdsOrRows | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
@@ -146,7 +146,7 @@ class Verbs(Questions):
     @verb
     def update(
         self,
-        ids: Ids | RowBatch,
+        ids: IdsOrRows,
         keys: Vectors | None = None,
         values: Numbers | None = None,
         payloads: Any = None,
