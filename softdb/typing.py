@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from softdb.answers import Record
-
-    class _Table(Protocol):
+    class _ArrowStream(Protocol):
         def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+    class _StoredRecord(Protocol):
+        @property
+        def id(self) -> int | str: ...
+        @property
+        def payload(self) -> Any: ...
 
 
 __all__ = ["Array", "Device", "Ids", "IdsOrRows", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
@@ -34,9 +38,7 @@ Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
 # ids, or rows: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
-IdsOrRows: TypeAlias = (
-    "int | str | Iterable[int | str | Mapping[str, Any] | Record] | NDArray[Any] | Tensor | Mapping[str, Any] | _Table"
-)
+IdsOrRows: TypeAlias = "int | str | Iterable[int | str | Mapping[str, Any] | _StoredRecord] | NDArray[Any] | Tensor | Mapping[str, Any] | _ArrowStream"
 # one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
 # one device, or several GPUs that share the records

@@ -51,7 +51,7 @@ from softdb.errors import (
 )
 from softdb.store import Batch, files
 from softdb.store.entry import merged
-from softdb.tables.reading import Table, needed, read_table
+from softdb.tables.arrow import Table, needed, read_table
 from softdb.tables.rows import Fields, Header, Rows
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids

@@ -12,7 +12,7 @@ from softdb.answers import Record, Records
 from softdb.check import is_missing, is_tensor, shown
 from softdb.database.incoming import Given, WriteKind
 from softdb.errors import BadInput
-from softdb.tables.reading import read_table, table_of
+from softdb.tables.arrow import read_table, table_of
 from softdb.tables.rows import Fields
 
 DEFAULTS = {"id": ("id",), "key": ("key", "vector", "embedding"), "text": ("text",), "value": ("value",)}
