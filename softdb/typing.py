@@ -37,8 +37,10 @@ Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
-# ids, or rows: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
-IdsOrRows: TypeAlias = "int | str | Iterable[int | str | Mapping[str, Any] | _StoredRecord] | NDArray[Any] | Tensor | Mapping[str, Any] | _ArrowStream"
+# an id, or a row: a dict, or a record of softdb
+IdOrRow: TypeAlias = "int | str | Mapping[str, Any] | _StoredRecord"
+# ids, or rows: also a frame, an Arrow table or a dataset; a single id or row is a batch of one
+IdsOrRows: TypeAlias = "IdOrRow | Iterable[IdOrRow] | Array | _ArrowStream"
 # one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
 # one device, or several GPUs that share the records

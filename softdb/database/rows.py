@@ -32,7 +32,7 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     if _is_iterable(source):
         source = list(source)
         given = given._replace(ids=source)
-    rows: Any = [source] if isinstance(source, Mapping) else source
+    rows: Any = [source] if isinstance(source, Mapping | Record) else source
     is_list = isinstance(rows, list | tuple) and bool(rows) and isinstance(rows[0], Mapping | Record)
     if not is_list and not isinstance(rows, Records) and not _is_table(rows):
         if fields is None:

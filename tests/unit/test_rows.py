@@ -147,6 +147,7 @@ def test_a_table_of_softdb_comes_back_equal(tmp_path: Path) -> None:
         assert other.update(arrow([{"id": "a", "payload": 1, "z": 2}])) == ["a"]
         assert other["a"].payload == {"payload": 1, "z": 2}
         other.upsert(db.to_arrow(["id", "key", "text", "x"]))
+        assert other.upsert(db[7]) == [7]
         assert other["a"].payload == {"x": {"y": None}}
 
 
