@@ -326,8 +326,7 @@ class DatabaseCore(Core[Stored]):
                 keyed = store.keyed
                 checker = RecordChecker(keyed.schema, self.encoder)
                 if change in (WriteKind.UPDATE, WriteKind.MERGE):
-                    parts = checker.parts(*given, callback)
-                    ids = store.run(self._update_if, keyed, parts, change is WriteKind.MERGE)
+                    ids = store.run(self._update_if, keyed, checker.parts(*given, callback), change is WriteKind.MERGE)
                 else:
                     write = store.insert if change is WriteKind.INSERT else store.upsert
                     ids = write(checker.batch(*given, callback), keyed)

@@ -10,9 +10,9 @@ from softdb import check
 from softdb.answers import Record, Records
 from softdb.check import Id
 from softdb.database import arrow
+from softdb.database.from_rows import columns_of
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
-from softdb.database.rows import columns_of
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.reports import Stats
@@ -123,7 +123,8 @@ class Verbs(Questions):
             BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        return self._write(WriteKind.INSERT, (ids, keys, values, payloads, texts), fields, progress)
+        given = self._given(WriteKind.INSERT, fields, ids, keys, values, payloads, texts)
+        return self.core.put(WriteKind.INSERT, given, progress)
 
     @verb
     def upsert(
@@ -141,7 +142,8 @@ class Verbs(Questions):
 
         Records without ids are new ones.
         """
-        return self._write(WriteKind.UPSERT, (ids, keys, values, payloads, texts), fields, progress)
+        given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
+        return self.core.put(WriteKind.UPSERT, given, progress)
 
     @verb
     def update(
@@ -169,14 +171,11 @@ class Verbs(Questions):
         objects. In rows, a missing cell leaves its field out, and a column of keys, values or texts must be complete.
         """
         change = WriteKind.MERGE if merge else WriteKind.UPDATE
-        return self._write(change, (ids, keys, values, payloads, texts), fields, progress)
+        return self.core.put(change, self._given(change, fields, ids, keys, values, payloads, texts), progress)
 
-    def _write(
-        self, change: WriteKind, parts: tuple[Any, ...], fields: Any, progress: Progress | bool | None
-    ) -> list[Id]:
+    def _given(self, change: WriteKind, fields: Any, *parts: Any) -> Given:
         core = self.core
-        given = columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
-        return core.put(change, given, progress)
+        return columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:

@@ -271,7 +271,7 @@ def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ids", ["str", "int"])
-def test_a_table_takes_rows_and_makes_ids(tmp_path: Path, ids: str) -> None:
+def test_a_table_takes_rows_and_makes_ids(tmp_path: Path, ids: Any) -> None:
     polars = pytest.importorskip("polars", reason="needs polars")
     kind: type = {"str": str, "int": int}[ids]
     with cluster.create(tmp_path / "t.lance", dim=2, shards=2, ids=ids) as db:
