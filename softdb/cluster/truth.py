@@ -283,7 +283,7 @@ class Truth:
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
-        """Return the stored payloads, if columns have payloads. Raises UnknownId, and BadInput for a key or value alone."""
+        """Return stored payloads, if columns have payloads. Raises UnknownId, and BadInput for a key or value alone."""
         names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
@@ -297,10 +297,10 @@ class Truth:
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
             raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
-        payloads = (
-            zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True) if "payload" in columns else ()
-        )
-        return list(map(dict(payloads).get, ids)) if payloads else []
+        if "payload" not in columns:
+            return []
+        payloads = dict(zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True))
+        return [payloads[id] for id in ids]
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
         """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""

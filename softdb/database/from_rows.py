@@ -43,9 +43,8 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     if apart:
         raise BadInput(f"rows and {' and '.join(apart)} are given; put {apart[0]} into the rows, or pass only columns")
     if is_list or isinstance(rows, Records) or _is_pandas(rows):
-        columns = _dicts(
-            _pandas(rows) if _is_pandas(rows) else [_row(row, has_values) for row in rows], named, has_values
-        )
+        dicts = _pandas(rows) if _is_pandas(rows) else [_row(row, has_values) for row in rows]
+        columns = _dicts(dicts, named, has_values)
         firsts = [cells[0] for cells in (columns.ids, columns.texts) if cells]
         if isinstance(source, Mapping) and any(isinstance(cell, list) for cell in firsts):
             raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
