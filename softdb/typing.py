@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from softdb.answers import Record
-
-    class _Table(Protocol):
+    class _ArrowStream(Protocol):
         def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
+    class _StoredRecord(Protocol):
+        @property
+        def id(self) -> int | str: ...
+        @property
+        def payload(self) -> Any: ...
 
-__all__ = ["Array", "Device", "Ids", "IdsPerQuery", "Keys", "Numbers", "RowBatch", "Texts", "Values", "Vectors"]
+
+__all__ = ["Array", "Device", "Ids", "IdsOrRows", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
 # one vector or several; tensors as queries keep their graph
@@ -33,8 +37,10 @@ Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
 # ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
-# rows of new records: dicts, records of softdb, a frame, an Arrow table or a dataset; a single dict is a batch of one
-RowBatch: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[Record] | _Table"
+# an id, or a row: a dict, or a record of softdb
+IdOrRow: TypeAlias = "int | str | Mapping[str, Any] | _StoredRecord"
+# ids, or rows: also a frame, an Arrow table or a dataset; a single id or row is a batch of one
+IdsOrRows: TypeAlias = "IdOrRow | Iterable[IdOrRow] | Array | _ArrowStream"
 # one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
 # one device, or several GPUs that share the records

@@ -65,11 +65,12 @@ def _converted(value: Any, name: str, depth: int) -> Any:
     """Return a payload with the values that `payloads` converts in their JSON form, and all others unchanged."""
     if depth > MAX_DEPTH + 1:
         raise _too_deep(name)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "M":  # tolist() makes ints of nanoseconds
+        value = list(value) if value.ndim else value[()]
     if isinstance(value, np.datetime64):
         value = _moment(value)
     elif isinstance(value, np.generic | np.ndarray):
-        times = isinstance(value, np.ndarray) and value.dtype.kind == "M" and value.ndim
-        value = list(value) if times else value.tolist()
+        value = value.tolist()
     if isinstance(value, dict):
         return {key: _converted(inner, name, depth + 1) for key, inner in value.items()}
     if isinstance(value, _LISTS):

@@ -26,7 +26,7 @@ from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable, SoftDBError
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 
 NAMESPACE = "softdb"
 THREADS = 4  # number of messages that an actor answers at once

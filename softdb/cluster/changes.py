@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from softdb.check import Id
 from softdb.cluster.storage import LANCE, require_storage
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 
 LARGEST = 1 << 28  # largest size of changes in bytes; if changes are larger, shards are rebuilt from the table
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta reports

@@ -10,7 +10,7 @@ from softdb.check import shown
 from softdb.cluster.storage import dataset_at
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Fields
 
 

@@ -12,7 +12,7 @@ from softdb.cluster.addresses import address, named
 from softdb.cluster.placement import by_shard
 from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 
 _WRONG = "wrong"  # name of the column in which workers return errors
 _BYTES = 1 << 26  # approximate size in bytes of a file that a worker writes

@@ -14,7 +14,7 @@ import numpy as np
 from softdb.check import Id, Schema
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable, WriteFailed
 from softdb.store import files
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Fields
 
 LANCE = (OSError, ValueError, RuntimeError)  # types of exceptions that Lance raises

@@ -51,7 +51,7 @@ from softdb.errors import (
 )
 from softdb.store import Batch, files
 from softdb.store.entry import merged
-from softdb.tables.reading import Table, needed, read_table
+from softdb.tables.arrow_tables import Table, needed, read_table
 from softdb.tables.rows import Fields, Header, Rows
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
@@ -207,15 +207,12 @@ class Truth:
         return self._written(newest, lambda: merge.execute(rows))
 
     def update(self, ids: list[Id], given: Mapping[str, Any], merge_payloads: bool = False) -> int:
-        """Replace columns of stored records, all or none; return the new version. Raises UnknownId, BadInput.
-
-        `merge_payloads`: replace only those fields of the payloads that are given.
-        """
+        """Replace columns of stored records, all or none; return the new version. Raises UnknownId, BadInput."""
         pa = _arrow()
         for _ in range(_TRIES):
             newest, columns = self.now(), dict(given)
             payloads = self._require_stored(newest, ids, columns)
-            if merge_payloads and "payload" in columns:
+            if merge_payloads and payloads:
                 columns["payload"] = merged(ids, payloads, columns["payload"])
             schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
             arrays = [self._ids(ids), *(column(columns[name], schema.field(name).type) for name in columns)]
@@ -286,10 +283,7 @@ class Truth:
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
-        """Return the payloads of stored records, if columns have payloads.
-
-        Raises UnknownId if an id is not stored, and BadInput if a keyless record would get a key or value alone.
-        """
+        """Return stored payloads, if columns have payloads. Raises UnknownId, and BadInput for a key or value alone."""
         names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
@@ -305,8 +299,8 @@ class Truth:
             raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
         if "payload" not in columns:
             return []
-        stored_payloads = dict(zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True))
-        return [stored_payloads[id] for id in ids]
+        payloads = dict(zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True))
+        return [payloads[id] for id in ids]
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
         """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""

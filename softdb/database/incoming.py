@@ -33,7 +33,7 @@ UPDATES = (WriteKind.UPDATE, WriteKind.MERGE)
 class Given(NamedTuple):
     """The arguments of `insert`, `upsert` and `update`, unchecked."""
 
-    ids: Ids | None  # None: to be made
+    ids: Any  # None: to be made
     keys: Any
     values: Any
     payloads: Any
@@ -160,7 +160,7 @@ class RecordChecker(NamedTuple):
 
 def _count(keys: Any, payloads: Any, texts: Any) -> int:
     """Return the number of records in a batch without ids. Raises BadInput if it is 0 or cannot be told."""
-    batch = next((batch for batch in (texts, keys, payloads) if batch is not None), None)
+    batch: Any = next((batch for batch in (texts, keys, payloads) if batch is not None), None)
     first = batch[0] if isinstance(batch, list | tuple) and batch else None
     is_vector = batch is keys and (getattr(keys, "ndim", 0) == 1 or isinstance(first, int | float | np.number))
     if is_vector or isinstance(batch, str | dict):

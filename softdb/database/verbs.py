@@ -10,14 +10,14 @@ from softdb import check
 from softdb.answers import Record, Records, frames
 from softdb.check import Id
 from softdb.database import arrow, notebook
+from softdb.database.from_rows import columns_of
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
-from softdb.database.rows import columns_of
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 from softdb.tables.rows import Fields
-from softdb.typing import Ids, Keys, Numbers, RowBatch, Texts, Values, Vectors
+from softdb.typing import Ids, IdsOrRows, Keys, Numbers, Texts, Values, Vectors
 from softdb.visible import table
 
 
@@ -81,7 +81,7 @@ class Verbs(Questions):
     @verb
     def insert(
         self,
-        ids: Ids | RowBatch | None = None,
+        ids: IdsOrRows | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
@@ -124,12 +124,13 @@ class Verbs(Questions):
             BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        return self._write(WriteKind.INSERT, (ids, keys, values, payloads, texts), fields, progress)
+        given = self._given(WriteKind.INSERT, fields, ids, keys, values, payloads, texts)
+        return self.core.put(WriteKind.INSERT, given, progress)
 
     @verb
     def upsert(
         self,
-        ids: Ids | RowBatch | None = None,
+        ids: IdsOrRows | None = None,
         keys: Keys | None = None,
         values: Values | None = None,
         payloads: Any = None,
@@ -142,12 +143,13 @@ class Verbs(Questions):
 
         Records without ids are new ones.
         """
-        return self._write(WriteKind.UPSERT, (ids, keys, values, payloads, texts), fields, progress)
+        given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
+        return self.core.put(WriteKind.UPSERT, given, progress)
 
     @verb
     def update(
         self,
-        ids: Ids | RowBatch,
+        ids: IdsOrRows,
         keys: Vectors | None = None,
         values: Numbers | None = None,
         payloads: Any = None,
@@ -170,14 +172,11 @@ class Verbs(Questions):
         objects. In rows, a missing cell leaves its field out, and a column of keys, values or texts must be complete.
         """
         change = WriteKind.MERGE if merge else WriteKind.UPDATE
-        return self._write(change, (ids, keys, values, payloads, texts), fields, progress)
+        return self.core.put(change, self._given(change, fields, ids, keys, values, payloads, texts), progress)
 
-    def _write(
-        self, change: WriteKind, parts: tuple[Any, ...], fields: Any, progress: Progress | bool | None
-    ) -> list[Id]:
+    def _given(self, change: WriteKind, fields: Any, *parts: Any) -> Given:
         core = self.core
-        given = columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
-        return core.put(change, given, progress)
+        return columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:

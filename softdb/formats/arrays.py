@@ -24,7 +24,7 @@ from numpy.lib import format
 
 from softdb.check import MAX_DIM, Array, Metric, shown
 from softdb.errors import BadInput
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Header, readable
 
 DISTANCES = {

@@ -27,7 +27,7 @@ from softdb.check import MAX_DIM, Array, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.formats import sandbox
 from softdb.formats.arrays import metric_of
-from softdb.tables.reading import read_table, table_in
+from softdb.tables.arrow_tables import read_table, table_in
 from softdb.tables.rows import Fields, Header, OnError, Rows, good_rows, readable, require_plain, text_in
 from softdb.visible import visible
 

@@ -23,7 +23,7 @@ from softdb.answers import Records
 from softdb.check import Array, shown
 from softdb.database import Verbs
 from softdb.errors import BadInput, WriteFailed
-from softdb.tables.reading import needed
+from softdb.tables.arrow_tables import needed
 
 _log = logging.getLogger("softdb")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

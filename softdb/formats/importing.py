@@ -20,7 +20,7 @@ from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
-from softdb.tables.reading import FOLDERS, TABLES, read_table, table_in, table_of
+from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
 from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from softdb.check import Id, json_text, shown
-from softdb.errors import BadInput, CorruptionError
+from softdb.errors import BadInput
 from softdb.store.connect import damaged_catalog
 
 
@@ -44,7 +44,5 @@ def merged(ids: list[Id], old: list[str | None], new: list[str | None]) -> list[
         try:
             payloads[i] = given if was is None else json_text(json.loads(was) | json.loads(given), "payload")
         except (ValueError, RecursionError) as error:
-            raise CorruptionError(
-                f"id {shown(ids[i])}: its payload is not JSON ({error}); verify() names its row"
-            ) from None
+            raise damaged_catalog(f"has a payload that is not JSON ({error}), of id {shown(ids[i])}") from None
     return payloads

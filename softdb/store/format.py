@@ -18,6 +18,7 @@ The format, as MUSTs:
 * `segments` states how many slots are `used`. Every commit that changes records raises
   `state.generation`; `state.crc` is the CRC-32 of "generation next_row" in decimal.
 * Other settings name the origin of the keys, see `softdb.store.keyed`.
+* The setting `next_id` is an integer above every id that the store has made; absent if it has made none. See `append`.
 * The setting `source` is JSON that names the table and version from which the records were imported; absent otherwise.
   A commit that imports more of that table MUST set it in the same transaction.
 * `settings.crc` is the CRC-32 of the JSON text of [name, value]. A commit that replaces payloads or texts in place MUST

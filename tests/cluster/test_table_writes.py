@@ -16,7 +16,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
 from lance_tables import DIM, batch, made, told
 
-from softdb import errors
+from softdb import cluster, errors
 from softdb.cluster import changes as held
 from softdb.cluster.ingest import append
 from softdb.cluster.truth import Truth, stored
@@ -265,3 +265,52 @@ def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pyte
     assert truth.changes(since, truth.now()) is not None
     monkeypatch.setattr(held, "LARGEST", 1)
     assert truth.changes(since, truth.now()) is None
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", ["str", "int"])
+def test_a_table_takes_rows_and_makes_ids(tmp_path: Path, ids: Any) -> None:
+    polars = pytest.importorskip("polars", reason="needs polars")
+    kind: type = {"str": str, "int": int}[ids]
+    with cluster.create(tmp_path / "t.lance", dim=2, shards=2, ids=ids) as db:
+        rows = [{"key": [i, 1], "text": f"text {i}", "n": i} for i in range(5)]
+        made_ids = db.insert(rows) + db.upsert(iter(rows)) + db.insert(keys=[1, 2])
+        assert len(set(made_ids)) == len(db) == 11
+        assert {type(name) for name in made_ids} == {kind}
+        records = db.get(made_ids)
+        assert [(one.payload, one.text) for one in records[:10]] == [({"n": i}, f"text {i}") for i in range(5)] * 2
+        own = kind(7)
+        assert db.insert(
+            polars.DataFrame({"isbn": [own], "emb": [[3.0, 4.0]]}), fields={"id": "isbn", "key": "emb"}
+        ) == [own]
+        assert db[own].key.tolist() == [3, 4]
+        with pytest.raises(errors.BadInput, match="row 1 has no 'id'"):
+            db.insert([{"id": own, "key": [1, 1]}, {"key": [1, 1]}])
+
+
+def test_a_table_merges_payloads(tmp_path: Path) -> None:
+    with cluster.create(tmp_path / "t.lance", dim=1, shards=2) as db:
+        db.insert(["a", "b", "c"], [[1], [2], [3]], payloads=[{"x": 1, "y": {"z": 1}}, None, [1]], texts=["t"] * 3)
+        assert db.update([{"id": "b", "n": 1}, {"id": "a", "y": 2}], merge=True) == ["b", "a"]
+        assert db.update(["a"], payloads=[{"x": None}], keys=[[9]], merge=True) == ["a"]
+        assert db.get(["a", "b", "c"]).payloads == [{"x": None, "y": 2}, {"n": 1}, [1]]
+        assert (db["a"].text, db["a"].key.tolist(), db.count({"y": 2})) == ("t", [9], 1)
+        with pytest.raises(errors.BadInput, match=r"id 'c': the payload .* is no object"):
+            db.update(["a", "c"], payloads=[{"x": 3}] * 2, merge=True)
+        with pytest.raises(errors.UnknownId, match="'none' is not stored"):
+            db.update(["none"], payloads=[{"x": 3}], merge=True)
+        assert db["a"].payload == {"x": None, "y": 2}
+
+
+def test_concurrent_merges_are_all_applied(truth: Truth) -> None:
+    truth.insert(batch(truth, ["a"], payloads=[{}]))
+    writers = [stored(truth.url, None) for _ in range(3)]
+
+    def merge(i: int) -> None:
+        for j in range(3):
+            writers[i].update(["a"], {"payload": [f'{{"{i} {j}":1}}']}, merge_payloads=True)
+
+    assert at_once(3, merge) == [None] * 3
+    assert len(told(truth)["a"][2]) == 9

@@ -112,7 +112,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def put(self, verb: Callable[..., None], draw: Draw, ids: list[Id]) -> None:
+    def put(self, verb: Callable[..., object], draw: Draw, ids: list[Id]) -> None:
         keys, values = draw.vectors(len(ids), self.kind.dim, self.kind), draw.values(len(ids), self.kind)
         payloads = draw.payloads(len(ids)) if draw.random.random() < 0.8 else None
         texts = draw.texts(len(ids)) if draw.random.random() < 0.6 else None

@@ -215,3 +215,30 @@ def test_first_labels_need_classes(folder: Path) -> Steps:
     with softdb.open(folder / "db", num_classes=2) as db:
         db.insert(["a", "b"], [[1.0, 2.0], [2.0, 1.0]], [0, 1])
         assert db.attend([100.0, 0.0]).output.argmax() == 1
+
+
+@advice("name yours by fields={'key': …}")
+def test_fields_name_the_column_of_keys(folder: Path) -> Steps:
+    with softdb.open(None, dim=2) as db:
+        yield lambda: db.insert([{"id": "a", "vec": [1, 2]}])
+        db.insert([{"id": "a", "vec": [1, 2]}], fields={"key": "vec"})
+        db.insert([{"id": "b", "vec": [1, 2]}], fields={"key": None})
+        assert [one.key is None for one in db.get(["a", "b"])] == [False, True]
+
+
+@advice("may each be the")
+def test_fields_choose_a_column(folder: Path) -> Steps:
+    row = {"id": "a", "key": [1, 2], "vector": [3, 4]}
+    with softdb.open(None, dim=2) as db:
+        yield lambda: db.insert([row])
+        db.insert([row], fields={"key": "key"})
+        assert (db["a"].key.tolist(), db["a"].payload) == ([1, 2], {"vector": [3, 4]})
+
+
+@advice("name the stored records: update(ids, …), or rows with a column of ids")
+def test_an_update_needs_ids(folder: Path) -> Steps:
+    with holding([[1, 1]], ids=["a"]) as db:
+        yield lambda: db.update([{"year": 1}])
+        db.update(["a"], payloads=[{"year": 1}])
+        db.update([{"id": "a", "seen": 2}], merge=True)
+        assert db["a"].payload == {"year": 1, "seen": 2}

@@ -12,7 +12,7 @@ from softdb.answers import Record, Records
 from softdb.check import is_missing, is_tensor, shown
 from softdb.database.incoming import Given, WriteKind
 from softdb.errors import BadInput
-from softdb.tables.reading import read_table, table_of
+from softdb.tables.arrow_tables import read_table, table_of
 from softdb.tables.rows import Fields
 
 DEFAULTS = {"id": ("id",), "key": ("key", "vector", "embedding"), "text": ("text",), "value": ("value",)}
@@ -32,7 +32,7 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     if _is_iterable(source):
         source = list(source)
         given = given._replace(ids=source)
-    rows = [source] if isinstance(source, Mapping) else source
+    rows: Any = [source] if isinstance(source, Mapping | Record) else source
     is_list = isinstance(rows, list | tuple) and bool(rows) and isinstance(rows[0], Mapping | Record)
     if not is_list and not isinstance(rows, Records) and not _is_table(rows):
         if fields is None:
@@ -41,19 +41,13 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         raise BadInput(f"fields name the columns of rows, but ids are {shown(source)}; expected {expected}")
     apart = [name for name, batch in zip(given._fields, given, strict=True) if name != "ids" and batch is not None]
     if apart:
-        raise BadInput(
-            f"rows and {' and '.join(apart)} are given; put {apart[0]} into the rows, or pass ids= and columns"
-        )
-    if isinstance(rows, Records) or (is_list and isinstance(rows[0], Record)):
-        if named:
-            raise BadInput("fields name columns, but these rows are records of softdb; leave out fields")
-        columns = _records(rows, has_values)
-    elif is_list or _is_pandas(rows):
-        columns = _dicts(rows if is_list else _pandas(rows), named, has_values)
-        if isinstance(source, Mapping) and [list] in (
-            [*map(type, cells or ())] for cells in (columns.ids, columns.texts)
-        ):
-            raise BadInput("a dict is one row, but its id or text is a list; for columns pass ids=, keys=, texts=")
+        raise BadInput(f"rows and {' and '.join(apart)} are given; put {apart[0]} into the rows, or pass only columns")
+    if is_list or isinstance(rows, Records) or _is_pandas(rows):
+        dicts = _pandas(rows) if _is_pandas(rows) else [_row(row, has_values) for row in rows]
+        columns = _dicts(dicts, named, has_values)
+        firsts = [cells[0] for cells in (columns.ids, columns.texts) if cells]
+        if isinstance(source, Mapping) and any(isinstance(cell, list) for cell in firsts):
+            raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     else:
         columns = _table(rows, named, has_values)
     return _updated(columns) if change in (WriteKind.UPDATE, WriteKind.MERGE) else _inserted(columns, named, encoder)
@@ -78,47 +72,45 @@ def _is_pandas(value: Any) -> bool:
 
 
 def _named(fields: Any) -> dict[str, str | None]:
-    """Return the columns that `fields` names, by part. Raises BadInput."""
+    """Return the columns that `fields` names, by role. Raises BadInput."""
     if isinstance(fields, Fields):
-        parts = {part: getattr(fields, part) for part in DEFAULTS}
-        return {part: name for part, name in parts.items() if name != part and (name is not None or part == "id")}
+        parts = {role: getattr(fields, role) for role in DEFAULTS}
+        return {role: name for role, name in parts.items() if name != role and (name is not None or role == "id")}
     if fields is not None and not isinstance(fields, Mapping):
         raise BadInput(f"fields are {shown(fields)}; expected a dict, such as {{'id': 'isbn', 'text': 'blurb'}}")
-    for part, name in (fields or {}).items():
-        if part not in DEFAULTS or not isinstance(name, str | None):
+    for role, name in (fields or {}).items():
+        if role not in DEFAULTS or not isinstance(name, str | None):
             raise BadInput(
-                f"fields have {shown(part)}: {shown(name)}; expected {', '.join(DEFAULTS)}, each with the name of a "
+                f"fields have {shown(role)}: {shown(name)}; expected {', '.join(DEFAULTS)}, each with the name of a "
                 "column, or None for no column; all other columns are the payload"
             )
     return dict(fields or {})
 
 
 def _parts(names: Iterable[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
-    """Return the column of each part, None where there is none. Raises BadInput, with the columns."""
+    """Return the column of each role, None where there is none. Raises BadInput, with the columns."""
     columns, parts = list(names), dict(named)
-    for part, name in named.items():
+    for role, name in named.items():
         if name is not None and name not in columns:
-            raise BadInput(f"rows have no column {name!r} for the {part}; their columns are {shown(columns)}")
+            raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
         if name is not None and list(named.values()).count(name) > 1:
-            raise BadInput(f"fields name the column {name!r} twice; name another one, or None, for the {part}")
-    for part in [part for part in DEFAULTS if part not in named]:
-        defaults = [name for name in DEFAULTS[part] if name in columns and name not in named.values()]
+            raise BadInput(f"fields name the column {name!r} twice; name another one, or None, for the {role}")
+    for role in [role for role in DEFAULTS if role not in named]:
+        defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
         if len(defaults) > 1:
             raise BadInput(
-                f"columns {shown(defaults)} may each be the {part}; choose: fields={{{part!r}: {defaults[0]!r}}}"
+                f"columns {shown(defaults)} may each be the {role}; choose: fields={{{role!r}: {defaults[0]!r}}}"
             )
-        parts[part] = defaults[0] if defaults and (part != "value" or has_values) else None
+        parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
     return parts
 
 
-def _records(records: Sequence[Record], has_values: bool) -> Given:
-    """Return records of a database as columns."""
-    wrong = next((i for i, record in enumerate(records) if not isinstance(record, Record)), None)
-    if wrong is not None:
-        raise BadInput(f"row {wrong} is {shown(records[wrong])}; expected a Record, like row 0")
-    ids, keys, payloads, texts = ([getattr(r, part) for r in records] for part in ("id", "key", "payload", "text"))
-    values = [record.value for record in records] if has_values else None
-    return Given(ids, keys, values, payloads, texts)
+def _row(record: Any, has_values: bool) -> Any:
+    """Return a record of a database as a dict, anything else unchanged."""
+    if not isinstance(record, Record):
+        return record
+    value = {"value": record.value} if has_values else {}
+    return {"id": record.id, "key": record.key, "text": record.text, "payload": record.payload, **value}
 
 
 def _dicts(rows: Sequence[Mapping[str, Any]], named: Mapping[str, str | None], has_values: bool) -> Given:
@@ -129,10 +121,11 @@ def _dicts(rows: Sequence[Mapping[str, Any]], named: Mapping[str, str | None], h
     names = list(dict.fromkeys(name for row in rows for name in row))
     parts = _parts(names, named, has_values)
 
-    def cells(part: str) -> list[Any] | None:
-        if parts[part] is None:
+    def cells(role: str) -> list[Any] | None:
+        column_name = parts[role]
+        if column_name is None:
             return None
-        column = [row.get(parts[part]) for row in rows]
+        column = [row.get(column_name) for row in rows]
         return [None if is_missing(cell) else cell for cell in column]
 
     ids = cells("id")
@@ -174,7 +167,7 @@ def _table(source: Any, named: Mapping[str, str | None], has_values: bool) -> Gi
     batches = list(read_table(table, fields, sys.maxsize, None, optional=True))
     if not batches:
         raise BadInput(f"the table has no rows; its columns are {shown(names)}")
-    rows, has = batches[0], {part for part, name in parts.items() if name is not None}
+    rows, has = batches[0], {role for role, name in parts.items() if name is not None}
     ids, keys, texts = (rows.ids if "id" in has else None), (rows.keys if "key" in has else None), rows.texts
     payloads = None if set(names) <= set(parts.values()) else rows.payloads
     return Given(ids, keys, rows.values, payloads, texts if "text" in has else None)
@@ -198,12 +191,12 @@ def _inserted(columns: Given, named: Mapping[str, str | None], encoder: Callable
 def _updated(columns: Given) -> Given:
     """Return columns of stored records. Raises BadInput for a column in which some cells are missing."""
     parts: dict[str, Any] = {"keys": columns.keys, "values": columns.values, "texts": columns.texts}
-    for part, column in parts.items():
+    for role, column in parts.items():
         missing = [i for i, cell in enumerate(column) if cell is None] if isinstance(column, list) else []
         if missing and len(missing) == len(column):
-            parts[part] = None
+            parts[role] = None
         elif missing:
             raise BadInput(
-                f"row {missing[0]} lacks one of the {part}, which others have; update such rows by themselves"
+                f"row {missing[0]} lacks one of the {role}, which others have; update such rows by themselves"
             )
     return columns._replace(**parts)

@@ -135,14 +135,13 @@ def read_table(
     key, value nor text are the fields of the payload, without nulls and NaN. Raises BadInput with the number of a bad
     row.
 
-    `optional`: the column of keys may be missing, keys and texts may be null, and texts are not also the keys; a table
-    with further columns is no export.
+    `optional`: the column of keys may be missing, keys and texts may be null, and texts are not also the keys.
     """
     header, names = table.header, table.schema.names
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
         raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
-    own = is_own(names, fields, header) and not (optional and set(names) - OWN)
+    own = is_own(names, fields, header)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
     key = None if (own or optional) and fields.key not in names else fields.key
@@ -207,7 +206,8 @@ class _TableReader:
         ids, texts = self._ids(batch, at, bad), self._texts(batch, bad)
         keys, keyed = (texts, np.ones(n, np.bool_)) if self.embeds else self._keys(batch, bad)
         values = None if fields.value is None else self._values(batch, fields.value, keyed, bad)
-        payloads = self._own_payloads(batch, bad) if self.own else self._payloads(batch)
+        is_json = self.own and ("payload" in self.table.schema.names or not self.payload_names)
+        payloads = self._own_payloads(batch, bad) if is_json else self._payloads(batch)
         path, numbers = self.table.path, range(at, at + n)
         return Rows(path, self.header, share, numbers, ids, keys, values, payloads, texts, what="row"), bad
 
