@@ -1,6 +1,6 @@
 """Attention as alignment: a decoder that rewrites dates attends to the characters that it copies (Luong et al. 2015).
 
-    python examples/alignment.py [PICTURE.png]
+    python examples/alignment.py [--plot PICTURE.png] [--quick]
 
 "2024-3-17" becomes "17-3-2024". A GRU reads the date, another writes it reordered, and `softdb.nn.RecurrentAttention`
 connects them. No label says which digit to copy, but the true alignment is known, so the weights can be checked.
@@ -9,9 +9,9 @@ connects them. No label says which digit to copy, but the true alignment is know
 from __future__ import annotations
 
 import datetime
-import sys
 
 import torch
+from shared import arguments
 
 from softdb.nn import RecurrentAttention
 from softdb.plots import attention_heatmap, figure, save
@@ -45,7 +45,7 @@ class Rewriter(torch.nn.Module):
         return self.symbol(torch.cat([context, queries], -1)), weights
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train on most of the dates, rewrite the others, and compare the weights with the true alignment."""
     torch.manual_seed(3)
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
@@ -57,7 +57,7 @@ def main(picture: str | None) -> None:
     written = torch.cat([torch.full((6000, 1), SYMBOLS.index("^")), right[:, :-1]], 1)  # the answer, one step late
     model = Rewriter()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(300):
+    for _ in range(220 if quick else 300):
         chosen = torch.randint(5000, (128,))
         loss = torch.nn.functional.cross_entropy(model(read[chosen], written[chosen])[0].mT, right[chosen])
         optimiser.zero_grad()
@@ -77,4 +77,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

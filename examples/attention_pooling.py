@@ -1,6 +1,6 @@
 """Three poolings of the same records: their mean, by a kernel, and by a score that is learned.
 
-    python examples/attention_pooling.py [PICTURE.png]
+    python examples/attention_pooling.py [--plot PICTURE.png] [--quick]
 
 The mean ignores the query. A kernel weighs records by their distance to it (Nadaraya and Watson, 1964). A learned width
 makes it attention with a parameter: each measurement is predicted from all others, and the loss is backpropagated
@@ -9,9 +9,8 @@ through the database to the width (Dive into Deep Learning, 11.2; Hastie, Tibshi
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb import scores
@@ -62,4 +61,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

@@ -1,27 +1,32 @@
-"""A Lance table with four shards that are lost and made again: `python examples/cluster.py`, or `… ray` with Ray.
+"""A Lance table with four shards that are lost and made again.
 
-Needs softdb[cluster]. All files are in a folder that is removed at the end.
+    python examples/cluster.py [ray] [--plot PICTURE.png] [--quick]
+
+The shards are in this process, or with `ray` in actors of Ray. All files are in a folder that is removed at the end.
+Needs softdb[cluster].
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from shared import arguments
 
 import softdb
 from softdb import cluster
+from softdb.plots import figure, save
 
 
-def main(on: Literal["here", "ray"] = "here") -> None:
+def main(on: Literal["here", "ray"], picture: str | None, quick: bool) -> None:
     """Write, query, delete the shards, double their number; compare all answers with those of a single database."""
     rng = np.random.default_rng(0)
-    ids, keys = [f"r{i}" for i in range(2000)], rng.normal(size=(2000, 32)).astype(np.float32)
+    n = 500 if quick else 2000
+    ids, keys = [f"r{i}" for i in range(n)], rng.normal(size=(n, 32)).astype(np.float32)
     single = softdb.open(None, dim=32, metric="cosine")
     single.insert(ids, keys)
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +40,7 @@ def main(on: Literal["here", "ray"] = "here") -> None:
             cluster.stop(url)
         shutil.rmtree(cache)  # deletes every shard
         db = cluster.open(url, on=on, cache=cache, timeout=120)
-        print(f"made again  {compare(single, db, keys)}")
+        print(f"made again  {compare(single, db, keys, picture)}")
         if on == "here":
             print(f"grown       {db.grow()} shards, {compare(single, db, keys)}")
         with cluster.open(url, "r", cache=cache) as other:
@@ -48,7 +53,7 @@ def main(on: Literal["here", "ray"] = "here") -> None:
             cluster.stop(url)
 
 
-def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -> str:
+def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray, picture: str | None = None) -> str:
     """Check that a cluster gives the answers and gradients of a single database; return a line that says so."""
     answers, grads = [], []
     for handle in (single, db):
@@ -59,8 +64,14 @@ def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray) -
     assert answers[0][0] == answers[1][0]
     torch.testing.assert_close(answers[1][1], answers[0][1], rtol=1e-4, atol=1e-5)
     assert (grads[1] - grads[0]).norm() <= 1e-4 * grads[0].norm()
+    if picture:
+        drawn, (ax,) = figure()
+        ax.plot(answers[0][1].flatten(), answers[1][1].flatten(), "o")
+        ax.axline((0, 0), slope=1, color="0.5")
+        ax.set(xlabel="soft answers of a single database", ylabel="of four shards")
+        save(drawn, picture)
     return "answers as a single database"
 
 
 if __name__ == "__main__":
-    main("ray" if sys.argv[1:] == ["ray"] else "here")
+    main(**arguments(__doc__, on={"nargs": "?", "choices": ["here", "ray"], "default": "here"}))

@@ -1,6 +1,6 @@
 """Search across modalities without training, by stored pairs of both (Norelli et al. 2022).
 
-    python examples/cross_modal.py [PICTURE.png]
+    python examples/cross_modal.py [--plot PICTURE.png] [--quick]
 
 The upper and the lower halves of digits stand for two modalities, such as image and text. Stored pairs link them. A new
 upper half is described by its similarities to the stored upper halves (ASIF, arXiv:2210.01738). With softdb that is
@@ -10,9 +10,8 @@ search among the candidates of the other modality.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from sklearn.datasets import load_digits
 from torch.nn.functional import pad
 
@@ -55,4 +54,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

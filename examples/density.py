@@ -1,6 +1,6 @@
 """A kernel density over a database, estimated with error bars.
 
-    python examples/density.py [PICTURE.png]
+    python examples/density.py [--plot PICTURE.png] [--quick]
 
 log p(q) = log Σ K(q, k_i) - log n - log ∫K (Rosenblatt 1956; Parzen 1962). The estimate draws at most 60 of 60,000
 records per query through the index, and gives its error bar; the exact density reads every record.
@@ -8,26 +8,26 @@ records per query through the index, and gives its error bar; the exact density 
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.plots import figure, save
 from softdb.scores import Gaussian
 
-RECORDS = 60_000
+RECORDS, FEWER = 60_000, 20_000
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Estimate densities on a line through a mixture of Gaussians, and compare them with the exact ones."""
     torch.manual_seed(0)
+    n = FEWER if quick else RECORDS
     centres = 2.5 * torch.randn(12, 8)
-    keys = centres[torch.randint(12, (RECORDS,))] + torch.randn(RECORDS, 8)
+    keys = centres[torch.randint(12, (n,))] + torch.randn(n, 8)
     walk = torch.linspace(0, 1, 40).unsqueeze(1)
     queries = (1 - walk) * centres[0] + walk * centres[1]  # from one centre to another
     with softdb.open(None, dim=8, metric="l2") as db:
-        db.insert(range(RECORDS), keys)
+        db.insert(range(n), keys)
         db.build_index("ivf")
         kernel = Gaussian(0.7)
         estimate = db.log_density(queries, kernel, rtol=0.3, max_draws=60)
@@ -42,11 +42,11 @@ def main(picture: str | None) -> None:
         low, high = estimate.value - estimate.bar, estimate.value + estimate.bar
         ax.fill_between(walk[:, 0], low, high, alpha=0.25, label="95 % bar of the estimate")
         ax.plot(walk, estimate.value, ".", label="estimated, 60 draws at most")
-        ax.plot(walk, exact, color="0.3", linewidth=1, label="exact, 60,000 records")
+        ax.plot(walk, exact, color="0.3", linewidth=1, label=f"exact, {n:,} records")
         ax.set(xlabel="from one cloud to another", ylabel="log density")
         ax.legend(frameon=False)
         save(drawn, picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

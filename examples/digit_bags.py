@@ -1,6 +1,6 @@
 """Multiple-instance learning: is there a 9 in this bag of digits, and which one is it? (Ilse et al. 2018, section 4.2)
 
-    python examples/digit_bags.py [PICTURE.png]
+    python examples/digit_bags.py [--plot PICTURE.png] [--quick]
 
 A bag is ten of scikit-learn's 8 × 8 digits with one label: does it hold a 9? No label says which digit is the 9.
 Attention pools a bag's digits into one vector, and is compared with their mean and their maximum. On bags of new digits
@@ -9,10 +9,10 @@ attention is about as good as the maximum and better than the mean. Only attenti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
+from shared import arguments
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
@@ -32,7 +32,7 @@ def bags(nine: torch.Tensor, count: int) -> torch.Tensor:
     return chosen
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train with each pooling, compare them on bags of other digits, and draw the weights of digits."""
     torch.manual_seed(7)
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
@@ -48,7 +48,7 @@ def main(picture: str | None) -> None:
         odds = torch.nn.Linear(32, 1)
         layers = torch.nn.ModuleList([embed, odds, attention])
         optimiser = torch.optim.Adam(layers.parameters(), lr=2e-3, weight_decay=1e-4)
-        for _ in range(400):
+        for _ in range(250 if quick else 400):
             chosen = train[torch.randint(len(train), (32,))]
             pooled, _ = pooling(embed(images[chosen]))
             loss = F.binary_cross_entropy_with_logits(odds(pooled)[:, 0], nine[chosen].any(1).float())
@@ -76,4 +76,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

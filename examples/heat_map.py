@@ -1,6 +1,6 @@
 """Find objects in an image: its regions are records, and the weights of a query are a heat map.
 
-    python examples/heat_map.py [PICTURE.png]
+    python examples/heat_map.py [--plot PICTURE.png] [--quick]
 
 A picture of several digits is cut into overlapping windows. A window's key is its pixels, its value its position. The
 query is a mean of other images of a digit: the weights show where that digit is, and the soft answer is its place (as
@@ -9,9 +9,8 @@ in Xu et al. 2015, section 5.4, where the words of a caption attend to the regio
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from sklearn.datasets import load_digits
 
 import softdb
@@ -52,4 +51,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

@@ -1,6 +1,6 @@
 """Recognise digits by stored digits: by the nearest, by a vote of the ten nearest, and by a soft query.
 
-    python examples/image_memory.py [PICTURE.png]
+    python examples/image_memory.py [--plot PICTURE.png] [--quick]
 
 Records are scikit-learn's 8 × 8 digits with their labels as values, so a soft query returns a distribution over ten
 classes. Its bandwidth is learned on the records, each predicted from all others. In a calibrated distribution 80 % of
@@ -9,9 +9,8 @@ the answers with probability 0.8 are right (Guo et al. 2017, arXiv:1706.04599).
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from sklearn.datasets import load_digits
 
 import softdb
@@ -72,4 +71,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

@@ -1,6 +1,6 @@
 """Kernel regression over a database, with a learned bandwidth (Dive into Deep Learning, section 11.2).
 
-    python examples/kernel_regression.py [PICTURE.png]
+    python examples/kernel_regression.py [--plot PICTURE.png] [--quick]
 
 The records are 200 noisy measurements of 2 sin x + x^0.8: x is the key and y the value. A soft query with a Gaussian
 kernel is the Nadaraya-Watson mean. A narrow bandwidth fits the noise, a wide one flattens the curve. `fit` learns one
@@ -11,9 +11,8 @@ until it no longer counts.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from torch import Tensor
 
 import softdb
@@ -75,4 +74,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

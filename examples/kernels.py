@@ -1,6 +1,6 @@
 """Nadaraya-Watson regression with every kernel, and the effect of the width (Dive into Deep Learning, 11.2).
 
-    python examples/kernels.py [PICTURE.png]
+    python examples/kernels.py [--plot PICTURE.png] [--quick]
 
 Forty noisy measurements of 2 sin x + x. A soft query with a kernel as its score is the Nadaraya-Watson mean, and the
 weights of the records for each x are its attention. The kernel decides how weights fall off with the distance, and its
@@ -9,9 +9,8 @@ width how fast.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb import scores
@@ -63,4 +62,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

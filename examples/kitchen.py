@@ -1,6 +1,6 @@
 """The kitchen query: "what is red?" and "what is for drinking?", by a score that chooses coordinates.
 
-    python examples/kitchen.py [PICTURE.png]
+    python examples/kitchen.py [--plot PICTURE.png] [--quick]
 
 A key holds colour, use and place. A kernel with a width for each coordinate decides which of them count: coordinates
 with a narrow width must agree, those with a wide one are ignored (Dive into Deep Learning, 11.2; Härdle 1990,
@@ -10,9 +10,8 @@ all others grow.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.plots import figure, save, weight_bars
@@ -77,4 +76,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

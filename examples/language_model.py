@@ -1,6 +1,6 @@
 """A language model with a database as its memory, instead of more training.
 
-    python examples/language_model.py [DEFINITIONS]
+    python examples/language_model.py [DEFINITIONS] [--plot PICTURE.png] [--quick]
 
 A small GPT-2 is trained on definitions of nouns from scratch, in a minute or two. Definitions of verbs and adjectives
 go into a database, one record per token: the key is the model's hidden state before the token, the value is the token.
@@ -10,9 +10,8 @@ database are learned from some more definitions, and the others are held out.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments, lines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -54,9 +53,10 @@ def trained(tokenizer: PreTrainedTokenizerFast, texts: list[str], epochs: int = 
     return model
 
 
-def main(most: int) -> None:
+def main(most: int, picture: str | None, quick: bool) -> None:
     """Train on nouns, store the others, and compare perplexities."""
     logging.set_verbosity_error()
+    most = min(most, 3000) if quick else most
     payloads = load_wordnet().payloads
     nouns = [payload["gloss"] for payload in payloads if payload["pos"] == "noun"][:most]
     others = [payload["gloss"] for payload in payloads if payload["pos"] != "noun"][::-1][:most]
@@ -72,7 +72,9 @@ def main(most: int) -> None:
         print(f"perplexity without the memory {without:.1f}, with it {with_memory:.1f}")
         assert with_memory < without
         print("written with it:", lm.generate("to", max_new_tokens=12, num_beams=3))
+    if picture:
+        lines(picture, {"perplexity of held-out definitions": [without, with_memory]}, ["alone", "with memory"])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000)
+    main(**arguments(__doc__, most={"nargs": "?", "type": int, "default": 20_000, "metavar": "DEFINITIONS"}))

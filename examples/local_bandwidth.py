@@ -1,6 +1,6 @@
 """A width for each record: narrow where records are dense, wide where they are sparse.
 
-    python examples/local_bandwidth.py [PICTURE.png]
+    python examples/local_bandwidth.py [--plot PICTURE.png] [--quick]
 
 Two thirds of 300 measurements are in the first fifth of the range. A single width is too wide there or too narrow
 elsewhere. The distance of each record to its tenth neighbour, by one search, scales its kernel (Breiman, Meisel and
@@ -9,9 +9,8 @@ Purcell 1977; Silverman 1986, section 5.3).
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.plots import figure, save
@@ -59,4 +58,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

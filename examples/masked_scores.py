@@ -1,6 +1,6 @@
 """Masked softmax, and an additive score for queries of another width than the keys (Bahdanau, Cho and Bengio 2015).
 
-    python examples/masked_scores.py [PICTURE.png]
+    python examples/masked_scores.py [--plot PICTURE.png] [--quick]
 
 A database has ten records; the first query's mask allows 2 of them, the second one's 6. Queries are 20 wide, keys 2: an
 additive score wᵀtanh(W_q q + W_k k) compares vectors of different widths. As all keys are equal, the allowed records
@@ -9,9 +9,8 @@ have equal weights (Dive into Deep Learning, 11.3).
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb import scores
@@ -49,4 +48,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

@@ -1,6 +1,6 @@
 """Predict the next item of a sequence: one negative, some draws, or every item in the denominator.
 
-    python examples/next_item.py [PICTURE.png]
+    python examples/next_item.py [--plot PICTURE.png] [--quick]
 
 A transformer reads the items that a user has chosen, and its state is compared with a trained row for each item (Kang
 and McAuley 2018, arXiv:1808.09781). For the same number of steps the sum over every item teaches more than one negative
@@ -9,9 +9,8 @@ and McAuley 2018, arXiv:1808.09781). For the same number of steps the sum over e
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from torch.nn import functional as F
 
 import softdb
@@ -30,7 +29,7 @@ def synthetic(items: int = 1000, users: int = 1000) -> torch.Tensor:  # (users, 
     return sequences
 
 
-def trained(way: str, sequences: torch.Tensor) -> list[float]:
+def trained(way: str, sequences: torch.Tensor, steps: int) -> list[float]:
     """Train by one loss; return the recall@10 of each user's last item after every tenth of the steps."""
     torch.manual_seed(1)
     items, positions = torch.nn.Embedding(int(sequences.max()) + 1, DIM), torch.nn.Embedding(LENGTH - 2, DIM)
@@ -38,7 +37,7 @@ def trained(way: str, sequences: torch.Tensor) -> list[float]:
     optimiser = torch.optim.Adam([*items.parameters(), *positions.parameters(), *layer.parameters()], lr=0.01)
     torch.nn.init.normal_(items.weight, std=DIM**-0.5)
     mask, recalls = torch.ones(LENGTH - 2, LENGTH - 2).triu(1).bool(), list[float]()
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         batch = sequences[torch.randint(len(sequences), (BATCH,)), :-1]
         states, targets = layer(items(batch[:, :-1]) + positions.weight, src_mask=mask), batch[:, 1:]
         if way == "one negative":
@@ -50,7 +49,7 @@ def trained(way: str, sequences: torch.Tensor) -> list[float]:
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        if step % (STEPS // 10) == 0:
+        if step % (steps // 10) == 0:
             with torch.no_grad():
                 states = layer.eval()(items(sequences[:, 1:-1]) + positions.weight, src_mask=mask)
                 nearest = (states[:, -1] @ items.weight.T).topk(10).indices
@@ -59,22 +58,23 @@ def trained(way: str, sequences: torch.Tensor) -> list[float]:
     return recalls
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train by each loss for the same number of steps, and draw recall@10 against them."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
-    sequences = synthetic()  # or your own, a tensor of item ids (users, LENGTH)
-    curves = {way: trained(way, sequences) for way in WAYS}
-    print(f"recall@10 after {STEPS} steps: " + ", ".join(f"{way} {c[-1]:.3f}" for way, c in curves.items()))
+    steps = 100 if quick else STEPS
+    sequences = synthetic(300 if quick else 1000)  # or your own, a tensor of item ids (users, LENGTH)
+    curves = {way: trained(way, sequences, steps) for way in WAYS}
+    print(f"recall@10 after {steps} steps: " + ", ".join(f"{way} {c[-1]:.3f}" for way, c in curves.items()))
     assert curves["every item"][-1] > 2 * curves["one negative"][-1] < 2 * curves["64 draws"][-1]
     if picture:
         drawn, (axes,) = figure()
         for way, recalls in curves.items():
-            axes.plot(range(STEPS // 10, STEPS + 1, STEPS // 10), recalls, label=way)
+            axes.plot(range(steps // 10, steps + 1, steps // 10), recalls, label=way)
         axes.set(xlabel="training steps", ylabel="recall@10 of the last item")
         axes.legend(frameon=False)
         save(drawn, picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

@@ -1,6 +1,6 @@
 """The phone book of the attention textbooks: one database answers an exact, an approximate and a soft query.
 
-    python examples/phone_book.py [PICTURE.png]
+    python examples/phone_book.py [--plot PICTURE.png] [--quick]
 
 The keys are last names, as vectors of character n-grams. The values are first names, as class labels, so a soft query
 returns a distribution over first names. With rising temperature it changes from a database lookup to average pooling.
@@ -8,11 +8,11 @@ returns a distribution over first names. With rising temperature it changes from
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from shared import arguments
 
 import softdb
 from softdb.plots import figure, save, temperature_sweep, weight_bars
@@ -47,7 +47,7 @@ def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
     return shares
 
 
-def draw(temperatures: list[float], shares: torch.Tensor, path: Path) -> None:
+def draw(temperatures: list[float], shares: torch.Tensor, path: str) -> None:
     """Draw the weights over temperature as curves, and those of every tenth temperature as bars."""
     picture, (left, right) = figure(columns=2)
     labels = [", ".join(names) for names in BOOK]
@@ -59,7 +59,7 @@ def draw(temperatures: list[float], shares: torch.Tensor, path: Path) -> None:
     print(f"\npicture      {path}")
 
 
-def main(picture: Path) -> None:
+def main(picture: str | None) -> None:
     """Fill a phone book, query it in three ways, and draw the soft query."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "phone-book"
@@ -71,8 +71,9 @@ def main(picture: Path) -> None:
             db.insert(["Schulz"], ["Schulz"], values=[LAST.index("Schulz")], payloads=[{"first": "Lisa"}])
             temperatures = torch.logspace(-2, 1.5, 71).tolist()
             shares = soft(db, temperatures)
-    draw(temperatures, shares, picture)
+    if picture:
+        draw(temperatures, shares, picture)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "phone_book.png"))
+    main(arguments(__doc__)["picture"])

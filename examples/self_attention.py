@@ -1,6 +1,6 @@
 """Self-attention as a query: every token of a sequence queries a database of the sequence's tokens.
 
-    python examples/self_attention.py [PICTURE.png]
+    python examples/self_attention.py [--plot PICTURE.png] [--quick]
 
 Without positions, self-attention ignores order: if the tokens are shuffled, the answers are shuffled alike (it is
 equivariant; Vaswani et al. 2017, section 3.5; Dive into Deep Learning, 11.6). With sinusoidal positions added, another
@@ -9,9 +9,8 @@ order gives other answers.
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.nn import SinusoidalPositions
@@ -58,4 +57,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(arguments(__doc__)["picture"])

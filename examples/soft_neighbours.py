@@ -1,6 +1,6 @@
 """Regression on a table by soft nearest neighbours: one score, then one value exchanged at a time (TabR).
 
-    python examples/soft_neighbours.py [PICTURE.png]
+    python examples/soft_neighbours.py [--plot PICTURE.png] [--quick]
 
 The rows are scikit-learn's 442 diabetes patients; the target is the progress of their disease. A prediction is made of
 what the other training rows hold, weighted by a softmax of how near their keys are. The four networks differ by the dot
@@ -10,9 +10,8 @@ a little better than the one before. `benchmarks/housing.py` trains them on 20,6
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 
@@ -46,7 +45,7 @@ class SoftNeighbours(nn.Module):
         return torch.as_tensor(self.head(x + near))
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train the four networks and compare their errors on the rows that were held out."""
     table = load_diabetes()
     order = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(0))
@@ -59,7 +58,7 @@ def main(picture: str | None) -> None:
         torch.manual_seed(0)
         model, errors = SoftNeighbours(features[:TRAIN], targets[:TRAIN], *way), []
         adam = torch.optim.AdamW(model.parameters(), lr=0.005, weight_decay=0.1)
-        for _ in range(STEPS):
+        for _ in range(50 if quick else STEPS):
             adam.zero_grad()
             (model(features[:TRAIN], others) - targets[:TRAIN]).square().mean().backward()
             adam.step()
@@ -77,4 +76,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

@@ -1,6 +1,6 @@
 """A trained memory: keys and values of 64 records learn a function, and are written back to the database.
 
-    python examples/trained_memory.py [PICTURE.png]
+    python examples/trained_memory.py [--plot PICTURE.png] [--quick]
 
 Keys and values are parameters (as in product-key memories, Lample et al. 2019, arXiv:1907.05242): the soft query's
 gradient moves the k nearest records of each query. They learn a function of the plane, and the keys move to where it
@@ -9,10 +9,10 @@ bends. `commit()` writes them back, all or nothing.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 
 import torch
+from shared import arguments
 
 import softdb
 from softdb.nn import Memory
@@ -24,7 +24,7 @@ def target(x: torch.Tensor) -> torch.Tensor:  # (n, 2) -> (n, 1)
     return (-(x - 0.7).square().sum(1) / 0.3).exp()[:, None] - (-(x + 0.7).square().sum(1) / 0.3).exp()[:, None]
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train keys and values, write them back, and open the database again."""
     torch.manual_seed(0)
     tests = torch.rand(500, 2) * 4 - 2
@@ -35,7 +35,7 @@ def main(picture: str | None) -> None:
             memory = Memory(db, k=8, temperature=0.3)
             optimiser = torch.optim.SparseAdam(list(memory.parameters()), lr=0.03)
             losses = []
-            for _ in range(300):
+            for _ in range(200 if quick else 300):
                 x = torch.rand(64, 2) * 4 - 2
                 loss = (memory(x).output - target(x)).square().mean()
                 optimiser.zero_grad()
@@ -66,4 +66,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

@@ -1,6 +1,6 @@
 """From a query to a transformer block: attention over the sequence, then a small network, both with residuals.
 
-    python examples/transformer_block.py [PICTURE.png]
+    python examples/transformer_block.py [--plot PICTURE.png] [--quick]
 
 A block adds heads, residuals, norms and a network of two layers to self-attention (Vaswani et al. 2017, section 3.1).
 The task is to name a sequence's first symbol from its last token. Without attention, accuracy stays at chance.
@@ -8,9 +8,8 @@ The task is to name a sequence's first symbol from its last token. Without atten
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from shared import arguments
 
 import softdb
 from softdb.nn import SinusoidalPositions
@@ -40,30 +39,31 @@ class Block(torch.nn.Module):
         return x + self.network(self.norms[1](x))  # type: ignore[no-any-return]
 
 
-def trained(attends: bool) -> tuple[float, torch.Tensor]:
+def trained(attends: bool, steps: int) -> tuple[float, torch.Tensor]:
     """Train a block; return its accuracy in the last steps, and the last attention weights."""
     torch.manual_seed(0)
     block, embedding, head = Block(attends), torch.nn.Embedding(SYMBOLS, DIM), torch.nn.Linear(DIM, SYMBOLS)
     positions = SinusoidalPositions(DIM)
     optimiser = torch.optim.Adam(torch.nn.ModuleList([block, embedding, head]).parameters(), lr=0.005)
     right = 0.0
-    for step in range(220):
+    for step in range(steps):
         symbols = torch.randint(SYMBOLS, (128, LENGTH))
         logits = head(block(positions(embedding(symbols)))[:, -1])
         loss = torch.nn.functional.cross_entropy(logits, symbols[:, 0])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-        if step >= 200:
+        if step >= steps - 20:
             right += (logits.argmax(1) == symbols[:, 0]).float().mean().item() / 20
     return right, block.weights
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train with attention and without, and draw the attention weights."""
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
-    without, _ = trained(attends=False)
-    right, weights = trained(attends=True)
+    steps = 150 if quick else 220
+    without, _ = trained(attends=False, steps=steps)
+    right, weights = trained(attends=True, steps=steps)
     print(f"first symbol right: {without:.2f} without attention (chance {1 / SYMBOLS:.2f}), {right:.2f} with it")
     assert without < 0.2
     assert right > 0.9
@@ -77,4 +77,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

@@ -1,6 +1,6 @@
 """A translation whose word order differs: "cats do not like dogs" becomes "katzen mögen hunde nicht".
 
-    python examples/translation.py [PICTURE.png]
+    python examples/translation.py [--plot PICTURE.png] [--quick]
 
 A GRU reads the sentence, another writes. At each step the writer queries the reader's states, by a dot product without
 parameters or by an additive score (Bahdanau, Cho and Bengio 2015). "not" is read third and written last; the weights
@@ -10,9 +10,9 @@ learn this without a label. Sentences with held-out pairs of nouns are translate
 from __future__ import annotations
 
 import itertools
-import sys
 
 import torch
+from shared import arguments
 
 from softdb.nn import RecurrentAttention
 from softdb.plots import attention_heatmap, figure, save
@@ -47,7 +47,7 @@ class Translator(torch.nn.Module):
         return self.word(torch.cat([context, queries], -1)), weights
 
 
-def main(picture: str | None) -> None:
+def main(picture: str | None = None, quick: bool = False) -> None:
     """Train with both scores, translate the held-out sentences, and draw the attention weights."""
     torch.set_num_threads(1)  # steps are small: threads would wait for each other
     pairs = sentences()
@@ -61,7 +61,7 @@ def main(picture: str | None) -> None:
         torch.manual_seed(0)
         model = Translator(len(words), score)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in range(150):
+        for _ in range(100 if quick else 150):
             loss = torch.nn.functional.cross_entropy(model(read[~test], written[~test])[0].mT, right[~test])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -77,4 +77,4 @@ def main(picture: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(**arguments(__doc__))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_examples import ELSEWHERE, EXAMPLES, ROOT, run
+from test_examples import ELSEWHERE, EXAMPLES, QUICK, ROOT, assert_drawn, run
 
-QUICK = (
+SHORT = (
     "kernels.py", "attention_pooling.py", "masked_scores.py", "image_memory.py", "self_attention.py", "kitchen.py",
     "local_bandwidth.py", "heat_map.py", "cross_modal.py",
 )  # fmt: skip
@@ -20,12 +20,18 @@ LONGER = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_an_example_prints_what_it_claims(name: str, tmp_path: Path) -> None:
     example = ROOT / "examples" / name
     assert "\n    assert " in example.read_text() or "\n        assert " in example.read_text()
-    assert run(example, tmp_path, "mine.png")
-    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert run(example, tmp_path, *QUICK)
+    assert_drawn(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*LONGER, "train_projection.py", "torchrun.py"])
+def test_an_example_in_full_prints_what_it_claims(name: str, tmp_path: Path) -> None:
+    assert run(ROOT / "examples" / name, tmp_path)
 
 
 CHANNELS = {"red": 0, "tomato": 0, "wooden": 0, "green": 1, "blue": 2, "water": 2}  # of a colour, the strongest
@@ -35,6 +41,7 @@ def test_the_kitchen_is_drawn_in_the_colours_of_its_names(monkeypatch: pytest.Mo
     colors, plots = pytest.importorskip("matplotlib.colors"), pytest.importorskip("softdb.plots")
     drawn = list[Any]()
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.syspath_prepend(ROOT / "examples")
     runpy.run_path(str(ROOT / "examples" / "kitchen.py"))["main"]("kitchen.png")
     (axes,) = drawn[0].axes
     handles, labels = axes.get_legend().legend_handles, [text.get_text() for text in axes.get_legend().get_texts()]

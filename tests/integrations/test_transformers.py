@@ -413,9 +413,10 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
 def test_the_example_prints_what_it_claims(tmp_path: Path) -> None:
     example = Path(softdb.__file__).parents[1] / "examples" / "language_model.py"
     paths = {**os.environ, "PYTHONPATH": str(example.parents[1])}
-    command = [sys.executable, "-W", "error", str(example), "400"]
+    command = [sys.executable, "-W", "error", str(example), "400", "--quick", "--plot", "drawn.png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=paths)
     assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
     lines = done.stdout.splitlines()
     without, mixed = (float(one.rstrip(",")) for one in lines[-2].split() if one[0].isdigit())
     assert mixed < 0.8 * without

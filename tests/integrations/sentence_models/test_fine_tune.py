@@ -25,9 +25,10 @@ def recalls(*words: str) -> list[float]:
     return [float(one) for one in re.findall(r"'recall_10': ([0-9.]+)", done.stdout)]
 
 
-def test_the_packaged_words_are_learnt() -> None:
-    before, after = recalls("--steps", "20", "--held", "300")
+def test_the_packaged_words_are_learnt(tmp_path: Path) -> None:
+    before, after = recalls("--quick", "--plot", str(tmp_path / "drawn.png"))
     assert after > before
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_of_definitions_is_read(tmp_path: Path) -> None:
