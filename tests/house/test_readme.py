@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import PEERS, blocks, run_blocks
 from worlds import holding
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,6 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -44,7 +41,6 @@ def links(page: Path) -> list[str]:
     return [first or second for first, second in LINK.findall(FENCE.sub("", page.read_text()))]
 
 
-PEERS = ("chromadb", "hnswlib", "lancedb")  # compared with in docs/coming-from
 ENGINES = ("lance", "ray")  # of a cluster
 RUN_HERE = [page for page in PAGES if blocks(page, "python") and RUN_ELSEWHERE not in page.parents]
 
@@ -54,14 +50,25 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     """The blocks of one page are one program, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    scope: dict[str, object] = {}
-    for number, block in enumerate(blocks(page, "python"), start=1):
-        try:
-            exec(compile(block, f"{name_of(page)}, block {number}", "exec"), scope)
-        except ModuleNotFoundError as error:
-            if error.name not in PEERS + ENGINES:
-                raise
-            pytest.skip(f"needs {error.name}")
+    try:
+        ran = run_blocks(page)
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINES:
+            raise
+        pytest.skip(f"needs {error.name}")
+    assert any("softdb" in block for block in ran)  # also where a peer is missing
+
+
+def test_a_block_of_a_missing_library_is_left_out_with_those_that_use_its_names(tmp_path: Path) -> None:
+    programs = "import zvec_is_missing\ntheirs = 1", "ours = 1", "assert ours == theirs", "theirs = 1", "last = theirs"
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"```python\n{program}\n```\n" for program in programs))
+    assert run_blocks(page, ["zvec_is_missing"]) == [f"{programs[i]}\n" for i in (1, 3, 4)]
+    with pytest.raises(ModuleNotFoundError, match="zvec_is_missing"):
+        run_blocks(page, PEERS)
+    page.write_text("```python\nassert 1 == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run_blocks(page)
 
 
 def test_the_pages_have_blocks_to_run() -> None:
