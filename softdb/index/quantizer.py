@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softdb.index.contract import Floats, Live, Rows, faiss_module
+from softdb.index.contract import Floats, Live, Rows
 from softdb.kernels import native
 from softdb.kernels.threads import by_lines
 
@@ -23,7 +23,6 @@ POINTS_A_LIST = 40  # largest number of training points for each centroid
 ROUNDS = 8  # rounds of k-means; more rounds change recall by less than 0.001
 TRAINED, EACH = 6000, 8  # number of residuals that train the rotation and the words: max(TRAINED, EACH · d)
 BLOCK = 16  # number of records in a block of codes; also number of words that a part can have
-ENCODED = 1 << 22  # numbers of keys that are encoded at once: 16 MB
 CODE = 127  # the largest int8
 EXACT = 1 << 19  # largest integer to which residuals are rounded for their covariance
 DISTINCT = 1e-6  # added to variances, relative to their mean, so that equal ones have the same axes on any machine
@@ -83,7 +82,7 @@ class Quantizer(NamedTuple):
 
     @classmethod
     def train(cls, sample: Floats, lists: int, parts: int, is_l2: bool) -> Quantizer:  # (m, d)
-        """Train centroids (by k-means), then the rotation, then the words, on a sample of keys. Needs FAISS."""
+        """Train centroids (by k-means), then the rotation, then the words, on a sample of keys."""
         d = sample.shape[1]
         origin = sample.mean(0) if is_l2 else np.zeros(d, np.float32)
         sample = np.ascontiguousarray(sample - origin)
@@ -109,33 +108,25 @@ class Quantizer(NamedTuple):
         return self._replace(unit=unit, error_step=max(usual, extreme, 1e-30) / (APART - 1))
 
     def sketched(self, sample: Floats, is_l2: bool) -> Quantizer:  # (m, d)
-        """Train a quantizer with the same lists and coarser codes, about one bit per number of a key. Needs FAISS."""
+        """Train a quantizer with the same lists and coarser codes, about one bit per number of a key."""
         word, parts = sketch_of(sample.shape[1])
         return self._worded(sample - self.origin, parts, word, is_l2)
 
     def coded(self, keys: Floats, lists: Rows) -> Codes:  # (n, d), (n,)
         """Encode keys minus `origin`, given the list of each. Cost n d parts · word."""
-        size = max(1, ENCODED // keys.shape[1])
-        blocks = [self._coded(keys[low : low + size], lists[low : low + size]) for low in range(0, len(keys), size)]
-        return Codes(*map(np.concatenate, zip(*blocks, strict=True)))
-
-    def _coded(self, keys: Floats, lists: Rows) -> Codes:
         centroids, turn = self.centroids.rows, self.rotation.rows.T
-        residuals = keys - centroids[lists]
-        squares, turned = np.einsum("nd,nd->n", residuals, residuals), product(residuals, turn)
-        turned_centroids = product(centroids, turn)
+        padded = np.zeros((len(turn), -(-turn.shape[1] // BLOCK) * BLOCK), np.float32)
+        padded[:, : turn.shape[1]] = turn
+        shared = centroids, padded, product(centroids, turn)
+        words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2, keys.shape[1] ** 0.5 / PEAK
         codes = np.empty((len(keys), len(self.words) // 2), np.uint8)
-        factors, central, errors = np.empty((3, len(keys)), np.float32)
-        peak = keys.shape[1] ** 0.5 / PEAK
-        words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2
+        numbers = squares, factors, central, errors = np.empty((4, len(keys)), np.float32)
 
         def arguments(run: slice) -> tuple[Any, ...]:
-            coded_terms = turned[run], turned_centroids, lists[run], squares[run], *words, peak
-            return *coded_terms, codes[run], factors[run], central[run], errors[run]
+            return keys[run], *shared, lists[run], *words, codes[run], *(line[run] for line in numbers)
 
-        by_lines(native().encode, arguments, len(turned), turned.size * BLOCK)
-        errors = ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares)
-        return Codes(codes, factors, central, errors, squares)
+        by_lines(native().encode, arguments, len(keys), len(keys) * padded.size)
+        return Codes(codes, factors, central, ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares), squares)
 
 
 class Codes(NamedTuple):
@@ -273,13 +264,20 @@ def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)
 
 
 def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (parts, word, 16)
-    """Train the 16 words of each part by k-means."""
-    faiss = faiss_module()
-    words = faiss.ProductQuantizer(turned.shape[1], parts, 4)
-    words.cp.niter, words.cp.seed, words.cp.max_points_per_centroid = ROUNDS, 1234, 1000
-    words.train(turned)
-    table = faiss.vector_to_array(words.centroids).reshape(parts, BLOCK, -1).transpose(0, 2, 1)
-    return np.ascontiguousarray(table, np.float32)
+    """Train the 16 words of each part by k-means, as `_means` does, in all parts at once."""
+    random, m = np.random.default_rng(1234), len(turned)
+    points = np.ascontiguousarray(turned.reshape(m, parts, -1).transpose(1, 2, 0))  # (parts, word, m)
+    words = points[:, :, random.choice(m, BLOCK, replace=m < BLOCK)]
+    for _ in range(ROUNDS):
+        halves, table = torch.from_numpy(np.square(words).sum(1)[:, :, None] / 2), torch.from_numpy(words)
+        own = torch.baddbmm(halves, table.mT, torch.from_numpy(points), beta=-1).argmax(1).numpy()  # (parts, m)
+        cells = (own + BLOCK * np.arange(parts)[:, None]).ravel()
+        sizes = np.bincount(cells, minlength=BLOCK * parts).reshape(parts, 1, BLOCK)
+        sums = [np.bincount(cells, column.ravel(), BLOCK * parts) for column in points.transpose(1, 0, 2)]
+        others = points[:, :, random.integers(0, m, BLOCK)]
+        means = np.stack(sums).reshape(-1, parts, BLOCK).transpose(1, 0, 2)
+        words = np.where(sizes, means / np.maximum(sizes, 1), others).astype(np.float32)
+    return np.ascontiguousarray(words)
 
 
 def _balanced(residuals: Floats, parts: int, word: int) -> Floats:  # (m, d) -> (parts · word, d)
@@ -320,13 +318,14 @@ def _means(points: Floats, lists: int) -> Floats:  # (m, d) -> (lists, d)
     Sums run in the order of the points, so that the number of threads does not change the result. Lloyd 1982.
     """
     random = np.random.default_rng(1234)
-    points = points[np.sort(random.permutation(len(points))[: POINTS_A_LIST * lists])]
-    means = points[random.permutation(len(points))[:lists]]
+    if len(points) > POINTS_A_LIST * lists:
+        points = points[np.sort(random.permutation(len(points))[: POINTS_A_LIST * lists])]
+    means, room = points[random.permutation(len(points))[:lists]], np.empty_like(points)  # reused: new pages take time
     for _ in range(ROUNDS):
         own = nearest_centroids(Matrix.of(means), points)
         order, sizes = np.argsort(own, kind="stable"), np.bincount(own, minlength=lists)
         filled, first = np.flatnonzero(sizes), np.cumsum(sizes) - sizes
-        means[filled] = np.add.reduceat(points[order], first[filled]) / sizes[filled, None]
+        means[filled] = np.add.reduceat(points.take(order, 0, room, "clip"), first[filled]) / sizes[filled, None]
         empty = np.flatnonzero(sizes == 0)
         means[empty] = points[random.integers(0, len(points), len(empty))]
     return means

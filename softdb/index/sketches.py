@@ -119,7 +119,9 @@ class Sketches(Index):
         """Add records. Cost n d (lists + parts · word)."""
         if int(rows[-1]) >= NO_ROW:
             raise BadInput(f"row {rows[-1]} is too large for an index of lists; expected rows below {NO_ROW}")
-        seen = prepared(keys, self.metric) - self.inner.origin
+        seen = prepared(keys, self.metric)
+        if self.metric is Metric.L2:
+            seen = seen - self.inner.origin
         lists = nearest_centroids(self.inner.centroids, seen)
         self._pending.append(self._coded(rows, seen, lists))
         self.covered = int(rows[-1]) + 1

@@ -185,14 +185,16 @@ def nearest_lists(
     nearest: NDArray[int64],  # (n,), written to
 ) -> None: ...
 def encode(
-    residuals: NDArray[float32],  # (n, parts · word) turned
-    centroids: NDArray[float32],  # (lists, parts · word) turned
+    keys: NDArray[float32],  # (n, d) minus the origin
+    centroids: NDArray[float32],  # (lists, d)
+    turn: NDArray[float32],  # (d, width) the transposed rotation, padded with zeros to a multiple of 16
+    turned: NDArray[float32],  # (lists, parts · word) rotated centroids
     own: NDArray[int64],  # (n,) the list of each
-    squares: NDArray[float32],  # (n,) |r|²
     words: NDArray[float32],  # (parts · word, 16)
     halves: NDArray[float32],  # (parts, 16) |w|² / 2
     peak: float,  # what the largest error of a part counts
     codes: NDArray[uint8],  # (n, parts / 2), written to
+    squares: NDArray[float32],  # (n,), written to: |r|²
     factors: NDArray[float32],  # (n,), written to
     central: NDArray[float32],  # (n,), written to: <c, w>
     errors: NDArray[float32],  # (n,), written to: |r - w|, or more where one part has most of it

@@ -250,11 +250,14 @@ void bind_lists(nb::module_& module) {
         auto scratch = memory<char>(kernels().nearest_scratch(args));
         kernels().nearest_lists(args, scratch.get());
     }, free);
-    module.def("encode", [](Table<const float> residuals, Table<const float> centroids, Line<const int64_t> own,
-                            Line<const float> squares, Table<const float> words, Table<const float> halves, double peak,
-                            Table<uint8_t> codes, Line<float> factors, Line<float> central, Line<float> errors) {
-        kernels().encode({residuals, centroids, own.first, squares.first, words.first, halves.first, halves.rows,
-                          words.rows / halves.rows, float(peak), codes, factors.first, central.first, errors.first});
+    module.def("encode", [](Table<const float> keys, Table<const float> centroids, Table<const float> turn,
+                            Table<const float> turned, Line<const int64_t> own, Table<const float> words,
+                            Table<const float> halves, double peak, Table<uint8_t> codes, Line<float> squares,
+                            Line<float> factors, Line<float> central, Line<float> errors) {
+        Encode args{keys, centroids, turn, turned, own.first, words.first, halves.first, halves.rows, words.rows / halves.rows,
+                    float(peak), codes, squares.first, factors.first, central.first, errors.first};
+        auto scratch = memory<char>(kernels().encode_scratch(args));
+        kernels().encode(args, scratch.get());
     }, free);
     nb::class_<BoundSketch>(module, "Sketch", "Coarser codes, read in place: the arrays must outlive this object.")
         .def(nb::init<Line<const int64_t>, Table<const uint8_t>, Table<const uint8_t>, Table<const uint8_t>,

@@ -12,7 +12,8 @@ int64_t list_scratch(const ListSearch& args);  // bytes
 bool search_lists(const ListSearch& args, char* scratch);
 int64_t nearest_scratch(const NearestLists& args);  // bytes
 void nearest_lists(const NearestLists& args, char* scratch);
-void encode(const Encode& args);
+int64_t encode_scratch(const Encode& args);  // bytes
+void encode(const Encode& args, char* scratch);
 
 constexpr int kBlock = 16;           // records
 constexpr int64_t kBlocksAhead = 8;  // number of blocks that are prefetched ahead of the current one

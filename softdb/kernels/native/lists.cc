@@ -395,12 +395,43 @@ void nearest_lists(const NearestLists& args, char* scratch) {
     }
 }
 
-// Encode residuals: the first nearest word of each part, argmin |y - w|² = argmax <y, w> - |w|² / 2; the factor f =
-// |r|² / <r, w>; and the error of the estimate f w. Cost 16 n parts · word.
-void encode(const Encode& args) {
+constexpr int kTurned = 4;  // residuals that are rotated together
+
+int64_t encode_scratch(const Encode& args) {
+    return kTurned * (args.keys.width + args.turn.width) * int64_t(sizeof(float));
+}
+
+// Residuals r = k - c of up to kTurned records from `first`, |r|² and R r. Cost 2 d parts · word each.
+void turn_residuals(const Encode& args, int64_t first, int64_t count, float* residuals, float* turned) {
+    const int64_t d = args.keys.width, width = args.turn.width;
+    for (int64_t i = 0; i < kTurned; i++) {
+        const int64_t record = first + min(i, count - 1);
+        const float *key = args.keys[record], *centroid = args.centroids[args.own[record]];
+        float* residual = residuals + i * d;
+        for (int64_t t = 0; t < d; t++) residual[t] = key[t] - centroid[t];
+        if (i < count) args.squares[record] = summed(residual, residual, d, [](auto a, auto b) { return a * b; });
+    }
+    for (int64_t j = 0; j < width; j += kBlock) {
+        constexpr int kVectors = kBlock / kLanes;
+        Vec sums[kTurned][kVectors] = {};
+        for (int64_t t = 0; t < d; t++)
+            for (int u = 0; u < kVectors; u++) {
+                const Vec turn = load(args.turn[t] + j + u * kLanes);
+                for (int i = 0; i < kTurned; i++) sums[i][u] += turn * residuals[i * d + t];
+            }
+        for (int i = 0; i < kTurned; i++)
+            for (int u = 0; u < kVectors; u++) store(turned + i * width + j + u * kLanes, sums[i][u]);
+    }
+}
+
+// Encode keys by their rotated residuals: the first nearest word of each part, argmin |y - w|² = argmax <y, w> - |w|² / 2; the factor f =
+// |r|² / <r, w>; and the error of the estimate f w. Cost n parts · word (2 d + 16).
+void encode(const Encode& args, char* scratch) {
     constexpr int kVectors = kBlock / kLanes;
-    for (int64_t i = 0; i < args.residuals.rows; i++) {
-        const float *residual = args.residuals[i], *centroid = args.centroids[args.own[i]];
+    float *residuals = (float*)scratch, *turned = residuals + kTurned * args.keys.width;
+    for (int64_t i = 0; i < args.keys.rows; i++) {
+        if (i % kTurned == 0) turn_residuals(args, i, min(args.keys.rows - i, int64_t(kTurned)), residuals, turned);
+        const float *residual = turned + i % kTurned * args.turn.width, *centroid = args.turned[args.own[i]];
         float along = 0, central = 0;
         for (int64_t part = 0; part < args.parts; part++) {
             const float* words = args.words + part * args.word * kBlock;

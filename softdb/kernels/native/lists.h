@@ -63,15 +63,17 @@ struct NearestLists {
 
 // Records to encode.
 struct Encode {
-    Table<const float> residuals;    // (n, parts · word) rotated
-    Table<const float> centroids;    // (lists, parts · word) rotated
+    Table<const float> keys;         // (n, d) minus the origin
+    Table<const float> centroids;    // (lists, d)
+    Table<const float> turn;         // (d, width) Rᵀ; width is parts · word, padded to a multiple of 16
+    Table<const float> turned;       // (lists, parts · word) rotated centroids
     const int64_t* own = nullptr;    // (n,) list of each record
-    const float* squares = nullptr;  // (n,) |r|²
     const float* words = nullptr;    // (parts, word, 16)
     const float* halves = nullptr;   // (parts, 16) |w|² / 2
     int64_t parts = 0, word = 0;
     float peak = 0;           // factor on the largest error of a part: √d / PEAK (quantizer.py)
     Table<uint8_t> codes;     // (n, parts / 2), written to
+    float* squares = nullptr;  // (n,), written to: |r|²
     float* factors = nullptr;  // (n,), written to
     float* central = nullptr;  // (n,), written to: <c, w>
     float* errors = nullptr;   // (n,), written to: |r - w|, or more if one part has most of the error

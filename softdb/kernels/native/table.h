@@ -30,7 +30,8 @@ struct Kernels {
     bool (*search_lists)(const ListSearch& args, char* scratch);
     int64_t (*nearest_scratch)(const NearestLists& args);
     void (*nearest_lists)(const NearestLists& args, char* scratch);
-    void (*encode)(const Encode& args);
+    int64_t (*encode_scratch)(const Encode& args);
+    void (*encode)(const Encode& args, char* scratch);
     int64_t (*draw_scratch)(const Draw& args);
     void (*draw)(const Draw& args);
     void (*help_draw)(const Draw& args);
