@@ -81,7 +81,7 @@ def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
 def test_one_class_has_a_name() -> None:
     """Private ones too: `_Plan` in one file and `Plan` in another are two meanings of a word.
 
-    LangChain and LlamaIndex both name a vector store after the database; no program needs both.
+    LangChain and LlamaIndex both name a vector store after the database; the import says which.
     """
     places: dict[str, list[str]] = defaultdict(list)
     for path in SOURCES:
