@@ -79,13 +79,18 @@ def test_no_name_has_a_word_that_the_glossary_refuses() -> None:
 
 
 def test_one_class_has_a_name() -> None:
-    """Private ones too: `_Plan` in one file and `Plan` in another are two meanings of a word."""
+    """Private ones too: `_Plan` in one file and `Plan` in another are two meanings of a word.
+
+    LangChain and LlamaIndex both name a vector store after the database; the import says which.
+    """
     places: dict[str, list[str]] = defaultdict(list)
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    assert {name: files for name, files in places.items() if len(files) > 1} == {
+        "SoftDBVectorStore": ["integrations/langchain.py", "integrations/llama_index/store.py"]
+    }
 
 
 def test_the_glossary_is_read() -> None:

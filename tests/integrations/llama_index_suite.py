@@ -392,6 +392,7 @@ class VectorStoreSuite:
             (">", 1990, ["number"]),
             ("<=", "1995", ["text"]),
             ("text_match", "99", ["text"]),
+            ("text_match", "x", []),
             ("text_match_insensitive", "99", ["text"]),
             ("contains", "99", ["text"]),
             ("any", ["99", "x"], ["list", "text"]),
