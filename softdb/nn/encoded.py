@@ -101,8 +101,8 @@ class Encoding:
         if not len(keys):
             return torch.zeros(0, self.dim)
         with self.lock, contextlib.ExitStack() as stack:
-            for kind, dtype in self.casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            for kind, dtype in self.casts:  # torch 2.6 would reuse weights cast without gradient
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=torch.is_grad_enabled()))
             encoded = self.encoder(_as_input(self.encoder, keys) if self.texts is None else self.texts(rows))
         _shaped(encoded, len(keys), self.dim)
         encoded = encoded.to(torch.promote_types(encoded.dtype, torch.float32))
