@@ -265,7 +265,7 @@ def test_arrays_of_times_and_nan_are_lists() -> None:
         np.array([b"x"]),
         object(),
     ],
-    ids=str,
+    ids=lambda cell: type(cell).__name__,
 )
 def test_other_cells_are_refused_before_anything_changes(db: SoftDB, cell: Any) -> None:
     before = db.stats().generation
