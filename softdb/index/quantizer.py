@@ -127,7 +127,9 @@ class Quantizer(NamedTuple):
             return keys[run], *shared, lists[run], *words, codes[run], *(line[run] for line in numbers)
 
         by_lines(native().encode, arguments, len(keys), len(keys) * padded.size)
-        return Codes(codes, factors, central, ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares), squares)
+        errors *= ROUNDED[0]
+        errors += ROUNDED[1] * np.sqrt(squares)
+        return Codes(codes, factors, central, errors, squares)
 
 
 class Codes(NamedTuple):
