@@ -117,7 +117,8 @@ class Quantizer(NamedTuple):
         centroids, turn = self.centroids.rows, self.rotation.rows.T
         padded = np.zeros((len(turn), -(-turn.shape[1] // BLOCK) * BLOCK), np.float32)
         padded[:, : turn.shape[1]] = turn
-        shared = centroids, padded, product(centroids, turn)
+        groups = padded.reshape(len(turn), -1, BLOCK).transpose(1, 0, 2).reshape(-1, len(turn) * BLOCK)
+        shared = centroids, groups, product(centroids, turn)
         words = self.words.reshape(-1, BLOCK), np.square(self.words).sum(1) / 2, keys.shape[1] ** 0.5 / PEAK
         codes = np.empty((len(keys), len(self.words) // 2), np.uint8)
         numbers = squares, factors, central, errors = np.empty((4, len(keys)), np.float32)
@@ -126,7 +127,9 @@ class Quantizer(NamedTuple):
             return keys[run], *shared, lists[run], *words, codes[run], *(line[run] for line in numbers)
 
         by_lines(native().encode, arguments, len(keys), len(keys) * padded.size)
-        return Codes(codes, factors, central, ROUNDED[0] * errors + ROUNDED[1] * np.sqrt(squares), squares)
+        errors *= ROUNDED[0]
+        errors += ROUNDED[1] * np.sqrt(squares)
+        return Codes(codes, factors, central, errors, squares)
 
 
 class Codes(NamedTuple):

@@ -187,7 +187,7 @@ def nearest_lists(
 def encode(
     keys: NDArray[float32],  # (n, d) minus the origin
     centroids: NDArray[float32],  # (lists, d)
-    turn: NDArray[float32],  # (d, width) the transposed rotation, padded with zeros to a multiple of 16
+    turn: NDArray[float32],  # (groups, 16 · d) the transposed rotation in groups of 16 columns, padded with zeros
     turned: NDArray[float32],  # (lists, parts · word) rotated centroids
     own: NDArray[int64],  # (n,) the list of each
     words: NDArray[float32],  # (parts · word, 16)

@@ -338,7 +338,7 @@ bool search_lists(const ListSearch& args, char* scratch) {
     return args.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
 }
 
-constexpr int kKeys = kLanes / 2;  // keys that share each load of centroids: their sums fill half the registers
+constexpr int kKeys = kLanes / 2;  // keys that share each load of centroids: their sums take eight registers
 
 int64_t nearest_scratch(const NearestLists& args) {
     return (4 + kKeys) * (args.centroids.width + kLanes);
@@ -395,15 +395,15 @@ void nearest_lists(const NearestLists& args, char* scratch) {
     }
 }
 
-constexpr int kTurned = 4;  // residuals that are rotated together
+constexpr int kTurned = kLanes / 2;  // residuals that are rotated together: their sums take eight registers
 
 int64_t encode_scratch(const Encode& args) {
-    return kTurned * (args.keys.width + args.turn.width) * int64_t(sizeof(float));
+    return kTurned * (args.keys.width + args.turn.rows * kBlock) * int64_t(sizeof(float));
 }
 
 // Residuals r = k - c of up to kTurned records from `first`, |r|² and R r. Cost 2 d parts · word each.
 void turn_residuals(const Encode& args, int64_t first, int64_t count, float* residuals, float* turned) {
-    const int64_t d = args.keys.width, width = args.turn.width;
+    const int64_t d = args.keys.width, width = args.turn.rows * kBlock;
     for (int64_t i = 0; i < kTurned; i++) {
         const int64_t record = first + min(i, count - 1);
         const float *key = args.keys[record], *centroid = args.centroids[args.own[record]];
@@ -416,7 +416,7 @@ void turn_residuals(const Encode& args, int64_t first, int64_t count, float* res
         Vec sums[kTurned][kVectors] = {};
         for (int64_t t = 0; t < d; t++)
             for (int u = 0; u < kVectors; u++) {
-                const Vec turn = load(args.turn[t] + j + u * kLanes);
+                const Vec turn = load(args.turn[j / kBlock] + t * kBlock + u * kLanes);
                 for (int i = 0; i < kTurned; i++) sums[i][u] += turn * residuals[i * d + t];
             }
         for (int i = 0; i < kTurned; i++)
@@ -431,7 +431,7 @@ void encode(const Encode& args, char* scratch) {
     float *residuals = (float*)scratch, *turned = residuals + kTurned * args.keys.width;
     for (int64_t i = 0; i < args.keys.rows; i++) {
         if (i % kTurned == 0) turn_residuals(args, i, min(args.keys.rows - i, int64_t(kTurned)), residuals, turned);
-        const float *residual = turned + i % kTurned * args.turn.width, *centroid = args.turned[args.own[i]];
+        const float *residual = turned + i % kTurned * args.turn.rows * kBlock, *centroid = args.turned[args.own[i]];
         float along = 0, central = 0;
         for (int64_t part = 0; part < args.parts; part++) {
             const float* words = args.words + part * args.word * kBlock;

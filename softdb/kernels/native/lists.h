@@ -65,7 +65,7 @@ struct NearestLists {
 struct Encode {
     Table<const float> keys;         // (n, d) minus the origin
     Table<const float> centroids;    // (lists, d)
-    Table<const float> turn;         // (d, width) Rᵀ; width is parts · word, padded to a multiple of 16
+    Table<const float> turn;         // (groups, 16 d) Rᵀ in groups of 16 columns, padded with zeros
     Table<const float> turned;       // (lists, parts · word) rotated centroids
     const int64_t* own = nullptr;    // (n,) list of each record
     const float* words = nullptr;    // (parts, word, 16)
