@@ -31,7 +31,7 @@ def run_blocks(page: Path, optional: Collection[str] = PEERS) -> list[str]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", softdb.EncoderWarning)  # pages use the default encoder on purpose
+                warnings.simplefilter("always", softdb.EncoderWarning)  # no error: pages use the default encoder
                 exec(compile(block, f"{page.name}, block {number}", "exec"), scope)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in optional:

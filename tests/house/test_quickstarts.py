@@ -29,7 +29,7 @@ def test_softdb_needs_no_more_than_the_library_beside_it(library: str, tmp_path:
     *_, theirs, ours = blocks(section, "py(?:thon)?")
     assert "softdb" in ours
     assert "softdb" not in theirs
-    assert all(mine <= other for mine, other in zip(counted(ours), counted(theirs), strict=True))
+    assert all(own <= other for own, other in zip(counted(ours), counted(theirs), strict=True))
     row = re.search(rf"^\| {library} \| (\d.*)\|$", (FOLDER / "index.md").read_text(), re.MULTILINE)
     assert row is not None
     assert [int(number) for number in re.findall(r"\d+", row[1])] == [*counted(theirs), *counted(ours)]
