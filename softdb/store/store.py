@@ -15,13 +15,13 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, Id, Schema, shown
+from softdb.check import Array, Id, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append, new_ids
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry, merged
-from softdb.store.keyed import EncoderEntry, Keyed
+from softdb.store.keyed import Keyed
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
@@ -91,12 +91,11 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
+    def insert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
         """Add records, and return their ids. Raises DuplicateId if an id is stored already; then nothing is written.
 
         `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return None.
-        `encoder`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
-        widths that are undecided.
+        `new`: the origin to store, with another encoder or fingerprint. The first keys decide undecided widths.
         """
         if origin is not None and self.keyed is not origin:
             return None
@@ -104,7 +103,7 @@ class Store(Session):
             if not batch.ids:
                 batch = batch._replace(ids=new_ids(self.catalog, len(batch.payloads)))
             try:
-                changed = self._note_origin(batch.keys, batch.values, encoder)
+                changed = self._put_origin(batch.keys, new)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
                 change.appended = appended if batch.keyed is None and not changed else None
             except apsw.ConstraintError:
@@ -119,41 +118,30 @@ class Store(Session):
         return batch.ids
 
     @on_thread
-    def upsert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
+    def upsert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
         """Add records as `insert` does, but replace stored records that have the same ids."""
         if not batch.ids:
-            return self.insert(batch, origin, encoder)
+            return self.insert(batch, origin, new)
         if origin is not None and self.keyed is not origin:
             return None
         with self.write_transaction():
             stored = self.catalog.lookup(batch.ids)
             if stored:
                 self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
-            self._note_origin(batch.keys, batch.values, encoder)
+            self._put_origin(batch.keys, new)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
         return batch.ids
 
-    def _note_origin(self, keys: Array, values: Array | None, encoder: EncoderEntry | None) -> bool:
-        """Store undecided widths (the keys are the first) and the encoder. Return False if nothing had to be stored."""
-        schema = self.schema
-        undecided = not schema.dim and keys.shape[1] > 0
-        if undecided:
-            if values is not None and not schema.has_values:
-                schema = replace(schema, value_dim=values.shape[1])
-            schema = replace(schema, dim=keys.shape[1])
-            keyed.decide(self.catalog, schema)
-            self.columns.reshape(schema)  # if the commit fails, no segment exists, and the next keys reshape again
-        if encoder is not None:
-            keyed.note(self.catalog, encoder)
-        return undecided or encoder is not None
-
-    @on_thread
-    def decide(self, schema: Schema) -> None:
-        """Store the widths of a schema in a database whose width is undecided."""
-        with self.write_transaction(durable=True):
-            if not self.schema.dim:
-                keyed.decide(self.catalog, schema)
-                self.catalog.advance(0)
+    def _put_origin(self, keys: Array, new: Keyed | None) -> bool:
+        """Store a new origin, with the widths of the first keys. Return False if nothing had to be stored."""
+        new = new or self.keyed
+        if not new.schema.dim and keys.shape[1]:
+            new = new._replace(schema=replace(new.schema, dim=keys.shape[1]))
+            self.columns.reshape(new.schema)  # if the commit fails, no segment exists, and the next keys reshape again
+        if new == self.keyed:
+            return False
+        keyed.put(self.catalog, new)
+        return True
 
     @on_thread
     def update(
@@ -164,11 +152,11 @@ class Store(Session):
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
         merge: bool = False,
-        encoder: EncoderEntry | None = None,
+        new: Keyed | None = None,
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `merge`: replace only the given fields of payloads. `encoder`: as in `insert`.
+        `merge`: replace only the given fields of payloads. `new`: as in `insert`.
 
         Raises UnknownId, CorruptionError, and BadInput for a value without a key or a payload that cannot be merged;
         then nothing is written.
@@ -179,9 +167,9 @@ class Store(Session):
             if merge and payloads is not None:
                 payloads = merged(ids, old_payloads, payloads)
             if in_place:
-                for column, new in (("payload", payloads), ("text", texts)):
-                    if new is not None:
-                        self.catalog.replace_texts(column, rows.tolist(), new)
+                for column, given in (("payload", payloads), ("text", texts)):
+                    if given is not None:
+                        self.catalog.replace_texts(column, rows.tolist(), given)
                 if texts is not None:
                     textindex.replace(self.catalog.connection, rows.tolist())
                 self.catalog.advance(0)
@@ -195,7 +183,7 @@ class Store(Session):
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
-            self._note_origin(keys, values, encoder)
+            self._put_origin(keys, new)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
@@ -265,11 +253,15 @@ class Store(Session):
             self.catalog.advance(0)
         return len(rows)
 
-    @on_thread
     def note_encoder(self, name: str | None, fingerprint: str | None = None) -> None:
         """Store the name and the fingerprint of the encoder that makes the keys."""
+        self.note_origin(self.keyed._replace(encoder=name, fingerprint=fingerprint))
+
+    @on_thread
+    def note_origin(self, origin: Keyed) -> None:
+        """Store another origin of keys that are stored already, or of a database without keys."""
         with self.write_transaction(durable=True):
-            keyed.note(self.catalog, EncoderEntry(name, fingerprint))
+            keyed.put(self.catalog, origin)
             self.catalog.advance(0)
 
     @on_thread
