@@ -13,6 +13,7 @@ import base64
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,11 +22,6 @@ from softdb.check import Array, Encoder, attribute, encoded, matrix, shown
 from softdb.errors import BadInput
 from softdb.store.keyed import Keyed, require_name
 from softdb.text import SIZES, WIDTH, HashedNGrams, SentenceEncoder, Vectors
-
-__all__ = [
-    "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "fingerprint_of", "name_of", "ngrams", "of_name",
-    "require_like", "require_same",
-]  # fmt: skip
 
 EncoderLike: TypeAlias = "Encoder | str | os.PathLike[str]"  # a callable, or the name or folder of an encoder
 
@@ -37,15 +33,10 @@ _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 
 def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
-    """Return the encoder for a name, a folder or a callable.
-
-    "ngrams" and "ngrams(2, 5)" are n-grams, `dim` wide (None: 256); another name or a folder is a model of
-    sentence-transformers, which is loaded when it is first used. Raises BadInput for anything else.
-    """
-    if isinstance(encoder, str) and encoder:
-        return ngrams(encoder, dim) or SentenceEncoder(encoder)
-    if isinstance(encoder, os.PathLike):
-        return SentenceEncoder(encoder)
+    """Return the encoder for a name, a folder or a callable; n-grams are `dim` wide (None: 256). Raises BadInput."""
+    named = ngrams(encoder, dim) if isinstance(encoder, str) else None
+    if isinstance(encoder, str | os.PathLike) and encoder:
+        return named or SentenceEncoder(encoder)
     if not callable(encoder):
         raise BadInput(
             f"encoder is {shown(encoder)}; expected 'ngrams', the name or the folder of a sentence-transformers model, "
@@ -92,11 +83,10 @@ def require_like(keyed: Keyed, encoder: Encoder) -> None:
     lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
     distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
     if not distances.max() <= TOLERANCE:
-        text = FIXED_TEXTS[int(distances.argmax())]
         raise BadInput(
-            f"this encoder is not the one that made the keys: for {text!r} their vectors differ by "
-            f"{distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the encoder "
-            "that made the keys, or without an encoder and compute its keys again with reembed"
+            f"this encoder is not the one that made the keys: for {FIXED_TEXTS[distances.argmax()]!r} their vectors "
+            f"differ by {distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the "
+            "encoder that made the keys, or without an encoder and compute its keys again with reembed"
         )
 
 
@@ -105,9 +95,8 @@ def _sketches(encoder: Encoder, dim: int) -> Array:  # (3, SKETCH)
     vectors: Any = encoded(FIXED_TEXTS, "fingerprint texts", lambda: encoder)
     vectors = matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
     hashed = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    buckets = (hashed >> np.uint64(58)).astype(np.int64)
-    signs = np.where(hashed >> np.uint64(57) & np.uint64(1), -1.0, 1.0)
-    return np.stack([np.bincount(buckets, signs * vector, SKETCH) for vector in vectors])
+    buckets, minus = np.divmod((hashed >> np.uint64(57)).astype(np.int64), 2)
+    return np.stack([np.bincount(buckets, (1 - 2 * minus) * vector, SKETCH) for vector in vectors])
 
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
@@ -122,24 +111,16 @@ def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
 def of_name(name: str, dim: int) -> Encoder:
     """Return the encoder of texts for a database whose keys were made by the encoder of that name.
 
-    For a model return an `Unloaded` placeholder: a model runs code, and a stranger may have chosen its name.
+    For a model return a function that raises BadInput: a model runs code, and a stranger may have chosen its name.
     """
     try:
-        return ngrams(name, dim or None) or Unloaded(name)
+        return ngrams(name, dim or None) or partial(_refuse, name)
     except BadInput:
-        return Unloaded(name)
+        return partial(_refuse, name)
 
 
-class Unloaded:
-    """Placeholder for a model that is known by its name and not loaded."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Raise BadInput; its message tells how to load the model."""
-        raise BadInput(
-            f"this database's texts need the encoder {shown(self.name)}, and softdb loads no model by itself; if you "
-            f"trust it, pass it: softdb.open(path, encoder={self.name!r}), or your own "
-            "encoder of that name"
-        )
+def _refuse(name: str, texts: Sequence[str]) -> Vectors:
+    raise BadInput(
+        f"this database's texts need the encoder {shown(name)}, and softdb loads no model by itself; if you trust it, "
+        f"pass it: softdb.open(path, encoder={name!r}), or your own encoder of that name"
+    )

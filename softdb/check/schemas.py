@@ -88,7 +88,7 @@ def schema(
     if value_dim is not None and num_classes is not None:
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
-        defaults = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
+        defaults: dict[str, Any] = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
         return Schema(**{name: defaults.get(name) if new is None else new for name, new in wanted.items()})
     if not stored.dim:
         values = () if stored.has_values else ("value_dim", "num_classes")

@@ -40,9 +40,9 @@ def entry_for(keyed: Keyed, encoder: Encoder | None, given: Given, keys: Array |
     return keyed._replace(fingerprint=fingerprint_of(encoder, keys.shape[1]))
 
 
-def update_if(store: Store, keyed: Keyed, parts: RecordParts, merge: bool, new: Keyed) -> list[Id] | None:
+def update_if(store: Store, keyed: Keyed, parts: RecordParts, merge: bool, entry: Keyed) -> list[Id] | None:
     """Update, and return the ids; None if the width changed since `keyed`. Call it on the store's thread."""
     if store.keyed is not keyed:
         return None
-    store.update(*parts, merge, new)
+    store.update(*parts, merge, entry)
     return parts.ids

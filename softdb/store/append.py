@@ -15,8 +15,6 @@ from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
-LARGEST = 1 << 62  # upper bound of ids that the store makes
-
 
 class Batch(NamedTuple):
     """Checked records that are to be stored."""
@@ -32,13 +30,13 @@ class Batch(NamedTuple):
 def new_ids(catalog: Catalog, count: int) -> list[Id]:
     """Return `count` consecutive int ids, none of them stored or returned before, in the open transaction.
 
-    They begin after all ids returned before and after all rows, or, if one of them is stored, after the largest stored
-    int. Cost: look-ups in the index of ids. Raises BadInput for an id of more than 62 bits.
+    They begin after all rows, or, if one of them is stored, after the largest stored int. Raises BadInput for an id of
+    more than 62 bits.
     """
     first = max(catalog.setting("next_id"), catalog.state().next_row)
     if catalog.one("SELECT 1 FROM records WHERE id BETWEEN ? AND ? LIMIT 1", (first, first + count - 1)) is not None:
         first = 1 + int(catalog.one("SELECT max(id) FROM records WHERE id < ''")[0])  # ints precede all texts
-    if first + count > LARGEST:
+    if first + count > 1 << 62:
         raise BadInput(f"the next id would be {first}, which is too large; give ids")
     catalog.put_setting("next_id", first + count)
     return list(range(first, first + count))
@@ -54,15 +52,15 @@ def append(
 
     A batch with keys of width 0 (the database's width is undecided, no record has a key) takes no slots.
     """
-    state, wide = catalog.state(), batch.keys.shape[1] > 0
-    pieces = _place(catalog, columns, batch, entries, state.next_row) if wide else []
+    state = catalog.state()
+    pieces = _place(catalog, columns, batch, entries, state.next_row)
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # writes files while this thread computes checksums and runs SQLite
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
         if batch.texts is not None:
             textindex.add(catalog.connection, state.next_row)
-        if not wide:
+        if not pieces:
             gaps.put(catalog, (), len(batch.ids), None)
         elif batch.keyed is not None:
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
@@ -87,7 +85,7 @@ def _place(
         entry = entries[-1]
     pieces: list[Piece] = []
     fresh: int | None = None  # number of the newest segment that this batch created
-    done, count = 0, len(batch.ids)
+    done, count = 0, len(batch.ids) if batch.keys.shape[1] else 0
     while done < count:
         if entry.used == entry.capacity:
             fresh = gaps.next_segment(catalog) if fresh is None else fresh + 1

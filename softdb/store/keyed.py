@@ -67,12 +67,11 @@ def _parse(*values: Any) -> Keyed:
 
 def put(catalog: Catalog, origin: Keyed) -> None:
     """Write the settings of an origin that differ from the stored ones, in the open transaction. Raises BadInput."""
-    new = {**origin.schema.described, "encoder": origin.encoder, "fingerprint": origin.fingerprint}
-    new["reembedded"] = origin.since or None
+    new = origin.schema.described | {"encoder": origin.encoder, "fingerprint": origin.fingerprint}
     if origin.encoder is not None:
         require_name(origin.encoder)
     encodable(origin.fingerprint or "", "the encoder's fingerprint")
     stored = catalog.settings()
-    for name, value in new.items():
+    for name, value in (*new.items(), ("reembedded", origin.since or None)):
         if stored.get(name) != value:
             catalog.put_setting(name, value)

@@ -5,10 +5,10 @@ Operations of all threads run one after the other on the store's thread.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import apsw
@@ -91,21 +91,25 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
+    def insert(
+        self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None, replace: bool = False
+    ) -> list[Id] | None:
         """Add records, and return their ids. Raises DuplicateId if an id is stored already; then nothing is written.
 
         `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return None.
         `new`: the origin to store, with another encoder or fingerprint. The first keys decide undecided widths.
+        `replace`: delete stored records of the same ids first.
         """
         if origin is not None and self.keyed is not origin:
             return None
         with self.write_transaction() as change:
             if not batch.ids:
                 batch = batch._replace(ids=new_ids(self.catalog, len(batch.payloads)))
+            replaced = replace and self._delete_ids(batch.ids)
             try:
                 changed = self._put_origin(batch.keys, new)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-                change.appended = appended if batch.keyed is None and not changed else None
+                change.appended = appended if batch.keyed is None and not changed and not replaced else None
             except apsw.ConstraintError:
                 self.writer.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -117,26 +121,15 @@ class Store(Session):
                 ) from None
         return batch.ids
 
-    @on_thread
     def upsert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
         """Add records as `insert` does, but replace stored records that have the same ids."""
-        if not batch.ids:
-            return self.insert(batch, origin, new)
-        if origin is not None and self.keyed is not origin:
-            return None
-        with self.write_transaction():
-            stored = self.catalog.lookup(batch.ids)
-            if stored:
-                self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
-            self._put_origin(batch.keys, new)
-            append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-        return batch.ids
+        return self.insert(batch, origin, new, replace=True)
 
     def _put_origin(self, keys: Array, new: Keyed | None) -> bool:
         """Store a new origin, with the widths of the first keys. Return False if nothing had to be stored."""
         new = new or self.keyed
         if not new.schema.dim and keys.shape[1]:
-            new = new._replace(schema=replace(new.schema, dim=keys.shape[1]))
+            new = new._replace(schema=dataclasses.replace(new.schema, dim=keys.shape[1]))
             self.columns.reshape(new.schema)  # if the commit fails, no segment exists, and the next keys reshape again
         if new == self.keyed:
             return False
@@ -193,9 +186,7 @@ class Store(Session):
         Ids in `removed` need not be stored. Raises DuplicateId if a batch has a stored id; then nothing is written.
         """
         with self.write_transaction() as change:
-            stored = self.catalog.lookup(removed)
-            if stored:
-                self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
+            stored = self._delete_ids(removed)
             if stored or not batches:  # every new `source` gets a generation of its own
                 self.catalog.advance(0)
             appended = self.catalog.state(), self.reader.loader.entries(self.catalog)
@@ -231,6 +222,13 @@ class Store(Session):
         """Delete the records of rows in the open transaction, and their texts from the text index."""
         self.catalog.delete(rows, rows[self.snapshot.positions(rows) >= 0])
         textindex.remove(self.catalog.connection, rows.tolist())
+
+    def _delete_ids(self, ids: list[Id]) -> bool:
+        """Delete the records of ids in the open transaction. Return False if none is stored."""
+        stored = self.catalog.lookup(ids)
+        if stored:
+            self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
+        return bool(stored)
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError if records of `rows` fail their checksums: rewriting them would hide the damage."""
