@@ -254,5 +254,5 @@ def test_a_width_of_null_beside_a_segment_is_refused(tmp_path: Path) -> None:
     row = ("dim", None, setting_crc("dim", None))
     connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?, ?)", row)
     connection.close()
-    with pytest.raises(softdb.CorruptionError, match="keys-00000000.npy has"):
+    with pytest.raises(softdb.CorruptionError, match=r"keys-00000000\.npy has"):
         softdb.open(tmp_path / "db", mode="r")
