@@ -89,7 +89,7 @@ def schema(
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
         defaults: dict[str, Any] = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
-        return Schema(**{name: defaults.get(name) if new is None else new for name, new in wanted.items()})
+        return Schema(**wanted | {name: wanted[name] or default for name, default in defaults.items()})
     if not stored.dim:
         values = () if stored.has_values else ("value_dim", "num_classes")
         stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})
