@@ -28,10 +28,9 @@ class Batch(NamedTuple):
 
 
 def new_ids(catalog: Catalog, count: int) -> list[Id]:
-    """Return `count` consecutive int ids, none of them stored or returned before, in the open transaction.
+    """Return `count` consecutive int ids in the open transaction. Raises BadInput for an id of more than 62 bits.
 
-    They begin after all rows, or, if one of them is stored, after the largest stored int. Raises BadInput for an id of
-    more than 62 bits.
+    They begin after all ids returned before and all rows, or, if one of them is stored, after the largest stored int.
     """
     first = max(catalog.setting("next_id"), catalog.state().next_row)
     if catalog.one("SELECT 1 FROM records WHERE id BETWEEN ? AND ? LIMIT 1", (first, first + count - 1)) is not None:
@@ -48,19 +47,16 @@ def append(
     batch: Batch,
     entries: list[SegmentEntry],  # all segments, in the order of rows
 ) -> tuple[CatalogState, list[SegmentEntry]]:  # state and all segments after the append
-    """Write a batch's keys and values to free slots, and add its records to the open transaction.
-
-    A batch with keys of width 0 (the database's width is undecided, no record has a key) takes no slots.
-    """
-    state = catalog.state()
-    pieces = _place(catalog, columns, batch, entries, state.next_row)
+    """Write a batch's keys and values to free slots, and add its records to the open transaction."""
+    state, wide = catalog.state(), batch.keys.shape[1] > 0  # width 0: undecided, no record has a key or takes a slot
+    pieces = _place(catalog, columns, batch, entries, state.next_row) if wide else []
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # writes files while this thread computes checksums and runs SQLite
         keys, values = (_crcs(column, batch.keyed, len(batch.ids)) for column in (batch.keys, batch.values))
         catalog.add(state.next_row, batch.ids, batch.payloads, batch.texts or [None] * len(batch.ids), keys, values)
         if batch.texts is not None:
             textindex.add(catalog.connection, state.next_row)
-        if not pieces:
+        if not wide:
             gaps.put(catalog, (), len(batch.ids), None)
         elif batch.keyed is not None:
             catalog.set_tombstones(state.next_row + np.flatnonzero(~batch.keyed))
@@ -85,7 +81,7 @@ def _place(
         entry = entries[-1]
     pieces: list[Piece] = []
     fresh: int | None = None  # number of the newest segment that this batch created
-    done, count = 0, len(batch.ids) if batch.keys.shape[1] else 0
+    done, count = 0, len(batch.ids)
     while done < count:
         if entry.used == entry.capacity:
             fresh = gaps.next_segment(catalog) if fresh is None else fresh + 1

@@ -35,12 +35,15 @@ def merged(ids: list[Id], old: list[str | None], new: list[str | None]) -> list[
     """
     payloads = list(old)
     for i, (was, given) in enumerate(zip(old, new, strict=True)):
-        for payload in (was, given):
-            if given is not None and payload is not None and payload[:1] != "{":
-                what = f"id {shown(ids[i])}: the payload {shown(payload)}"
-                raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
+        if given is None:
+            continue
         try:
-            payloads[i] = json_text(json.loads(was or "{}") | json.loads(given), "payload") if given else was
+            parts = json.loads(was or "{}"), json.loads(given)
         except (ValueError, RecursionError) as error:
             raise damaged_catalog(f"has a payload that is not JSON ({error}), of id {shown(ids[i])}") from None
+        for part in parts:
+            if not isinstance(part, dict):
+                what = f"id {shown(ids[i])}: the payload {shown(part)}"
+                raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
+        payloads[i] = json_text(parts[0] | parts[1], "payload")
     return payloads
