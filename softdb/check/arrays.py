@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check.plain import attribute, dense, filled, is_tensor, shown
+from softdb.check.plain import attribute, dense, filled, integer, is_tensor, shown
 from softdb.check.schemas import MAX_DIM, Schema
 from softdb.errors import BadInput
 
@@ -154,7 +154,7 @@ def numbers(value: object, name: str) -> Array:
 def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
     """Return vectors as a finite C-contiguous (n, width) array of a dtype; a single vector becomes (1, width).
 
-    A width of 0 stands for any width from 1 to `MAX_DIM`.
+    Any width is right if `width` is 0.
     """
     array = numbers(value, name)
     if array.ndim == 1 and len(array):
@@ -163,9 +163,8 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
         raise BadInput(f"{name} are an empty batch; give at least one vector of {width or 'd'} numbers")
     if array.ndim != 2:
         raise BadInput(f"{name} have {array.ndim} dimensions, shape {array.shape}; expected (n, {width or 'd'})")
-    if not width and not 1 <= array.shape[1] <= MAX_DIM:
-        raise BadInput(f"{name} are {array.shape[1]} wide; expected a width from 1 to {MAX_DIM}")
-    if array.shape[1] != (width or array.shape[1]):
+    width = width or integer(array.shape[1], f"the width of {name}", 1, MAX_DIM)
+    if array.shape[1] != width:
         raise BadInput(
             f"{name} are {array.shape[1]} wide but this database is {width} wide; embed again or open another database"
         )
@@ -212,18 +211,7 @@ def sample_weights(value: object, *shape: int) -> NDArray[np.float64]:  # (*shap
 
 
 def values(value: object, schema: Schema, count: int) -> Array | None:
-    """Return the values of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None.
-
-    While the width of the keys is undecided, values given as vectors decide v.
-    """
-    if not schema.has_values and not schema.dim and value is not None:
-        array = numbers(value, "values")
-        if array.ndim != 2:
-            raise BadInput(
-                f"values have shape {array.shape}; expected ({count}, v) numbers; for labels open the database with "
-                "num_classes="
-            )
-        return filled(matrix(array, "values", 0, schema.dtype), "values", count)
+    """Return the values of a batch as stored: (n, v) of the column's dtype, (n,) int32 labels, or None."""
     if not schema.has_values:
         if value is not None:
             raise BadInput(

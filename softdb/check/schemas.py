@@ -14,7 +14,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import integer, one_of, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema", "undecided"]
+__all__ = ["MAX_DIM", "Metric", "Schema", "folder", "schema"]
 
 MAX_DIM = 1 << 20  # maximum width of a key: a larger one is surely a mistake
 
@@ -72,16 +72,11 @@ class Schema:
 
 
 def schema(
-    dim: object,
-    value_dim: object,
-    num_classes: object,
-    dtype: object,
-    metric: object,
-    stored: Schema | None,
+    dim: object, value_dim: object, num_classes: object, dtype: object, metric: object, stored: Schema | None
 ) -> Schema:
     """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput.
 
-    Widths that are undecided in `stored` are taken from the arguments.
+    Arguments may decide widths that are undecided in `stored`; a new database without `dim` is undecided.
     """
     wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
@@ -93,12 +88,9 @@ def schema(
     if value_dim is not None and num_classes is not None:
         raise BadInput("value_dim and num_classes are both given; values are vectors or labels; give one of them")
     if stored is None:
-        if wanted["dim"] is None:
-            raise BadInput("dim is not given; a new database needs the width of its keys")
-        return Schema(
-            **{**wanted, "dtype": wanted["dtype"] or np.dtype(np.float32), "metric": wanted["metric"] or Metric.DOT}
-        )
-    if not stored.dim:  # widths that are not decided yet
+        defaults: dict[str, Any] = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
+        return Schema(**wanted | {name: wanted[name] or default for name, default in defaults.items()})
+    if not stored.dim:
         values = () if stored.has_values else ("value_dim", "num_classes")
         stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})
     for name, new in wanted.items():
@@ -106,12 +98,6 @@ def schema(
             plain = [setting.value if isinstance(setting, Metric) else setting for setting in (new, old)]
             raise BadInput(f"{name}={plain[0]} was asked for but this database has {plain[1]}; omit it or open another")
     return stored
-
-
-def undecided(dim: object, value_dim: object, num_classes: object, dtype: object, metric: object) -> Schema:
-    """Return the schema of a new database; without `dim` its width is undecided, 0. Raises BadInput."""
-    decided = schema(1 if dim is None else dim, value_dim, num_classes, dtype, metric, None)
-    return replace(decided, dim=0) if dim is None else decided
 
 
 def _dtype(value: object) -> np.dtype[Any]:

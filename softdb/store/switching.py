@@ -19,7 +19,7 @@ from softdb.errors import CorruptionError, WriteFailed
 from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
-from softdb.store.keyed import EncoderEntry
+from softdb.store.keyed import Keyed
 from softdb.store.segments import MAX_ROWS, ColumnFiles, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
 from softdb.store.soundness import AT_ONCE, checksums, damaged
@@ -119,14 +119,14 @@ class Switch:
     """Replacement of all keys of a store by the new keys in `gathered`."""
 
     store: Store
-    schema: Schema
-    encoder: EncoderEntry  # the encoder of the new keys
+    origin: Keyed  # of the new keys
     gathered: Gathered
     progress: Progress
     gather: Gather  # makes and stores the new keys of rows of a snapshot
     announce: Callable[[int], None]  # called with the new generation before it is committed
 
     def __post_init__(self) -> None:
+        self.schema: Schema = self.origin.schema
         self.columns: ColumnFiles = self.store.columns.like(self.schema)
         self.numbers: list[int] = []  # numbers of new segments whose files may exist
         self.segments: list[_NewSegment] = []
@@ -233,9 +233,7 @@ class Switch:
         catalog.set_tombstones(catalog.dead(), False)
         catalog.set_tombstones(rows[~np.isin(rows, live)])
         catalog.connection.execute("DELETE FROM indexes")  # of the old keys
-        catalog.put_setting("dim", self.schema.dim)
-        keyed.note(catalog, self.encoder)
-        catalog.put_setting("reembedded", state.generation + 1)
+        keyed.put(catalog, self.origin._replace(since=state.generation + 1))
         self.announce(catalog.advance(0).generation)
         self.store.columns.take(self.columns)
         return old

@@ -52,7 +52,7 @@ class Header:
         """Return the header of an exported file from its JSON. Raises BadInput."""
         try:
             header = cls(**{**said, "fields": tuple(said["fields"])})
-            check.undecided(**header.schema)
+            check.schema(**header.schema, stored=None)
             texts = (*header.fields, header.encoder or "", header.fingerprint or "")
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("fields, encoder and fingerprint are texts")

@@ -12,7 +12,7 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "the same command with --resume goes on from there": "tests/unit/cli/test_cli_import.py interrupts and goes on",
     "name the right ones with --id, --key or --text": "tests/unit/cli/test_cli_refusals.py runs the command",
     "is a cluster's table": "needs a cluster; tests/cluster makes the snapshot",
-    "cannot be reached to download it": "tests/unit/test_text_encoders.py has no network; others use n-grams",
+    "or encoder='ngrams', which needs no model": "tests/unit/test_text_encoders.py has no network; others use n-grams",
     "is a Lance table, not one database's directory": "as before",
     "this needs every record in one place": "as before",
     "create the demo again by": "needs a whole demo; tests/unit/cli/test_demo.py creates it again",

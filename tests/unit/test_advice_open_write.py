@@ -208,15 +208,6 @@ def test_soft_queries_need_a_width(folder: Path) -> Steps:
         assert db.attend([1.0, 0.0]).output.tolist() == [[0.0, 0.0]]
 
 
-@advice("for labels open the database with num_classes=")
-def test_first_labels_need_classes(folder: Path) -> Steps:
-    with softdb.open(folder / "db") as db:
-        yield lambda: db.insert(["a", "b"], [[1.0, 2.0], [2.0, 1.0]], [0, 1])
-    with softdb.open(folder / "db", num_classes=2) as db:
-        db.insert(["a", "b"], [[1.0, 2.0], [2.0, 1.0]], [0, 1])
-        assert db.attend([100.0, 0.0]).output.argmax() == 1
-
-
 @advice("name yours by fields={'key': …}")
 def test_fields_name_the_column_of_keys(folder: Path) -> Steps:
     with softdb.open(None, dim=2) as db:

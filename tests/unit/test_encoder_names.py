@@ -148,7 +148,7 @@ def test_an_open_reader_learns_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a\0b", "\ud800", "x" * 1001])
 def test_a_name_that_cannot_be_stored_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(softdb.BadInput, match="the encoder's name is"):
+    with pytest.raises(softdb.BadInput, match=r"the encoder's name (is|holds the lone surrogate)"):
         softdb.open(tmp_path / "db", encoder=Letters(name))
     assert name_of(Letters(7)) is None
 
