@@ -10,7 +10,6 @@ import shlex
 import time
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
-from softdb.terminal import brief, print_table, progress, safe
+from softdb.terminal import Excerpt, print_table, progress, safe
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
@@ -160,7 +159,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
             f"{hit.score:.2f}",
             safe(hit.payload["word"], 20),
             "[b green]right[/]" if hit.id in right else "",
-            partial(brief, hit.payload["gloss"]),
+            Excerpt(hit.payload["gloss"]),
         )
         for hit in hits[0]
     ]

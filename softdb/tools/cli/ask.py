@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from softdb.errors import BadInput
-from softdb.terminal import Cell, brief, counted, print_json, print_table, safe, terminal
+from softdb.terminal import Excerpt, counted, print_json, print_table, safe, terminal
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -200,7 +199,7 @@ def _show_hits(name: str, hits: list[dict[str, Any]]) -> None:
         terminal().print("nothing found")
         return
     used = [field for field in ("payload", "text") if any(hit[field] is not None for hit in hits)]
-    rows: list[tuple[Cell, ...]] = [
-        (f"{h[name]:.4f}", safe(str(h["id"])), *(partial(brief, h[field]) for field in used)) for h in hits
+    rows: list[tuple[str | Excerpt, ...]] = [
+        (f"{h[name]:.4f}", safe(str(h["id"])), *(Excerpt(h[field]) for field in used)) for h in hits
     ]
     print_table((name, "id", *used), rows, numbers=(name,))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import Cell, brief, counted, print_json, print_result, print_table, safe, shortened
+from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe, shortened
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -56,9 +55,9 @@ def record_facts(record: Record) -> dict[str, Any]:
     return dict(zip(FIELDS, (record.id, key, value, record.payload, record.text), strict=True))
 
 
-def _cell(name: str, field: Any) -> Cell:
+def _cell(name: str, field: Any) -> str | Excerpt:
     if name in ("payload", "text"):
-        return partial(brief, field)
+        return Excerpt(field)
     if isinstance(field, list):
         more = f", … ({len(field)} numbers)" if len(field) > SHOWN else ""
         return ", ".join(f"{number:.4g}" for number in field[:SHOWN]) + more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from typer import Argument, Option
 
 from softdb.errors import BadInput, CorruptionError
 from softdb.terminal import (
-    brief,
+    Excerpt,
     counted,
     fact,
     print_facts,
@@ -118,7 +117,7 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
         (
             str(loss["row"]),
             "" if loss["id"] is None else safe(str(loss["id"])),
-            partial(brief, loss["why"]),
+            Excerpt(loss["why"]),
         )
         for loss in lost[:LOST]
     ]
