@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -32,7 +31,6 @@ __all__ = [
     "progress",
     "safe",
     "shortened",
-    "size",
     "terminal",
 ]
 
@@ -190,15 +188,7 @@ def dumps(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_IN_JSON)
     except ValueError:
-        return dumps(_finite(value))
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 def print_json(value: object) -> None:
@@ -238,13 +228,3 @@ def fact(value: object) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: "1 record", "2,000 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes with its unit: "1.5 MB"."""
-    amount = float(count)
-    for unit in ("bytes", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.0f} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} GB"

@@ -149,12 +149,6 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return facts
 
 
-def sizes(size: int, number_bytes: int, numbers: int) -> dict[str, int]:
-    """Return the bytes of an index beside its keys, and in all: with keys of float32, unless it holds shorter ones."""
-    beside = size - number_bytes * numbers
-    return {"beside_keys_bytes": beside, "in_all_bytes": beside + (number_bytes or 4) * numbers}
-
-
 def require_drawable(path: Path) -> None:
     """Raise BadInput for a picture of another format, and MissingDependency without matplotlib."""
     from softdb.plots import figure

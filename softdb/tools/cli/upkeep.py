@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.filesize import decimal
 from rich.markup import escape
 from typer import Argument, Option
 
@@ -21,7 +22,6 @@ from softdb.terminal import (
     print_table,
     progress,
     safe,
-    size,
     terminal,
 )
 from softdb.tools.cli.arguments import (
@@ -131,7 +131,7 @@ def compact(path: Database, as_json: AsJson = False) -> None:
     with writing(path, quiet=as_json) as db:
         report = db.compact()
     removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
-    occupied = f"{size(report.bytes_before or 0)} before, {size(report.bytes or 0)} now"
+    occupied = f"{decimal(report.bytes_before or 0)} before, {decimal(report.bytes or 0)} now"
     print_result(report.asdict(), as_json, f"{removed}; {occupied}")
 
 
@@ -143,7 +143,7 @@ def snapshot(
     """Copy a database; the copy is consistent even while another process writes."""
     with answering(path, quiet=as_json) as db:
         report = db.snapshot(destination)
-    copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
+    copied = f"{counted(report.records, 'record')}, {decimal(report.bytes)}, copied to {destination}"
     print_result(report.asdict(), as_json, escape(copied))
 
 
