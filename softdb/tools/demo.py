@@ -27,6 +27,7 @@ from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDepe
 from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
 from softdb.terminal import Excerpt, print_table, progress, safe
+from softdb.tools.cli.ask import soft_answers
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
@@ -35,7 +36,6 @@ _OURS = (MARK, PROJECTION, "projection.npy")  # files that the demo adds to the 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
 WORDS = ("kettle", "helmet", "echo")  # the demo queries with the first of them that is held out
-TYPED = "a tower with a light that warns ships"
 RECORDS_PER_COMMIT = 2000
 
 
@@ -85,10 +85,7 @@ def run_demo(
     place, word = escape(shlex.quote(str(path))), data.query_texts[query]
     for line in ("info {}", f"search {{}} {word}", f"attend {{}} {word} --temperature {TEMPERATURE}", "explore {}"):
         console.print(f"  softdb {line.format(place)}", soft_wrap=True)
-    console.print(
-        f'\nMost other words of a dictionary work, too; a sentence such as "{TYPED}" needs a model, of the extra '
-        "softdb\\[text]. The last command needs softdb\\[explore]."
-    )
+    console.print("\nOther words work, too; sentences need softdb\\[text], the last command needs softdb\\[explore].")
     return DemoReport(len(data.ids), before, after, seconds)
 
 
@@ -166,11 +163,11 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
     console.print("  [b]soft[/]         mean of all records; nearer ones weigh more, by temperature")
-    sweep, nearest = [], hits.scores[0, 0]
+    sweep = []
     for temperature in TEMPERATURES:
-        lse, half = (db.attend(key, temperature=t).lse[0] for t in (temperature, temperature / 2))
-        share, effective = torch.exp(nearest / temperature - lse), torch.exp(2 * lse - half)
-        sweep.append((f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions"))
+        (soft,) = soft_answers(db, key[None], temperature, shown=1)
+        share, effective = soft["hits"][0]["weight"], soft["effective_records"]
+        sweep.append((f"{temperature:g}", f"{share:.1%}", f"{effective:,.0f} of {len(db):,} definitions"))
     print_table(("temperature", "weight of the nearest", "averages about"), sweep, console=console, indent=4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -11,6 +11,9 @@ from softdb.errors import BadInput, MissingDependency
 from softdb.terminal import terminal
 from softdb.tools.cli.arguments import Database, EncoderName
 from softdb.tools.cli.served import HOST, PORT, Served
+
+if TYPE_CHECKING:
+    from softdb.database import SoftDB
 
 FIRST = "violin"  # the first query of --demo
 
@@ -30,14 +33,13 @@ def explore(
         import uvicorn
     except ImportError:
         raise MissingDependency("softdb explore needs Starlette and uvicorn; pip install 'softdb[explore]'") from None
-    from softdb.tools.explore.definitions import demo_database
     from softdb.tools.explore.replies import Answers, note_warnings
     from softdb.tools.explore.server import application, configured, listening
 
     if (path is None) != demo:
         raise BadInput("explore needs either PATH or --demo; give the directory of a database, or --demo")
     with (
-        Served(path, encoder) if path is not None else Served(None, db=demo_database()) as served,
+        Served(path, encoder) if path is not None else Served(None, db=_demo_database()) as served,
         listening(port) as listener,
     ):
         number = listener.getsockname()[1]
@@ -57,6 +59,22 @@ def explore(
             pass  # Ctrl-C is the way to stop the server
         finally:
             desk.close()
+
+
+def _demo_database() -> SoftDB:
+    """Return a database in memory with WordNet's definitions, their vectors and texts."""
+    import softdb
+    from softdb.data import load_wordnet
+    from softdb.data.encoder import KnownWords
+
+    data = load_wordnet()
+    db = softdb.open(None, dim=data.keys.shape[1], metric="cosine", encoder=KnownWords(data), fields=["pos"])
+    db.insert(
+        data.ids, data.keys, texts=[payload["gloss"] for payload in data.payloads],
+        payloads=[{name: payload[name] for name in ("word", "lemmas", "pos")} for payload in data.payloads],
+    )  # fmt: skip
+    db.index_text()
+    return db
 
 
 def mcp(path: Database, encoder: EncoderName = None) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from io import StringIO, TextIOWrapper
+from functools import partial
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -51,7 +52,7 @@ def demo(
     """Store, query, train and reopen a database of 20,000 dictionary definitions, in a minute."""
     from softdb.tools.demo import run_demo
 
-    report = run_demo(path, fresh=fresh, console=Console(file=StringIO()) if as_json else None)
+    report = run_demo(path, fresh=fresh, console=Console(quiet=True) if as_json else None)
     if as_json:
         print_json({"path": str(path), **asdict(report)})
 
@@ -111,7 +112,7 @@ def import_(
     embeds, is_table = isinstance(first.keys[0], str), table_at(path) is not None
     name = chosen(path, stored_name, encoder, "ngrams" if new else None) if embeds else None
     options = named(dim=dim, metric=metric, dtype=dtype)
-    schema = _schema_of(first, options, name is not None, num_classes) if new else options
+    schema = _schema_of(first, options, num_classes) if new else options
     embed = None if name is None else named_encoder(name, dim if new else width)
     seen, existed, header = 0, path.exists(), first.header
 
@@ -149,28 +150,24 @@ def _require_fields(path: Path, typed: list[Path], file: Path, fields: Fields, h
         row = next(iter(read_rows(file, fields))).row
     except (BadInput, StopIteration):
         return  # another format, or no good first line: the reader's own error says so
-    need_id = fields.id == "id" and "id" not in row
-    need_key = fields.key == "key" and "key" not in row and not has_keys
-    if not row or not (need_id or need_key):
-        return
-    words: list[str] = []
-    if need_id:
+    lacks, words = [], list[str]()
+    if fields.id == "id" and "id" not in row:
+        lacks.append("no field 'id' for the id")
         name = next((name for name in row if name.lower().endswith(("_id", "uuid"))), None)
         words += ["--row-ids"] if name is None else ["--id", name]
-    if need_key:
-        texts = {name: len(text) for name, text in row.items() if isinstance(text, str) and name not in words}
-        vector = next((name for name, value in row.items() if is_vector(value)), None)
-        if vector is not None:
-            words += ["--key", vector]
-        elif texts:
-            words += ["--text", "text" if "text" in texts else max(texts, key=texts.__getitem__), "--encoder", "ngrams"]
-        else:
-            words += ["--keys", "KEYS.npy"]
-    lacks = " and ".join(["no field 'id' for the id"] * need_id + ["no field 'key' for the key"] * need_key)
+    if fields.key == "key" and "key" not in row and not has_keys:
+        lacks.append("no field 'key' for the key")
+        vectors = [name for name, value in row.items() if is_vector(value)]
+        texts = [name for name, value in row.items() if isinstance(value, str) and name not in words]
+        text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
+        by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
+        words += ["--key", vectors[0]] if vectors else by_text
+    if not row or not lacks:
+        return
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
     raise BadInput(
-        f"{typed[0]} has {lacks}; its fields are {', '.join(row)}; name the right ones with --id, --key or --text: "
-        f"{command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
+        f"{typed[0]} has {' and '.join(lacks)}; its fields are {', '.join(row)}; name the right ones with --id, --key "
+        f"or --text: {command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
     )
 
 
@@ -217,20 +214,18 @@ def _destination(path: Path, encoder: Encoder | None, schema: dict[str, Any], qu
     return cast("SoftDB", db)
 
 
-def _schema_of(first: Rows, options: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
+def _schema_of(first: Rows, options: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
     """Return the schema of a new database, from the options and from the export's header or the first batch."""
     if first.header is not None:
         return first.header.schema | {name: value for name, value in options.items() if value is not None}
-    width = None if embeds else next((len(key) for key in first.keys if key is not None), None)
-    schema = options | {"dim": options["dim"] or width}
     value = next((value for value in first.values or () if value is not None), None)
     if value is None:
-        return schema
+        return options
     if hasattr(value, "__len__"):
-        return schema | {"value_dim": len(value)}
+        return options | {"value_dim": len(value)}
     if num_classes is None:
         raise BadInput("the values are labels, not lists; give the number of classes with --num-classes")
-    return schema | {"num_classes": num_classes}
+    return options | {"num_classes": num_classes}
 
 
 @contextmanager
@@ -275,10 +270,7 @@ def export(
             write_records(db, sys.stdout, where=filter_of(where))
             return
         with progress("export", rate=True) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar(file.name, done, total)
-
+            show = partial(bar, file.name)
             count = export_records(db, file, where=filter_of(where), progress=show, note=note)
     print_result(
         {"records": count, "file": str(file)}, as_json, f"{counted(count, 'record')} written to {escape(str(file))}"

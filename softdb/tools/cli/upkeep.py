@@ -51,13 +51,12 @@ def info(path: Database, as_json: AsJson = False) -> None:
         return
     del facts["index"]
     about_index = {"kind": "none"} if report.index is None else report.index.summary()
-    facts |= {f"index {name}": value for name, value in about_index.items()}
-    _print_report({name: value for name, value in facts.items() if value is not None})
+    _print_report(facts | {f"index {name}": value for name, value in about_index.items()})
 
 
 def _print_report(facts: dict[str, Any]) -> None:
     """Print the facts of a report as a table of names and values."""
-    print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items()})
+    print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items() if value is not None})
 
 
 def verify(
@@ -114,11 +113,7 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
     if not lost:
         return
     rows = [
-        (
-            str(loss["row"]),
-            "" if loss["id"] is None else safe(str(loss["id"])),
-            Excerpt(loss["why"]),
-        )
+        (str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), Excerpt(loss["why"]))
         for loss in lost[:LOST]
     ]
     print_table(("row", "id", "why lost"), rows)
