@@ -103,9 +103,8 @@ def import_(
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     try:
         first = next(batches, None)  # read before a database is created, so that an unreadable file creates none
-    except BadInput:
-        _require_fields(path, typed, files[0], fields, keys is not None)
-        raise
+    except BadInput as error:
+        raise BadInput(f"{error}{_remedy(path, typed, files[0], fields, keys is not None)}") from None
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
     new, width, stored_name = _present(path)
@@ -141,34 +140,27 @@ def import_(
     )
 
 
-def _require_fields(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> None:
-    """Raise BadInput if the first line of a file has no id or no key; the message has a command that imports it."""
+def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> str:
+    """Return a command that imports a file whose first line has no field of the id or key; empty for other files."""
     from softdb.formats.importing import is_vector
     from softdb.formats.lines import read_rows
 
     try:
         row = next(iter(read_rows(file, fields))).row
     except (BadInput, StopIteration):
-        return  # another format, or no good first line: the reader's own error says so
-    lacks, words = [], list[str]()
+        return ""  # another format, or no good first line
+    words: list[str] = []
     if fields.id == "id" and "id" not in row:
-        lacks.append("no field 'id' for the id")
         name = next((name for name in row if name.lower().endswith(("_id", "uuid"))), None)
         words += ["--row-ids"] if name is None else ["--id", name]
     if fields.key == "key" and "key" not in row and not has_keys:
-        lacks.append("no field 'key' for the key")
         vectors = [name for name, value in row.items() if is_vector(value)]
         texts = [name for name, value in row.items() if isinstance(value, str) and name not in words]
         text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
         by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
         words += ["--key", vectors[0]] if vectors else by_text
-    if not row or not lacks:
-        return
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
-    raise BadInput(
-        f"{typed[0]} has {' and '.join(lacks)}; its fields are {', '.join(row)}; name the right ones with --id, --key "
-        f"or --text: {command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
-    )
+    return f": {command}{' (or a model in place of ngrams)' if 'ngrams' in words else ''}" if words else ""
 
 
 class _Skipped:
@@ -193,10 +185,10 @@ def _present(path: Path) -> tuple[bool, int | None, str | None]:
     """Return True if no database is there, else False; then the width of the keys and the name of their encoder."""
     from softdb.opening import table_at
 
-    if table_at(path) is not None:
-        return False, *described(path)
+    if table_at(path) is None and not (path / "catalog.sqlite").exists():
+        return True, None, None
     try:
-        return (False, *described(path)) if (path / "catalog.sqlite").exists() else (True, None, None)
+        return False, *described(path)
     except NotADatabase:  # an unfinished database, or another program's directory, which softdb.open refuses
         return True, None, None
 
