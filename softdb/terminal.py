@@ -18,22 +18,6 @@ from rich.text import Text
 
 from softdb.visible import CONTROLS, visible
 
-__all__ = [
-    "Excerpt",
-    "brief",
-    "counted",
-    "dumps",
-    "fact",
-    "print_facts",
-    "print_json",
-    "print_result",
-    "print_table",
-    "progress",
-    "safe",
-    "shortened",
-    "terminal",
-]
-
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they are in strings only
 PIPE_COLUMNS = 1 << 16  # width without a terminal, so that lines are not wrapped
 GAP, LEAST = 2, 12  # columns between two cells; the least width of a shortened text
@@ -207,17 +191,16 @@ def print_result(value: object, as_json: bool, text: str) -> None:
         terminal().print(text)
 
 
-def safe(text: str, width: int | None = None) -> str:
-    """Return text from a database or a file, cut to a width, with control characters and markup escaped."""
-    return escape(visible(text) if width is None else shortened(visible(text), width))
+def safe(text: str) -> str:
+    """Return text from a database or a file with control characters and markup escaped."""
+    return escape(visible(text))
 
 
 def fact(value: object) -> str:
     """Format a fact of a report for people: "0.1235", "2,000", "yes", "none", "recall 0.94, of 230"."""
     if isinstance(value, dict):
-        nested = any(isinstance(item, dict) for item in value.values())
-        facts = (f"{name.replace('_', ' ')}{':' * nested} {fact(item)}" for name, item in value.items())
-        return ("; " if nested else ", ").join(facts)
+        facts = {name: f"({fact(item)})" if isinstance(item, dict) else fact(item) for name, item in value.items()}
+        return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in facts.items())
     if isinstance(value, list):
         return ", ".join(map(fact, value)) or "none"
     if isinstance(value, bool):

@@ -19,14 +19,13 @@ from rich.markup import escape
 from torch import Tensor
 
 import softdb
-from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
 from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
-from softdb.terminal import Excerpt, print_table, progress, safe
+from softdb.terminal import Excerpt, print_table, progress, safe, shortened
 from softdb.tools.cli.ask import soft_answers
 from softdb.train import fit, save
 
@@ -146,15 +145,21 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], max(20, console.width - 33))}")
+    console.print(
+        f"  [b]by id[/]        {record.id}: {safe(shortened(record.payload['gloss'], max(20, console.width - 33)))}"
+    )
 
-    (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search loads code and warms caches
-    console.print(f"  [b]nearest[/]      in {spent * 1e3:.1f} ms, {index}")
-    console.print(f"               [dim](the first search of the process took {first * 1e3:.1f} ms)[/]")
+    spent = []
+    for _ in range(2):  # the first search loads code and warms caches
+        begin = time.perf_counter()
+        hits = db.search(key, k=5)
+        spent.append((time.perf_counter() - begin) * 1e3)
+    console.print(f"  [b]nearest[/]      in {spent[1]:.1f} ms, {index}")
+    console.print(f"               [dim](the first search of the process took {spent[0]:.1f} ms)[/]")
     rows = [
         (
             f"{hit.score:.2f}",
-            safe(hit.payload["word"], 20),
+            Excerpt(hit.payload["word"]),
             "[b green]right[/]" if hit.id in right else "",
             Excerpt(hit.payload["gloss"]),
         )
@@ -169,13 +174,6 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
         share, effective = soft["hits"][0]["weight"], soft["effective_records"]
         sweep.append((f"{temperature:g}", f"{share:.1%}", f"{effective:,.0f} of {len(db):,} definitions"))
     print_table(("temperature", "weight of the nearest", "averages about"), sweep, console=console, indent=4)
-
-
-def _timed(db: SoftDB, key: Tensor) -> tuple[Hits, float]:
-    """Return the five nearest records, and the time of the search in seconds."""
-    begin = time.perf_counter()
-    hits = db.search(key, k=5)
-    return hits, time.perf_counter() - begin
 
 
 def _learn(

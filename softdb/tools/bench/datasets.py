@@ -165,6 +165,5 @@ def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric,
     sampled = prepared(np.asarray(queries)[sample], metric)
     finite(sampled, "queries")
     holds = near is not None and n in (None, len(keys)) and metric is file.metric
-    return Dataset(
-        name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None, file.queries is None
-    )
+    neighbours = np.asarray(near, np.int64)[sample] if holds else None
+    return Dataset(name, keys[:n], sampled, metric, neighbours, file.queries is None)
