@@ -22,7 +22,6 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "result() was called by the build's own progress": "says why, and advises nothing",
     "needs the GPU build of FAISS": "needs a device",
     "its CUDA and the driver do not fit": "needs a device",
-    "softdb explore needs Starlette": "needs an environment without it",
     "give the directory of a database, or --demo": "tests/unit/explore/test_explore_http.py gives both, and each",
     "is outside the filter; every positive": "says what was expected, and advises nothing",
     "the digests of ids in a memory's state_dict()": "says what was expected, and advises nothing",

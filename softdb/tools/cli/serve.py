@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
 from softdb.terminal import terminal
 from softdb.tools.cli.arguments import Database, EncoderName
 from softdb.tools.cli.served import HOST, PORT, Served
@@ -28,11 +28,10 @@ def explore(
     open_: Annotated[bool, Option("--open", help="Open the browser, too.")] = False,
 ) -> None:
     """Show a database in a browser on this machine: search, soft queries at any temperature, a map; read-only."""
-    try:
-        import starlette  # noqa: F401 - only to test that it is installed
-        import uvicorn
-    except ImportError:
-        raise MissingDependency("softdb explore needs Starlette and uvicorn; pip install 'softdb[explore]'") from None
+    from softdb.tables.arrow_tables import needed
+
+    needed("starlette", "explore", "softdb explore")
+    uvicorn = needed("uvicorn", "explore", "softdb explore")
     from softdb.tools.explore.replies import Answers, note_warnings
     from softdb.tools.explore.server import application, configured, listening
 
@@ -79,10 +78,9 @@ def _demo_database() -> SoftDB:
 
 def mcp(path: Database, encoder: EncoderName = None) -> None:
     """Serve a database to a language model, read-only, on standard input and output; MCP clients start this command."""
-    try:
-        import mcp  # noqa: F401 - only to test that it is installed
-    except ImportError:
-        raise MissingDependency("softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'") from None
+    from softdb.tables.arrow_tables import needed
+
+    needed("mcp", "mcp", "softdb mcp")
     from softdb.tools.mcp.tools import Tools
 
     with Served(path, encoder) as served:
