@@ -81,7 +81,6 @@ def print_table(
     columns: tuple[str, ...],
     rows: Sequence[tuple[str | Excerpt, ...]],  # strings are markup, and never cut
     numbers: tuple[str, ...] = (),
-    title: str | None = None,
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
@@ -90,9 +89,7 @@ def print_table(
     If the terminal is too narrow, every cell gets a line of its own, after the name of its column.
     """
     console = console or terminal()
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim", title=title)
-    table.title_justify, table.show_header = "left", any(columns)
-    least = indent
+    table, least = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim"), indent
     for column, *cells in zip(columns, *rows, strict=True):
         widths = [cell_len(column), *map(_least, cells)]
         least += max(widths) + GAP
@@ -103,8 +100,6 @@ def print_table(
             table.add_row(*row)
         _print_table(table, console, indent)
         return
-    if title:
-        console.print(title)
     for i, row in enumerate(rows):
         console.print("\n" * (i > 0), end="")
         print_facts(dict(zip(columns, row, strict=True)), console, indent)

@@ -13,7 +13,6 @@ from softdb.errors import BadInput
 from softdb.terminal import counted, print_json, print_table, progress, terminal
 from softdb.tools.cli.arguments import AsJson, MetricName
 
-ALL = "all"
 COMPARED = {
     "batch": "{softdb} has {ratio} times the queries/s of {peer}",
     "single": "{softdb} takes {ratio} times as long for a single query as {peer}",
@@ -62,7 +61,7 @@ def bench(
             raise BadInput(f"there is no folder {file.parent} to write {file.name} into; create it first")
     if plot is not None:
         require_drawable(plot)
-    names = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
+    names = DEFAULT if engines is None else tuple(ENGINES) if engines == "all" else tuple(engines.split(","))
     grid = Grid(
         engines=tuple(dict.fromkeys(names)),
         recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
@@ -118,7 +117,8 @@ def _show(result: dict[str, Any]) -> None:
             )
         )
     for title, rows in tables.items():
-        print_table(("engine", *columns), rows, numbers=columns, title=title)
+        terminal().print(title)
+        print_table(("engine", *columns), rows, numbers=columns)
     for facts in result["compared"]:
         goal = f"{facts['goal']}, {counted(facts['threads'], 'thread')}"
         for part, text in COMPARED.items():
