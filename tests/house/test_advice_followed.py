@@ -10,7 +10,6 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "a stored payload is not JSON": "a damaged catalogue; tests/trust follows verify()",
     "trained encoders need softmax or uniform": "no public call of a view takes other weights",
     "the same command with --resume goes on from there": "tests/unit/cli/test_cli_import.py interrupts and goes on",
-    "name the right ones with --id, --key or --text": "tests/unit/cli/test_cli_refusals.py runs the command",
     "is a cluster's table": "needs a cluster; tests/cluster makes the snapshot",
     "cannot be reached to download it": "tests/unit/test_text_encoders.py has no network; others use n-grams",
     "is a Lance table, not one database's directory": "as before",

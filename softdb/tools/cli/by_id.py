@@ -128,8 +128,8 @@ def insert(
                 if any(embeds) and embed is None and stored_name is not None:
                     embed = named_encoder(chosen(path, stored_name, None), dim)
                 if any(embeds) and embed is not None:
-                    made = iter(embed([text for text, embedded in zip(texts, embeds, strict=True) if embedded]))
-                    keys = [next(made) if embedded else key for key, embedded in zip(keys, embeds, strict=True)]
+                    vectors = iter(embed([text for text, embedded in zip(texts, embeds, strict=True) if embedded]))
+                    keys = [next(vectors) if embedded else key for key, embedded in zip(keys, embeds, strict=True)]
                 put(ids, keys, values if any(v is not None for v in values) else None, payloads, texts=texts)
                 done += len(batch)
         except SoftDBError as error:
