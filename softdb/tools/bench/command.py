@@ -121,6 +121,6 @@ def _show(result: dict[str, Any]) -> None:
         print_table(("engine", *columns), rows, numbers=columns)
     for facts in result["compared"]:
         goal = f"{facts['goal']}, {counted(facts['threads'], 'thread')}"
-        for part, text in COMPARED.items():
-            if part in facts:
-                terminal().print(f"{goal}: {text.format(**facts[part])}, the fastest peer", markup=False)
+        for name, text in COMPARED.items():
+            if name in facts:
+                terminal().print(f"{goal}: {text.format(**facts[name])}, the fastest peer", markup=False)

@@ -177,8 +177,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     names, shades = [row["label"] for row in last], [colours[row["engine"]] for row in last]
     for stages, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # tuning in grey
         axes[2].barh(names, [row["build_s"][stages] for row in last], color=shade)
-    for part, shade in (("in_all_bytes", "0.75"), ("beside_keys_bytes", shades)):  # keys in grey
-        axes[3].barh(names, [row[part] / MIB for row in last], color=shade)
+    for size, shade in (("in_all_bytes", "0.75"), ("beside_keys_bytes", shades)):  # keys in grey
+        axes[3].barh(names, [row[size] / MIB for row in last], color=shade)
     for ax, unit, title in ((axes[2], "seconds", "build"), (axes[3], "MiB", "index (keys in grey)")):
         ax.invert_yaxis()
         ax.set(xlabel=unit, title=title)
