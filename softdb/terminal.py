@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from softdb.visible import CONTROLS, visible
-
-__all__ = [
-    "Cell",
-    "brief",
-    "counted",
-    "dumps",
-    "fact",
-    "print_facts",
-    "print_json",
-    "print_result",
-    "print_table",
-    "progress",
-    "safe",
-    "shortened",
-    "size",
-    "terminal",
-]
 
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS if code > 31}  # in JSON they are in strings only
 PIPE_COLUMNS = 1 << 16  # width without a terminal, so that lines are not wrapped
@@ -58,21 +32,6 @@ def terminal(stderr: bool = False) -> Console:
     return console
 
 
-class _Rate(ProgressColumn):
-    """Column with the speed in steps per second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f}/s")
-
-
-class _Done(ProgressColumn):
-    """Column with the steps done and their total: "2,000/9,000"; empty if the stage has no known total."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{int(task.completed):,}/{int(task.total):,}")
-
-
 @contextlib.contextmanager
 def progress(
     stage: str, console: Console | None = None, rate: bool = False
@@ -85,87 +44,80 @@ def progress(
     console = console or terminal()
     length = max(3, min(30, (console.width - 34) // 2))
     room = max(LEAST, console.width - length - 25)  # beside the bar and "20,000/20,000 0:00:01"
-    columns: list[ProgressColumn] = [
-        TextColumn("  {task.description}"), BarColumn(length), _Done(), TimeElapsedColumn()
+    columns = [
+        TextColumn("  {task.description}"), BarColumn(length), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
     ]  # fmt: skip
     if rate and console.width >= 80:
-        columns += [_Rate(), TextColumn("left"), TimeRemainingColumn()]
+        columns += [TextColumn("{task.fields[speed]} left"), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        name = bar.add_task(stage, total=None)
+        name = bar.add_task(stage, total=None, steps="", speed="")
         (task,) = bar.tasks
 
         def show(stage: str, done: int, total: int) -> None:
             task.total = total if total > 1 else None
-            bar.update(name, description=escape(shortened(stage, room)), completed=done)
+            steps, speed = f"{done:,}/{total:,}" if total > 1 else "", f"{task.speed:,.0f}/s" if task.speed else ""
+            bar.update(name, description=escape(shortened(stage, room)), completed=done, steps=steps, speed=speed)
 
         yield show
 
 
-Cell: TypeAlias = str | Callable[[int], str]  # markup that is never cut; or plain text for at most so many columns
+class Excerpt:
+    """A cell of a table: a text or JSON, shortened to the width of its column; in `print_facts` to three lines."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __rich_measure__(self, *_: object) -> Measurement:
+        """Return the least and the largest width in columns."""
+        width = cell_len(brief(self.value, PIPE_COLUMNS))
+        return Measurement(min(width, LEAST), width)
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the text for the width that the table leaves."""
+        yield Text(brief(self.value, options.max_width * (3 if options.overflow == "fold" else 1)))
 
 
 def print_table(
     columns: tuple[str, ...],
-    rows: Sequence[tuple[Cell, ...]],
+    rows: Sequence[tuple[str | Excerpt, ...]],  # strings are markup, and never cut
     numbers: tuple[str, ...] = (),
-    title: str | None = None,
     console: Console | None = None,
     indent: int = 0,
 ) -> None:
     """Print a table without ruled lines; columns in `numbers` are right-aligned. No line ends with spaces.
 
-    Cells that are functions share the width that the others leave. If that is too little for one of them, or if the
-    others alone are too wide, every cell gets a line of its own, after the name of its column.
+    If the terminal is too narrow, every cell gets a line of its own, after the name of its column.
     """
     console = console or terminal()
-    widths = _widths(columns, rows, console.width - indent - GAP * (len(columns) - 1))
-    if widths is None:
-        if title:
-            console.print(title)
-        for i, row in enumerate(rows):
-            if i:
-                console.print()
-            print_facts(dict(zip(columns, row, strict=True)), console, indent)
+    table, least = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim"), indent
+    for column, *cells in zip(columns, *rows, strict=True):
+        widths = [cell_len(column), *map(_least, cells)]
+        least += max(widths) + GAP
+        is_text = any(isinstance(cell, Excerpt) for cell in cells)
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=not is_text)
+    if least - GAP <= console.width:
+        for row in rows:
+            table.add_row(*row)
+        _print_table(table, console, indent)
         return
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim", title=title)
-    table.title_justify, table.show_header = "left", any(columns)
-    for column, width in zip(columns, widths, strict=True):
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True, width=width)
-    for row in rows:
-        table.add_row(*(_rendered(cell, width) for cell, width in zip(row, widths, strict=True)))
-    _print_table(table, console, indent)
+    for i, row in enumerate(rows):
+        console.print("\n" * (i > 0), end="")
+        print_facts(dict(zip(columns, row, strict=True)), console, indent)
 
 
-def print_facts(facts: Mapping[str, Cell], console: Console | None = None, indent: int = 0) -> None:
-    """Print a table of names and values; long values go on in the next line, texts for about three lines."""
-    console = console or terminal()
-    shown = {name: value for name, value in facts.items() if value != ""}
-    room = max(LEAST, console.width - indent - GAP - max(map(cell_len, shown), default=0))
+def _least(cell: str | Excerpt) -> int:
+    return Text.from_markup(cell).cell_len if isinstance(cell, str) else cell.__rich_measure__().minimum
+
+
+def print_facts(facts: Mapping[str, str | Excerpt], console: Console | None = None, indent: int = 0) -> None:
+    """Print a table of names and values; long values go on in the next line."""
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in shown.items():
-        table.add_row(Text(name), _rendered(value, 3 * room))
-    _print_table(table, console, indent)
-
-
-def _widths(columns: tuple[str, ...], rows: Sequence[tuple[Cell, ...]], width: int) -> list[int] | None:
-    """Return the widths of a table's columns; None if a row does not fit into `width`."""
-    lengths = [[cell_len(_rendered(cell, PIPE_COLUMNS).plain) for cell in row] for row in rows]
-    widths = [max(column) for column in zip(map(cell_len, columns), *lengths, strict=True)]
-    texts = [i for i, cell in enumerate(rows[0] if rows else ()) if callable(cell)]
-    room = width - sum(widths) + sum(widths[i] for i in texts)
-    for place, i in enumerate(sorted(texts, key=widths.__getitem__)):
-        share = room // (len(texts) - place)
-        if share < min(widths[i], LEAST):
-            return None
-        widths[i] = min(widths[i], share)
-        room -= widths[i]
-    return widths if room >= 0 else None
-
-
-def _rendered(cell: Cell, width: int) -> Text:
-    return Text(cell(width)) if callable(cell) else Text.from_markup(cell)
+    for name, value in facts.items():
+        if value != "":
+            table.add_row(name, value)
+    _print_table(table, console or terminal(), indent)
 
 
 def _print_table(table: Table, console: Console, indent: int) -> None:
@@ -215,15 +167,7 @@ def dumps(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_IN_JSON)
     except ValueError:
-        return dumps(_finite(value))
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 def print_json(value: object) -> None:
@@ -242,17 +186,16 @@ def print_result(value: object, as_json: bool, text: str) -> None:
         terminal().print(text)
 
 
-def safe(text: str, width: int | None = None) -> str:
-    """Return text from a database or a file, cut to a width, with control characters and markup escaped."""
-    return escape(visible(text) if width is None else shortened(visible(text), width))
+def safe(text: str) -> str:
+    """Return text from a database or a file with control characters and markup escaped."""
+    return escape(visible(text))
 
 
 def fact(value: object) -> str:
     """Format a fact of a report for people: "0.1235", "2,000", "yes", "none", "recall 0.94, of 230"."""
     if isinstance(value, dict):
-        nested = any(isinstance(item, dict) for item in value.values())
-        facts = (f"{name.replace('_', ' ')}{':' * nested} {fact(item)}" for name, item in value.items())
-        return ("; " if nested else ", ").join(facts)
+        facts = {name: f"({fact(item)})" if isinstance(item, dict) else fact(item) for name, item in value.items()}
+        return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in facts.items())
     if isinstance(value, list):
         return ", ".join(map(fact, value)) or "none"
     if isinstance(value, bool):
@@ -263,13 +206,3 @@ def fact(value: object) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: "1 record", "2,000 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes with its unit: "1.5 MB"."""
-    amount = float(count)
-    for unit in ("bytes", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.0f} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} GB"

@@ -116,13 +116,18 @@ def read_queries(path: Path) -> Array:
     """Return the queries in a benchmark's HDF5 file or folder, or all vectors of a file of another format."""
     if not path.exists():
         raise BadInput(f"there is no file {path} with queries; give a file with the vectors to search for")
-    if path.suffix.lower() == ".npy":
-        return _npy(path)
+    source = read_keys(path)
+    return source.keys if source.queries is None else source.queries
+
+
+def read_keys(path: Path) -> KeyFile:
+    """Return the vectors of a benchmark's folder or file, or of a `.npy` file. Raises BadInput for another format."""
     kind = "" if path.is_dir() else path.suffix.lower()
+    if kind == ".npy":
+        return KeyFile(_npy(path), None, Metric.DOT)
     if kind not in READERS or (kind == "" and not path.is_dir()):
         raise BadInput(f"{path} ends in {kind!r}; expected .npy or one of {', '.join(end for end in READERS if end)}")
-    source = READERS[kind](path)
-    return source.keys if source.queries is None else source.queries
+    return READERS[kind](path)
 
 
 def _npy(path: Path) -> Array:

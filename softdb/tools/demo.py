@@ -10,7 +10,6 @@ import shlex
 import time
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,14 @@ from rich.markup import escape
 from torch import Tensor
 
 import softdb
-from softdb.answers import Hits
 from softdb.data import DemoData, load_wordnet
 from softdb.data.encoder import DEMO, PROJECTION
 from softdb.database import SoftDB
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, MissingDependency, SoftDBError, TrainingWarning
 from softdb.opening import existing
 from softdb.store.ours import remove_database, require_ours
-from softdb.terminal import brief, print_table, progress, safe
+from softdb.terminal import Excerpt, print_table, progress, safe, shortened
+from softdb.tools.cli.ask import soft_answers
 from softdb.train import fit, save
 
 MARK = "demo.json"  # --fresh replaces only directories with this file
@@ -36,7 +35,6 @@ _OURS = (MARK, PROJECTION, "projection.npy")  # files that the demo adds to the 
 TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
 WORDS = ("kettle", "helmet", "echo")  # the demo queries with the first of them that is held out
-TYPED = "a tower with a light that warns ships"
 RECORDS_PER_COMMIT = 2000
 
 
@@ -86,10 +84,7 @@ def run_demo(
     place, word = escape(shlex.quote(str(path))), data.query_texts[query]
     for line in ("info {}", f"search {{}} {word}", f"attend {{}} {word} --temperature {TEMPERATURE}", "explore {}"):
         console.print(f"  softdb {line.format(place)}", soft_wrap=True)
-    console.print(
-        f'\nMost other words of a dictionary work, too; a sentence such as "{TYPED}" needs a model, of the extra '
-        "softdb\\[text]. The last command needs softdb\\[explore]."
-    )
+    console.print("\nOther words work, too; sentences need softdb\\[text], the last command needs softdb\\[explore].")
     return DemoReport(len(data.ids), before, after, seconds)
 
 
@@ -150,36 +145,35 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(f"  [b]by id[/]        {record.id}: {safe(record.payload['gloss'], max(20, console.width - 33))}")
+    console.print(
+        f"  [b]by id[/]        {record.id}: {safe(shortened(record.payload['gloss'], max(20, console.width - 33)))}"
+    )
 
-    (_, first), (hits, spent) = _timed(db, key), _timed(db, key)  # the first search loads code and warms caches
-    console.print(f"  [b]nearest[/]      in {spent * 1e3:.1f} ms, {index}")
-    console.print(f"               [dim](the first search of the process took {first * 1e3:.1f} ms)[/]")
+    spent = []
+    for _ in range(2):  # the first search loads code and warms caches
+        begin = time.perf_counter()
+        hits = db.search(key, k=5)
+        spent.append((time.perf_counter() - begin) * 1e3)
+    console.print(f"  [b]nearest[/]      in {spent[1]:.1f} ms, {index}")
+    console.print(f"               [dim](the first search of the process took {spent[0]:.1f} ms)[/]")
     rows = [
         (
             f"{hit.score:.2f}",
-            safe(hit.payload["word"], 20),
+            Excerpt(hit.payload["word"]),
             "[b green]right[/]" if hit.id in right else "",
-            partial(brief, hit.payload["gloss"]),
+            Excerpt(hit.payload["gloss"]),
         )
         for hit in hits[0]
     ]
     print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
     console.print("  [b]soft[/]         mean of all records; nearer ones weigh more, by temperature")
-    sweep, nearest = [], hits.scores[0, 0]
+    sweep = []
     for temperature in TEMPERATURES:
-        lse, half = (db.attend(key, temperature=t).lse[0] for t in (temperature, temperature / 2))
-        share, effective = torch.exp(nearest / temperature - lse), torch.exp(2 * lse - half)
-        sweep.append((f"{temperature:g}", f"{float(share):.1%}", f"{float(effective):,.0f} of {len(db):,} definitions"))
+        (soft,) = soft_answers(db, key[None], temperature, shown=1)
+        share, effective = soft["hits"][0]["weight"], soft["effective_records"]
+        sweep.append((f"{temperature:g}", f"{share:.1%}", f"{effective:,.0f} of {len(db):,} definitions"))
     print_table(("temperature", "weight of the nearest", "averages about"), sweep, console=console, indent=4)
-
-
-def _timed(db: SoftDB, key: Tensor) -> tuple[Hits, float]:
-    """Return the five nearest records, and the time of the search in seconds."""
-    begin = time.perf_counter()
-    hits = db.search(key, k=5)
-    return hits, time.perf_counter() - begin
 
 
 def _learn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,10 @@ from softdb.errors import BadInput
 from softdb.terminal import counted, print_json, print_table, progress, terminal
 from softdb.tools.cli.arguments import AsJson, MetricName
 
-ALL = "all"
+COMPARED = {
+    "batch": "{softdb} has {ratio} times the queries/s of {peer}",
+    "single": "{softdb} takes {ratio} times as long for a single query as {peer}",
+}
 
 
 def bench(
@@ -59,7 +61,7 @@ def bench(
             raise BadInput(f"there is no folder {file.parent} to write {file.name} into; create it first")
     if plot is not None:
         require_drawable(plot)
-    names = DEFAULT if engines is None else tuple(ENGINES) if engines == ALL else tuple(engines.split(","))
+    names = DEFAULT if engines is None else tuple(ENGINES) if engines == "all" else tuple(engines.split(","))
     grid = Grid(
         engines=tuple(dict.fromkeys(names)),
         recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
@@ -70,7 +72,7 @@ def bench(
         construction=construction,
     )
     grid.checked()
-    console = Console(file=StringIO()) if as_json else terminal()
+    console = Console(quiet=True) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
     console.print(
         f"{escape(data.name)}: {counted(data.n, 'key')} of width {data.dim}, {len(data.queries):,} "
@@ -115,17 +117,10 @@ def _show(result: dict[str, Any]) -> None:
             )
         )
     for title, rows in tables.items():
-        print_table(("engine", *columns), rows, numbers=columns, title=title)
+        terminal().print(title)
+        print_table(("engine", *columns), rows, numbers=columns)
     for facts in result["compared"]:
-        if "batch" in facts:
-            goal = f"{facts['goal']}, {counted(facts['threads'], 'thread')}"
-            terminal().print(
-                f"{goal}: {{softdb}} has {{ratio}} times the queries/s of {{peer}}, the fastest peer".format(
-                    **facts["batch"]
-                ),
-                "{softdb} takes {ratio} times as long for a single query as {peer}, the fastest peer".format(
-                    **facts["single"]
-                ),
-                sep=f"\n{goal}: ",
-                markup=False,
-            )
+        goal = f"{facts['goal']}, {counted(facts['threads'], 'thread')}"
+        for name, text in COMPARED.items():
+            if name in facts:
+                terminal().print(f"{goal}: {text.format(**facts[name])}, the fastest peer", markup=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Metric, finite, integer, shown
 from softdb.errors import BadInput
-from softdb.formats.arrays import READERS, KeyFile, read_queries
+from softdb.formats.arrays import READERS, KeyFile, read_keys, read_queries
 from softdb.index.contract import Floats, Rows, prepared
 
 BLOCK = 1 << 16  # number of keys of a mapped file that are in memory at once
@@ -120,37 +120,25 @@ def load(
     if dim is not None:
         raise BadInput(f"dim is {shown(dim)}, but {shown(name)} has a width of its own; leave dim out")
     path = Path(name.removeprefix(PREFIX))
-    file = _read(path, name)
+    if not path.exists():
+        raise BadInput(
+            f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
+            f"and queries.npy, or a file that ends in .npy, {', '.join(end for end in READERS if end)}"
+        )
+    file = read_keys(path)
     if queries is not None:
         file = replace(file, queries=read_queries(Path(queries)), neighbours=None)
     shown_name = path.name if ":" not in name else name.split(":")[0]
     return _chosen(file, path, shown_name, count, option or file.metric, most)
 
 
-def _read(path: Path, name: str) -> KeyFile:
-    ends = ", ".join(end for end in READERS if end)
-    if not path.exists():
-        raise BadInput(
-            f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
-            f"and queries.npy, or a file that ends in .npy, {ends}"
-        )
-    kind = "" if path.is_dir() else path.suffix.lower()
-    if kind == ".npy":
-        return KeyFile(read_queries(path), None, Metric.DOT)
-    if kind not in READERS or (kind == "" and not path.is_dir()):
-        raise BadInput(f"{path} ends in {kind!r}; expected .npy or one of {ends}")
-    return READERS[kind](path)
-
-
 def _held_out(path: Path, keys: NDArray[Any], n: int | None, most: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Draw the queries from the keys, without replacement; return the keys that are left, and the queries."""
     count = min(most, len(keys) // 10)
     if count < 2:
-        raise BadInput(
-            f"{path} holds {len(keys)} vectors, too few to hold queries out; name a file with queries, too: --queries "
-            "FILE"
-        )
-    taken = keys if n is None else keys[: n + count]
+        few = f"{path} holds {len(keys)} vectors, too few to hold queries out"
+        raise BadInput(f"{few}; name a file with queries, too: --queries FILE")
+    taken = keys[: None if n is None else n + count]
     rows = np.random.default_rng(3).permutation(len(taken))[:count]
     return np.delete(taken, rows, axis=0), taken[np.sort(rows)]
 
@@ -177,6 +165,5 @@ def _chosen(file: KeyFile, path: Path, name: str, n: int | None, metric: Metric,
     sampled = prepared(np.asarray(queries)[sample], metric)
     finite(sampled, "queries")
     holds = near is not None and n in (None, len(keys)) and metric is file.metric
-    return Dataset(
-        name, keys[:n], sampled, metric, np.asarray(near, np.int64)[sample] if holds else None, file.queries is None
-    )
+    neighbours = np.asarray(near, np.int64)[sample] if holds else None
+    return Dataset(name, keys[:n], sampled, metric, neighbours, file.queries is None)

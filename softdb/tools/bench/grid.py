@@ -22,7 +22,7 @@ from softdb.tools.bench.datasets import Dataset
 from softdb.tools.bench.engines import Engine, Progress, Setup, pin_threads
 from softdb.tools.bench.exam import Exam, true_nearest
 from softdb.tools.bench.peers import ENGINES
-from softdb.tools.bench.report import command, commit, compared, in_turn, machine, sizes, spread, versions
+from softdb.tools.bench.report import command, commit, compared, in_turn, machine, spread, versions
 
 DEFAULT = ("softdb", "softdb-ivf", "faiss-hnsw", "hnswlib", "usearch")
 CURVE = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
@@ -209,6 +209,8 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
     mean, standard_error = float(recalls.mean()), float(recalls.std() / np.sqrt(len(recalls)))
     untuned = sum(entry.seconds.get(stage, 0.0) for stage in ("training", "adding"))
     build = {**entry.seconds, "without_tuning": untuned, "with_tuning": sum(entry.seconds.values())}
+    numbers = exam.data.n * exam.data.dim
+    beside = entry.size - engine.number_bytes * numbers
     return {
         "engine": engine.name,
         "label": engine.label,
@@ -219,7 +221,8 @@ def _facts(entry: _Entry, exam: Exam, goal: _Goal) -> dict[str, Any]:
         "recall_tuned_on": round(entry.tuned, 4),
         "met": goal.recall is None or mean >= goal.recall - DOUBT * standard_error,
         "build_s": {stage: round(seconds, 3) for stage, seconds in build.items()},
-        **sizes(entry.size, engine.number_bytes, exam.data.n * exam.data.dim),
+        "beside_keys_bytes": beside,
+        "in_all_bytes": beside + (engine.number_bytes or 4) * numbers,  # float32, unless it holds shorter ones
         "facts": dict(engine.facts),
     }
 

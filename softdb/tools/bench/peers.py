@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,10 +64,10 @@ def _faiss(peer: _Peer, faiss: Any, l2: bool) -> _Calls:
     def search(queries: Floats, effort: int) -> Any:
         return index.search(queries, peer.setup.k, params=faiss.SearchParametersHNSW(efSearch=effort))[1]
 
-    def write(file: _Counter) -> object:
-        return faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
+    def size() -> int:
+        return _saved(lambda folder: faiss.write_index(index, str(folder / "index")))
 
-    return _Calls(lambda low, block: index.add(block), search, lambda: _written(write))
+    return _Calls(lambda low, block: index.add(block), search, size)
 
 
 def _lists(codes: str) -> Callable[[_Peer, Any, bool], _Calls]:
@@ -92,10 +91,7 @@ def _lists(codes: str) -> Callable[[_Peer, Any, bool], _Calls]:
                 parameters = faiss.IndexRefineSearchParameters(k_factor=REFINED, base_index_params=parameters)
             return index.search(queries, peer.setup.k, params=parameters)[1]
 
-        def write(file: _Counter) -> object:
-            return faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
-
-        return _Calls(add, search, lambda: _written(write))
+        return _Calls(add, search, lambda: _saved(lambda folder: faiss.write_index(index, str(folder / "index"))))
 
     return make
 
@@ -355,18 +351,7 @@ class _PyNNDescent(Engine):
         return np.asarray(self.index.query(queries, self.setup.k, epsilon=effort / 100)[0], np.int64)
 
     def bytes(self) -> int:
-        return _written(lambda file: pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self.index))
-
-
-class _Counter(RawIOBase):
-    """A file that counts the bytes written to it, and stores none."""
-
-    size = 0
-
-    def write(self, buffer: Any) -> int:
-        length = memoryview(buffer).nbytes
-        self.size += length
-        return length
+        return len(pickle.dumps(self.index, pickle.HIGHEST_PROTOCOL))
 
 
 def _saved(write: Callable[[Path], object]) -> int:
@@ -374,13 +359,6 @@ def _saved(write: Callable[[Path], object]) -> int:
     with tempfile.TemporaryDirectory(prefix="softdb-bench-") as folder:
         write(Path(folder))
         return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-
-
-def _written(write: Callable[[_Counter], object]) -> int:
-    """Return the number of bytes that `write` writes to a file."""
-    counter = _Counter()
-    write(counter)
-    return counter.size
 
 
 PEERS: tuple[type[Engine], ...] = (

@@ -149,12 +149,6 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return facts
 
 
-def sizes(size: int, number_bytes: int, numbers: int) -> dict[str, int]:
-    """Return the bytes of an index beside its keys, and in all: with keys of float32, unless it holds shorter ones."""
-    beside = size - number_bytes * numbers
-    return {"beside_keys_bytes": beside, "in_all_bytes": beside + (number_bytes or 4) * numbers}
-
-
 def require_drawable(path: Path) -> None:
     """Raise BadInput for a picture of another format, and MissingDependency without matplotlib."""
     from softdb.plots import figure
@@ -183,8 +177,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     names, shades = [row["label"] for row in last], [colours[row["engine"]] for row in last]
     for stages, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # tuning in grey
         axes[2].barh(names, [row["build_s"][stages] for row in last], color=shade)
-    for part, shade in (("in_all_bytes", "0.75"), ("beside_keys_bytes", shades)):  # keys in grey
-        axes[3].barh(names, [row[part] / MIB for row in last], color=shade)
+    for size, shade in (("in_all_bytes", "0.75"), ("beside_keys_bytes", shades)):  # keys in grey
+        axes[3].barh(names, [row[size] / MIB for row in last], color=shade)
     for ax, unit, title in ((axes[2], "seconds", "build"), (axes[3], "MiB", "index (keys in grey)")):
         ax.invert_yaxis()
         ax.set(xlabel=unit, title=title)

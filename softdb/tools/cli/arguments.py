@@ -57,6 +57,14 @@ def named(**words: Any) -> dict[str, Any]:
     return {name: word.value if isinstance(word, Enum) else word for name, word in words.items()}
 
 
+def number_or_word(text: str) -> float | str:
+    """Convert an option to a number, or return it for the database to check."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def query_of(typed: str) -> tuple[Any, bool]:
     """Parse QUERY: a text, a JSON list, @FILE.npy, or - for input lines. Return queries, and True if they are texts."""
     if typed == STDIN:
@@ -64,10 +72,8 @@ def query_of(typed: str) -> tuple[Any, bool]:
         if not queries:
             raise BadInput("standard input holds no query; give one per line: a text, or a JSON list of numbers")
         return queries, any(isinstance(query, str) for query in queries)
-    if typed.startswith("@") and typed.endswith(".npy"):
+    if typed == "@-" or (typed.startswith("@") and typed.endswith(".npy")):
         return array_of(Path(typed[1:])), False
-    if typed == "@-":
-        return array_of(Path(STDIN)), False
     return _parsed_query(typed, "QUERY"), not typed.startswith("[")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from softdb.errors import BadInput
-from softdb.terminal import Cell, brief, counted, print_json, print_table, safe, terminal
+from softdb.terminal import Excerpt, counted, print_json, print_table, safe, terminal
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -21,6 +20,7 @@ from softdb.tools.cli.arguments import (
     filter_of,
     ids_of,
     named,
+    number_or_word,
     projected,
     query_of,
 )
@@ -54,7 +54,10 @@ def search(
     texts: Annotated[
         list[str] | None, Option("--words", help="Words for a hybrid search beside a QUERY of numbers; once per query.")
     ] = None,
-    fusion: Annotated[str | None, Option(help="With hybrid: scores, ranks, or the weight of the words.")] = None,
+    fusion: Annotated[
+        Any,
+        Option(parser=number_or_word, metavar="TEXT", help="With hybrid: scores, ranks, or the weight of the words."),
+    ] = None,
     offset: Annotated[int, Option(min=0, help="Skip this many of the best records: the next page.")] = 0,
     group_by: Annotated[
         str | None, Option(metavar="FIELD", help="Only the best record for each value of this payload field.")
@@ -76,7 +79,7 @@ def search(
         hits = db.search(
             projected(db, queries, projection), k, where=filter_of(where), exact=exact, radius=radius,
             exclude_ids=ids_of(exclude), diversity=diversity, fetch_k=fetch_k, offset=offset, group_by=group_by,
-            group_size=group_size, texts=texts or None, **_hybrid(mode, fusion),
+            group_size=group_size, texts=texts or None, **named(mode=mode, fusion=fusion),
         )  # fmt: skip
         answers = [[_fields("score", hit, hit.score) for hit in row] for row in hits]
     if as_json:
@@ -84,15 +87,6 @@ def search(
         return
     for answer in answers:
         _show_hits("score", answer)
-
-
-def _hybrid(mode: Mode | None, fusion: str | None) -> dict[str, Any]:
-    """Return the arguments `mode` and `fusion` of `search`; a fusion typed as a number becomes a float."""
-    try:
-        weight = None if fusion is None else float(fusion)
-    except ValueError:
-        return named(mode=mode, fusion=fusion)
-    return named(mode=mode, fusion=weight)
 
 
 def attend(
@@ -200,7 +194,7 @@ def _show_hits(name: str, hits: list[dict[str, Any]]) -> None:
         terminal().print("nothing found")
         return
     used = [field for field in ("payload", "text") if any(hit[field] is not None for hit in hits)]
-    rows: list[tuple[Cell, ...]] = [
-        (f"{h[name]:.4f}", safe(str(h["id"])), *(partial(brief, h[field]) for field in used)) for h in hits
+    rows: list[tuple[str | Excerpt, ...]] = [
+        (f"{h[name]:.4f}", safe(str(h["id"])), *(Excerpt(h[field]) for field in used)) for h in hits
     ]
     print_table((name, "id", *used), rows, numbers=(name,))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
-from softdb.terminal import Cell, brief, counted, print_json, print_result, print_table, safe, shortened
+from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe, shortened
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -42,10 +41,10 @@ def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
         wanted = typed_ids(db, ids)
         lookups = (wanted[low : low + IDS_PER_LOOKUP] for low in range(0, len(wanted), IDS_PER_LOOKUP))
         records = [record for lookup in lookups for record in db.get(lookup)]
-    if as_json:
-        print_json([record_facts(record) for record in records])
-        return
     facts = [record_facts(record) for record in records]
+    if as_json:
+        print_json(facts)
+        return
     used = [name for name in FIELDS if any(record[name] is not None for record in facts)]
     print_table(tuple(used), [tuple(_cell(name, record[name]) for name in used) for record in facts])
 
@@ -56,9 +55,9 @@ def record_facts(record: Record) -> dict[str, Any]:
     return dict(zip(FIELDS, (record.id, key, value, record.payload, record.text), strict=True))
 
 
-def _cell(name: str, field: Any) -> Cell:
+def _cell(name: str, field: Any) -> str | Excerpt:
     if name in ("payload", "text"):
-        return partial(brief, field)
+        return Excerpt(field)
     if isinstance(field, list):
         more = f", … ({len(field)} numbers)" if len(field) > SHOWN else ""
         return ", ".join(f"{number:.4g}" for number in field[:SHOWN]) + more
@@ -102,11 +101,6 @@ class _InputRecord(NamedTuple):
 
     embeds: bool  # the encoder computes the key from the text
 
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Return two flags: the record has a key, the encoder computes it. All records of a commit share one kind."""
-        return self.key is not None, self.embeds
-
 
 def insert(
     path: Database,
@@ -130,11 +124,13 @@ def insert(
         try:
             for batch in _batches(_records(input_lines(file), db), batch_size):
                 number = batch[0].number
-                _, ids, keys, values, payloads, texts, _ = map(list, zip(*batch, strict=True))
-                if batch[0].embeds and embed is None and stored_name is not None:
+                _, ids, keys, values, payloads, texts, embeds = map(list, zip(*batch, strict=True))
+                if any(embeds) and embed is None and stored_name is not None:
                     embed = named_encoder(chosen(path, stored_name, None), dim)
-                vectors: Any = embed(texts) if batch[0].embeds and embed is not None else keys
-                put(ids, vectors, values if any(v is not None for v in values) else None, payloads, texts=texts)
+                if any(embeds) and embed is not None:
+                    vectors = iter(embed([text for text, embedded in zip(texts, embeds, strict=True) if embedded]))
+                    keys = [next(vectors) if embedded else key for key, embedded in zip(keys, embeds, strict=True)]
+                put(ids, keys, values if any(v is not None for v in values) else None, payloads, texts=texts)
                 done += len(batch)
         except SoftDBError as error:
             line = f"line {number}: " if number and not str(error).startswith("line ") else ""
@@ -189,7 +185,7 @@ def _no_constant(name: str) -> None:
 
 
 def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_InputRecord]]:
-    """Yield lists of up to `size` successive records of one kind; those before a bad line come before its error."""
+    """Yield lists of up to `size` successive records; those before a bad line come before its error."""
     failure: BadInput | None = None
 
     def before_error() -> Iterator[_InputRecord]:
@@ -199,8 +195,8 @@ def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_Input
         except BadInput as error:
             failure = error
 
-    for _, same_kind in itertools.groupby(before_error(), lambda record: record.kind):
-        while batch := list(itertools.islice(same_kind, size)):
-            yield batch
+    good = before_error()
+    while batch := list(itertools.islice(good, size)):
+        yield batch
     if failure is not None:
         raise failure

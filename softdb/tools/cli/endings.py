@@ -60,15 +60,13 @@ def as_typed(message: str, command: click.Command) -> str:
     message = re.sub(r"(?<=[:;] )[^:;]*, or on a shell ", "", message).replace(", makes one", " makes one")
     message = re.sub("^build_index: ", f"{command.name}: ", message)
     for option in command.params:
-        if option.param_type_name != "option" or option.name is None:
-            continue
-        name, typed = option.name, option.opts[-1]
-        if "_" in name:
-            message = re.sub(rf"\b{name}\b", typed, message)
-        message = re.sub(rf"\b{name}=(?=\w)", f"{typed} ", message)
-        message = re.sub(rf"\b{name}(=|\(\))", typed, message)
-        about = rf"(^|: |; |\band |\bbut |\bleave |\bomit |\blower |\bwithout ){name}"
-        message = re.sub(about + r"(?= is\b| are both\b| and \S+ are both\b| out\b|$|;|,)", rf"\1{typed}", message)
+        if option.param_type_name == "option":
+            name, typed = str(option.name), option.opts[-1]
+            about = rf"(^|: |; |\band |\bbut |\bleave |\bomit |\blower |\bwithout ){name}"
+            message = re.sub(rf"\b{name}\b", typed, message) if "_" in name else message
+            message = re.sub(rf"\b{name}=(?=\w)", f"{typed} ", message)
+            message = re.sub(rf"\b{name}(=|\(\))", typed, message)
+            message = re.sub(about + r"(?= is\b| are both\b| and \S+ are both\b| out\b|$|;|,)", rf"\1{typed}", message)
     return message
 
 

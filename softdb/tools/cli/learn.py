@@ -13,21 +13,13 @@ from typer import Argument, Option
 
 from softdb.errors import BadInput, TrainingWarning
 from softdb.terminal import counted, print_json, print_result, progress, safe, terminal
-from softdb.tools.cli.arguments import AsJson, Database, EncoderName, array_of, spooled
+from softdb.tools.cli.arguments import AsJson, Database, EncoderName, array_of, number_or_word, spooled
 from softdb.tools.cli.places import answering, named_encoder, place, require_outside
 
 if TYPE_CHECKING:
     from softdb.database import SoftDB
     from softdb.index.choose import Progress
     from softdb.reports import ReembedReport
-
-
-def _temperature(text: str) -> float | str:
-    """Convert the option to a number, or return it for `fit` to check."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def train(
@@ -45,7 +37,7 @@ def train(
     ] = "positives",
     weight: Annotated[str | None, Option(metavar="FIELD", help="Field with a query's weight in the loss.")] = None,
     temperature: Annotated[
-        Any, Option(parser=_temperature, metavar="T", help="Temperature of the softmax over all records, or learn.")
+        Any, Option(parser=number_or_word, metavar="T", help="Temperature of the softmax over all records, or learn.")
     ] = 0.05,
     k: Annotated[int | None, Option("-k", min=1, help="Compare with the k nearest records only.")] = None,
     rtol: Annotated[float | None, Option(help="Estimate the sum over all records to this relative error.")] = None,

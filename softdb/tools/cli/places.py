@@ -131,10 +131,6 @@ def _query_encoder(path: Path, encoder: str | None, projection: Path | None) -> 
     return named_encoder(chosen(path, stored_name, encoder), dim, path)
 
 
-def _lies_in(path: Path, folder: Path) -> bool:
-    return path.absolute().is_relative_to(folder.absolute()) or path.resolve().is_relative_to(folder.resolve())
-
-
 def _is_built_in(name: str) -> bool:
     """Return True for "demo" and n-gram encoders: with these names softdb never loads a model from a folder."""
     from softdb.data.encoder import DEMO
@@ -145,7 +141,8 @@ def _is_built_in(name: str) -> bool:
 
 def require_outside(path: Path, name: str) -> str:
     """Return the encoder's name unchanged. Raise BadInput if it is a model inside the database's directory."""
-    if not _is_built_in(name) and Path(name).exists() and _lies_in(Path(name), path):
+    inside = any(full(Path(name)).is_relative_to(full(path)) for full in (Path.absolute, Path.resolve))
+    if not _is_built_in(name) and Path(name).exists() and inside:
         raise BadInput(f"the model {name!r} lies in the database's own directory, and models run code; move it out")
     return name
 

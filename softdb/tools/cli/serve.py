@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
 from softdb.terminal import terminal
 from softdb.tools.cli.arguments import Database, EncoderName
 from softdb.tools.cli.served import HOST, PORT, Served
+
+if TYPE_CHECKING:
+    from softdb.database import SoftDB
 
 FIRST = "violin"  # the first query of --demo
 
@@ -25,19 +28,17 @@ def explore(
     open_: Annotated[bool, Option("--open", help="Open the browser, too.")] = False,
 ) -> None:
     """Show a database in a browser on this machine: search, soft queries at any temperature, a map; read-only."""
-    try:
-        import starlette  # noqa: F401 - only to test that it is installed
-        import uvicorn
-    except ImportError:
-        raise MissingDependency("softdb explore needs Starlette and uvicorn; pip install 'softdb[explore]'") from None
-    from softdb.tools.explore.definitions import demo_database
+    from softdb.tables.arrow_tables import needed
+
+    needed("starlette", "explore", "softdb explore")
+    uvicorn = needed("uvicorn", "explore", "softdb explore")
     from softdb.tools.explore.replies import Answers, note_warnings
     from softdb.tools.explore.server import application, configured, listening
 
     if (path is None) != demo:
         raise BadInput("explore needs either PATH or --demo; give the directory of a database, or --demo")
     with (
-        Served(path, encoder) if path is not None else Served(None, db=demo_database()) as served,
+        Served(path, encoder) if path is not None else Served(None, db=_demo_database()) as served,
         listening(port) as listener,
     ):
         number = listener.getsockname()[1]
@@ -59,12 +60,27 @@ def explore(
             desk.close()
 
 
+def _demo_database() -> SoftDB:
+    """Return a database in memory with WordNet's definitions, their vectors and texts."""
+    import softdb
+    from softdb.data import load_wordnet
+    from softdb.data.encoder import KnownWords
+
+    data = load_wordnet()
+    db = softdb.open(None, dim=data.keys.shape[1], metric="cosine", encoder=KnownWords(data), fields=["pos"])
+    db.insert(
+        data.ids, data.keys, texts=[payload["gloss"] for payload in data.payloads],
+        payloads=[{name: payload[name] for name in ("word", "lemmas", "pos")} for payload in data.payloads],
+    )  # fmt: skip
+    db.index_text()
+    return db
+
+
 def mcp(path: Database, encoder: EncoderName = None) -> None:
     """Serve a database to a language model, read-only, on standard input and output; MCP clients start this command."""
-    try:
-        import mcp  # noqa: F401 - only to test that it is installed
-    except ImportError:
-        raise MissingDependency("softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'") from None
+    from softdb.tables.arrow_tables import needed
+
+    needed("mcp", "mcp", "softdb mcp")
     from softdb.tools.mcp.tools import Tools
 
     with Served(path, encoder) as served:

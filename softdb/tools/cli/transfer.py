@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from io import StringIO, TextIOWrapper
+from functools import partial
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -51,7 +52,7 @@ def demo(
     """Store, query, train and reopen a database of 20,000 dictionary definitions, in a minute."""
     from softdb.tools.demo import run_demo
 
-    report = run_demo(path, fresh=fresh, console=Console(file=StringIO()) if as_json else None)
+    report = run_demo(path, fresh=fresh, console=Console(quiet=True) if as_json else None)
     if as_json:
         print_json({"path": str(path), **asdict(report)})
 
@@ -102,16 +103,15 @@ def import_(
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     try:
         first = next(batches, None)  # read before a database is created, so that an unreadable file creates none
-    except BadInput:
-        _require_fields(path, typed, files[0], fields, keys is not None)
-        raise
+    except BadInput as error:
+        raise BadInput(f"{error}{_remedy(path, typed, files[0], fields, keys is not None)}") from None
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
     new, width, stored_name = _present(path)
     embeds, is_table = isinstance(first.keys[0], str), table_at(path) is not None
     name = chosen(path, stored_name, encoder, "ngrams" if new else None) if embeds else None
     options = named(dim=dim, metric=metric, dtype=dtype)
-    schema = _schema_of(first, options, name is not None, num_classes) if new else options
+    schema = _schema_of(first, options, num_classes) if new else options
     embed = None if name is None else named_encoder(name, dim if new else width)
     seen, existed, header = 0, path.exists(), first.header
 
@@ -140,38 +140,27 @@ def import_(
     )
 
 
-def _require_fields(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> None:
-    """Raise BadInput if the first line of a file has no id or no key; the message has a command that imports it."""
+def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> str:
+    """Return a command that imports a file whose first line has no field of the id or key; empty for other files."""
     from softdb.formats.importing import is_vector
     from softdb.formats.lines import read_rows
 
     try:
         row = next(iter(read_rows(file, fields))).row
     except (BadInput, StopIteration):
-        return  # another format, or no good first line: the reader's own error says so
-    need_id = fields.id == "id" and "id" not in row
-    need_key = fields.key == "key" and "key" not in row and not has_keys
-    if not row or not (need_id or need_key):
-        return
+        return ""  # another format, or no good first line
     words: list[str] = []
-    if need_id:
+    if fields.id == "id" and "id" not in row:
         name = next((name for name in row if name.lower().endswith(("_id", "uuid"))), None)
         words += ["--row-ids"] if name is None else ["--id", name]
-    if need_key:
-        texts = {name: len(text) for name, text in row.items() if isinstance(text, str) and name not in words}
-        vector = next((name for name, value in row.items() if is_vector(value)), None)
-        if vector is not None:
-            words += ["--key", vector]
-        elif texts:
-            words += ["--text", "text" if "text" in texts else max(texts, key=texts.__getitem__), "--encoder", "ngrams"]
-        else:
-            words += ["--keys", "KEYS.npy"]
-    lacks = " and ".join(["no field 'id' for the id"] * need_id + ["no field 'key' for the key"] * need_key)
+    if fields.key == "key" and "key" not in row and not has_keys:
+        vectors = [name for name, value in row.items() if is_vector(value)]
+        texts = [name for name, value in row.items() if isinstance(value, str) and name not in words]
+        text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
+        by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
+        words += ["--key", vectors[0]] if vectors else by_text
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
-    raise BadInput(
-        f"{typed[0]} has {lacks}; its fields are {', '.join(row)}; name the right ones with --id, --key or --text: "
-        f"{command}{' (or a model in place of ngrams)' if '--encoder' in words else ''}"
-    )
+    return f": {command}{' (or a model in place of ngrams)' if 'ngrams' in words else ''}" if words else ""
 
 
 class _Skipped:
@@ -196,10 +185,10 @@ def _present(path: Path) -> tuple[bool, int | None, str | None]:
     """Return True if no database is there, else False; then the width of the keys and the name of their encoder."""
     from softdb.opening import table_at
 
-    if table_at(path) is not None:
-        return False, *described(path)
+    if table_at(path) is None and not (path / "catalog.sqlite").exists():
+        return True, None, None
     try:
-        return (False, *described(path)) if (path / "catalog.sqlite").exists() else (True, None, None)
+        return False, *described(path)
     except NotADatabase:  # an unfinished database, or another program's directory, which softdb.open refuses
         return True, None, None
 
@@ -217,20 +206,18 @@ def _destination(path: Path, encoder: Encoder | None, schema: dict[str, Any], qu
     return cast("SoftDB", db)
 
 
-def _schema_of(first: Rows, options: dict[str, Any], embeds: bool, num_classes: int | None) -> dict[str, Any]:
+def _schema_of(first: Rows, options: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
     """Return the schema of a new database, from the options and from the export's header or the first batch."""
     if first.header is not None:
         return first.header.schema | {name: value for name, value in options.items() if value is not None}
-    width = None if embeds else next((len(key) for key in first.keys if key is not None), None)
-    schema = options | {"dim": options["dim"] or width}
     value = next((value for value in first.values or () if value is not None), None)
     if value is None:
-        return schema
+        return options
     if hasattr(value, "__len__"):
-        return schema | {"value_dim": len(value)}
+        return options | {"value_dim": len(value)}
     if num_classes is None:
         raise BadInput("the values are labels, not lists; give the number of classes with --num-classes")
-    return schema | {"num_classes": num_classes}
+    return options | {"num_classes": num_classes}
 
 
 @contextmanager
@@ -275,10 +262,7 @@ def export(
             write_records(db, sys.stdout, where=filter_of(where))
             return
         with progress("export", rate=True) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar(file.name, done, total)
-
+            show = partial(bar, file.name)
             count = export_records(db, file, where=filter_of(where), progress=show, note=note)
     print_result(
         {"records": count, "file": str(file)}, as_json, f"{counted(count, 'record')} written to {escape(str(file))}"

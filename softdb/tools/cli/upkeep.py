@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.filesize import decimal
 from rich.markup import escape
 from typer import Argument, Option
 
 from softdb.errors import BadInput, CorruptionError
 from softdb.terminal import (
-    brief,
+    Excerpt,
     counted,
     fact,
     print_facts,
@@ -22,7 +22,6 @@ from softdb.terminal import (
     print_table,
     progress,
     safe,
-    size,
     terminal,
 )
 from softdb.tools.cli.arguments import (
@@ -52,13 +51,12 @@ def info(path: Database, as_json: AsJson = False) -> None:
         return
     del facts["index"]
     about_index = {"kind": "none"} if report.index is None else report.index.summary()
-    facts |= {f"index {name}": value for name, value in about_index.items()}
-    _print_report({name: value for name, value in facts.items() if value is not None})
+    _print_report(facts | {f"index {name}": value for name, value in about_index.items()})
 
 
 def _print_report(facts: dict[str, Any]) -> None:
     """Print the facts of a report as a table of names and values."""
-    print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items()})
+    print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items() if value is not None})
 
 
 def verify(
@@ -115,11 +113,7 @@ def _repair(path: Path, destination: Path, settings: dict[str, Any], as_json: bo
     if not lost:
         return
     rows = [
-        (
-            str(loss["row"]),
-            "" if loss["id"] is None else safe(str(loss["id"])),
-            partial(brief, loss["why"]),
-        )
+        (str(loss["row"]), "" if loss["id"] is None else safe(str(loss["id"])), Excerpt(loss["why"]))
         for loss in lost[:LOST]
     ]
     print_table(("row", "id", "why lost"), rows)
@@ -132,7 +126,7 @@ def compact(path: Database, as_json: AsJson = False) -> None:
     with writing(path, quiet=as_json) as db:
         report = db.compact()
     removed = f"{counted(report.removed, 'row')} removed, {counted(report.records, 'record')} left"
-    occupied = f"{size(report.bytes_before or 0)} before, {size(report.bytes or 0)} now"
+    occupied = f"{decimal(report.bytes_before or 0)} before, {decimal(report.bytes or 0)} now"
     print_result(report.asdict(), as_json, f"{removed}; {occupied}")
 
 
@@ -144,7 +138,7 @@ def snapshot(
     """Copy a database; the copy is consistent even while another process writes."""
     with answering(path, quiet=as_json) as db:
         report = db.snapshot(destination)
-    copied = f"{counted(report.records, 'record')}, {size(report.bytes)}, copied to {destination}"
+    copied = f"{counted(report.records, 'record')}, {decimal(report.bytes)}, copied to {destination}"
     print_result(report.asdict(), as_json, escape(copied))
 
 

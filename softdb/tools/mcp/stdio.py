@@ -29,11 +29,11 @@ class Server(MCPServer[Any]):
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """Call a tool. Raises ToolError for an argument that the tool does not have, which the SDK would ignore."""
-        known = {tool.name: list(tool.input_schema["properties"]) for tool in await self.list_tools()}.get(name)
-        unknown = [] if known is None else [argument for argument in arguments if argument not in known]
-        if unknown:
-            takes = f"it takes {', '.join(known or ())}" if known else "it takes no arguments"
-            raise ToolError(f"{name} has no argument {shown(', '.join(unknown))}; {takes}")
+        for tool in await self.list_tools():
+            known = tool.input_schema["properties"]
+            if tool.name == name and (unknown := [argument for argument in arguments if argument not in known]):
+                takes = ", ".join(known) or "no arguments"
+                raise ToolError(f"{name} has no argument {shown(', '.join(unknown))}; it takes {takes}")
         return await super().call_tool(name, arguments, context)
 
     async def run_stdio_async(self) -> None:

@@ -215,3 +215,19 @@ def test_insert_reports_encoders_and_exports(book: Path, plane: Path, tmp_path: 
     message = fails("insert", tmp_path / "model", stdin='{"id": 1, "text": "x"}')
     assert "load it with --encoder stranger/model" in message  # else the record would silently be without a key
     run("insert", tmp_path / "model", stdin='{"id": 1, "key": [1, 2], "text": "x"}')
+
+
+def test_a_commit_holds_records_with_keys_with_texts_to_embed_and_without_keys(book: Path) -> None:
+    with softdb.open(book, mode="r") as db:
+        width = db.dim or 0
+        (twin,) = db.get([1])
+    rows = [
+        {"id": "text", "text": "Fischer"}, {"id": "key", "key": [0.5] * width},
+        {"id": "none", "key": None, "text": "Fi"}, {"id": "next", "text": twin.text},
+    ]  # fmt: skip
+    assert answer("insert", book, stdin="".join(json.dumps(row) + "\n" for row in rows))["inserted"] == 4
+    with softdb.open(book, mode="r") as db:
+        records = db.get(["text", "key", "none", "next"])
+        assert records.keyed.tolist() == [True, True, False, True]
+        assert records.keys[1].tolist() == [0.5] * width
+        assert records.keys[3].tolist() == twin.key.tolist()

@@ -105,7 +105,8 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
     assert "bad.jsonl line 1: not JSON" in fails("import", path, tmp_path / "bad.jsonl")
     file = tmp_path / "book.jsonl"
     error = fails("import", path, file)
-    assert f"{file} has no field 'key' for the key; its fields are id, name, first, year; name the right ones" in error
+    seen = "['name', 'first', 'year'], name the right one"
+    assert f"book.jsonl line 1: no field 'key' for the key; its fields are {seen}: softdb" in error
     command = f"softdb import {path} {file} --text name --encoder ngrams (or a model in place of ngrams)"
     assert error.endswith(command)
     assert "--keys goes with one FILE, but 2 are given" in fails("import", path, file, file, "--keys", file)

@@ -17,7 +17,7 @@ from rich.console import Console
 from typed import answer, lines, run
 
 import softdb
-from softdb.terminal import brief, fact, print_facts, print_table, progress, shortened
+from softdb.terminal import Excerpt, brief, fact, print_facts, print_table, progress, shortened
 
 pytest_plugins = ["command_world"]
 
@@ -103,7 +103,7 @@ def test_lost_records_and_benchmarks_fit(columns: int, vectors: Path, tmp_path: 
 
 def test_a_table_too_wide_for_its_terminal_gives_each_cell_a_line() -> None:
     console = Console(file=io.StringIO(), width=24, force_terminal=True, color_system=None)
-    rows = [("film-0000001", "1,234,567", functools.partial(brief, "no one can hear you scream in space, alas"))] * 2
+    rows = [("film-0000001", "1,234,567", Excerpt("no one can hear you scream in space, alas"))] * 2
     print_table(("id", "number", "text"), rows, console=console)
     output = console.file
     assert isinstance(output, io.StringIO)

@@ -408,4 +408,4 @@ def test_recall_is_reported_for_long_keys_and_others(monkeypatch: pytest.MonkeyP
     assert classes["next 9%"]["recall"] < 1
     assert report.measured_on == "stored keys, each without itself"
     assert index_report(db).recall_by_norm == classes
-    assert fact(report.summary()["recall_by_norm"]).startswith("longest 1%: recall 1, of ")
+    assert fact(report.summary()["recall_by_norm"]).startswith("longest 1% (recall 1, of ")

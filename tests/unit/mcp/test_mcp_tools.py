@@ -257,7 +257,7 @@ def test_unservable_paths_are_one_line_errors(library: Path, tmp_path: Path, mon
 
     assert refused(tmp_path / "nothing").startswith("error: open: ")
     monkeypatch.setitem(sys.modules, "mcp", None)
-    assert refused(library) == "error: softdb mcp needs the MCP SDK; pip install 'softdb[mcp]'"
+    assert refused(library) == "error: softdb mcp needs mcp; pip install 'softdb[mcp]'"
 
 
 @pytest.mark.parametrize(
