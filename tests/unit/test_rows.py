@@ -306,7 +306,11 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"the frame has no rows; its columns are \['id', 'key'\]",
     ),
     "an empty table": (lambda db: db.insert(arrow([ROW])[:0]), "the table has no rows"),
-    "numbers as columns": (lambda db: db.insert(pandas([{0: 1, 1: 2}])), "column 0 of the frame is no text"),
+    "numbers as columns": (lambda db: db.insert(pandas([{"key": [1, 2], 0: 1}])), "payload 0 has the key 0, which is no str"),
+    "a column of pandas twice": (
+        lambda db: db.insert(pandas([{"key": [1, 2], "x": 1, "y": 1}]).set_axis(["key", "x", "x"], axis=1)),
+        "the frame has several columns of the same name",
+    ),
     "no id in a table": (lambda db: db.insert(arrow([ROW, {**ROW, "id": None}])), "row 1: column 'id' is None"),
     "ragged keys": (
         lambda db: db.insert(arrow([ROW, {"id": 2, "key": [1]}])),
