@@ -44,7 +44,9 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         columns = _table(rows, named, has_values)
     else:
         columns = _dicts(_pandas(rows) if is_table else [_row(row, has_values) for row in rows], named, has_values)
-    if isinstance(source, Mapping) and any(column and isinstance(column[0], list) for column in columns[::4]):
+    if isinstance(source, Mapping) and any(
+        column and isinstance(column[0], list) for column in (columns.ids, columns.texts)
+    ):
         raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     return _updated(columns) if change in UPDATES else _inserted(columns, named, encoder)
 

@@ -9,7 +9,7 @@ from typing import Any
 from softdb import check
 from softdb.answers import Record, Records, frames
 from softdb.check import Id
-from softdb.database import arrow, notebook
+from softdb.database import arrow
 from softdb.database.from_rows import columns_of
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
@@ -19,6 +19,11 @@ from softdb.reports import Stats
 from softdb.tables.rows import Fields
 from softdb.typing import Ids, IdsOrRows, Keys, Numbers, Texts, Values, Vectors
 from softdb.visible import table
+
+_FACTS = {  # the lines of `Stats` that a notebook shows
+    "records", "keyless", "dim", "value_dim", "num_classes", "dtype", "metric", "encoder", "fields", "text_index",
+    "bytes", "index", "index.kind", "index.recall",
+}  # fmt: skip
 
 
 class Verbs(Questions):
@@ -248,7 +253,8 @@ class Verbs(Questions):
 
     def _repr_html_(self) -> str:
         try:
-            return notebook.described(repr(self), self.stats(), next(self.scan(notebook.FIRST), None))
+            facts, first = [line for line in self.stats().lines() if line[0] in _FACTS], next(self.scan(5), None)
+            return table(["", repr(self)], facts, "") + ("" if first is None else first._repr_html_())
         except Exception as error:  # closed, damaged, or a shard does not answer; a notebook still shows the handle
             return table([repr(self)], [], f"{type(error).__name__}: {error}")
 
@@ -275,8 +281,7 @@ class Verbs(Questions):
 
         Raises MissingDependency without pandas.
         """
-        names = None if columns is None else frames.column_names(columns)
-        return frames.frame(self.scan(10_000, where, limit=limit), names)
+        return frames.frame(self.scan(10_000, where, limit=limit), columns)
 
     @verb
     def to_arrow(

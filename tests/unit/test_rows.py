@@ -306,7 +306,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"the frame has no rows; its columns are \['id', 'key'\]",
     ),
     "an empty table": (lambda db: db.insert(arrow([ROW])[:0]), "the table has no rows"),
-    "numbers as columns": (lambda db: db.insert(pandas([{"key": [1, 2], 0: 1}])), "payload 0 has the key 0, which is no str"),
+    "numbers as columns": (
+        lambda db: db.insert(pandas([{"key": [1, 2], 0: 1}])),
+        "payload 0 has the key 0, which is no str",
+    ),
     "a column of pandas twice": (
         lambda db: db.insert(pandas([{"key": [1, 2], "x": 1, "y": 1}]).set_axis(["key", "x", "x"], axis=1)),
         "the frame has several columns of the same name",
