@@ -144,12 +144,12 @@ class TableCore(ClusterCore):
         checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
         with telling(progress) as tell:
             if change in (WriteKind.UPDATE, WriteKind.MERGE):
-                parts = checker.parts(*given, tell)
+                parts = checker.parts(given, tell)
                 ids, merge = parts.ids, change is WriteKind.MERGE
                 columns = {"key": parts.keys, "value": parts.values, "payload": parts.payloads, "text": parts.texts}
                 table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
-                batch = checker.batch(*given, tell)
+                batch = checker.batch(given, tell)
                 write = table.insert if change is WriteKind.INSERT or not batch.ids else table.upsert
                 ids = batch.ids or _new_ids(len(batch.payloads), table.id_type)
                 write(batch._replace(ids=ids))

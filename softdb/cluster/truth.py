@@ -37,7 +37,7 @@ from softdb.cluster.storage import (
     require_columns,
     require_storage,
 )
-from softdb.database.incoming import RecordChecker
+from softdb.database.incoming import Given, RecordChecker
 from softdb.errors import (
     BadInput,
     DatabaseLocked,
@@ -161,8 +161,8 @@ class Truth:
     def batch(self, records: Rows) -> Batch:
         """Check records, and convert them to a batch that a database stores. Raises BadInput, DuplicateId."""
         checker = RecordChecker(self.schema, lambda: None)
-        parts = records.ids, records.keys, records.values, records.payloads, records.texts
-        return checker.batch(*parts, lambda *_: None)
+        given = Given(records.ids, records.keys, records.values, records.payloads, records.texts)
+        return checker.batch(given, lambda *_: None)
 
     @property
     def local(self) -> bool:
