@@ -146,7 +146,7 @@ class TableCore(ClusterCore):
             if change in (WriteKind.UPDATE, WriteKind.MERGE):
                 parts = checker.parts(given, tell)
                 ids, merge = parts.ids, change is WriteKind.MERGE
-                columns = {"key": parts.keys, "value": parts.values, "payload": parts.payloads, "text": parts.texts}
+                columns = dict(zip(("key", "value", "payload", "text"), parts[1:], strict=True))
                 table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
                 batch = checker.batch(given, tell)

@@ -15,8 +15,6 @@ from softdb.store.catalog import Catalog, CatalogState
 from softdb.store.segments import ColumnFiles, Piece, SegmentEntry, capacity_for
 from softdb.store.soundness import checksums
 
-LARGEST = 1 << 62  # upper bound of ids that the store makes
-
 
 class Batch(NamedTuple):
     """Checked records that are to be stored."""
@@ -30,15 +28,14 @@ class Batch(NamedTuple):
 
 
 def new_ids(catalog: Catalog, count: int) -> list[Id]:
-    """Return `count` consecutive int ids, none of them stored or returned before, in the open transaction.
+    """Return `count` consecutive int ids in the open transaction. Raises BadInput for an id of more than 62 bits.
 
-    They begin after all ids returned before and after all rows, or, if one of them is stored, after the largest stored
-    int. Cost: look-ups in the index of ids. Raises BadInput for an id of more than 62 bits.
+    They begin after all ids returned before and all rows, or, if one of them is stored, after the largest stored int.
     """
     first = max(catalog.setting("next_id"), catalog.state().next_row)
     if catalog.one("SELECT 1 FROM records WHERE id BETWEEN ? AND ? LIMIT 1", (first, first + count - 1)) is not None:
         first = 1 + int(catalog.one("SELECT max(id) FROM records WHERE id < ''")[0])  # ints precede all texts
-    if first + count > LARGEST:
+    if first + count > 1 << 62:
         raise BadInput(f"the next id would be {first}, which is too large; give ids")
     catalog.put_setting("next_id", first + count)
     return list(range(first, first + count))
@@ -50,11 +47,8 @@ def append(
     batch: Batch,
     entries: list[SegmentEntry],  # all segments, in the order of rows
 ) -> tuple[CatalogState, list[SegmentEntry]]:  # state and all segments after the append
-    """Write a batch's keys and values to free slots, and add its records to the open transaction.
-
-    A batch with keys of width 0 (the database's width is undecided, no record has a key) takes no slots.
-    """
-    state, wide = catalog.state(), batch.keys.shape[1] > 0
+    """Write a batch's keys and values to free slots, and add its records to the open transaction."""
+    state, wide = catalog.state(), batch.keys.shape[1] > 0  # width 0: undecided, no record has a key or takes a slot
     pieces = _place(catalog, columns, batch, entries, state.next_row) if wide else []
     filled = [piece.entry._replace(used=piece.entry.used + len(piece.keys)) for piece in pieces]
     with columns.appending(pieces):  # writes files while this thread computes checksums and runs SQLite

@@ -33,16 +33,17 @@ def merged(ids: list[Id], old: list[str | None], new: list[str | None]) -> list[
 
     Raises BadInput if one of two payloads is no object, and CorruptionError if a stored payload is not JSON.
     """
-    payloads = [was if given is None else given for was, given in zip(old, new, strict=True)]
+    payloads = list(old)
     for i, (was, given) in enumerate(zip(old, new, strict=True)):
         if given is None:
             continue
-        for payload in (was, given):
-            if payload is not None and payload[:1] != "{":
-                what = f"id {shown(ids[i])}: the payload {shown(payload)}"
-                raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
         try:
-            payloads[i] = given if was is None else json_text(json.loads(was) | json.loads(given), "payload")
+            parts = json.loads(was or "{}"), json.loads(given)
         except (ValueError, RecursionError) as error:
             raise damaged_catalog(f"has a payload that is not JSON ({error}), of id {shown(ids[i])}") from None
+        for part in parts:
+            if not isinstance(part, dict):
+                what = f"id {shown(ids[i])}: the payload {shown(part)}"
+                raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
+        payloads[i] = json_text(parts[0] | parts[1], "payload")
     return payloads
