@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import asdict, replace
 from typing import Any
 
 from softdb.answers import Record, Records
@@ -65,17 +66,16 @@ def _is_pandas(value: Any) -> bool:
 def _named(fields: Any) -> dict[str, str | None]:
     """Return the columns that `fields` names, by role. Raises BadInput."""
     if isinstance(fields, Fields):
-        parts = {role: getattr(fields, role) for role in DEFAULTS}
-        return {role: name for role, name in parts.items() if name != role and (name is not None or role == "id")}
-    if not isinstance(fields, Mapping | None):
-        raise BadInput(f"fields are {shown(fields)}; expected a dict, such as {{'id': 'isbn', 'text': 'blurb'}}")
-    for role, name in (fields or {}).items():
-        if role not in DEFAULTS or not isinstance(name, str | None):
-            raise BadInput(
-                f"fields have {shown(role)}: {shown(name)}; expected {', '.join(DEFAULTS)}, each with the name of a "
-                "column, or None for no column; all other columns are the payload"
-            )
-    return dict(fields or {})
+        fields = {role: name for role, name in asdict(fields).items() if name != role and (name or role == "id")}
+    named = {} if fields is None else fields
+    if not (
+        isinstance(named, Mapping)
+        and named.keys() <= DEFAULTS.keys()
+        and all(isinstance(name, str | None) for name in named.values())
+    ):
+        roles = f"a dict from {', '.join(DEFAULTS)} to the name of a column, or to None for no column"
+        raise BadInput(f"fields are {shown(fields)}; expected {roles}; all other columns are the payload")
+    return dict(named)
 
 
 def _parts(columns: Sequence[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
@@ -84,8 +84,6 @@ def _parts(columns: Sequence[str], named: Mapping[str, str | None], has_values: 
     for role, name in named.items():
         if name is not None and name not in columns:
             raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
-        if name is not None and list(named.values()).count(name) > 1:
-            raise BadInput(f"fields name the column {name!r} twice; name another one, or None, for the {role}")
     for role in [role for role in DEFAULTS if role not in named]:
         defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
         if len(defaults) > 1:
@@ -139,11 +137,11 @@ def _pandas(frame: Any) -> list[dict[str, Any]]:
 
 def _table(source: Any, named: Mapping[str, str | None], has_values: bool) -> Given:
     """Return the rows of an Arrow table or a dataset as columns. Raises MissingDependency without pyarrow."""
-    table = table_of(source, _BATCH)
+    table = replace(table_of(source, _BATCH), optional=True)
     names = table.schema.names
     parts = _parts(names, named, has_values)
     fields = Fields(parts["id"], parts["key"] or "", parts["text"], parts["value"])  # "": no column of keys
-    batches = list(read_table(table, fields, sys.maxsize, None, optional=True))  # at most one of this size
+    batches = list(read_table(table, fields, sys.maxsize, None))  # at most one of this size
     if not batches:
         raise BadInput(f"the table has no rows; its columns are {shown(names)}")
     rows = batches[0]
