@@ -29,14 +29,15 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     is_table = _is_table(source)
     if isinstance(source, Iterator | ValuesView) and not is_table:
         source = list(source)
+    if isinstance(source, Mapping) and isinstance(source.get("id", source.get("text")), list):
+        raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     rows: Any = [source] if isinstance(source, Mapping | Record) else source
     if not is_table and not (
         isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
     ):
         if fields is None:
             return given._replace(ids=source)
-        expected = "rows: a list of dicts, a frame, an Arrow table or a dataset"
-        raise BadInput(f"fields name the columns of rows, but ids are {shown(source)}; expected {expected}")
+        raise BadInput(f"fields name the columns of rows, but ids are {shown(source)}; give dicts, a frame or a table")
     apart = [name for name, batch in zip(given._fields, given, strict=True) if name != "ids" and batch is not None]
     if apart:
         raise BadInput(f"rows and {' and '.join(apart)} are given; put {apart[0]} into the rows, or pass only columns")
@@ -45,10 +46,6 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         columns = _table(rows, named, has_values)
     else:
         columns = _dicts(_pandas(rows) if is_table else [_row(row, has_values) for row in rows], named, has_values)
-    if isinstance(source, Mapping) and any(
-        column and isinstance(column[0], list) for column in (columns.ids, columns.texts)
-    ):
-        raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     return _updated(columns) if change in UPDATES else _inserted(columns, named, encoder)
 
 

@@ -114,9 +114,8 @@ class RecordChecker(NamedTuple):
             keys = [key for key in keys if key is not None]
         if keyed.all():
             return self._keys(keys, count, progress), keyed  # type: ignore[arg-type]
-        if not keyed.any():
-            return np.zeros((count, schema.dim), schema.dtype), keyed
-        given = self._keys(keys, int(np.count_nonzero(keyed)), progress)  # type: ignore[arg-type]
+        present = int(np.count_nonzero(keyed))
+        given = self._keys(keys, present, progress) if present else np.zeros((0, schema.dim))  # type: ignore[arg-type]
         column = np.zeros((count, given.shape[1]), schema.dtype)
         column[keyed] = given
         return column, keyed

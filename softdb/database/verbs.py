@@ -194,7 +194,7 @@ class Verbs(Questions):
             db.get(["a", "b"])
             db.get(where={"year": {"$gt": 1990}}, limit=10, offset=20)
 
-        With ids and `where`: those of the ids that match. `limit` and `offset` choose a part, and only this is read. If
+        With ids and `where`: those of the ids that match. `limit` and `offset` choose a part of them. If
         records are inserted or replaced between two pages, they come last; if deleted, later ones move forward.
 
         Raises UnknownId (a KeyError) for an id that is not stored, also one that filter or page leaves out.

@@ -8,7 +8,6 @@ from softdb.check import Array, Encoder, Id, are_texts
 from softdb.database.core import Core
 from softdb.database.incoming import UPDATES, Given, RecordParts, WriteKind
 from softdb.encoders import DEFAULT, fingerprint_of, name_of, warn_default
-from softdb.store import Batch
 from softdb.store.keyed import EncoderEntry, Keyed
 from softdb.store.store import Store
 
@@ -46,10 +45,9 @@ def update_if(
     return parts.ids
 
 
-def write_if(
-    store: Store, change: WriteKind, keyed: Keyed, records: Batch | RecordParts, entry: Any
-) -> list[Id] | None:
+def write_if(store: Store, change: WriteKind, keyed: Keyed, records: Any, entry: Any) -> list[Id] | None:
     """Write checked records, and return their ids; None if the width changed since `keyed`."""
     if isinstance(records, RecordParts):
         return store.run(update_if, store, keyed, records, change is WriteKind.MERGE, entry)
-    return (store.insert if change is WriteKind.INSERT else store.upsert)(records, keyed, entry)
+    write = store.insert if change is WriteKind.INSERT else store.upsert
+    return write(records, keyed, entry)
