@@ -34,12 +34,13 @@ class Report:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.summary().items())})"
 
     def _repr_html_(self) -> str:
-        return table([type(self).__name__, ""], self._lines(), "")
+        return table([type(self).__name__, ""], self.lines(), "")
 
-    def _lines(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+    def lines(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Yield names and values of `summary`, and of the reports in it, for a table."""
         for name, value in self.summary().items():
             if isinstance(value, Report):
-                yield from value._lines(f"{prefix}{name}.")
+                yield from value.lines(f"{prefix}{name}.")
             else:
                 yield prefix + name, f"{value:,}" if type(value) is int else str(value)
 

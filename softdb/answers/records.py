@@ -6,9 +6,9 @@ Tensors are rectangular: a query with fewer hits is padded with row -1 and score
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ from softdb.answers import frames
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape
 from softdb.answers.shaped import nested
 from softdb.check import Id, shown
-from softdb.errors import CorruptionError, StaleRead
+from softdb.errors import BadInput, CorruptionError, StaleRead
 from softdb.lazy import cached_property
 from softdb.store.entry import RecordEntry
 from softdb.visible import table
@@ -110,23 +110,9 @@ class Records(Sequence[Record]):
         key, value = (self.keys[i], value) if self.keyed[i] else (None, None)
         return Record(self.ids[i], key, value, self.payloads[i], self.texts[i])
 
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records, in less time than `records[i]` for every i."""
-        labels = self.values is not None and self.values.ndim == 1
-        values = repeat(None) if self.values is None else self.values.tolist() if labels else self.values.unbind()
-        keys, keyed = self.keys.unbind(), self.keyed.tolist()
-        columns = zip(self.ids, keys, values, self.payloads, self.texts, keyed, strict=False)
-        for name, key, value, payload, text, has_key in columns:
-            yield Record(name, key if has_key else None, value if has_key else None, payload, text)
-
-    def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
-        """Return a pandas DataFrame with a row for each record, and the columns of `SoftDB.to_pandas`.
-
-        `fields` names the fields of the payload that become columns, None where a payload lacks the field; fields=None:
-        all. Raises MissingDependency without pandas.
-        """
-        columns = ["id", "key", *(["value"] * (self.values is not None)), *(["text"] * any(self.texts))]
-        return frames.frame([self], None if fields is None else [*columns, *frames.field_names(fields, frames.COLUMNS)])
+    def to_pandas(self, columns: Sequence[str] | None = None) -> Any:
+        """Return a pandas DataFrame with a row for each record, and columns as those of `SoftDB.to_pandas`."""
+        return frames.frame([self], columns)
 
     def __repr__(self) -> str:
         values = "none" if self.values is None else shape(self.values)
@@ -256,9 +242,12 @@ class Hits(Sequence["QueryHits"]):
         if fields is None:
             columns["payload"] = pandas.Series(payloads, dtype=object)
             return pandas.DataFrame(columns | ({"text": texts} if texts.notna().any() else {}))
-        for name in frames.field_names(fields, columns):
-            cells = [payload.get(name) if isinstance(payload, dict) else None for payload in payloads]
-            columns[name] = texts if name == "$text" else cells
+        if isinstance(fields, str) or not isinstance(fields, Iterable):
+            raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
+        for name in fields:
+            if not isinstance(name, str) or name in columns:
+                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
+            columns[name] = texts if name == "$text" else frames.field_cells(payloads, name)
         return pandas.DataFrame(columns)
 
     def _shown_entries(self, rows: list[int], texts: bool = False) -> Mapping[int, RecordEntry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -57,39 +58,26 @@ def _payload(value: object, name: str) -> str | None:
     try:
         return json_text(value, name)
     except BadInput:  # few payloads need a conversion, and to look for it first would cost all others time
-        converted = _converted(value, name, 1)
+        converted = _converted(value, 1)
         return None if converted is None else json_text(converted, name)
 
 
-def _converted(value: Any, name: str, depth: int) -> Any:
+def _converted(value: Any, depth: int) -> Any:
     """Return a payload with the values that `payloads` converts in their JSON form, and all others unchanged."""
-    if depth > MAX_DEPTH + 1:
-        raise _too_deep(name)
-    if isinstance(value, np.ndarray) and value.dtype.kind == "M":  # tolist() makes ints of nanoseconds
+    if isinstance(value, np.ndarray):
         value = list(value) if value.ndim else value[()]
-    if isinstance(value, np.datetime64):
-        value = _moment(value)
-    elif isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _converted(inner, name, depth + 1) for key, inner in value.items()}
-    if isinstance(value, _LISTS):
-        return [_converted(inner, name, depth + 1) for inner in value]
     if is_missing(value):
         return None
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        return {key: _converted(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, _LISTS):
+        return [_converted(inner, depth + 1) for inner in value]
+    if isinstance(value, np.datetime64):
+        return re.sub(r"\.0+$", "", str(value))
+    value = value.item() if isinstance(value, np.generic) else value
     return value.isoformat() if hasattr(value, "isoformat") else value
-
-
-def _moment(value: np.datetime64) -> Any:
-    """Return a date or a datetime; or the text of a time that these cannot hold, such as one with nanoseconds."""
-    moment, rounded = value.item(), value.astype("M8[us]")
-    if isinstance(moment, int):
-        return rounded.item() if rounded == value else str(value)
-    return moment
-
-
-def _too_deep(name: str) -> BadInput:
-    return BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
 
 
 def _items(value: Iterable[Any]) -> Iterator[Any]:
@@ -116,7 +104,7 @@ def json_text(value: object, name: str) -> str:
 def _json_value(value: object, name: str, depth: int) -> None:
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise _too_deep(name)
+        raise BadInput(f"{name} nests deeper than {MAX_DEPTH}; flatten it")
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]
             raise BadInput(f"{name} holds {value}, which JSON cannot represent; use null or text")

@@ -18,7 +18,7 @@ from softdb.cluster.cluster_core import ClusterCore
 from softdb.cluster.invariant import is_kept
 from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
-from softdb.database.incoming import Given, RecordChecker, WriteKind
+from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, SoftDBError, StaleRead
 from softdb.index.choose import Progress
 from softdb.reports import Stats
@@ -138,20 +138,21 @@ class TableCore(ClusterCore):
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Check records, write them to the table in one commit, and refresh the shards.
 
-        Ids that are not given are random, since handles do not share a counter.
+        Ids that are not given are random (UUIDs as texts, or ints below 2⁶³), since handles do not share a counter.
         """
         self.require_writable()
         checker, table = RecordChecker(self.schema, lambda: self._encoder), self.table
         with telling(progress) as tell:
-            if change in (WriteKind.UPDATE, WriteKind.MERGE):
-                parts = checker.parts(*given, tell)
+            if change in UPDATES:
+                parts = checker.parts(given, tell)
                 ids, merge = parts.ids, change is WriteKind.MERGE
-                columns = {"key": parts.keys, "value": parts.values, "payload": parts.payloads, "text": parts.texts}
+                columns = dict(zip(("key", "value", "payload", "text"), parts[1:], strict=True))
                 table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
-                batch = checker.batch(*given, tell)
+                batch = checker.batch(given, tell)
                 write = table.insert if change is WriteKind.INSERT or not batch.ids else table.upsert
-                ids = batch.ids or _new_ids(len(batch.payloads), table.id_type)
+                is_int = table.id_type == "integer"
+                ids = batch.ids or [uuid4().int >> 65 if is_int else str(uuid4()) for _ in batch.payloads]
                 write(batch._replace(ids=ids))
         self.seen()
         return ids
@@ -181,11 +182,6 @@ class TableCore(ClusterCore):
                 error.args = (message, *error.args[1:])
                 raise
             raise StaleRead(message) from error  # other types of error would mean that the write failed
-
-
-def _new_ids(count: int, id_type: str) -> list[Id]:
-    """Return random ids: texts of UUIDs, or ints below 2⁶³ if the table's ids are integers."""
-    return [uuid4().int >> 65 if id_type == "integer" else str(uuid4()) for _ in range(count)]
 
 
 def _version(description: messages.Description) -> int:

@@ -37,7 +37,7 @@ from softdb.cluster.storage import (
     require_columns,
     require_storage,
 )
-from softdb.database.incoming import RecordChecker
+from softdb.database.incoming import Given, RecordChecker
 from softdb.errors import (
     BadInput,
     DatabaseLocked,
@@ -161,8 +161,8 @@ class Truth:
     def batch(self, records: Rows) -> Batch:
         """Check records, and convert them to a batch that a database stores. Raises BadInput, DuplicateId."""
         checker = RecordChecker(self.schema, lambda: None)
-        parts = records.ids, records.keys, records.values, records.payloads, records.texts
-        return checker.batch(*parts, lambda *_: None)
+        given = Given(records.ids, records.keys, records.values, records.payloads, records.texts)
+        return checker.batch(given, lambda *_: None)
 
     @property
     def local(self) -> bool:
@@ -212,7 +212,7 @@ class Truth:
         for _ in range(_TRIES):
             newest, columns = self.now(), dict(given)
             payloads = self._require_stored(newest, ids, columns)
-            if merge_payloads and payloads:
+            if merge_payloads and "payload" in columns:
                 columns["payload"] = merged(ids, payloads, columns["payload"])
             schema = pa.schema([newest.schema.field(name) for name in ("id", *columns)])
             arrays = [self._ids(ids), *(column(columns[name], schema.field(name).type) for name in columns)]
@@ -283,11 +283,11 @@ class Truth:
         return pa.array(ids, kind)
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
-        """Return stored payloads, if columns have payloads. Raises UnknownId, and BadInput for a key or value alone."""
+        """Return the stored payloads. Raises UnknownId, and BadInput if a keyless record would get a key alone."""
         names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
-            parts = {"id": "id", "keyed": "key IS NOT NULL", **({"payload": "payload"} if "payload" in columns else {})}
+            parts = {"id": "id", "keyed": "key IS NOT NULL", "payload": "payload"}
             table = dataset.scanner(columns=parts, filter=condition).to_table()
         keyed.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((id for id in ids if id not in keyed), None)
@@ -297,8 +297,6 @@ class Truth:
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
             raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
-        if "payload" not in columns:
-            return []
         payloads = dict(zip(table["id"].to_pylist(), table["payload"].to_pylist(), strict=True))
         return [payloads[id] for id in ids]
 

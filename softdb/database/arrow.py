@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from softdb.answers import Records
-from softdb.answers.frames import COLUMNS, column_names
+from softdb.answers.frames import COLUMNS, column_names, field_cells
 from softdb.database.core import Core
 from softdb.errors import BadInput, MissingDependency
 
@@ -22,7 +22,7 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
     for records in batches:
         blocks.append(converter.batch(records))
         for name, column in fields.items():
-            column.extend(payload.get(name) if isinstance(payload, dict) else None for payload in records.payloads)
+            column += field_cells(records.payloads, name)
     pyarrow = _pyarrow()
     table = pyarrow.Table.from_batches(blocks, converter.schema)
     for name, column in fields.items():

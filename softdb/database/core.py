@@ -113,10 +113,7 @@ class Core(Protocol[S]):
         """Return at most `count` stored keys, with which two databases can be told apart."""
 
     def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
-        """Return a part of the records with these ids, in their order, or of all that `where` matches, as scanned.
-
-        With ids and `where`: the records with these ids that match. Raises UnknownId.
-        """
+        """Return a part of the records with these ids, in their order, or of all, that `where` matches."""
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,11 @@ from softdb import check
 from softdb.answers import Hits, Records
 from softdb.attend import Stored
 from softdb.check import Id, Schema
-from softdb.database.core import ALL, Core, SearchArguments, with_one_encoder
+from softdb.database.core import ALL, Core, Rows, SearchArguments, with_one_encoder
 from softdb.database.embedding import telling
 from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.database.texts import search_by_text
-from softdb.database.writing import encoder_for, entry_for, update_if
+from softdb.database.writing import encoder_for, entry_for, write_if
 from softdb.device import Board
 from softdb.encoders import of_name
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
@@ -39,8 +38,6 @@ from softdb.store.stats import stats
 from softdb.typing import Vectors
 
 _log = logging.getLogger("softdb")
-
-Rows = NDArray[np.int64]
 
 
 class DatabaseCore(Core[Stored]):
@@ -165,10 +162,7 @@ class DatabaseCore(Core[Stored]):
         return source.hits(query)
 
     def _search_fast(self, queries: Vectors, k: int | None, where: dict[str, Any] | None) -> Hits | None:
-        """Search for k records with little overhead, for single queries.
-
-        Returns None if `search` must take its general path, which may also raise BadInput.
-        """
+        """Search for k records with little overhead; None if `search` must take its general path, and raise errors."""
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
         count = check.DEFAULT_K if k is None else k
@@ -260,8 +254,6 @@ class DatabaseCore(Core[Stored]):
     def located(self, ids: list[Id], where: dict[str, Any] | None = None, required: bool = False) -> Rows:
         """Return rows of ids; -1 if not stored, without a key (if required: an error), or not matched by `where`."""
         snapshot, rows = self.locate(ids, required)
-        if where is None:
-            return rows
         allowed = self.view(where)[1]
         if allowed is None:
             return rows
@@ -288,22 +280,18 @@ class DatabaseCore(Core[Stored]):
 
     def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
         """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
-        if ids is None or where is not None or part != ALL:
-            return self.records(*self.store.run(self._selected, ids, where, part))
-        snapshot, rows, *parts = self.store.require(ids, whole=True)
-        return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts)))
+        if ids is not None and where is None:
+            snapshot, rows, *parts = self.store.require(ids, whole=True)
+            return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts))[part])
 
-    def _selected(
-        self, ids: list[Id] | None, where: dict[str, Any] | None, part: slice
-    ) -> tuple[Snapshot, list[RecordEntry]]:
-        with self.store.read_transaction() as snapshot:
-            if ids is None:
-                rows = self.matching(where)
-            else:
-                rows = self.store.require(ids).rows
-                rows = rows if where is None else rows[np.isin(rows, self.matching(where))]
-            entries = self.store.read(rows[part], texts=True)
-            return snapshot, [entries[row] for row in rows[part].tolist()]
+        def select() -> tuple[Snapshot, list[RecordEntry]]:
+            with self.store.read_transaction() as snapshot:
+                own = None if ids is None else self.store.require(ids).rows
+                rows = self.matching(where) if own is None else own[np.isin(own, self.matching(where))]
+                entries = self.store.read(rows[part], texts=True)
+                return snapshot, [entries[row] for row in rows[part].tolist()]
+
+        return self.records(*self.store.run(select))
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""
@@ -341,19 +329,14 @@ class DatabaseCore(Core[Stored]):
 
     def put(self, change: WriteKind, given: Given, progress: Progress | bool | None) -> list[Id]:
         """Check records and write them; start again if the width was decided or changed by another thread meanwhile."""
-        store, ids, encoder_of = self.store, None, functools.partial(encoder_for, self, change, given)
+        ids, encoder_of = None, functools.partial(encoder_for, self, change, given)
         with telling(progress) as callback:
             while ids is None:
-                keyed = store.keyed
+                keyed = self.store.keyed
                 checker = RecordChecker(keyed.schema, encoder_of)
-                if change in UPDATES:
-                    parts = checker.parts(*given, callback)
-                    entry = entry_for(keyed, encoder_of(), given, parts.keys)
-                    ids = store.run(update_if, store, keyed, parts, change is WriteKind.MERGE, entry)
-                else:
-                    batch = checker.batch(*given, callback)
-                    write = store.insert if change is WriteKind.INSERT else store.upsert
-                    ids = write(batch, keyed, entry_for(keyed, encoder_of(), given, batch.keys))
+                records = (checker.parts if change in UPDATES else checker.batch)(given, callback)
+                entry = entry_for(keyed, encoder_of(), given, records.keys)
+                ids = write_if(self.store, change, keyed, records, entry)
         return ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
@@ -393,7 +376,7 @@ class DatabaseCore(Core[Stored]):
             self.finder.compact()
         except OSError as error:  # the index is a cache: this handle uses it, and writes it again when it closes
             _log.warning("compact: the index could not be written: %s", error)
-        return dataclasses.replace(report, bytes=self.store.occupied())
+        return replace(report, bytes=self.store.occupied())
 
     def close(self) -> None:
         """Close the finder, then the store. Raises WriteFailed."""

@@ -15,7 +15,7 @@ from softdb.database.embedding import embedded
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
 from softdb.store import Batch
-from softdb.typing import Ids, Keys, Numbers, Texts, Values, Vectors
+from softdb.typing import Ids, Keys, Vectors
 
 
 class WriteKind(Enum):
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     keys: Any
     values: Any
     payloads: Any
-    texts: Texts | None
+    texts: Any
 
 
 class RecordParts(NamedTuple):
@@ -56,16 +56,9 @@ class RecordChecker(NamedTuple):
     schema: Schema
     encoder: Callable[[], check.Encoder | None]
 
-    def parts(
-        self,
-        ids: Ids | None,
-        keys: Vectors | None,
-        values: Numbers | None,
-        payloads: Any,
-        texts: Texts | None,
-        progress: Progress,
-    ) -> RecordParts:
+    def parts(self, given: Given, progress: Progress) -> RecordParts:
         """Check the arguments of `update`, and embed texts. Raises the errors of `update` about its arguments."""
+        ids, keys, values, payloads, texts = given
         if ids is None:
             raise BadInput("ids are missing; name the stored records: update(ids, …), or rows with a column of ids")
         if keys is None and values is None and payloads is None and texts is None:
@@ -79,19 +72,12 @@ class RecordChecker(NamedTuple):
         column = None if values is None else check.values(values, schema, len(names))
         return RecordParts(names, vectors, column, jsons, strings)
 
-    def batch(
-        self,
-        ids: Ids | None,
-        keys: Keys | None,
-        values: Values | None,
-        payloads: Any,
-        texts: Texts | None,
-        progress: Progress,
-    ) -> Batch:
+    def batch(self, given: Given, progress: Progress) -> Batch:
         """Check the arguments of `insert`, and embed texts. Raises the errors of `insert` about its arguments.
 
         Without ids the batch's ids are an empty list.
         """
+        ids, keys, values, payloads, texts = given
         names = [] if ids is None else self._identifiers(ids)
         count = len(names) or _count(keys, payloads, texts)
         strings, jsons = check.texts(texts, count), check.payloads(payloads, count)
@@ -128,9 +114,8 @@ class RecordChecker(NamedTuple):
             keys = [key for key in keys if key is not None]
         if keyed.all():
             return self._keys(keys, count, progress), keyed  # type: ignore[arg-type]
-        if not keyed.any():
-            return np.zeros((count, schema.dim), schema.dtype), keyed
-        given = self._keys(keys, int(np.count_nonzero(keyed)), progress)  # type: ignore[arg-type]
+        present = int(np.count_nonzero(keyed))
+        given = self._keys(keys, present, progress) if present else np.zeros((0, schema.dim))  # type: ignore[arg-type]
         column = np.zeros((count, given.shape[1]), schema.dtype)
         column[keyed] = given
         return column, keyed
@@ -160,13 +145,12 @@ class RecordChecker(NamedTuple):
 
 def _count(keys: Any, payloads: Any, texts: Any) -> int:
     """Return the number of records in a batch without ids. Raises BadInput if it is 0 or cannot be told."""
-    batch: Any = next((batch for batch in (texts, keys, payloads) if batch is not None), None)
-    first = batch[0] if isinstance(batch, list | tuple) and batch else None
-    is_vector = batch is keys and (getattr(keys, "ndim", 0) == 1 or isinstance(first, int | float | np.number))
-    if is_vector or isinstance(batch, str | dict):
-        return 1
+    batch = keys if texts is None else texts
+    batch = payloads if batch is None else batch
     try:
-        count = len(batch)
+        count = 1 if isinstance(batch, str | dict) else len(batch)
+        if count and batch is keys and not isinstance(first := next(iter(batch)), str | None) and np.ndim(first) == 0:
+            count = 1  # a single vector
     except TypeError:
         count = 0
     if not count:

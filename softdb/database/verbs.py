@@ -9,7 +9,7 @@ from typing import Any
 from softdb import check
 from softdb.answers import Record, Records, frames
 from softdb.check import Id
-from softdb.database import arrow, notebook
+from softdb.database import arrow
 from softdb.database.from_rows import columns_of
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
@@ -19,6 +19,11 @@ from softdb.reports import Stats
 from softdb.tables.rows import Fields
 from softdb.typing import Ids, IdsOrRows, Keys, Numbers, Texts, Values, Vectors
 from softdb.visible import table
+
+_FACTS = {  # the lines of `Stats` that a notebook shows
+    "records", "keyless", "dim", "value_dim", "num_classes", "dtype", "metric", "encoder", "fields", "text_index",
+    "bytes", "index", "index.kind", "index.recall",
+}  # fmt: skip
 
 
 class Verbs(Questions):
@@ -102,21 +107,17 @@ class Verbs(Questions):
         A record without a key is found by its id, by filters and by its text, never by vector or soft query.
 
         Args:
-            ids: n of `str` or `int`; None: they are made, as ints that continue those made before (in a cluster random
-                ones, ints or UUIDs as texts). Or n rows in place of all columns: dicts (a list, one dict, or a
-                generator), `Records`, a DataFrame of pandas or polars, an Arrow table, batch or reader, or a dataset of
-                Hugging Face. The column "id" has the ids, "key", "vector" or "embedding" the keys, "text" the texts,
-                "value" the values if the database has any. All others are the payload. Missing cells (None, NaN, NaT)
-                are no field of the payload, and make a record without a key or text. docs/documents.md says more.
+            ids: n of `str` or `int`; None: made, as ints that continue those made before (in a cluster random).
+                Or n rows in place of all columns: dicts (a list, one dict, a generator), `Records`, a DataFrame, an
+                Arrow table or a dataset of Hugging Face, with columns id, key (or vector or embedding), text, value,
+                and fields of the payload. A missing cell (None, NaN, NaT) is left out. See docs/documents.md.
             keys: (n, d) numbers; or, with an encoder, n texts that are embedded but not stored. A list may hold None:
                 that record has no key. keys=None embeds `texts`; without an encoder no record of the batch gets a key.
             values: (n, v) numbers or (n,) integer labels, if the database was created with values. A record without a
                 key has the value None.
-            payloads: n JSON values, or None. NaN and NaT become null, numbers and arrays of NumPy numbers and lists,
-                dates and times text in ISO 8601.
+            payloads: n JSON values, or None. NaN becomes null, an array a list, a date or time text in ISO 8601.
             texts: n texts of at most 16 MiB of UTF-8 each, or None, stored with the records.
-            fields: other names of columns: `softdb.formats.Fields`, or a dict from id, key, text or value to the name
-                of a column, or to None for no column.
+            fields: other names of the columns id, key, text and value, or None for no column: a dict, or `Fields`.
             progress: of the embedding: called with the stage, the amount done and the total; True draws a bar.
 
         Raises:
@@ -139,10 +140,7 @@ class Verbs(Questions):
         fields: Fields | Mapping[str, str | None] | None = None,
         progress: Progress | bool | None = None,
     ) -> list[Id]:
-        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`.
-
-        Records without ids are new ones.
-        """
+        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
         given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
         return self.core.put(WriteKind.UPSERT, given, progress)
 
@@ -167,9 +165,9 @@ class Verbs(Questions):
         With an encoder, texts without keys are embedded, so that key and text agree; to keep old keys, pass them, too.
         To give a record its first key in a database with values, pass its value, too. A text of None removes the text.
 
-        With `merge` each field of a given payload replaces that field, or is added, and all other fields stay; a field
-        that is None becomes null, and a payload that is None changes nothing. Raises BadInput for payloads that are no
-        objects. In rows, a missing cell leaves its field out, and a column of keys, values or texts must be complete.
+        With `merge` each field of a given payload replaces that field or is added, and all others stay; None as a field
+        is null, and as a payload changes nothing. Raises BadInput for a payload that is no object. In rows, a missing
+        cell leaves its field out, and a column of keys, values or texts must be complete.
         """
         change = WriteKind.MERGE if merge else WriteKind.UPDATE
         return self.core.put(change, self._given(change, fields, ids, keys, values, payloads, texts), progress)
@@ -196,13 +194,8 @@ class Verbs(Questions):
             db.get(["a", "b"])
             db.get(where={"year": {"$gt": 1990}}, limit=10, offset=20)
 
-        Args:
-            ids: n of `str` or `int`; None: all records.
-            where: a filter; with ids, leaves out those of the n records that do not match.
-            limit: maximum number of records; None: no maximum. Only these are read.
-            offset: number of records to skip; beyond the last, no record is returned.
-
-        Records that are inserted or replaced between two pages come last; those deleted move later ones forward.
+        With ids and `where`: those of the ids that match. `limit` and `offset` choose a part of them. If
+        records are inserted or replaced between two pages, they come last; if deleted, later ones move forward.
 
         Raises UnknownId (a KeyError) for an id that is not stored, also one that filter or page leaves out.
         """
@@ -248,7 +241,8 @@ class Verbs(Questions):
 
     def _repr_html_(self) -> str:
         try:
-            return notebook.described(repr(self), self.stats(), next(self.scan(notebook.FIRST), None))
+            facts, first = [line for line in self.stats().lines() if line[0] in _FACTS], next(self.scan(5), None)
+            return table(["", repr(self)], facts, "") + ("" if first is None else first._repr_html_())
         except Exception as error:  # closed, damaged, or a shard does not answer; a notebook still shows the handle
             return table([repr(self)], [], f"{type(error).__name__}: {error}")
 
@@ -260,38 +254,28 @@ class Verbs(Questions):
     ) -> Any:
         """Return all records, or those that a filter matches, as a pandas DataFrame, in the order of `scan`.
 
-            db.to_pandas()
             db.to_pandas(["id", "year"], where={"lang": "de"}, limit=1000)
 
-        Args:
-            columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, value if
-                the database has values, text if a record has a text, and every field of the payloads.
-            where: a filter.
-            limit: maximum number of records.
-
-        `key` holds arrays (d,), `value` arrays (v,) or integers; None for a record without a key. A field is empty in
-        records that lack it; its integers then have pandas' dtype Int64. If a payload is no object, or has a field
-        named as another column, whole payloads stand in the column `payload`. `insert` takes such a frame.
+        `columns` are those of `to_arrow`; None: id, key, value if the database has values, text if a record has a text,
+        and every field of the payloads. `key` holds arrays (d,), `value` arrays (v,) or integers; None for a record
+        without a key. A field is empty in records that lack it; its integers are then of dtype Int64. If a payload
+        is no object, or has a field named as another column, `payload` holds whole payloads. `insert` takes the frame.
 
         Raises MissingDependency without pandas.
         """
-        names = None if columns is None else frames.column_names(columns)
-        return frames.frame(self.scan(10_000, where, limit=limit), names)
+        return frames.frame(self.scan(10_000, where, limit=limit), columns)
 
     @verb
-    def to_arrow(
-        self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None, *, limit: int | None = None
-    ) -> Any:
+    def to_arrow(self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None) -> Any:
         """Return all records, or those that a filter matches, as a `pyarrow.Table`, in the order of `scan`.
 
-            db.to_arrow()
+            db.to_arrow().to_pandas()
             db.to_arrow(["id", "year"])      # fields of the payload, each a column
 
         Args:
             columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, text and
                 payload, and value if the database has values.
             where: a filter.
-            limit: maximum number of records.
 
         `id` is int64 or string; with ids of both types string, with a further column `id_is_int`. `key` is a fixed-size
         list of the database's dtype, null for a record without a key; `value` such a list, or an int64; `payload` is
@@ -299,14 +283,12 @@ class Verbs(Questions):
 
         Raises MissingDependency without pyarrow, and BadInput for a field whose values differ in type.
         """
-        return arrow.table(self.core, self.scan(10_000, where, limit=limit), columns)
+        return arrow.table(self.core, self.scan(10_000, where), columns)
 
     @verb
-    def scan_arrow(
-        self, batch_size: int = 10_000, where: dict[str, Any] | None = None, *, limit: int | None = None
-    ) -> Any:
+    def scan_arrow(self, batch_size: int = 10_000, where: dict[str, Any] | None = None) -> Any:
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
         As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
         """
-        return arrow.reader(self.core, self.scan(batch_size, where, limit=limit))
+        return arrow.reader(self.core, self.scan(batch_size, where))

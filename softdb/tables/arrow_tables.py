@@ -25,6 +25,7 @@ class Table:
     schema: Any  # pyarrow.Schema
     batches: Iterator[Any]  # of pyarrow.RecordBatch
     rows: int | None = None  # approximate number of rows, if known
+    optional: bool = False  # True: keys and texts may be null or have no column, and texts are not also the keys
 
     @property
     def header(self) -> Header | None:
@@ -122,20 +123,12 @@ def table_of(source: Any, size: int) -> Table:
 
 
 def read_table(
-    table: Table,
-    fields: Fields,
-    size: int,
-    on_error: OnError | None,
-    bad_rows: dict[int, str] | None = None,
-    optional: bool = False,
+    table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
 ) -> Iterator[Rows]:
     """Yield the records of a table; a dict `bad_rows` receives a message for the number of each bad row.
 
     In an export of softdb the column "payload" holds the payload. In any other table the columns that are neither id,
-    key, value nor text are the fields of the payload, without nulls and NaN. Raises BadInput with the number of a bad
-    row.
-
-    `optional`: the column of keys may be missing, keys and texts may be null, and texts are not also the keys.
+    key, value nor text are the fields of the payload, without nulls and NaN. Raises BadInput with a bad row's number.
     """
     header, names = table.header, table.schema.names
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
@@ -144,12 +137,12 @@ def read_table(
     own = is_own(names, fields, header)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
-    key = None if (own or optional) and fields.key not in names else fields.key
+    key = None if (own or table.optional) and fields.key not in names else fields.key
     for name, use in ((fields.id, "id"), (key, "key"), (fields.text, "text"), (fields.value, "value")):
         if name is not None and name not in names:
             missing = f"{table.path.name} has no column {name!r} for the {use}"
             raise BadInput(f"{missing}; its columns are {shown(names)}, name the right one")
-    reader, at = _TableReader(table, fields, key, own, header, optional), 0
+    reader, at = _TableReader(table, fields, key, own, header), 0
     for batch in _batches(table, size):
         try:
             rows, bad = reader.rows(batch, at)
@@ -190,11 +183,9 @@ def _batches(table: Table, size: int) -> Iterator[Any]:
 class _TableReader:
     """Converter of a table's batches to `Rows`."""
 
-    def __init__(
-        self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None, optional: bool
-    ) -> None:
+    def __init__(self, table: Table, fields: Fields, key: str | None, own: bool, header: Header | None) -> None:
         self.table, self.fields, self.key, self.own, self.header = table, fields, key, own, header
-        self.embeds, self.keyless = fields.key is None and not optional, own or optional
+        self.embeds, self.keyless = fields.key is None and not table.optional, own or table.optional
         self.widths: dict[str, int] = {} if header is None or key is None else {key: header.dim or 1}
         used = {fields.id, key, fields.text, fields.value} | (OWN if own else set())
         self.payload_names = [name for name in table.schema.names if name not in used]

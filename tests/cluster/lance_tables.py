@@ -11,7 +11,7 @@ import numpy as np
 from softdb.check import schema
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.truth import Truth, create, stored
-from softdb.database.incoming import RecordChecker
+from softdb.database.incoming import Given, RecordChecker
 from softdb.store import Batch
 
 DIM = 6
@@ -35,7 +35,7 @@ def batch(truth: Truth, ids: Sequence[Any], seed: int = 0, keyed: bool = True, *
     }
     column: Any = keys if keyed else [None] * len(ids)
     checker = RecordChecker(truth.schema, lambda: None)
-    return checker.batch(list(ids), column, given["values"], given["payloads"], given["texts"], lambda *_: None)
+    return checker.batch(Given(list(ids), column, given["values"], given["payloads"], given["texts"]), lambda *_: None)
 
 
 def contents(hydrated: Hydrated) -> dict[int | str, tuple[list[float] | None, Any, Any, str | None]]:

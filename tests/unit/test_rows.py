@@ -285,10 +285,12 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no key": (lambda db: db.insert([{"id": 1, "vec": [1, 2]}]), r"no column of keys or texts.*fields=\{'key': …\}"),
     "no column": (lambda db: db.insert([ROW], fields={"key": "v"}), r"no column 'v' for the key.*are \['id', 'key'\]"),
-    "no part": (lambda db: db.insert([ROW], fields={"vector": "v"}), "expected id, key, text, value, each"),
-    "a number": (lambda db: db.insert([ROW], fields={"key": 5}), "each with the name of a column"),
+    "no part": (lambda db: db.insert([ROW], fields={"vector": "v"}), "expected a dict from id, key, text, value to"),
+    "a number": (
+        lambda db: db.insert([ROW], fields={"key": 5}),
+        "5}; expected a dict from.* to the name of a",
+    ),
     "no dict": (lambda db: db.insert([ROW], fields="key"), "fields are 'key'; expected a dict"),
-    "a column twice": (lambda db: db.insert([ROW], fields={"text": "key", "key": "key"}), "the column 'key' twice"),
     "fields and ids": (lambda db: db.insert([1], KEYS[:1], fields={"id": "x"}), "fields name the columns of rows"),
     "rows and keys": (lambda db: db.insert([ROW], KEYS[:1]), "rows and keys are given; put keys into the rows"),
     "rows and payloads": (lambda db: db.update([ROW], payloads=[1]), "rows and payloads are given"),
@@ -306,7 +308,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"the frame has no rows; its columns are \['id', 'key'\]",
     ),
     "an empty table": (lambda db: db.insert(arrow([ROW])[:0]), "the table has no rows"),
-    "numbers as columns": (lambda db: db.insert(pandas([{0: 1, 1: 2}])), "column 0 of the frame is no text"),
+    "numbers as columns": (
+        lambda db: db.insert(pandas([{"key": [1, 2], 0: 1}])),
+        "payload 0 has the key 0, which is no str",
+    ),
+    "a column of pandas twice": (
+        lambda db: db.insert(pandas([{"key": [1, 2], "x": 1, "y": 1}]).set_axis(["key", "x", "x"], axis=1)),
+        "the frame has several columns of the same name",
+    ),
     "no id in a table": (lambda db: db.insert(arrow([ROW, {**ROW, "id": None}])), "row 1: column 'id' is None"),
     "ragged keys": (
         lambda db: db.insert(arrow([ROW, {"id": 2, "key": [1]}])),
