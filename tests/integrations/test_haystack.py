@@ -148,7 +148,7 @@ BAD_FILTERS: dict[str, tuple[Any, str]] = {
     "NaN": ({"field": "meta.n", "operator": "==", "value": float("nan")}, "is compared with nan"),
     "numpy": ({"field": "meta.n", "operator": "==", "value": np.zeros(2)}, "ndarray"),
     "a dollar": ({"field": "meta.$gt", "operator": "==", "value": 1}, "without a field"),
-    "depth": (eval('{"operator": "NOT", "conditions": [' * 40 + "]}" * 40), "nest deeper than"),
+    "depth": (eval('{"operator": "NOT", "conditions": [' * 40 + "]}" * 40), "nests deeper than"),
 }
 
 
