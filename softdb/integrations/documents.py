@@ -82,10 +82,7 @@ def awaited(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     return call
 
 
-def own_ids(
-    db: SoftDB | TableCluster,
-    ids: Sequence[str],  # n
-) -> list[Id]:  # n
+def own_ids(db: SoftDB | TableCluster, ids: Sequence[Any]) -> list[Id]:  # (n,) -> n
     """Return the ids as the database has them: "7" becomes 7 if the id 7 is stored and "7" is not. Raises BadInput."""
     if isinstance(ids, str):
         raise BadInput(f"ids are {shown(ids)}; expected a list of str")

@@ -12,12 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 from softdb.answers import Hit, Record
-from softdb.check import shown
+from softdb.check import integer, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.encoders import require_like
 from softdb.errors import BadFilter, BadInput, MissingDependency
-from softdb.integrations.documents import awaited, diverse, open_store, own_ids, relevance, search_one, stored
+from softdb.integrations.documents import awaited, diverse, matching, open_store, own_ids, relevance, search_one, stored
 from softdb.integrations.haystack_filters import where_of
 
 try:
@@ -39,10 +39,10 @@ class SoftDBVectorStore(VectorStore):
         store.as_retriever(k=5, mode="hybrid")
 
     Args:
-        embedding: computes the vectors of texts and queries. The database keeps its vectors of three texts, and refuses
-            an embedding with other vectors later. If None, the database's encoder does (for a new database
-            give `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only
-            their words can be searched.
+        embedding: computes the vectors of texts and queries; it is the encoder of a database that is given by its path,
+            which therefore refuses another model later. If None, the database's encoder does (for a new database give
+            `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only their
+            words can be searched.
         db: an open database, an open cluster over a table (searched by vector alone), or the path of a database; None
             creates a database in memory.
         relevance_score_fn: maps a score to a relevance from 0 to 1; `softdb.integrations.documents.relevance` if None.
@@ -67,7 +67,6 @@ class SoftDBVectorStore(VectorStore):
             expected = "expected LangChain's Embeddings, or None with encoder= for an encoder of softdb"
             raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
-        self.db: SoftDB | TableCluster
         if embedding is not None and isinstance(db, SoftDB):
             require_like(db.core.store.keyed.fingerprint, embedding.embed_documents)
         elif embedding is not None and not isinstance(db, TableCluster):
@@ -104,9 +103,7 @@ class SoftDBVectorStore(VectorStore):
         payloads = metadatas if metadatas is not None else [{} for _ in texts]
         if not len(texts) == len(names) == len(payloads):
             raise BadInput(f"{len(texts)} texts, {len(payloads)} metadatas and {len(names)} ids; give one of each")
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise BadInput(f"batch_size is {shown(batch_size)}; expected a whole number of at least 1")
-        size = batch_size or max(len(texts), 1)
+        size = max(len(texts), 1) if batch_size is None else integer(batch_size, "batch_size")
         for start in range(0, len(texts), size):
             batch = slice(start, start + size)
             embed = None if self.embedding is None else self.embedding.embed_documents
@@ -123,11 +120,8 @@ class SoftDBVectorStore(VectorStore):
         return self.add_texts(texts, metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, *, filter: dict[str, Any] | None = None) -> bool:
-        """Delete documents by id (missing ids are ignored), by filter, or, without arguments, all of them."""
-        if ids is None:
-            self.db.delete(where={} if filter is None else _where(filter))
-        else:
-            self.db.delete(own_ids(self.db, ids), None if filter is None else _where(filter))
+        """Delete documents by id (missing ids are ignored), by filter, by both, or, without arguments, all of them."""
+        self.db.delete(where=matching(self.db, ids, {} if filter is None else _where(filter)))
         return True
 
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from softdb.answers import Hit, Record
-from softdb.check import share, shown
+from softdb.check import one_of, share, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
 from softdb.errors import BadFilter, BadInput, MissingDependency
@@ -57,8 +57,6 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
             is given) and a text index.
 
     The attributes `db` and `client` are the database, for all other calls. Asynchronous methods run in threads.
-
-    Raises the errors of `softdb.open`.
     """
 
     stores_text: bool = True
@@ -79,13 +77,15 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
 
     client = db
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the store; unpickling opens the database for reading. Raises BadInput for a database in memory."""
+        return type(self), (self._db,)
+
     def add(self, nodes: Sequence[BaseNode]) -> list[str]:
         """Add nodes, or replace those with the same ids, and return the ids. The call stores all nodes or none.
 
-        Of nodes with the same id the last is stored. Without embeddings, the database's encoder makes the keys.
-
-        Raises BadInput for nodes without an embedding if the database has no encoder or other nodes have one, and for
-        metadata that is not JSON; ValueError for other parts that are not JSON.
+        Of nodes with the same id the last is stored. Without embeddings, the database's encoder makes the keys. Raises
+        BadInput for a missing embedding and metadata that is not JSON, ValueError for other parts that are not JSON.
         """
         if not isinstance(nodes, list | tuple) or not all(isinstance(node, BaseNode) for node in nodes):
             raise BadInput(f"nodes are {shown(nodes)}; expected a list of LlamaIndex's nodes")
@@ -136,14 +136,11 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
             query: `node_ids`, `doc_ids` and `filters` restrict the search; empty lists do not.
             search: `where`, a filter as in docs/filters.md, for mode "mmr" `mmr_threshold` (from 0, diverse, to 1),
                 `mmr_prefetch_factor` or `mmr_prefetch_k`, and arguments of `SoftDB.search`: `exact`, `offset`, …
-
-        Raises BadInput for other modes and arguments, and if the mode needs an embedding or a text that is missing.
         """
         if not isinstance(query, VectorStoreQuery):
             raise BadInput(f"query is {shown(query)}; expected a VectorStoreQuery; a retriever takes texts")
-        if query.mode not in _MODES:
-            raise BadInput(f"mode is {shown(getattr(query.mode, 'value', query.mode))}; expected {', '.join(_MODES)}")
-        mode, k, text, vector = _MODES[query.mode], query.similarity_top_k, query.query_str, query.query_embedding
+        mode = _MODES[one_of(getattr(query.mode, "value", query.mode), "mode", _MODES)]
+        k, text, vector = query.similarity_top_k, query.query_str, query.query_embedding
         if text is None and (mode or vector is None):
             raise BadInput(f"the query has no {'query_str' if mode else 'query_embedding'}; give it")
         params: dict[str, Any] = {"k": k, "mode": mode, "texts": [text] if mode else None}
@@ -167,9 +164,8 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Copy a database in memory to a directory, in place of an earlier copy; `StorageContext.persist` calls this.
 
-        A database on disk has stored every change already, and a table is the truth itself: they are left alone.
-
-        Raises BadInput if the path holds anything but a database, or another file system is given.
+        A database on disk has stored every change already, and a table is the truth itself: they are left alone. Raises
+        BadInput if the path holds anything but a database, or another file system is given.
         """
         if fs is not None:
             raise BadInput(f"fs is {shown(fs)}; a database needs local files: leave fs out, then copy the directory")
@@ -244,7 +240,8 @@ def _comparison(key: str, operator: str, value: Any) -> dict[str, Any]:
     field = SOURCE if key in _SOURCES else key if key.startswith("$") else spelled([key])
     values = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
     truths = [bool(each) for each in values if each in (0, 1)]  # a filter of LlamaIndex holds no truth values
-    equal = among = {field: {"$in": [*values, *truths]}}
+    equal: dict[str, Any] = {field: {"$in": [*values, *truths]}}
+    among = equal
     if isinstance(value, list):
         equal = {"$and": [{field: {"$size": len(value)}}, *({f"{field}.{i}": each} for i, each in enumerate(value))]}
     contains = [{field: {"$contains": each}} for each in values]

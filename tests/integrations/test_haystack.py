@@ -247,7 +247,7 @@ def test_other_bad_input(store: SoftDBDocumentStore) -> None:
         (lambda: some.hybrid_retrieval("x", [1.0, 0.0, 0.0], fusion="max"), "'scores', 'ranks'"),
         (lambda: retriever(store, top_k=0), "top_k is 0"),
         (lambda: retriever("films"), "expected a SoftDBDocumentStore"),
-        (lambda: retriever(store, filter_policy="mix"), "expected one of replace, merge"),
+        (lambda: retriever(store, filter_policy="mix"), "choose one of 'replace', 'merge'"),
         (lambda: some.delete_documents("alien"), "ids are 'alien'; expected a list of str"),
         (lambda: store.get_metadata_field_unique_values("year", size=-1), "size is -1"),
         (lambda: make(5), "expected a directory's path, a cluster's table, or None for memory"),

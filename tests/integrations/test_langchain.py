@@ -320,8 +320,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "no embedding": (lambda s: SoftDBVectorStore(None), "there is no embedding; give one, or encoder="),
     "an encoder": (lambda s: SoftDBVectorStore(HashedNGrams()), "or None with encoder= for an encoder of softdb"),
     "settings": (lambda s: SoftDBVectorStore(s.embedding, s.db, metric="l2"), "metric given with an open database"),
-    "both": (lambda s: s.delete(["a"], filter={}), "one of them"),
 }
+
+
+def test_delete_by_ids_and_filter(store: SoftDBVectorStore) -> None:
+    store.delete(["a", "b", "none"], filter={"lang": "en"})
+    assert sorted(store.db.get().ids) == ["b", "c", "d", "e"]
 
 
 @pytest.mark.parametrize("bad", list(BAD))

@@ -153,7 +153,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda s: s.delete_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.get_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.query("text"), "query is 'text'; expected a VectorStoreQuery"),
-    (lambda s: s.query(query(mode="svm")), "mode is 'svm'; expected default, mmr, text_search"),
+    (lambda s: s.query(query(mode="svm")), "mode is 'svm'; choose one of 'default', 'mmr', 'text_search'"),
     (lambda s: s.query(query(query_embedding=None)), "no query_embedding"),
     (lambda s: s.query(query("text", query_embedding=None)), "without an encoder"),
     (lambda s: s.query(query(mode="text_search")), "no query_str"),
