@@ -32,10 +32,7 @@ def open_store(
     text_index: Literal["words", "trigram"] = "words",
     **settings: Any,
 ) -> SoftDB | TableCluster:
-    """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one.
-
-    An open database or cluster is returned as it is. Raises BadInput for settings beside it.
-    """
+    """Return an open database, or open or create the one at a path; `settings` override the `defaults` of a new one."""
     if isinstance(path, SoftDB | TableCluster):
         if settings:
             raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
@@ -116,14 +113,13 @@ def search_one(
 ) -> list[Hit]:
     """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first.
 
-    `search` are the caller's own parameters: raises BadInput unless they are in SEARCH_PARAMS, or in `takes`, the
-    store's own. With `radius`, `k` is ignored.
+    Raises BadInput for a name in `search`, the user's parameters, that is not in SEARCH_PARAMS or `takes`.
     """
     if unknown := sorted({*(search or {})} - {*SEARCH_PARAMS, *takes, "texts"}):
         raise BadInput(f"a search takes no {', '.join(unknown)}; it takes {', '.join((*takes, *SEARCH_PARAMS))}")
     params |= search or {}
     if "radius" in params:
-        params["k"] = None
+        params["k"] = None  # the radius replaces it
     if len(leading(params.get("queries"))) > 1:
         raise BadInput("the embedding of the query is nested; expected one list of numbers")
     if db.mode == "r":

@@ -211,8 +211,8 @@ class SoftDBVectorStore(VectorStore):
     _asimilarity_search_with_relevance_scores = awaited(_similarity_search_with_relevance_scores)
 
     def _scored(self, query: Any, k: int | None, *, filter: Any = None, **search: Any) -> list[tuple[Document, float]]:
-        asked = {"queries": None if query is None else [query], "where": None if filter is None else _where(filter)}
-        hits = search_one(self.db, search, ("k", "filter", "mode"), k=k, **asked)
+        parts = {"queries": None if query is None else [query], "where": None if filter is None else _where(filter)}
+        hits = search_one(self.db, search, ("k", "filter", "mode"), k=k, **parts)
         return [(_document(hit), float(hit.score)) for hit in hits]
 
 

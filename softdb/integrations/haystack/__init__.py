@@ -13,10 +13,6 @@ except ImportError as error:
     raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from error
 
 __all__ = [
-    "DuplicateDocument",
-    "RefusedFilter",
-    "SoftDBDocumentStore",
-    "SoftDBEmbeddingRetriever",
-    "SoftDBHybridRetriever",
+    "DuplicateDocument", "RefusedFilter", "SoftDBDocumentStore", "SoftDBEmbeddingRetriever", "SoftDBHybridRetriever",
     "SoftDBKeywordRetriever",
-]
+]  # fmt: skip

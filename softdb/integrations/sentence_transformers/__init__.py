@@ -12,10 +12,5 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "DatabaseEvaluator",
-    "DatabaseLoss",
-    "ModelEncoder",
-    "RefreshCallback",
-    "labelled",
-    "mine_hard_negatives",
-]
+    "DatabaseEvaluator", "DatabaseLoss", "ModelEncoder", "RefreshCallback", "labelled", "mine_hard_negatives",
+]  # fmt: skip
