@@ -7,8 +7,7 @@
 Numbers are compared with numbers, strings with strings, booleans with booleans; values of different types never match
 (in plain SQLite "1999" >= 2020 is true). `$ne` and `$nin` match records without the field. `softdb.store.paths` defines
 the names of fields; a payload that is not an object has no fields. `$id` and `$text` mean the record's id and text.
-`$contains`, `$icontains`, `$size` and `$elemMatch` always read the payloads; a field's index can answer the other
-operators.
+`$contains`, `$icontains`, `$size` and `$elemMatch` read the payloads; a field's index can answer the other operators.
 """
 
 from __future__ import annotations

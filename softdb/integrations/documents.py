@@ -7,16 +7,15 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import softdb
-from softdb.answers import Hit, Records
-from softdb.check import Encoder, Id, identifiers, leading, shown
+from softdb.answers import Hit, Record
+from softdb.check import Id, identifiers, leading, share, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
-from softdb.encoders import fingerprint_of, require_like
-from softdb.errors import BadInput, StaleRead, UnknownId
+from softdb.errors import BadInput, StaleRead
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,10 +32,7 @@ def open_store(
     text_index: Literal["words", "trigram"] = "words",
     **settings: Any,
 ) -> SoftDB | TableCluster:
-    """Open the database at a path, or create one with a text index; `settings` override the `defaults` of a new one.
-
-    An open database or cluster is returned as it is. Raises BadInput for settings beside it.
-    """
+    """Return an open database, or open or create the one at a path; `settings` override the `defaults` of a new one."""
     if isinstance(path, SoftDB | TableCluster):
         if settings:
             raise BadInput(f"{', '.join(settings)} given with an open database; give a path, or no settings")
@@ -51,20 +47,6 @@ def open_store(
         db.close()
         raise
     return db
-
-
-def require_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
-    """Raise BadInput if the database has a fingerprint of its encoder, and `embed` gives other vectors."""
-    if isinstance(db, SoftDB):
-        require_like(db.core.store.keyed, embed)
-
-
-def note_embedding(db: SoftDB | TableCluster, embed: Encoder) -> None:
-    """Store a fingerprint of `embed`, which has made keys of the database, if none is stored."""
-    if isinstance(db, SoftDB) and db.core.store.keyed.fingerprint is None:
-        fingerprint = fingerprint_of(embed, db.dim)
-        if fingerprint is not None:
-            db.core.store.note_encoder(db.encoder_name, fingerprint)
 
 
 def retry(db: SoftDB | TableCluster, read: Callable[[], T]) -> T:
@@ -97,10 +79,7 @@ def awaited(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     return call
 
 
-def own_ids(
-    db: SoftDB | TableCluster,
-    ids: Sequence[str],  # n
-) -> list[Id]:  # n
+def own_ids(db: SoftDB | TableCluster, ids: Sequence[Any]) -> list[Id]:  # (n,) -> n
     """Return the ids as the database has them: "7" becomes 7 if the id 7 is stored and "7" is not. Raises BadInput."""
     if isinstance(ids, str):
         raise BadInput(f"ids are {shown(ids)}; expected a list of str")
@@ -113,41 +92,34 @@ def own_ids(
     return [int(name) if name in integers else name for name in names]
 
 
-def stored(db: SoftDB | TableCluster, ids: Sequence[Id]) -> Records | list[Any]:
-    """Return the records with these ids, each record once, in the order of the ids; skip ids that are not stored."""
-    names = list(dict.fromkeys(ids))
+def matching(db: SoftDB | TableCluster, ids: Sequence[Any] | None, where: dict[str, Any]) -> dict[str, Any]:
+    """Return a filter for the records with these ids that `where` matches; None: all that it matches."""
+    return where if ids is None else {"$and": [{"$id": {"$in": own_ids(db, ids)}}, where]}
 
-    def read() -> Records | list[Any]:
-        present = [name for name, is_stored in zip(names, db.core.stored(names), strict=True) if is_stored]
-        return db.get(present) if present else []
 
-    while True:
-        try:
-            return retry(db, read)
-        except UnknownId:  # deleted between `stored` and `get`
-            continue
+def stored(db: SoftDB | TableCluster, ids: Sequence[Any], where: dict[str, Any] | None = None) -> list[Record]:
+    """Return the records with these ids, each once, in the order of the ids; skip ids not stored or not matched."""
+    records = retry(db, lambda: {record.id: record for record in db.get(where=matching(db, ids, where or {}))})
+    return [records[name] for name in dict.fromkeys(own_ids(db, ids)) if name in records]
 
 
 def diverse(k: int, fetch_k: int, weight: float, name: str = "lambda_mult") -> dict[str, Any]:
     """Return a search's parameters for MMR; `weight` from 0 (diverse) to 1 (the nearest). Raises BadInput."""
-    if not isinstance(weight, int | float) or not 0 <= weight <= 1:
-        raise BadInput(f"{name} is {shown(weight)}; expected a number from 0 (diverse) to 1 (the nearest)")
-    return {"diversity": 1 - weight, "fetch_k": max(fetch_k, k)}
+    return {"diversity": 1 - share(weight, name), "fetch_k": max(fetch_k, k)}
 
 
-def require_known(search: Iterable[str], *others: str) -> None:
-    """Raise BadInput for a name that is neither in SEARCH_PARAMS nor in `others`, the store's own arguments."""
-    if unknown := sorted({*search} - {*SEARCH_PARAMS, *others}):
-        raise BadInput(f"a search takes no {', '.join(unknown)}; it takes {', '.join((*others, *SEARCH_PARAMS))}")
-
-
-def search_one(db: SoftDB | TableCluster, **params: Any) -> list[Hit]:
+def search_one(
+    db: SoftDB | TableCluster, search: dict[str, Any] | None = None, takes: Sequence[str] = (), **params: Any
+) -> list[Hit]:
     """Return the hits of one query, with `SoftDB.search`'s parameters. A read-only handle is refreshed first.
 
-    With `radius`, `k` is ignored.
+    Raises BadInput for a name in `search`, the user's parameters, that is not in SEARCH_PARAMS or `takes`.
     """
+    if unknown := sorted({*(search or {})} - {*SEARCH_PARAMS, *takes, "texts"}):
+        raise BadInput(f"a search takes no {', '.join(unknown)}; it takes {', '.join((*takes, *SEARCH_PARAMS))}")
+    params |= search or {}
     if "radius" in params:
-        params["k"] = None
+        params["k"] = None  # the radius replaces it
     if len(leading(params.get("queries"))) > 1:
         raise BadInput("the embedding of the query is nested; expected one list of numbers")
     if db.mode == "r":

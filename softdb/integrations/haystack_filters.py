@@ -11,20 +11,18 @@ import re
 from datetime import date
 from typing import Any
 
-from softdb.check import MAX_DEPTH, shown
+from softdb.check import shown
 from softdb.errors import BadFilter
 
 EXTRAS = "_haystack"  # the payload's field for a Document's blob, sparse embedding and score
-_ORDER = {">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte"}
-_OPERATORS = ("==", "!=", *_ORDER, "in", "not in")
-_HAYSTACK = {"$eq": "==", "$ne": "!=", "$in": "in", "$nin": "not in", **{ours: name for name, ours in _ORDER.items()}}
+ORDER = {">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte"}
+_OPERATORS = ("==", "!=", *ORDER, "in", "not in")
+_HAYSTACK = {"$eq": "==", "$ne": "!=", "$in": "in", "$nin": "not in", **{ours: name for name, ours in ORDER.items()}}
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}([Tt ].+)?")
 
 
-def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
+def where_of(filters: Any) -> dict[str, Any]:
     """Translate a filter of Haystack to softdb's. Raises BadFilter for other dialects, with a translated example."""
-    if depth > MAX_DEPTH // 2:
-        raise BadFilter(f"filters nest deeper than {MAX_DEPTH // 2}; flatten them")
     if not isinstance(filters, dict):
         raise BadFilter(f"filters are {shown(filters)}; expected a dict: {_example({'year': {'$gte': 2020}})}")
     if "field" in filters:
@@ -34,7 +32,7 @@ def where_of(filters: Any, depth: int = 1) -> dict[str, Any]:
     operator, conditions = _item(filters, "operator"), _item(filters, "conditions")
     if not isinstance(conditions, list | tuple):
         raise BadFilter(f"conditions are {shown(conditions)}; expected a list of filters")
-    nodes = [where_of(condition, depth + 1) for condition in conditions]
+    nodes = [where_of(condition) for condition in conditions]
     where: dict[str, dict[str, Any]] = {"AND": {"$and": nodes}, "OR": {"$or": nodes}, "NOT": {"$not": {"$and": nodes}}}
     if operator not in list(where):
         raise BadFilter(f"operator is {shown(operator)}; with conditions it is one of {', '.join(where)}")
@@ -49,10 +47,10 @@ def _comparison(filters: dict[str, Any]) -> dict[str, Any]:
         where = _among(name, value)
     elif isinstance(value, list | tuple | dict):
         raise BadFilter(f"{filters['field']} is compared with {shown(value)}; only 'in' and 'not in' take a list")
-    elif operator in _ORDER:
+    elif operator in ORDER:
         return _ordered(name, operator, value)
     else:
-        where = _equal(name, value)
+        where = _among(name, [value])
     return {"$not": where} if operator in ("!=", "not in") else where
 
 
@@ -80,15 +78,12 @@ def _plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, date) else value
 
 
-def _equal(name: str, value: Any) -> dict[str, Any]:
-    return {"$or": [{name: {"$exists": False}}, {name: None}]} if value is None else {name: {"$eq": _plain(value)}}
-
-
-def _among(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, list):
-        raise BadFilter(f"{name} is compared with {shown(value)}; 'in' and 'not in' take a list")
-    where = {name: {"$in": [_plain(member) for member in value if member is not None]}}
-    return {"$or": [where, _equal(name, None)]} if None in value else where
+def _among(name: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, list):
+        raise BadFilter(f"{name} is compared with {shown(values)}; 'in' and 'not in' take a list")
+    members = [_plain(value) for value in values if value is not None]
+    where = {name: {"$in": members}}
+    return {"$or": [where, {name: {"$exists": False}}, {name: None}]} if len(members) < len(values) else where
 
 
 def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
@@ -96,7 +91,7 @@ def _ordered(name: str, operator: str, value: Any) -> dict[str, Any]:
         return {"$or": []}  # matches nothing: None has no order
     if isinstance(value, str) and not _ISO_DATE.fullmatch(value):
         raise BadFilter(f"{name} {operator} {shown(value)}: texts cannot be ordered, except ISO dates")
-    return {name: {_ORDER[operator]: _plain(value)}}
+    return {name: {ORDER[operator]: _plain(value)}}
 
 
 def _example(where: dict[Any, Any]) -> str:

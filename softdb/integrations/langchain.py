@@ -5,7 +5,6 @@ A `Document` is stored as a record: its `page_content` is the text, its `metadat
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -13,27 +12,17 @@ from typing import Any
 from uuid import uuid4
 
 from softdb.answers import Hit, Record
-from softdb.check import shown
+from softdb.check import integer, shown
 from softdb.cluster import TableCluster
 from softdb.database import SoftDB
+from softdb.encoders import require_like
 from softdb.errors import BadFilter, BadInput, MissingDependency
-from softdb.integrations.documents import (
-    diverse,
-    note_embedding,
-    open_store,
-    own_ids,
-    relevance,
-    require_embedding,
-    require_known,
-    search_one,
-    stored,
-)
+from softdb.integrations.documents import awaited, diverse, matching, open_store, own_ids, relevance, search_one, stored
 from softdb.integrations.haystack_filters import where_of
 
 try:
     from langchain_core.documents import Document
     from langchain_core.embeddings import Embeddings
-    from langchain_core.runnables.config import run_in_executor
     from langchain_core.structured_query import Comparator, FilterDirective, Operator, Visitor
     from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
     from pydantic import model_validator
@@ -50,10 +39,10 @@ class SoftDBVectorStore(VectorStore):
         store.as_retriever(k=5, mode="hybrid")
 
     Args:
-        embedding: computes the vectors of texts and queries. The database keeps its vectors of three texts, and refuses
-            an embedding with other vectors later. If None, the database's encoder does (for a new database
-            give `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only
-            their words can be searched.
+        embedding: computes the vectors of texts and queries; it is the encoder of a database that is given by its path,
+            which therefore refuses another model later. If None, the database's encoder does (for a new database give
+            `encoder=`). Without an encoder (for a new database give `dim=`) documents have no vector, and only their
+            words can be searched.
         db: an open database, an open cluster over a table (searched by vector alone), or the path of a database; None
             creates a database in memory.
         relevance_score_fn: maps a score to a relevance from 0 to 1; `softdb.integrations.documents.relevance` if None.
@@ -78,33 +67,16 @@ class SoftDBVectorStore(VectorStore):
             expected = "expected LangChain's Embeddings, or None with encoder= for an encoder of softdb"
             raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
-        self.db: SoftDB | TableCluster
-        self.db = open_store(db, lambda: self._defaults(settings), **settings)
-        if embedding is not None:
-            try:
-                require_embedding(self.db, embedding.embed_documents)
-            except BaseException:
-                if self.db is not db:
-                    self.db.close()
-                raise
+        if embedding is not None and isinstance(db, SoftDB):
+            require_like(db.core.store.keyed.fingerprint, embedding.embed_documents)
+        elif embedding is not None and not isinstance(db, TableCluster):
+            settings = {"encoder": embedding.embed_documents, **settings}
+        self.db = open_store(db, lambda: _defaults(settings), **settings)
 
     @property
     def embeddings(self) -> Embeddings | None:
         """The `embedding` that the store was made with, or None."""
         return self.embedding
-
-    def _defaults(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return default arguments of `softdb.open` for a new database."""
-        if self.embedding is None and not {"dim", "encoder"} & set(settings):
-            raise BadInput("there is no embedding; give one, or encoder=, or, for search by words alone, dim=1")
-        if self.embedding is None or "dim" in settings:
-            return {"metric": "cosine"}
-        return {"metric": "cosine", "dim": len(self.embedding.embed_query("softdb"))}
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the store; unpickling opens the database for reading. Raises BadInput for a database in memory."""
-        create = functools.partial(type(self), relevance_score_fn=self.relevance_score_fn)
-        return create, (self.embedding, self.db)
 
     def add_texts(
         self,
@@ -131,15 +103,12 @@ class SoftDBVectorStore(VectorStore):
         payloads = metadatas if metadatas is not None else [{} for _ in texts]
         if not len(texts) == len(names) == len(payloads):
             raise BadInput(f"{len(texts)} texts, {len(payloads)} metadatas and {len(names)} ids; give one of each")
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise BadInput(f"batch_size is {shown(batch_size)}; expected a whole number of at least 1")
-        size = batch_size or max(len(texts), 1)
+        size = max(len(texts), 1) if batch_size is None else integer(batch_size, "batch_size")
         for start in range(0, len(texts), size):
             batch = slice(start, start + size)
-            keys = None if self.embedding is None else self.embedding.embed_documents(texts[batch])
+            embed = None if self.embedding is None else self.embedding.embed_documents
+            keys = None if embed in (None, self.db.core.encoder()) else embed(texts[batch])
             self.db.upsert(own_ids(self.db, names[batch]), keys, payloads=payloads[batch], texts=texts[batch])
-            if self.embedding is not None:
-                note_embedding(self.db, self.embedding.embed_documents)
         return names
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -151,11 +120,8 @@ class SoftDBVectorStore(VectorStore):
         return self.add_texts(texts, metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, *, filter: dict[str, Any] | None = None) -> bool:
-        """Delete documents by id (missing ids are ignored), by filter, or, without arguments, all of them."""
-        if ids is None:
-            self.db.delete(where={} if filter is None else _where(filter))
-        else:
-            self.db.delete(own_ids(self.db, ids), None if filter is None else _where(filter))
+        """Delete documents by id (missing ids are ignored), by filter, by both, or, without arguments, all of them."""
+        self.db.delete(where=matching(self.db, ids, {} if filter is None else _where(filter)))
         return True
 
     @classmethod
@@ -178,7 +144,7 @@ class SoftDBVectorStore(VectorStore):
         """Return the documents with these ids, in the order of the ids; skip ids that are not stored."""
         if self.db.mode == "r":
             self.db.refresh()
-        return [_document(record) for record in stored(self.db, own_ids(self.db, ids))]
+        return [_document(record) for record in stored(self.db, ids)]
 
     def similarity_search(self, query: str, k: int = 4, **search: Any) -> list[Document]:
         """Return the k nearest documents; for `search` see `similarity_search_with_score`."""
@@ -242,15 +208,12 @@ class SoftDBVectorStore(VectorStore):
         scale = self._select_relevance_score_fn(search.get("mode"))
         return [(document, scale(score)) for document, score in self.similarity_search_with_score(query, k, **search)]
 
-    async def _asimilarity_search_with_relevance_scores(self, *args: Any, **search: Any) -> Any:
-        return await run_in_executor(None, self._similarity_search_with_relevance_scores, *args, **search)
+    _asimilarity_search_with_relevance_scores = awaited(_similarity_search_with_relevance_scores)
 
     def _scored(self, query: Any, k: int | None, *, filter: Any = None, **search: Any) -> list[tuple[Document, float]]:
-        require_known({*search} - {"texts"}, "k", "filter", "mode")
-        if query is not None:
-            search["queries"] = [query]
-        where = None if filter is None else _where(filter)
-        return [(_document(hit), float(hit.score)) for hit in search_one(self.db, k=k, where=where, **search)]
+        parts = {"queries": None if query is None else [query], "where": None if filter is None else _where(filter)}
+        hits = search_one(self.db, search, ("k", "filter", "mode"), k=k, **parts)
+        return [(_document(hit), float(hit.score)) for hit in hits]
 
 
 class SoftDBRetriever(VectorStoreRetriever):
@@ -289,6 +252,13 @@ class SoftDBTranslator(Visitor):
         """Return the text and the arguments of the search."""
         condition = structured_query.filter
         return structured_query.query, {} if condition is None else {"filter": condition.accept(self)}
+
+
+def _defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return default arguments of `softdb.open` for a new database."""
+    if not {"dim", "encoder"} & set(settings):
+        raise BadInput("there is no embedding; give one, or encoder=, or, for search by words alone, dim=1")
+    return {"metric": "cosine"}
 
 
 def _where(filter: Any) -> dict[str, Any]:

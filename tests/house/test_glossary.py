@@ -89,7 +89,7 @@ def test_one_class_has_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
     assert {name: files for name, files in places.items() if len(files) > 1} == {
-        "SoftDBVectorStore": ["integrations/langchain.py", "integrations/llama_index/store.py"]
+        "SoftDBVectorStore": ["integrations/langchain.py", "integrations/llama_index.py"]
     }
 
 

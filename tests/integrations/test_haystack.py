@@ -148,7 +148,7 @@ BAD_FILTERS: dict[str, tuple[Any, str]] = {
     "NaN": ({"field": "meta.n", "operator": "==", "value": float("nan")}, "is compared with nan"),
     "numpy": ({"field": "meta.n", "operator": "==", "value": np.zeros(2)}, "ndarray"),
     "a dollar": ({"field": "meta.$gt", "operator": "==", "value": 1}, "without a field"),
-    "depth": (eval('{"operator": "NOT", "conditions": [' * 40 + "]}" * 40), "nest deeper than"),
+    "depth": (eval('{"operator": "NOT", "conditions": [' * 40 + "]}" * 40), "nests deeper than"),
 }
 
 
@@ -247,7 +247,7 @@ def test_other_bad_input(store: SoftDBDocumentStore) -> None:
         (lambda: some.hybrid_retrieval("x", [1.0, 0.0, 0.0], fusion="max"), "'scores', 'ranks'"),
         (lambda: retriever(store, top_k=0), "top_k is 0"),
         (lambda: retriever("films"), "expected a SoftDBDocumentStore"),
-        (lambda: retriever(store, filter_policy="mix"), "expected one of replace, merge"),
+        (lambda: retriever(store, filter_policy="mix"), "choose one of 'replace', 'merge'"),
         (lambda: some.delete_documents("alien"), "ids are 'alien'; expected a list of str"),
         (lambda: store.get_metadata_field_unique_values("year", size=-1), "size is -1"),
         (lambda: make(5), "expected a directory's path, a cluster's table, or None for memory"),

@@ -298,7 +298,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "LIKE": (lambda s: s.similarity_search("q", filter=Comparison(Comparator.LIKE, "n", "x")), "use CONTAIN"),
     "mode": (lambda s: s.similarity_search("q", mode="bm25"), "expected 'vector', 'text' or 'hybrid'"),
     "query": (lambda s: s.similarity_search([1.0]), "for a vector call similarity_search_by_vector"),
-    "lambda": (lambda s: s.max_marginal_relevance_search("q", lambda_mult=2), "from 0 .diverse. to 1"),
+    "lambda": (
+        lambda s: s.max_marginal_relevance_search("q", lambda_mult=2),
+        "lambda_mult is 2; expected a number from 0 to 1",
+    ),
     "k": (lambda s: s.similarity_search("q", k=0), "k is 0"),
     "width": (lambda s: s.similarity_search_by_vector([1.0, 2.0]), "queries are 2 wide but"),
     "another model": (lambda s: SoftDBVectorStore(Counted(5), s.db).add_texts(["x"]), "vectors are 5 wide but"),
@@ -317,8 +320,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "no embedding": (lambda s: SoftDBVectorStore(None), "there is no embedding; give one, or encoder="),
     "an encoder": (lambda s: SoftDBVectorStore(HashedNGrams()), "or None with encoder= for an encoder of softdb"),
     "settings": (lambda s: SoftDBVectorStore(s.embedding, s.db, metric="l2"), "metric given with an open database"),
-    "both": (lambda s: s.delete(["a"], filter={}), "one of them"),
 }
+
+
+def test_delete_by_ids_and_filter(store: SoftDBVectorStore) -> None:
+    store.delete(["a", "b", "none"], filter={"lang": "en"})
+    assert sorted(store.db.get().ids) == ["b", "c", "d", "e"]
 
 
 @pytest.mark.parametrize("bad", list(BAD))

@@ -18,7 +18,7 @@ from llama_index_suite import OPERATORS, QUERY, WordEmbedding, every, filters, n
 
 import softdb
 from softdb import cluster
-from softdb.errors import BadFilter, BadInput, UnknownField
+from softdb.errors import BadFilter, BadInput, NotADatabase, UnknownField
 from softdb.integrations.langchain import SoftDBVectorStore as LangChainStore
 from softdb.integrations.llama_index import SoftDBVectorStore
 from softdb.text import HashedNGrams
@@ -148,37 +148,31 @@ BAD: list[tuple[Any, str]] = [
     (lambda s: s.add([node("x", [float("nan")] * 4)]), "keys hold NaN"),
     (lambda s: s.add([node("y", QUERY), node("x", QUERY, bad=object())]), "object"),
     (lambda s: s.add([node("x", QUERY, _llama_index=1)]), "'_llama_index', which softdb uses"),
-    (lambda s: s.add([two_sources()]), "node 'x' cannot be stored: Source object must be a single"),
-    (lambda s: s.add([IndexNode(id_="x", index_id="i", obj={1, 2}, embedding=QUERY)]), "not serializable"),
     (lambda s: s.delete(7), "ref_doc_id is 7; expected a str"),
     (lambda s: s.delete_nodes(), r"to delete every node call clear\(\)"),
     (lambda s: s.delete_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.get_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.query("text"), "query is 'text'; expected a VectorStoreQuery"),
-    (lambda s: s.query(query(mode="svm")), "mode is 'svm'; expected default, mmr, text_search"),
+    (lambda s: s.query(query(mode="svm")), "mode is 'svm'; choose one of 'default', 'mmr', 'text_search'"),
     (lambda s: s.query(query(query_embedding=None)), "no query_embedding"),
     (lambda s: s.query(query("text", query_embedding=None)), "without an encoder"),
     (lambda s: s.query(query(mode="text_search")), "no query_str"),
     (lambda s: s.query(query(mode="hybrid")), "no query_str"),
     (lambda s: s.query(query(query_embedding=[1.0])), "1"),
-    (lambda s: s.query(query(k=0)), "similarity_top_k is 0"),
+    (lambda s: s.query(query(k=0)), "k is 0"),
     (lambda s: s.query(query("bird", mode="hybrid", alpha=1.5)), "alpha is 1.5; expected a number from 0"),
-    (lambda s: s.query(query(embedding_field="other")), "embedding_field is 'other'"),
     (lambda s: s.query(query(), filter={"year": 1}), "a search takes no filter; it takes where, diversity"),
     (lambda s: s.query(query(), mmr_threshold=0.5), "a search takes no mmr_threshold"),
     (lambda s: s.query(query(mode="mmr"), mmr_threshold=2), "mmr_threshold is 2; expected a number from 0"),
-    (lambda s: s.query(query(mode="mmr"), mmr_prefetch_factor=0), "mmr_prefetch_factor is 0"),
-    (lambda s: s.query(query(mode="mmr"), mmr_prefetch_factor=2, mmr_prefetch_k=9), "both given"),
+    (lambda s: s.query(query(mode="mmr"), mmr_prefetch_factor=2, mmr_prefetch_k=9), "takes no mmr_prefetch_factor"),
     (lambda s: s.query(query(filters={"year": 1990})), r"expected MetadataFilters\(.*go to where="),
     (lambda s: s.query(query(filters=filters(("year", "in", 3)))), "year is compared with 3; 'in' takes a list"),
     (lambda s: s.query(query(filters=filters(("year", "text_match", 3)))), "'text_match' takes a str"),
     (lambda s: s.query(query(filters=filters(("year", ">", None)))), "only numbers and strings have an order"),
-    (lambda s: s.query(query(filters=filters(("year", "contains", ["x"])))), "or the operator 'any' or 'all'"),
+    (lambda s: s.query(query(filters=filters(("year", "contains", ["x"])))), "for lists: "),
     (lambda s: s.query(query(filters=filters(("$nothing", "==", 1)))), "unknown operator"),
-    (lambda s: s.query(query(filters=deep(40))), "nest deeper than 16"),
+    (lambda s: s.query(query(filters=deep(100))), "nests deeper than"),
     (lambda s: s.persist("x", fs=object()), "needs local files"),
-    (lambda s: s.persist(7), "persist_path is 7"),
-    (lambda s: SoftDBVectorStore.from_persist_path("nowhere"), "no database at nowhere"),
     (lambda s: SoftDBVectorStore(s.db, dim=4), "dim given with an open database"),
 ]
 
@@ -203,7 +197,17 @@ def test_bad_input_changes_nothing(store: SoftDBVectorStore, call: Any, message:
     assert every(store) == "abcde"
 
 
+def test_a_node_that_llama_index_cannot_write_is_refused(store: SoftDBVectorStore) -> None:
+    with pytest.raises(ValueError, match="Source object must be a single"):
+        store.add([two_sources()])
+    with pytest.raises(ValueError, match="not serializable"):
+        store.add([IndexNode(id_="x", index_id="i", obj={1, 2}, embedding=QUERY)])
+    assert every(store) == "abcde"
+
+
 def test_errors_are_typed(store: SoftDBVectorStore) -> None:
+    with pytest.raises(NotADatabase, match="nowhere holds no database"):
+        SoftDBVectorStore.from_persist_path("nowhere")
     with pytest.raises(BadFilter, match="MetadataFilters"):
         store.get_nodes(filters={"year": 1})
     with pytest.warns(UnknownField, match="'yaer'; did you mean 'year'"):
@@ -252,14 +256,14 @@ def test_a_store_in_memory_is_persisted_with_its_index(tmp_path: Path) -> None:
     index.insert_nodes([TextNode(id_="b", text="a dog barks")])
     index.storage_context.persist(folder)
 
-    again = SoftDBVectorStore.from_persist_dir(str(folder))
+    again = SoftDBVectorStore.from_persist_path(str(folder / "default__vector_store.json"))
     context = StorageContext.from_defaults(vector_store=again, persist_dir=str(folder))
     loaded: Any = load_index_from_storage(context, embed_model=WordEmbedding())
     assert loaded.as_retriever(similarity_top_k=1).retrieve("dog barks")[0].node_id == "b"
     loaded.insert_nodes([TextNode(id_="c", text="a bird sings")])
     loaded.storage_context.persist(folder)  # the database there is the store's own
     again.db.close()
-    assert every_id(SoftDBVectorStore.from_persist_dir(str(folder), mode="r")) == ["a", "b", "c"]
+    assert every_id(SoftDBVectorStore(folder / "default__vector_store.json", mode="r")) == ["a", "b", "c"]
 
 
 def test_persist_replaces_nothing_but_databases(store: SoftDBVectorStore, tmp_path: Path) -> None:
@@ -291,14 +295,14 @@ def test_asyncio_goes_on_meanwhile(store: SoftDBVectorStore, monkeypatch: pytest
 
             return call
 
-        for name in ("upsert", "delete", "scan", "search"):
+        for name in ("upsert", "delete", "get", "search"):
             monkeypatch.setattr(softdb.SoftDB, name, watched(name))
         await asyncio.gather(store.async_add([node("f", QUERY)]), store.aquery(query()), store.aget_nodes())
         await asyncio.gather(store.adelete("doc 1"), store.adelete_nodes(["c"]))
         await store.aclear()
 
     asyncio.run(calls())
-    assert set(threads) == {"upsert", "delete", "scan", "search"}
+    assert set(threads) == {"upsert", "delete", "get", "search"}
     assert threading.get_ident() not in threads.values()
 
 

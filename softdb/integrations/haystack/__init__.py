@@ -3,22 +3,16 @@
 from softdb.errors import MissingDependency
 
 try:
-    import haystack as _  # noqa: F401 - one check for all modules below
+    from softdb.integrations.haystack.retrievers import (
+        SoftDBEmbeddingRetriever,
+        SoftDBHybridRetriever,
+        SoftDBKeywordRetriever,
+    )
+    from softdb.integrations.haystack.store import DuplicateDocument, RefusedFilter, SoftDBDocumentStore
 except ImportError as error:
-    raise MissingDependency("softdb.integrations.haystack needs Haystack; pip install 'softdb[haystack]'") from error
-
-from softdb.integrations.haystack.retrievers import (
-    SoftDBEmbeddingRetriever,
-    SoftDBHybridRetriever,
-    SoftDBKeywordRetriever,
-)
-from softdb.integrations.haystack.store import DuplicateDocument, RefusedFilter, SoftDBDocumentStore
+    raise MissingDependency(f"softdb.integrations.haystack: {error}; pip install 'softdb[haystack]'") from error
 
 __all__ = [
-    "DuplicateDocument",
-    "RefusedFilter",
-    "SoftDBDocumentStore",
-    "SoftDBEmbeddingRetriever",
-    "SoftDBHybridRetriever",
+    "DuplicateDocument", "RefusedFilter", "SoftDBDocumentStore", "SoftDBEmbeddingRetriever", "SoftDBHybridRetriever",
     "SoftDBKeywordRetriever",
-]
+]  # fmt: skip

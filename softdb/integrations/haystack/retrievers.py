@@ -7,7 +7,7 @@ from typing import Any, Literal
 from haystack import Document, component, default_from_dict, default_to_dict
 from haystack.document_stores.types import FilterPolicy, apply_filter_policy
 
-from softdb.check import shown
+from softdb.check import integer, one_of, shown
 from softdb.errors import BadInput
 from softdb.integrations.documents import awaited
 from softdb.integrations.haystack.store import SoftDBDocumentStore
@@ -26,14 +26,10 @@ class _Retriever:
     ) -> None:
         if not isinstance(document_store, SoftDBDocumentStore):
             raise BadInput(f"document_store is {shown(document_store)}; expected a SoftDBDocumentStore")
-        if not isinstance(top_k, int) or top_k < 1:
-            raise BadInput(f"top_k is {shown(top_k)}; expected a whole number of at least 1")
-        try:
-            self.filter_policy = FilterPolicy(filter_policy)
-        except ValueError:
-            policies = ", ".join(policy.value for policy in FilterPolicy)
-            raise BadInput(f"filter_policy is {shown(filter_policy)}; expected one of {policies}") from None
-        self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
+        policy = getattr(filter_policy, "value", filter_policy)
+        self.filter_policy = FilterPolicy(one_of(policy, "filter_policy", [policy.value for policy in FilterPolicy]))
+        self.document_store, self.filters, self.scale_score = document_store, filters, scale_score
+        self.top_k = integer(top_k, "top_k")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of the retriever and of its store, in Haystack's form."""
