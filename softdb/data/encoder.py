@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,17 @@ class KnownWords:
 
     name = DEMO
 
-    def __init__(self, data: DemoData) -> None:
-        self.dim = data.query_keys.shape[1]
+    def __init__(self, data: DemoData, weight: NDArray[np.float32] | None = None) -> None:
+        self.dim, self._weight = data.query_keys.shape[1], weight  # (d, d) the learned projection of queries
         self._vectors = {word.lower(): key for word, key in zip(data.query_texts, data.query_keys, strict=True)}
         self._model = SentenceEncoder(projection=data.projection, name=DEMO)
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
         """Encode texts. Without the model, raises MissingDependency or BadInput for a text that is no known word."""
+        vectors = self._encoded(texts)
+        return vectors if self._weight is None else np.asarray(vectors @ self._weight.T)
+
+    def _encoded(self, texts: Sequence[str]) -> Vectors:
         words = [text.strip().lower() for text in texts]
         if words and all(word in self._vectors for word in words):
             return np.stack([self._vectors[word] for word in words])
@@ -42,30 +45,17 @@ class KnownWords:
             ) from None
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """The demo's encoder, followed by the learned projection of queries."""
-
-    encoder: KnownWords
-    weight: NDArray[np.float32]  # (d, d)
-    name: str = DEMO
-
-    def __call__(self, texts: Sequence[str]) -> Vectors:
-        vectors: Vectors = self.encoder(texts) @ self.weight.T
-        return vectors
-
-
 def demo_encoder(path: Path | None = None) -> Encoder:
     """Return the encoder of the demo's keys; given the path of a demo database, the encoder of its queries."""
     from softdb.train import load
 
-    encoder = KnownWords(load_wordnet())
+    data = load_wordnet()
     if path is None or not (path / PROJECTION).is_file():
-        return encoder
+        return KnownWords(data)
     try:
         weight = load(path / PROJECTION).weight.detach().numpy()
     except BadInput:
         weight = None
-    if weight is None or len(weight) != encoder.dim:
+    if weight is None or len(weight) != data.query_keys.shape[1]:
         raise BadInput(f"{path / PROJECTION} was not saved by the demo; create the demo again by softdb demo --fresh")
-    return _Trained(encoder, weight)
+    return KnownWords(data, weight)
