@@ -22,17 +22,6 @@ from softdb.scoring import (
 )
 
 __all__ = [
-    "Argmax",
-    "Entmax15",
-    "Normalised",
-    "Softmax",
-    "Sparse",
-    "Sparsemax",
-    "Uniform",
-    "Weighed",
-    "Weighting",
-    "divisor",
-    "softmax",
-    "valid_mask",
-    "weighting",
-]
+    "Argmax", "Entmax15", "Normalised", "Softmax", "Sparse", "Sparsemax", "Uniform", "Weighed", "Weighting",
+    "divisor", "softmax", "valid_mask", "weighting",
+]  # fmt: skip
