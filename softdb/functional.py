@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from softdb.kernels import available
 from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Sparse, Uniform, Weighting, query_width
 from softdb.scoring.once import plain_calls, transformed
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Attended", "attention"]
 
 DENSE = 1 << 24  # largest number of scores in memory, 64 MB in float32; more scores are streamed
@@ -37,36 +40,23 @@ class Attended(NamedTuple):
     weights: Tensor  # (…, m, n)
 
 
+class _Options(TypedDict, total=False):
+    score: Score | ScoreFunction | None
+    temperature: float | Tensor
+    weights: str | Weighting | None
+    mask: Any
+    valid_len: Any
+    is_causal: bool
+
+
 @overload
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score: Score | ScoreFunction | None = None,
-    temperature: float | Tensor = 1.0,
-    weights: str | Weighting | None = None,
-    mask: Any = None,
-    valid_len: Any = None,
-    is_causal: bool = False,
-    details: Literal[False] = False,
+    query: Any, key: Any, value: Any, *, details: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score: Score | ScoreFunction | None = None,
-    temperature: float | Tensor = 1.0,
-    weights: str | Weighting | None = None,
-    mask: Any = None,
-    valid_len: Any = None,
-    is_causal: bool = False,
-    details: Literal[True],
-) -> Attended: ...
+def attention(query: Any, key: Any, value: Any, *, details: Literal[True], **options: Unpack[_Options]) -> Attended: ...
 
 
 @plain_calls("softdb.attention")
