@@ -14,12 +14,12 @@ from softdb.answers import Pooled, shaped
 from softdb.check import shown
 from softdb.database import Verbs
 from softdb.errors import BadInput
+from softdb.index.contract import Rows
 from softdb.nn.eager import eager
 from softdb.nn.memory import Memory
 from softdb.nn.targets import (
     Positives,
     Records,
-    Rows,
     class_labels,
     handle,
     live,
