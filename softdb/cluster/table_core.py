@@ -150,9 +150,9 @@ class TableCore(ClusterCore):
                 table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
                 batch = checker.batch(*given, tell)
-                write = table.insert if change is WriteKind.INSERT or not batch.ids else table.upsert
                 ids = batch.ids or _new_ids(len(batch.payloads), table.id_type)
-                write(batch._replace(ids=ids))
+                upsert = change is WriteKind.UPSERT and bool(batch.ids)
+                table.write(table.table(batch._replace(ids=ids)), upsert)
         self.seen()
         return ids
 
