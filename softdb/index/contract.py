@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -276,10 +275,6 @@ class Index(ABC):
         twin.companion = None if self.companion is None else self.companion.copy()
         twin.report = dict(self.report)
         return twin
-
-    def twin(self) -> Index:
-        """Return an index that shares the codes and can be tuned while this index is searched."""
-        return copy.copy(self)
 
 
 class Devices(Protocol):
