@@ -114,7 +114,7 @@ def retrieval_loss(
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2)
-    >>> db.insert(["east", "north", "west"], [[1, 0], [0, 1], [-1, 0]])
+    >>> ids = db.insert(["east", "north", "west"], [[1, 0], [0, 1], [-1, 0]])
     >>> queries = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], requires_grad=True)
     >>> loss = retrieval_loss(db, queries, ["north", ["north", "west"]], temperature=0.1)
     >>> loss.backward()
