@@ -249,7 +249,8 @@ def test_product_keys_train_in_data_parallel() -> None:
     memory, inputs = ProductKeys(6, num_keys=5, value_dim=3, num_heads=2, k=4, query_norm=True), torch.randn(8, 6)
     memory(inputs).square().sum().backward()  # type: ignore[no-untyped-call]
     alone = {name: _dense(one.grad) for name, one in memory.named_parameters()}
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(memory)
         optimisers = [
