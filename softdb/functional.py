@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Attended", "attention"]
 
 DENSE = 1 << 24  # largest number of scores in memory, 64 MB in float32; more scores are streamed
-FEW = 1 << 18  # largest number of scores of an entry for which torch is about as fast as kernels without gradients
+FEW = 1 << 20  # largest number of scores of an entry for which torch is used although kernels may be faster: a few ms
 MASKED = 1 << 26  # largest number of mask entries in memory while scores are streamed, 64 MB
 
 
@@ -103,7 +103,7 @@ def attention(
     operations compute them, twice differentiable if the score is (the Laplacian and Triangular kernels are not). More
     scores are streamed, in O(block) memory beyond copies of the arguments. Backward then computes the scores again, and
     gives first derivatives for query, key, value, temperature and the parameters of a score that is an nn.Module. On a
-    CPU, a softmax over more than 2^18 scores is streamed by kernels if no gradient is wanted. Cost b m n (d + v).
+    CPU, a softmax over more than 2^20 scores is streamed by kernels if no gradient is wanted. Cost b m n (d + v).
 
     Raises BadInput before any computation for shapes that do not fit, NaN or infinity, and unknown weights; later if
     the score returns another shape or NaN; also inside transforms of torch.func for sparse weightings and streamed
