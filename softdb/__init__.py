@@ -19,25 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Build",
-    "Estimate",
-    "Explanation",
-    "Hit",
-    "Hits",
-    "Pooled",
-    "QueryHits",
-    "Record",
-    "Records",
-    "Samples",
-    "SoftDB",
-    "attention",
-    "linear_cross_entropy",
-    "nn",
-    "open",
-    "salvage",
-    "scores",
-    "train",
-]
+    "Build", "Estimate", "Explanation", "Hit", "Hits", "Pooled", "QueryHits", "Record", "Records", "Samples",
+    "SoftDB", "attention", "linear_cross_entropy", "nn", "open", "salvage", "scores", "train",
+]  # fmt: skip
 __all__ += errors.__all__
 
 _LAZY = {  # module: its public names, imported at their first use

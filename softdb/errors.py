@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 __all__ = [
-    "BadFilter",
-    "BadInput",
-    "Cancelled",
-    "Closed",
-    "CorruptionError",
-    "DatabaseLocked",
-    "DeviceFailed",
-    "DuplicateId",
-    "EncoderWarning",
-    "FormatTooNew",
-    "MissingDependency",
-    "NotADatabase",
-    "ReadOnly",
-    "RecallWarning",
-    "ShardUnavailable",
-    "SoftDBError",
-    "StaleRead",
-    "StorageUnavailable",
-    "TrainingWarning",
-    "UnknownField",
-    "UnknownId",
-    "WriteFailed",
-]
+    "BadFilter", "BadInput", "Cancelled", "Closed", "CorruptionError", "DatabaseLocked", "DeviceFailed",
+    "DuplicateId", "EncoderWarning", "FormatTooNew", "MissingDependency", "NotADatabase", "ReadOnly",
+    "RecallWarning", "ShardUnavailable", "SoftDBError", "StaleRead", "StorageUnavailable", "TrainingWarning",
+    "UnknownField", "UnknownId", "WriteFailed",
+]  # fmt: skip
 
 
 class SoftDBError(Exception):

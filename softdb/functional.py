@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
 import torch
@@ -18,12 +18,17 @@ from softdb.attend.request import indifferent
 from softdb.check import attribute, holds, shown
 from softdb.device import placed_tensors, pooled, served
 from softdb.errors import BadInput
+from softdb.kernels import available
 from softdb.scoring import Argmax, ScaledDot, Score, ScoreFunction, Softmax, Sparse, Uniform, Weighting, query_width
-from softdb.scoring.once import plain_calls
+from softdb.scoring.once import plain_calls, transformed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Attended", "attention"]
 
 DENSE = 1 << 24  # largest number of scores in memory, 64 MB in float32; more scores are streamed
+FEW = 1 << 20  # largest number of scores of an entry for which torch is used although kernels may be faster: a few ms
 MASKED = 1 << 26  # largest number of mask entries in memory while scores are streamed, 64 MB
 
 
@@ -35,36 +40,23 @@ class Attended(NamedTuple):
     weights: Tensor  # (…, m, n)
 
 
+class _Options(TypedDict, total=False):
+    score: Score | ScoreFunction | None
+    temperature: float | Tensor
+    weights: str | Weighting | None
+    mask: Any
+    valid_len: Any
+    is_causal: bool
+
+
 @overload
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score: Score | ScoreFunction | None = None,
-    temperature: float | Tensor = 1.0,
-    weights: str | Weighting | None = None,
-    mask: Any = None,
-    valid_len: Any = None,
-    is_causal: bool = False,
-    details: Literal[False] = False,
+    query: Any, key: Any, value: Any, *, details: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score: Score | ScoreFunction | None = None,
-    temperature: float | Tensor = 1.0,
-    weights: str | Weighting | None = None,
-    mask: Any = None,
-    valid_len: Any = None,
-    is_causal: bool = False,
-    details: Literal[True],
-) -> Attended: ...
+def attention(query: Any, key: Any, value: Any, *, details: Literal[True], **options: Unpack[_Options]) -> Attended: ...
 
 
 @plain_calls("softdb.attention")
@@ -110,8 +102,8 @@ def attention(
     Up to 2^24 scores, and always with `details` or a Weighting of your own, all scores are in memory. Plain torch
     operations compute them, twice differentiable if the score is (the Laplacian and Triangular kernels are not). More
     scores are streamed, in O(block) memory beyond copies of the arguments. Backward then computes the scores again, and
-    gives first derivatives for query, key, value, temperature and the parameters of a score that is an nn.Module.
-    Cost b m n (d + v).
+    gives first derivatives for query, key, value, temperature and the parameters of a score that is an nn.Module. On a
+    CPU, a softmax over more than 2^20 scores is streamed by kernels if no gradient is wanted. Cost b m n (d + v).
 
     Raises BadInput before any computation for shapes that do not fit, NaN or infinity, and unknown weights; later if
     the score returns another shape or NaN; also inside transforms of torch.func for sparse weightings and streamed
@@ -142,7 +134,8 @@ def attention(
     request = Request.of(queries, score, weights, heat)
     call = _Call(request, keys, values, isinstance(request.weighting, Uniform) or has_width, live)
     streamed = isinstance(request.weighting, Softmax | Sparse | Uniform | Argmax)
-    if streamed and not details and queries.shape[:2].numel() * layout.n > DENSE:
+    many = queries.shape[:2].numel() * layout.n > DENSE
+    if streamed and not details and (many or _by_kernels(call)):
         return layout.back(_streamed(call)).to(narrow)
     output, lse, shares = (layout.back(tensor) for tensor in _dense(call))
     return Attended(output.to(narrow), lse, shares) if details else output.to(narrow)
@@ -197,6 +190,22 @@ class _Call(NamedTuple):
     values: Tensor  # (u, n, v)
     together: bool  # True if one call of the score can take all u entries
     live: TakingPart | None
+
+
+def _by_kernels(call: _Call) -> bool:
+    """Return True if streaming is faster than torch: for a softmax on a CPU without derivatives, of many scores."""
+    request, column = call.request, call.request.queries
+    if torch.compiler.is_compiling() or column.dtype is not torch.float32 or column.device.type != "cpu":
+        return False
+    if column.shape[1] * call.keys.shape[1] <= FEW or not isinstance(request.weighting, Softmax) or not available():
+        return False
+    form = None if transformed(RuntimeError()) else kernel_form(request, scaled_l2=True)
+    if form is None:
+        return False
+    tensors = [tensor for tensor in (form[0].queries, form[1], call.keys, call.values) if isinstance(tensor, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(torch.autograd.forward_ad.unpack_dual(tensor).tangent is None for tensor in tensors)  # type: ignore[no-untyped-call]
 
 
 def _dense(call: _Call) -> tuple[Tensor, Tensor, Tensor]:  # (u, q, v), (u, q), (u, q, n)

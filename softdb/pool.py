@@ -11,7 +11,7 @@ from torch import Tensor
 from softdb.errors import BadInput
 from softdb.scoring import softmax
 
-__all__ = ["State", "merge", "missed_mass", "pool", "tail_lse"]
+__all__ = ["State", "merge", "missed_mass", "pool"]
 
 
 class State(NamedTuple):
@@ -58,26 +58,6 @@ def merge(
 
 
 @torch.no_grad()
-def tail_lse(
-    sample_scores: Tensor,  # (q, m): records drawn uniformly, scored against each query
-    taken: Tensor,  # (q, m) bool: True for a sampled record that is a hit of the query or takes no part
-    others: Tensor | int,  # (q,): number of records that take part and are not hits
-    temperature: float,
-) -> Tensor:  # (q,)
-    """Return the log of Z = Σ exp(s / T) over all records that are not a query's hits, estimated from a sample.
-
-    Z = others / m' · Σ exp(s / T) over the m' sampled records that are not taken. They are a uniform sample of the
-    others, so Z (not its log) is unbiased. Returns -inf if there are no others, and NaN (unknown) if the sample has
-    none of them, which cannot happen if it is larger than the number of hits. No gradient. Cost q m.
-    """
-    drawn = (~taken).sum(dim=1)  # (q,)
-    _, lse = softmax(sample_scores, temperature, ~taken)
-    count = torch.as_tensor(others, device=lse.device).to(lse.dtype).expand_as(lse)
-    estimate = lse + (count / drawn).log()  # -inf + inf = NaN if none was drawn
-    return estimate.masked_fill(count <= 0, -torch.inf)
-
-
-@torch.no_grad()
 def missed_mass(
     sample_scores: Tensor,  # (q, m): records drawn uniformly, scored against each query
     taken: Tensor,  # (q, m) bool: True for a sampled record that is a hit of the query or takes no part
@@ -85,10 +65,15 @@ def missed_mass(
     head_lse: Tensor,  # (q,): log-normaliser of the hits
     temperature: float,
 ) -> Tensor:  # (q,)
-    """Return the estimated share of the softmax weight that is not on a query's hits: Z_tail / (Z_head + Z_tail).
+    """Return the estimated share of the softmax weight that is not on a query's hits: Z_rest / (Z_head + Z_rest).
 
-    log Z_tail is `tail_lse`, log Z_head is `head_lse`; the logs keep Z from overflowing. 0 if all records are hits, 1
-    if there are no hits, NaN where `tail_lse` is NaN. No gradient. Cost q m.
+    Z_rest = others / m' · Σ exp(s / T) over the m' sampled records that are not taken. They are a uniform sample of the
+    others, so Z_rest is unbiased; logs keep it from overflowing. Returns 0 if all records are hits, 1 if there are no
+    hits, and NaN (unknown) if the sample has none of the others, which cannot happen if it is larger than the number of
+    hits. No gradient. Cost q m.
     """
-    rest_lse = tail_lse(sample_scores, taken, others, temperature)
-    return (rest_lse - head_lse).sigmoid().masked_fill(rest_lse == -torch.inf, 0)
+    drawn = (~taken).sum(dim=1)  # (q,)
+    _, lse = softmax(sample_scores, temperature, ~taken)
+    count = torch.as_tensor(others, device=lse.device).to(lse.dtype).expand_as(lse)
+    rest_lse = lse + (count / drawn).log()  # -inf + inf = NaN if none was drawn
+    return (rest_lse - head_lse).sigmoid().masked_fill((count <= 0) | (rest_lse == -torch.inf), 0)

@@ -16,25 +16,12 @@ from softdb.scoring import (
     Weighed,
     Weighting,
     divisor,
-    normalised_log,
     softmax,
     valid_mask,
     weighting,
 )
 
 __all__ = [
-    "Argmax",
-    "Entmax15",
-    "Normalised",
-    "Softmax",
-    "Sparse",
-    "Sparsemax",
-    "Uniform",
-    "Weighed",
-    "Weighting",
-    "divisor",
-    "normalised_log",
-    "softmax",
-    "valid_mask",
-    "weighting",
-]
+    "Argmax", "Entmax15", "Normalised", "Softmax", "Sparse", "Sparsemax", "Uniform", "Weighed", "Weighting",
+    "divisor", "softmax", "valid_mask", "weighting",
+]  # fmt: skip

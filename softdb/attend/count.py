@@ -17,7 +17,7 @@ from softdb.attend.request import Live, Positions, Request
 from softdb.attend.rounds import record_bytes
 from softdb.attend.scoring import score_rows
 from softdb.check import Tolerance
-from softdb.index.contract import prepared
+from softdb.index.contract import Numbers, prepared
 from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.query import Query
 from softdb.index.sampler import FEWEST, Drawable, Drawing, Sampler
@@ -28,8 +28,6 @@ BOUNDARY = 1.0  # number of records by which a count may be wrong although no dr
 
 EXACTLY = 16  # number of queries that are counted exactly at the same time
 GATHERED = 1 << 24  # numbers of keys gathered at once for exact counts, if keys cannot be read in place
-
-Numbers = NDArray[np.float64]
 
 
 @torch.no_grad()

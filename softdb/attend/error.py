@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from softdb.index.contract import Floats
+from softdb.index.contract import Floats, Numbers
 from softdb.index.sampler import DrawnAnswer, Figures
 from softdb.kernels import native
-
-Numbers = NDArray[np.float64]
 
 
 class ErrorEstimate(NamedTuple):

@@ -56,7 +56,7 @@ def log_normaliser(source: SourceRecords, request: Request) -> Tensor:  # (q,)
 @torch.no_grad()
 def _support(request: Request, source: SourceRecords, by: Sparse) -> Candidates | None:
     """Find the records with weight, and prove that no other record has weight. None: they are more than MOST."""
-    q, taking_part = len(request.queries), request.taking_part(source)
+    q, taking_part = len(request.queries), source.taking_part(request)
     supports = np.full((q, 0), -1, np.int64)
     unproven, k, finder = np.arange(q), FIRST, "flat"
     while len(unproven):

@@ -34,7 +34,7 @@ def nearest(
     live = torch.from_numpy(scored.positions >= 0).to(scored.scores.device)
     weights, lse, threshold = request.weighting.weigh(scored.scores, request.temperature, live)
     output = source.pooled(weights, scored)
-    others = request.taking_part(source).to(live.device) - live.sum(1)
+    others = source.taking_part(request).to(live.device) - live.sum(1)
     exact = (others == 0) | complete
     if candidates.certain and live.shape[1]:
         worst = scored.scores.detach().masked_fill(~live, torch.inf).amin(1)
@@ -50,7 +50,7 @@ def _missed(
     if bool(exact.all()):
         return torch.zeros_like(lse)
     if isinstance(request.weighting, Uniform):
-        share = others / request.taking_part(source).to(others.device).clamp(min=1)
+        share = others / source.taking_part(request).to(others.device).clamp(min=1)
     elif isinstance(request.weighting, Softmax) and source.columns is not None:
         share = _estimated(request, source.columns, positions, others, lse)
     else:  # sparse: other records could have any share of the weight

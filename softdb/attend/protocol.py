@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from softdb.answers import Pooled, Resolve
@@ -102,6 +103,16 @@ class SourceRecords(Protocol):
     def whole(self: S) -> S:
         """Return the same records, but raise an error instead of partial answers, as a loss needs all records."""
         return self
+
+    def taking_part(self, request: Request) -> Tensor:  # (q,)
+        """Return the number of records that take part in each query."""
+        queries, mask = request.queries, request.mask
+        if mask is None:
+            count = self.count if request.allowed is None else int(np.count_nonzero(request.keep(self.live)))
+            return torch.full((len(queries),), count, device=queries.device)
+        if request.allowed is not None:
+            mask = mask.cpu() & torch.from_numpy(request.allowed[self.live])
+        return mask.sum(1).to(queries.device)
 
     def rows(self, positions: Positions) -> Positions:
         """Return the permanent row of each position, -1 for none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -66,18 +66,6 @@ class LogScore(torch.nn.Module):
 def indifferent(queries: Tensor, keys: Tensor) -> Tensor:  # (…, q, d_q), (…, n, d) -> (…, q, n)
     """Score every key 0, with gradients of 0, for average pooling."""
     return queries[..., :1] * 0 + keys[..., :1].mT * 0
-
-
-class Population(Protocol):
-    """Attributes of a source that `Request.taking_part` needs to count records."""
-
-    @property
-    def live(self) -> Live:
-        """Mask (size,) of the positions that hold a record."""
-
-    @property
-    def count(self) -> int:
-        """Number of records."""
 
 
 @dataclass(frozen=True)
@@ -182,17 +170,6 @@ class Request(Query):
         if isinstance(self.score, Tempered):
             return divided(scores, self.queries[..., -1:].reciprocal())
         return scores.exp() if isinstance(self.score, LogScore) else scores
-
-    def taking_part(self, source: Population) -> Tensor:  # (q,)
-        """Return the number of records that take part in each query."""
-        device = self.queries.device
-        if self.mask is None:
-            count = source.count if self.allowed is None else int(np.count_nonzero(self.keep(source.live)))
-            return torch.full((len(self.queries),), count, device=device)
-        mask = self.mask.cpu()
-        if self.allowed is not None:
-            mask = mask & torch.from_numpy(self.allowed[source.live])
-        return mask.sum(1).to(device)
 
 
 class Candidates(NamedTuple):

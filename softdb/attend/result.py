@@ -73,7 +73,7 @@ def answered(
     bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
     if error is not None:
         bars = error.bar, error.stderr, error.lse_stderr, error.met
-    n_pooled, hits, weights = request.taking_part(source), None, None
+    n_pooled, hits, weights = source.taking_part(request), None, None
     if weighed is not None:
         candidates, weights = weighed
         hits = hits_of(request, source, candidates, lse.device)
@@ -103,7 +103,7 @@ def hits_of(request: Request, source: SourceRecords, candidates: Scored, device:
 @torch.no_grad()
 def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
     """Explain each query's answer by its `count` heaviest records. Cost: a search, and a pass if it is exact."""
-    count = min(count, int(request.taking_part(source).amax()) if len(request.queries) else 0)
+    count = min(count, int(source.taking_part(request).amax()) if len(request.queries) else 0)
     if pooled.hits is not None and pooled.weights is not None:
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
         weights, order = weights[:, :count], order[:, :count]
@@ -116,7 +116,7 @@ def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int)
         live = torch.from_numpy(top.positions >= 0).to(lse.device)
         weights = (top.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
         if isinstance(request.weighting, Uniform):
-            weights = live / request.taking_part(source).to(lse).clamp(min=1).unsqueeze(1)
+            weights = live / source.taking_part(request).to(lse).clamp(min=1).unsqueeze(1)
         hits = hits_of(request, source, top, top.scores.device)
     ids, payloads = hits.ids, hits.payloads
     explanations = []

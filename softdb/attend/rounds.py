@@ -17,14 +17,12 @@ from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
 from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
-from softdb.index.contract import Floats, prepared
+from softdb.index.contract import Floats, Numbers, prepared
 from softdb.index.planner import draw_cost, pass_cost
 from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, Tempered, divided, divisor, softmax
 from softdb.store import Snapshot
-
-Numbers = NDArray[np.float64]
 
 GROWTH = 2  # least growth of the number of draws from one round to the next
 MARGIN = 1.3  # safety factor on the number of draws that the error bar predicts

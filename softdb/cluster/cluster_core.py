@@ -27,12 +27,11 @@ from softdb.database.incoming import Given, WriteKind
 from softdb.encoders import of_name
 from softdb.errors import BadInput, Closed, ReadOnly, UnknownId
 from softdb.index.choose import Progress
+from softdb.index.contract import Rows
 from softdb.index.query import Query
 from softdb.reports import Stats
 
 _ALONE = ("texts", "mode", "fusion", "diversity", "fetch_k", "group_by", "group_size")  # only for one database
-
-Rows = NDArray[np.int64]
 
 
 class ClusterCore(Core[Sharded]):

@@ -25,14 +25,13 @@ from softdb.cluster.drawing import ShardDrawing, passed, taking_part
 from softdb.cluster.merge import first, in_order
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.index.contract import Rows
 from softdb.pool import State
 from softdb.scoring import Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
 
-CALLS = ("build_index", "count", "drop_index", "get", "id_types", "stats", "stored")  # names allowed in CallVerb
+CALLS = ("build_index", "count", "get", "id_types", "stats", "stored")  # names allowed in CallVerb
 TIED = 4  # factor by which k grows if more records may tie with the last hit
-
-Rows = NDArray[np.int64]
 
 
 def salted(seed: int, shard: int) -> int:
@@ -56,11 +55,9 @@ class DatabaseShard:
         shard: int,
         shards: int,
         version: Callable[[], int] | None = None,  # returns the version; None: the database's generation
-        refresh: Callable[[int], object] | None = None,  # brings the records to a version or NEWEST
     ) -> None:
         self.db, self.shard, self.shards = db, shard, shards
         self.version = version or (lambda: db.generation)
-        self.refresh = refresh or (lambda _: db.refresh())
         db.core.store.matches.is_whole = False
 
     def answer(self, ask: messages.Message) -> Any:
@@ -81,7 +78,7 @@ class DatabaseShard:
         if isinstance(ask, messages.Describe):
             return self._description()
         if isinstance(ask, messages.Refresh):
-            self.refresh(ask.version)
+            self.db.refresh()
             return self._description()
         self._require(ask)
         return self._replies[type(ask)](self, ask)
@@ -211,9 +208,9 @@ class DatabaseShard:
         filled = [(torch.zeros_like(tensor) if grad is None else grad).numpy() for tensor, grad in pairs]
         return messages.Gradient(filled[0], tuple(filled[1:]))
 
-    def _counted(self, ask: messages.CountWithin) -> messages.Counted:
+    def _counted(self, ask: messages.CountWithin) -> Rows:
         request, source = self.request(ask.question)
-        return messages.Counted(count_exactly(source, request, ask.least))
+        return count_exactly(source, request, ask.least)
 
     def _sampled(self, ask: messages.Sample) -> messages.ShardHits:
         request, source = self.request(ask.question)

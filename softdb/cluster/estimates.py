@@ -24,6 +24,7 @@ from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of
 from softdb.cluster import shard as messages
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import QueriedShards
+from softdb.index.contract import Numbers
 from softdb.index.sampler import FIRST
 from softdb.pool import State, merge
 
@@ -31,8 +32,6 @@ BY_RECORDS = 0.1  # in later rounds, share of the draws that is divided in propo
 BETTER = 0.8  # redraw with a new division if it lowers the squared error at least to this fraction
 STEP = 4  # later budgets are powers of 2^(1/STEP), so that many queries have equal budgets, in one batch
 FEW = 8  # least number of draws from each shard
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from softdb import check
 from softdb.cluster import shard as messages
@@ -17,13 +16,6 @@ from softdb.errors import BadInput
 from softdb.reports import IndexReport, SnapshotReport
 
 BUILDING = 3600.0  # least timeout for building an index, in seconds
-
-
-class Versioned(Protocol):
-    """A table with versions."""
-
-    def newest(self) -> int:
-        """Return the newest version."""
 
 
 class Cluster(Verbs):
@@ -42,22 +34,12 @@ class Cluster(Verbs):
         timeout: seconds that a question may take; then it raises ShardUnavailable.
         partial: True to answer without shards that do not reply. Then `missing` names them, `met` is False and `bar`
             infinite. Losses always need all shards.
-        truth: the table that the shards are copies of; None if each shard is a database of its own.
-        intact: called with {shard: description} of rebuilt shards; returns True to use them, False to raise StaleRead.
     """
 
     core: ClusterCore
 
-    def __init__(
-        self,
-        transport: messages.Transport,
-        timeout: float = 30.0,
-        partial: bool = False,
-        truth: Versioned | None = None,
-        intact: Callable[[Mapping[int, messages.Description]], bool] = lambda _: False,
-    ) -> None:
-        self.truth = truth
-        self.core = ClusterCore(Caller(transport, check.positive(timeout, "timeout"), bool(partial), intact))
+    def __init__(self, transport: messages.Transport, timeout: float = 30.0, partial: bool = False) -> None:
+        self.core = ClusterCore(Caller(transport, check.positive(timeout, "timeout"), bool(partial)))
 
     @property
     def mode(self) -> str:
@@ -82,8 +64,7 @@ class Cluster(Verbs):
     @verb
     def refresh(self) -> int:
         """Move every shard to its newest version, and return that version. Cost: the new changes are copied once."""
-        newest = messages.NEWEST if self.truth is None else self.truth.newest()
-        self.caller.look(lambda _: messages.Refresh(newest))
+        self.caller.look(lambda _: messages.Refresh(messages.NEWEST))
         return self.version
 
     def close(self) -> None:

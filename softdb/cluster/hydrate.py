@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, ShardOrigin
@@ -27,14 +26,13 @@ from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.index.choose import Progress
+from softdb.index.contract import Rows
 from softdb.store import Batch
 from softdb.tables.rows import Rows as Read
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
-
-Rows = NDArray[np.int64]
 
 
 def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch]:

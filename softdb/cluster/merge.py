@@ -94,7 +94,7 @@ def _merged(ask: messages.Message, parts: Sequence[Any]) -> Any:
         columns = zip(*(reply.parameters for reply in parts), strict=True)
         return messages.Gradient(sum(reply.queries for reply in parts), tuple(sum(column) for column in columns))
     if isinstance(ask, messages.CountWithin):
-        return messages.Counted(sum(reply.counts for reply in parts))
+        return sum(parts)
     if isinstance(ask, messages.Explain):
         return messages.Explained(ranked([reply.hits for reply in parts], ask.k), sum(reply.entropy for reply in parts))
     assert isinstance(ask, messages.Nearest)

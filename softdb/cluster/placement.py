@@ -13,6 +13,7 @@ from softdb import check
 from softdb.check import Id
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
+from softdb.index.contract import Rows
 
 MOST = 1 << 16  # largest number of shards
 
@@ -57,8 +58,6 @@ def _named(id: Id) -> bytes:
 WINDOW = 1 << 20  # number of rows in a window
 REQUEST = {True: 1 << 14, False: 1 << 20}  # cost of one request in bytes read; True: table in a folder
 BATCH = 1 << 16  # number of ids read at once
-
-Rows = NDArray[np.int64]
 
 
 class RowWindow(NamedTuple):

@@ -16,11 +16,10 @@ from softdb.check import Metric, shown
 from softdb.cluster import shard as messages
 from softdb.cluster.caller import Caller
 from softdb.errors import BadInput
+from softdb.index.contract import Rows
 from softdb.pool import State
 from softdb.scoring import Score, ScoreFunction, Tempered, Uniform, divisor
 from softdb.scoring.once import Once
-
-Rows = NDArray[np.int64]
 
 
 class Posed(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -59,12 +59,8 @@ class ShardQuery:
 class Message:
     """A message to a shard. The docstring of each subclass says what the shard replies after "->"."""
 
+    by_rows: ClassVar[bool] = False  # True: only the directory named in `version` can answer, not any at that version
     version: int
-
-    @property
-    def by_rows(self) -> bool:
-        """True if only the directory named in `version` can answer; False if any directory at that version can."""
-        return False
 
     def fits(self, version: int) -> bool:
         """Return True if a shard that is at `version` may answer this message."""
@@ -87,7 +83,7 @@ class Refresh(Message):
 class CallVerb(Message):
     """Call a method, or read a property, of the shard's database -> the result.
 
-    `verb` is "build_index", "count", "drop_index", "get", "id_types", "stats" or "stored".
+    `verb` is "build_index", "count", "get", "id_types", "stats" or "stored".
     """
 
     verb: str
@@ -116,15 +112,11 @@ class ResolveRows(Message):
 class ScanRows(Message):
     """Read the next `size` records, sorted by row -> (Records, the last local row; None if no more records follow)."""
 
+    by_rows: ClassVar[bool] = True  # `after` is a row number of one directory
     after: int  # last local row of the previous message; -1 at first
     size: int
     where: dict[str, Any] | None = None
     skip: int = 0  # number of matching records to skip first
-
-    @property
-    def by_rows(self) -> bool:
-        """True, because `after` is a row number of one directory."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -161,6 +153,7 @@ class PassOver(Message):
 class Draw(Message):
     """Draw records for each query, and pool the drawn records -> `Drawn`. The caller decides if more are needed."""
 
+    by_rows: ClassVar[bool] = True  # another directory has other row numbers, and would draw other records
     question: ShardQuery
     pools: bool
     budgets: Array  # (q,) int64: about how many records to draw
@@ -168,11 +161,6 @@ class Draw(Message):
     confidence: float  # share of answers whose error shall be below the error bar
     bounded: bool  # False: the shard may pool all its records if that is faster than drawing
     exactly: Array | None = None  # (q,) bool: True to pool all records for a query; None: the shard decides
-
-    @property
-    def by_rows(self) -> bool:
-        """True, because draws depend on row numbers: another directory would draw other records."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -189,15 +177,14 @@ class Backward(Message):
     lse_grad: Array  # (q,) gradient of the loss by the lse; for a merged reply, h - g · o
     merged_lse: Array | None = None  # (q,) log-normaliser L of the merged reply; None: not merged
 
-    @property
-    def by_rows(self) -> bool:
-        """True if only one directory can answer the message `of`."""
-        return self.of.by_rows
+    def fits(self, version: int) -> bool:
+        """Return True if a shard that is at `version` may answer the message `of`."""
+        return self.of.fits(version)
 
 
 @dataclass(frozen=True)
 class CountWithin(Message):
-    """Count, by an exact scan, the records that score at least `least` -> `Counted`."""
+    """Count, by an exact scan, the records that score at least `least` -> counts (q,) int64."""
 
     question: ShardQuery
     least: float
@@ -284,12 +271,6 @@ class GatheredRows(NamedTuple):
 
     keys: Array | None  # (r, d)
     values: Array | None  # (r, v), or (r,) labels
-
-
-class Counted(NamedTuple):
-    """Number of records that score at least `least`, for each query."""
-
-    counts: Array  # (q,) int64
 
 
 class Explained(NamedTuple):

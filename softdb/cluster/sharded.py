@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.answers import Estimate, Hits, Pooled, Samples
@@ -26,12 +25,11 @@ from softdb.cluster.merge import passed_over, ranked
 from softdb.cluster.posed import Posed, array, pickled
 from softdb.cluster.shard_source import QueriedShards
 from softdb.errors import BadInput, StaleRead
+from softdb.index.contract import Rows
 from softdb.index.query import Query
 from softdb.pool import State, merge, pool
 from softdb.scoring import Argmax, Softmax, Uniform, score_of
 from softdb.store.entry import RecordEntry
-
-Rows = NDArray[np.int64]
 
 
 class Sharded(QueriedShards):
@@ -206,7 +204,7 @@ class Sharded(QueriedShards):
         """Sum the shards' exact counts of records that score at least `least`. Cost: one pass in every shard."""
         question = messages.ShardQuery(array(request.queries), self.schema.metric, where=self.where)
         answers = self.ask(lambda shard, version: messages.CountWithin(version, question, least))
-        value = torch.from_numpy(np.sum([reply.counts for reply in answers.replies.values()], axis=0)).double()
+        value = torch.from_numpy(np.sum([*answers.replies.values()], axis=0)).double()
         complete = torch.full(value.shape, not self.missing)
         bar = torch.zeros_like(value).masked_fill(~complete, torch.inf)
         return Estimate(value, bar, complete, complete, self.missing)

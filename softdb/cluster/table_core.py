@@ -150,10 +150,9 @@ class TableCore(ClusterCore):
                 table.update(ids, {name: column for name, column in columns.items() if column is not None}, merge)
             else:
                 batch = checker.batch(given, tell)
-                write = table.insert if change is WriteKind.INSERT or not batch.ids else table.upsert
                 is_int = table.id_type == "integer"
                 ids = batch.ids or [uuid4().int >> 65 if is_int else str(uuid4()) for _ in batch.payloads]
-                write(batch._replace(ids=ids))
+                table.write(table.table(batch._replace(ids=ids)), change is WriteKind.UPSERT and bool(batch.ids))
         self.seen()
         return ids
 

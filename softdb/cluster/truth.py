@@ -191,16 +191,11 @@ class Truth:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def insert(self, batch: Batch) -> int:
-        """Add records, all or none; return the new version. Raises DuplicateId, also if another handle was first."""
-        return self.write(self.table(batch), upsert=False)
-
-    def upsert(self, batch: Batch) -> int:
-        """Add or replace records; return the new version."""
-        return self.write(self.table(batch), upsert=True)
-
     def write(self, rows: Any, upsert: bool) -> int:
-        """Insert or upsert rows (an Arrow table or reader of the same schema) in one commit; return the new version."""
+        """Insert or upsert rows (an Arrow table or reader of the same schema) in one commit; return the new version.
+
+        Raises DuplicateId, also if another handle has inserted an id first.
+        """
         newest = self.now()
         merge = newest.merge_insert("id").when_not_matched_insert_all()
         merge = merge.when_matched_update_all() if upsert else merge.when_matched_fail()

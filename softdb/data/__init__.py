@@ -34,13 +34,6 @@ class DemoData:
     held_out: NDArray[np.bool_]  # (m,) True = not for training; such queries share no answer with training queries
     projection: Floats  # (384, d) maps embeddings by all-MiniLM-L6-v2 to the space of the keys
 
-    def reduce(
-        self,
-        embedded: Floats,  # (q, 384) embeddings by all-MiniLM-L6-v2
-    ) -> Floats:  # (q, d)
-        """Map embeddings of texts into the keys' space: project, then scale to length 1."""
-        return unit(embedded @ self.projection)
-
 
 def load_wordnet() -> DemoData:
     """Load the WordNet demonstration data: 19,988 records and 9,983 queries, in a fraction of a second.

@@ -248,7 +248,7 @@ class Questions:
         )
         estimate = source.log_partition(request)
         volume = kernel.log_volume(request.queries.shape[1])
-        shift = request.taking_part(source).clamp(min=1).to(estimate.value).log() + volume
+        shift = source.taking_part(request).clamp(min=1).to(estimate.value).log() + volume
         return dataclasses.replace(estimate, value=estimate.value - shift.to(estimate.value))
 
     @verb

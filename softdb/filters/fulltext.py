@@ -22,14 +22,13 @@ from softdb.errors import BadInput
 from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.connect import damaged_text_index
+from softdb.store.snapshot import Live, Rows
 
 K1, B = 1.2, 0.75  # FTS5's defaults
 LEAST_IDF = 1e-6
 MAX_CACHED = 1 << 24  # largest number of (word, record) pairs in the cache: 128 MB
 
-Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Live = NDArray[np.bool_]
 
 
 class _Documents(NamedTuple):

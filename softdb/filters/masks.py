@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb.filters.conditions import All, Condition, Node, Not, leaves, others, statement
 from softdb.filters.fieldorder import Orders
 from softdb.store import Snapshot
 from softdb.store.catalog import Catalog
+from softdb.store.snapshot import Live, Rows
 
 FEW = 256  # once at most 1 / FEW of the records remain, reading their payloads is faster than another index
 LOOKUP = 6  # time to look up a payload by its row, divided by the time to read it in a scan
 LARGE, SAMPLED = 1 << 16, 128  # from LARGE records on, the share of matches is estimated by a sample of SAMPLED records
 BROAD = 16  # a field's order is built or updated only if the share of matches is from 1 / BROAD to 1 - 1 / BROAD
-
-Live = NDArray[np.bool_]
-Rows = NDArray[np.int64]
 
 
 def fields_of(node: Node) -> set[str | None]:

@@ -22,10 +22,11 @@ from softdb.errors import BadFilter, UnknownField
 from softdb.filters.conditions import Node, leaves, statement
 from softdb.filters.fieldorder import Orders
 from softdb.filters.grammar import parse
-from softdb.filters.masks import Evaluation, Live, RecordLine, fields_of
+from softdb.filters.masks import Evaluation, RecordLine, fields_of
 from softdb.store import Snapshot, textindex
 from softdb.store.catalog import Catalog
 from softdb.store.paths import field_sql, parts_of, spelled
+from softdb.store.snapshot import Live
 
 SAMPLED = 1000  # number of records in which a warning of an unknown field looks for a similar name
 MAX_FILTERS = 16  # number of filters whose matches are cached; each takes a byte for each record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -125,9 +124,9 @@ class Reach(NamedTuple):
 class Index(ABC):
     """An approximate index: codes of the keys of rows below `covered`, and the search effort.
 
-    An engine in FAISS implements `train`, `codes`, `record_bytes`, `parameters` and the class attributes. An engine of
-    our own (`softdb.index.lists`) also overrides every method that calls FAISS. Several threads may search an index at
-    once; to change an index in use, change a `copy`.
+    An engine in FAISS implements `train`, `record_bytes`, `parameters` and the class attributes. An engine of our own
+    (`softdb.index.lists`) also overrides every method that calls FAISS. Several threads may search an index at once; to
+    change an index in use, change a `copy`.
     """
 
     kind: ClassVar[str]
@@ -157,9 +156,9 @@ class Index(ABC):
         """Return an empty index for about `count` records, trained on a sample (m, d) of prepared keys."""
 
     @classmethod
-    @abstractmethod
     def codes(cls, dim: int) -> tuple[str, ...]:
-        """Return the names of the engine's codes, from the smallest to the finest."""
+        """Return the names of the engine's codes, from the smallest to the finest. "SQ8": a byte for each number."""
+        return ("SQ8",)
 
     @classmethod
     @abstractmethod
@@ -276,10 +275,6 @@ class Index(ABC):
         twin.companion = None if self.companion is None else self.companion.copy()
         twin.report = dict(self.report)
         return twin
-
-    def twin(self) -> Index:
-        """Return an index that shares the codes and can be tuned while this index is searched."""
-        return copy.copy(self)
 
 
 class Devices(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
@@ -252,7 +253,7 @@ class Finder:
             if index is None:
                 raise BadInput("there is no index to tune; build one: build_index(), or on a shell softdb index PATH")
             _, goal, _ = checked("auto", index.report["target"] if recall is None else recall)
-            twin = index.twin()  # a copy, as other threads search the index
+            twin = copy.copy(index)  # shares the codes, and can be tuned while other threads search the index
             snapshot = self._store.snapshot
             tuned(snapshot, twin, Target(goal, min(k or index.report["k"], snapshot.count), queries), progress)
             with self._lock:

@@ -21,11 +21,6 @@ class HNSW(Index):
     effort_most = 4096
 
     @classmethod
-    def codes(cls, dim: int) -> tuple[str, ...]:
-        """Return the only kind of codes: one byte for each number of a key."""
-        return ("SQ8",)
-
-    @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
         """Return the bytes of a record: one for each number, four for each link on about 1.5 levels, and its sketch."""
         return dim + 4 * (2 * LINKS + 1) + 16 + Sketches.record_bytes(dim, "")

@@ -43,11 +43,6 @@ class IVF(Index):
         return index
 
     @classmethod
-    def codes(cls, dim: int) -> tuple[str, ...]:
-        """Return the only kind of codes: one byte for each number of a key."""
-        return ("SQ8",)
-
-    @classmethod
     def record_bytes(cls, dim: int, codes: str) -> int:
         """Return the bytes of a record: one for each number of its key, and an id."""
         return dim + ID

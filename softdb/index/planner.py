@@ -25,22 +25,16 @@ PASSED = 0.11  # cost of each number of a record for each query, when all record
 Way = Literal["index", "blocks", "pairs"]
 
 
-class Planner:
-    """Chooses the method that answers queries to one index. Safe to use from several threads."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-
-    def way(self, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
-        """Return the method to search among `matches` records. `pairs`: scoring them pair by pair is allowed."""
-        index, few = self.index, 4 * k
-        if index.filters_inside:
-            few = max(FEWEST, few)
-        elif filtered:
-            few = max(FEW, few, int(SHARE * index.covered))
-        if matches > few and k <= index.covered // 8:
-            return "index"
-        return "pairs" if pairs and queries * matches <= PAIRS else "blocks"
+def way(index: Index, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
+    """Return the method to search among `matches` records. `pairs`: scoring them pair by pair is allowed."""
+    few = 4 * k
+    if index.filters_inside:
+        few = max(FEWEST, few)
+    elif filtered:
+        few = max(FEW, few, int(SHARE * index.covered))
+    if matches > few and k <= index.covered // 8:
+        return "index"
+    return "pairs" if pairs and queries * matches <= PAIRS else "blocks"
 
 
 def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> float:

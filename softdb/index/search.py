@@ -13,7 +13,7 @@ from softdb.index.contract import FinderResult, Floats, Index, Live, Recent, Row
 from softdb.index.flat import nearest
 from softdb.index.lists import Among, Lists
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
-from softdb.index.planner import FEW, Planner
+from softdb.index.planner import FEW, way
 from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
@@ -31,9 +31,8 @@ LISTED = 1 << 16  # largest number of a filter's matches whose positions are cac
 class Searcher:
     """Searches one index, and caches data that its searches share. Safe to use from several threads."""
 
-    def __init__(self, index: Index, planner: Planner | None = None) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
-        self.planner = planner or Planner(index)
         self.sampler: Sampler | None = None  # draws records for estimates; made by the first estimate
         self._coverage: _Coverage | None = None  # for the last snapshot
         self._outliers: Outliers | None = None  # None: not copied yet
@@ -57,10 +56,10 @@ class Searcher:
         eligible = coverage.of(snapshot, self.index, allowed)
         vectors = np.ascontiguousarray(queries.detach().cpu().numpy(), np.float32)
         listed = eligible.listed if query.pairwise and eligible.filtered else None
-        way = self.planner.way(eligible.count, len(queries), k, eligible.filtered, listed is not None)
-        if way == "blocks":
+        chosen = way(self.index, eligible.count, len(queries), k, eligible.filtered, listed is not None)
+        if chosen == "blocks":
             return None
-        if way == "pairs" and listed is not None:
+        if chosen == "pairs" and listed is not None:
             return _compared(snapshot, vectors, listed, k, metric)
         certain = min(query.certain or k, k)
         positions, known, _ = self._searched(snapshot, eligible, allowed, vectors, k, certain)
@@ -91,10 +90,10 @@ class Searcher:
             return None
         eligible = coverage.of(snapshot, index, allowed)
         listed = eligible.listed if eligible.filtered else None
-        way = self.planner.way(eligible.count, len(vectors), k, eligible.filtered, listed is not None)
-        if way == "pairs" and listed is not None and all_finite(vectors):
+        chosen = way(index, eligible.count, len(vectors), k, eligible.filtered, listed is not None)
+        if chosen == "pairs" and listed is not None and all_finite(vectors):
             return _compared(snapshot, vectors, listed, k, index.metric)
-        if way != "index":
+        if chosen != "index":
             return None
         positions, scores, complete = self._searched(snapshot, eligible, allowed, vectors, k, k)
         return FinderResult(positions, scores, index.kind) if complete else None

@@ -54,7 +54,7 @@ class Attention(torch.nn.MultiheadAttention):
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, value_dim=2)
-    >>> db.insert([1, 2], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
+    >>> ids = db.insert([1, 2], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
     >>> output, _ = Attention(db, embed_dim=8, num_heads=2, batch_first=True)(torch.ones(5, 4, 8))
     >>> output.shape
     torch.Size([5, 4, 8])

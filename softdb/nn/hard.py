@@ -60,7 +60,7 @@ def hard_attention(
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2, value_dim=1)
-    >>> db.insert(["left", "right"], [[-1, 0], [1, 0]], [[0], [1]])
+    >>> ids = db.insert(["left", "right"], [[-1, 0], [1, 0]], [[0], [1]])
     >>> query = torch.zeros(1, 2, requires_grad=True)
     >>> samples = hard_attention(db, query, 4, generator=torch.Generator().manual_seed(0))
     >>> reward = samples.values[..., 0]  # 1 for going right

@@ -14,12 +14,12 @@ from softdb.answers import Pooled, shaped
 from softdb.check import shown
 from softdb.database import Verbs
 from softdb.errors import BadInput
+from softdb.index.contract import Rows
 from softdb.nn.eager import eager
 from softdb.nn.memory import Memory
 from softdb.nn.targets import (
     Positives,
     Records,
-    Rows,
     class_labels,
     handle,
     live,
@@ -114,7 +114,7 @@ def retrieval_loss(
 
     >>> import softdb
     >>> db = softdb.open(None, dim=2)
-    >>> db.insert(["east", "north", "west"], [[1, 0], [0, 1], [-1, 0]])
+    >>> ids = db.insert(["east", "north", "west"], [[1, 0], [0, 1], [-1, 0]])
     >>> queries = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], requires_grad=True)
     >>> loss = retrieval_loss(db, queries, ["north", ["north", "west"]], temperature=0.1)
     >>> loss.backward()

@@ -79,7 +79,7 @@ class Memory(Reindexed, SparseRows):
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, value_dim=2)
-    >>> db.insert(["a", "b"], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
+    >>> ids = db.insert(["a", "b"], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
     >>> memory = Memory(db, k=2)
     >>> optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
     >>> memory(torch.ones(5, 3)).output[:, 0].sum().backward()

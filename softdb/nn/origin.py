@@ -14,13 +14,12 @@ from torch import Tensor
 from softdb.check import Id, Metric, shown
 from softdb.database import SoftDB
 from softdb.errors import BadInput, StaleRead
+from softdb.index.contract import Live, Rows
 from softdb.index.query import Query
 from softdb.lazy import cached_property
 from softdb.store import Snapshot
 
 BLOCK = 1 << 14  # number of records read or compared at once
-Rows = NDArray[np.int64]
-Live = NDArray[np.bool_]
 Names = NDArray[np.bytes_]  # digests of ids, DIGEST bytes each
 DIGEST = 16  # bytes of an id's digest; among 10⁹ ids two have the same digest with probability 10⁻²¹
 RECORDS = "records"  # name of the ids' digests in a state_dict

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from softdb.check import holds, integer, shown
 from softdb.errors import BadInput
-from softdb.nn.sparse_rows import sums_of_rows
+from softdb.nn.sparse_rows import SparseRows, sums_of_rows
 
 
-class ProductKeys(torch.nn.Module):
+class ProductKeys(SparseRows):
     """A trained memory of m² keys and values, whose keys are pairs (Lample et al. 2019, arXiv 1907.05242, section 3.1).
 
     For each head, with q = W x + b its query, q' and q'' the halves of q, c' and c'' the head's two codebooks:
@@ -71,9 +71,16 @@ class ProductKeys(torch.nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = torch.nn.Linear(self.dim, self.num_heads * self.key_dim, **options)
         self.norm = torch.nn.BatchNorm1d(self.num_heads * self.key_dim, **options) if query_norm else None
-        self.keys = torch.nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **options))
+        keys = torch.nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, self.key_dim // 2, **options))
+        self.learnt = torch.nn.ParameterDict({"codebooks": keys})  # apart from the values, whose gradients are sparse
         self.values = torch.nn.Parameter(torch.empty(self.num_keys**2, self.value_dim, **options))
         self.reset_parameters()
+
+    @property
+    def keys(self) -> Tensor:  # (num_heads, 2, m, d / 2)
+        """The codebooks."""
+        keys: Tensor = self.learnt["codebooks"]
+        return keys
 
     def reset_parameters(self) -> None:
         """Draw codebooks uniformly within ±1/√(d/2), and values normally with standard deviation 1/√v."""

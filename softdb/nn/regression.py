@@ -198,7 +198,7 @@ class KernelRegressor(_NadarayaWatson):
     >>> import softdb
     >>> db = softdb.open(None, dim=1, value_dim=1)
     >>> x = torch.linspace(0, 3, 31).unsqueeze(1)
-    >>> db.insert(range(31), x, x.sin())
+    >>> ids = db.insert(range(31), x, x.sin())
     >>> model = KernelRegressor(db)
     >>> errors = model.fit(steps=50)
     >>> errors[-1] < errors[0]
@@ -221,7 +221,7 @@ class KernelClassifier(_NadarayaWatson):
 
     >>> import softdb
     >>> db = softdb.open(None, dim=1, num_classes=2)
-    >>> db.insert([1, 2, 3, 4], [[0.0], [0.1], [1.0], [1.1]], [0, 0, 1, 1])
+    >>> ids = db.insert([1, 2, 3, 4], [[0.0], [0.1], [1.0], [1.1]], [0, 0, 1, 1])
     >>> KernelClassifier(db, bandwidth=0.2)([[0.0]]).round(decimals=3).tolist()
     [[1.0, 0.0]]
     """

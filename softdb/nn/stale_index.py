@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
@@ -19,7 +18,7 @@ from softdb.device import nearest as nearest_on_device
 from softdb.errors import BadInput, Closed
 from softdb.index.build import Target, build
 from softdb.index.choose import KINDS
-from softdb.index.contract import Floats, Index, Recent
+from softdb.index.contract import Floats, Index, Live, Recent, Rows
 from softdb.index.flat import nearest
 from softdb.index.query import Query
 from softdb.index.sampler import Answering, Drawing, Sampler
@@ -32,9 +31,6 @@ from softdb.store import Segment, Snapshot
 CACHED_MASKS = 4  # number of masks of live vectors that a version caches, n bytes each
 FEWEST = 10_000  # smallest number of records to build an index for; exact search of fewer takes a millisecond
 TUNED_FOR = 10  # number of nearest vectors, k, that an index's recall is tuned for
-
-Rows = NDArray[np.int64]
-Live = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from softdb.attend import Request, Source
 from softdb.check import Id, shown
 from softdb.database import SoftDB, Verbs
 from softdb.errors import BadInput, StaleRead
+from softdb.index.contract import Rows
 from softdb.nn.memory import Memory
 from softdb.nn.view import View
 from softdb.scoring import Score, ScoreFunction
 from softdb.typing import Vectors
 
-Rows = NDArray[np.int64]
 Records: TypeAlias = Verbs | View | Memory
 """Sources of a loss: a database, a cluster, a View or a Memory."""
 

@@ -78,7 +78,7 @@ def gradient_report(
 
     >>> import softdb
     >>> db = softdb.open(None, dim=4)
-    >>> db.insert(range(50), torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
+    >>> ids = db.insert(range(50), torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
     >>> report = gradient_report(db, torch.ones(3, 4), k=50)
     >>> report.mass.tolist()
     [1.0, 1.0, 1.0]

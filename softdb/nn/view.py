@@ -77,7 +77,7 @@ class View(Reindexed):
 
     >>> import softdb
     >>> db = softdb.open(None, dim=3, num_classes=2)
-    >>> db.insert([1, 2], [[1, 0, 0], [0, 1, 0]], [0, 1])
+    >>> ids = db.insert([1, 2], [[1, 0, 0], [0, 1, 0]], [0, 1])
     >>> view = View(db, torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)), metric="l2")
     >>> view.attend(torch.ones(5, 4), k=1).output.shape
     torch.Size([5, 2])

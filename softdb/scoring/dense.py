@@ -34,19 +34,6 @@ def softmax(
     return exponentials / total.unsqueeze(-1), lse
 
 
-def normalised_log(
-    log_scores: Tensor,  # (…, k): log K, -inf outside the kernel's support
-    live: Tensor,  # (…, k) bool
-) -> tuple[Tensor, Tensor]:  # (…, k), (…)
-    """Return the weights w = K / Σ K and lse = log Σ K of kernel values K, computed from log K.
-
-    `Normalised` computes them from K itself, but far from all records every K underflows and log K does not. Without a
-    record in the kernel's support the weights and gradients are 0 and lse is -inf. Cost q k. Source: Nadaraya 1964,
-    Watson 1964.
-    """
-    return softmax(log_scores, 1.0, live)
-
-
 @dataclass(frozen=True)
 class Softmax:
     """Softmax weights w = exp(z) / Σ exp(z), z = score / T. Entropy H(w) = -Σ w log w, and lse = log Σ exp(z).
@@ -70,7 +57,7 @@ class Normalised:
 
     The kernel's bandwidth replaces the temperature, so a temperature other than 1 raises BadInput. The gradient of lse
     with respect to log s is w. If all live scores are 0 (no record in the kernel's support), weights and gradients are
-    0 and lse is -inf; far from all records use `normalised_log`. The threshold is 0. Cost q k.
+    0 and lse is -inf; far from all records use the softmax of log s. The threshold is 0. Cost q k.
     Raises BadInput for a live score that is negative, NaN or infinite.
     """
 

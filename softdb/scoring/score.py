@@ -63,21 +63,6 @@ def fold(score: Score | ScoreFunction, queries: Tensor) -> Fold | None:  # (…,
     return Fold(metric, queries, None) if isinstance(metric, Metric) else None
 
 
-def metric_of(score: Score | ScoreFunction) -> Metric:
-    """Return the metric that ranks records as a score does, for unchanged queries.
-
-    Raises BadInput for a score without one: a plain callable, a score that transforms the queries (see `fold`), or one
-    with a bandwidth for each coordinate.
-    """
-    metric = attribute(score, "metric")
-    if not isinstance(metric, Metric):
-        raise BadInput(
-            f"the score {score!r} names no metric, so no index can find its nearest records; give it an attribute "
-            "`metric`, a softdb.check.Metric that ranks records as it does"
-        )
-    return metric
-
-
 def query_width(score: Score | ScoreFunction, key_dim: int) -> int:
     """Return the width that queries must have: the score's `query_dim` if it has one, else the keys' width."""
     return int(attribute(score, "query_dim", key_dim))

@@ -11,17 +11,6 @@ from softdb.train.pairs import Pairs, read_pairs
 from softdb.train.projection import QueryProjection, load, save
 
 __all__ = [
-    "Epoch",
-    "Fitted",
-    "KeyEncoder",
-    "Pairs",
-    "QueryProjection",
-    "Ranking",
-    "TextTowers",
-    "apply",
-    "fit",
-    "load",
-    "ranking",
-    "read_pairs",
-    "save",
-]
+    "Epoch", "Fitted", "KeyEncoder", "Pairs", "QueryProjection", "Ranking", "TextTowers", "apply", "fit", "load",
+    "ranking", "read_pairs", "save",
+]  # fmt: skip

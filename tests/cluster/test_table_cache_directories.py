@@ -24,7 +24,7 @@ from softdb.cluster.truth import Truth
 @pytest.fixture
 def truth(tmp_path: Path) -> Truth:
     truth = made(str(tmp_path / "t.lance"), shards=2)
-    truth.insert(batch(truth, [f"r{i}" for i in range(50)]))
+    truth.write(truth.table(batch(truth, [f"r{i}" for i in range(50)])), upsert=False)
     return truth
 
 
@@ -40,7 +40,7 @@ def test_rows_mean_the_same_records_when_a_directory_is_opened_again(truth: Trut
     """The same checks when it continues with the table."""
     numbers = []
     for i in range(2):
-        truth.insert(batch(truth, [f"more {i} {j}" for j in range(8)]))
+        truth.write(truth.table(batch(truth, [f"more {i} {j}" for j in range(8)])), upsert=False)
         followed = hydrated(truth, tmp_path / "cache")
         numbers.append([directory_of(followed.tagged(shard)) for shard in followed.own_shards])
         followed.close()

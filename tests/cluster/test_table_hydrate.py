@@ -34,8 +34,8 @@ from softdb.store.store import Store
 @pytest.fixture
 def truth(tmp_path: Path) -> Truth:
     truth = made(str(tmp_path / "t.lance"))
-    truth.insert(batch(truth, [f"r{i}" for i in range(50)]))
-    truth.insert(batch(truth, ["bare"], keyed=False))
+    truth.write(truth.table(batch(truth, [f"r{i}" for i in range(50)])), upsert=False)
+    truth.write(truth.table(batch(truth, ["bare"], keyed=False)), upsert=False)
     return truth
 
 
@@ -63,9 +63,9 @@ def test_directories_follow_whatever_is_done(data: st.DataObject, tmp_path_facto
         ids: list[int | str] = [*data.draw(names)]
         match data.draw(st.sampled_from(["upsert", "delete", "update", "bare", "compact"])):
             case "upsert":
-                truth.upsert(batch(truth, ids, seed=step))
+                truth.write(truth.table(batch(truth, ids, seed=step)), upsert=True)
             case "bare":
-                truth.upsert(batch(truth, ids, seed=step, keyed=False))
+                truth.write(truth.table(batch(truth, ids, seed=step, keyed=False)), upsert=True)
             case "delete":
                 truth.delete(ids)
             case "compact":
@@ -87,8 +87,8 @@ def test_directories_follow_a_table_that_was_compacted_twice(tmp_path: Path) -> 
     truth = made(str(tmp_path / "t.lance"), shards=2)
     followed = hydrated(truth, tmp_path / "cache")
     for seed in range(2):
-        truth.upsert(batch(truth, ["a", "b"], seed=seed))
-        truth.upsert(batch(truth, ["a"], seed=seed + 10))
+        truth.write(truth.table(batch(truth, ["a", "b"], seed=seed)), upsert=True)
+        truth.write(truth.table(batch(truth, ["a"], seed=seed + 10)), upsert=True)
         truth.compact()
         assert truth.identity(truth.now()) == truth.identity(truth.at(truth.newest()))
         folders = {shard: followed.databases[shard] for shard in followed.own_shards}
@@ -127,7 +127,7 @@ def test_lost_and_damaged_files_are_rebuilt(truth: Truth, tmp_path: Path, how: s
 def test_a_directory_removed_while_served_is_rebuilt(truth: Truth, tmp_path: Path, how: str) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     ruined(followed.path(1), how)
-    truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
+    truth.write(truth.table(batch(truth, [f"n{i}" for i in range(20)])), upsert=True)
     for _ in range(2):  # the first question may only notice the loss
         try:
             followed.follow(truth.newest())
@@ -194,7 +194,7 @@ def test_a_change_is_visible_completely_or_not_at_all(
     reader = threading.Thread(target=read)
     reader.start()
     for seed in range(1, 6):
-        truth.upsert(batch(truth, ids, seed=seed))
+        truth.write(truth.table(batch(truth, ids, seed=seed)), upsert=True)
         shard.answer(Refresh(truth.newest()))
         version, until = shard.answer(Describe(NEWEST)).version, time.monotonic() + 60
         while version not in seen and reader.is_alive():
@@ -219,7 +219,7 @@ def test_intact_directories_are_reused(truth: Truth, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Store, "apply", counted)
     hydrated(truth, tmp_path / "cache").close()
     assert rows == []
-    truth.upsert(batch(truth, ["r0", "new"], seed=1))
+    truth.write(truth.table(batch(truth, ["r0", "new"], seed=1)), upsert=True)
     hydrated(truth, tmp_path / "cache").close()
     assert sum(rows) == 3  # one goes, two come
 
@@ -272,7 +272,7 @@ def test_a_table_recreated_at_the_same_path_is_recognised(truth: Truth, tmp_path
     shutil.rmtree(truth.url)
     other = made(truth.url)
     while other.newest() < version:
-        other.insert(batch(other, [f"other {other.newest()}"], seed=9))
+        other.write(other.table(batch(other, [f"other {other.newest()}"], seed=9)), upsert=False)
     again = hydrated(stored(truth.url, None), tmp_path / "cache")
     assert contents(again) == told(other)
     again.close()
@@ -354,7 +354,7 @@ def test_a_shard_is_rebuilt_at_the_version_of_the_others(truth: Truth, tmp_path:
     """A cleaned-up version is replaced by the newest."""
     followed = hydrated(truth, tmp_path / "cache")
     before, version = contents(followed), truth.newest()
-    truth.upsert(batch(truth, [f"n{i}" for i in range(20)]))
+    truth.write(truth.table(batch(truth, [f"n{i}" for i in range(20)])), upsert=True)
     followed.remake(1)
     assert ({followed.version(shard) for shard in range(4)}, contents(followed)) == ({version}, before)
     truth.now().cleanup_old_versions(older_than=timedelta(0))

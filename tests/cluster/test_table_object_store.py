@@ -29,14 +29,14 @@ def store() -> Iterator[tuple[str, dict[str, str]]]:
 def test_a_table_in_a_bucket(store: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     address, options = store
     truth = made(f"{address}/t.lance", shards=2, options=options)
-    truth.insert(batch(truth, ["a", "b", "c"]))
+    truth.write(truth.table(batch(truth, ["a", "b", "c"])), upsert=False)
     followed = hydrated(truth, tmp_path / "cache")
     results: list[object] = []
 
     def insert(seed: int) -> None:
         writer = stored(truth.url, options)
         try:
-            results.append(writer.insert(batch(writer, ["same", f"own {seed}"], seed=seed)))
+            results.append(writer.write(writer.table(batch(writer, ["same", f"own {seed}"], seed=seed)), upsert=False))
         except errors.SoftDBError as error:
             results.append(type(error))
 

@@ -29,9 +29,9 @@ def test_both_ways_bring_the_same_rows(
     """From several files with deletions, in several windows and batches."""
     truth = made(str(tmp_path / "t.lance"))
     for i in range(3):
-        truth.insert(batch(truth, [f"{i} {j}" for j in range(80)], seed=i))
+        truth.write(truth.table(batch(truth, [f"{i} {j}" for j in range(80)], seed=i)), upsert=False)
     truth.delete([f"{i} {j}" for i in range(3) for j in range(0, 80, 7)])
-    truth.insert(batch(truth, ["bare"], keyed=False))
+    truth.write(truth.table(batch(truth, ["bare"], keyed=False)), upsert=False)
     monkeypatch.setattr(placement, "WINDOW", 50)
     monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
@@ -48,7 +48,7 @@ def test_every_row_is_reported_once(
 ) -> None:
     """Also of the rows that other shards have, and where a directory is gone on with."""
     truth = made(str(tmp_path / "t.lance"))
-    truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
+    truth.write(truth.table(batch(truth, [f"r{i}" for i in range(120)])), upsert=False)
     monkeypatch.setattr(placement, "WINDOW", 50)
     monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
@@ -67,7 +67,7 @@ def test_every_row_is_reported_once(
     assert counts[-1] == 120
     assert counts[0] > 0 or mine != [2], "what was seen before counts"
     reports.clear()
-    truth.insert(batch(truth, ["new"]))
+    truth.write(truth.table(batch(truth, ["new"])), upsert=False)
     followed.follow(truth.newest())
     followed.remake(mine[0])
     followed.close()
@@ -76,7 +76,7 @@ def test_every_row_is_reported_once(
 
 def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = made(str(tmp_path / "t.lance"))
-    truth.insert(batch(truth, [f"r{i}" for i in range(120)]))
+    truth.write(truth.table(batch(truth, [f"r{i}" for i in range(120)])), upsert=False)
     monkeypatch.setattr(placement, "WINDOW", 50)
     results = [(one.low, len(one.parts)) for one in placement.windows(truth, truth.now(), 30)]
     assert results == [(30, 50), (80, 40)]

@@ -84,7 +84,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """The second directory was made later, and numbers its rows differently."""
     truth, random = made(str(tmp_path / "t.lance"), SHARDS, value_dim=3), np.random.default_rng(1)
     names, values = [f"r{i}" for i in range(N)], random.normal(size=(N, 3)).astype(np.float32)
-    truth.insert(batch(truth, names, values=values))
+    truth.write(truth.table(batch(truth, names, values=values)), upsert=False)
 
     def connect(table: Truth) -> Replicas:
         early = Hydrated(table, tmp_path / "early", range(SHARDS), table.newest())
@@ -267,7 +267,7 @@ def test_a_refresh_ends_with_every_shard_at_one_version(world: World, monkeypatc
         if Refresh not in {type(ask) for ask in asks.values()} or next(turns, 3) > 2:
             return plain(asks, timeout)
         actual = early.ask({0: asks[0]}, timeout).replies
-        world.db.table.upsert(batch(world.db.table, ["more"], values=np.ones((1, 3))))
+        world.db.table.write(world.db.table.table(batch(world.db.table, ["more"], values=np.ones((1, 3)))), upsert=True)
         actual |= late.ask({1: Refresh(NEWEST)}, timeout).replies
         return ShardReplies(actual, {})
 

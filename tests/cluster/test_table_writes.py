@@ -34,8 +34,8 @@ def test_the_table_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str,
     import softdb
 
     truth = made(str(tmp_path / "t.lance"), ids="int", dtype="float16", metric="l2", **words)
-    truth.insert(batch(truth, [1, 2, 3], values=column))
-    truth.insert(batch(truth, [4], keyed=False))
+    truth.write(truth.table(batch(truth, [1, 2, 3], values=column)), upsert=False)
+    truth.write(truth.table(batch(truth, [4], keyed=False)), upsert=False)
     db = softdb.open(None, dim=DIM, dtype="float16", metric="l2", **words)
     assert import_records(db, read_records(tmp_path / "t.lance")) == 4
     assert [db[2].payload, db[2].text, db[4].text] == [{"seed": 0, "id": 2}, "text 2", "text 4"]
@@ -43,12 +43,12 @@ def test_the_table_reads_as_an_export_of_softdb(tmp_path: Path, words: dict[str,
 
 
 def test_a_batch_is_inserted_completely_or_not_at_all(truth: Truth) -> None:
-    truth.insert(batch(truth, ["a", "it's"]))
+    truth.write(truth.table(batch(truth, ["a", "it's"])), upsert=False)
     with pytest.raises(errors.DuplicateId, match=r'id "it\'s" is stored already; upsert replaces'):
-        truth.insert(batch(truth, ["b", "it's"], seed=1))
+        truth.write(truth.table(batch(truth, ["b", "it's"], seed=1)), upsert=False)
     before = told(truth)
     assert set(before) == {"a", "it's"}
-    assert truth.upsert(batch(truth, ["a", "b"], seed=1)) == truth.newest()
+    assert truth.write(truth.table(batch(truth, ["a", "b"], seed=1)), upsert=True) == truth.newest()
     assert told(truth)["it's"] == before["it's"]
     assert told(truth)["a"][2] == {"seed": 1, "id": "a"}
     assert truth.delete(["a", "a", "none"])[0] == 1
@@ -57,13 +57,13 @@ def test_a_batch_is_inserted_completely_or_not_at_all(truth: Truth) -> None:
 
 def test_an_update_replaces_columns_and_refuses_unknown_ids(tmp_path: Path) -> None:
     truth = made(str(tmp_path / "t.lance"), value_dim=1)
-    truth.insert(batch(truth, ["a", "b"], values=np.ones((2, 1))))
-    truth.insert(batch(truth, ["bare"], keyed=False))
+    truth.write(truth.table(batch(truth, ["a", "b"], values=np.ones((2, 1)))), upsert=False)
+    truth.write(truth.table(batch(truth, ["bare"], keyed=False)), upsert=False)
     truth.update(["b"], {"payload": ["7"], "text": [None]})
     truth.update(["bare"], {"key": np.ones((1, DIM)), "value": np.full((1, 1), 2.0)})
     actual = told(truth)
     assert (actual["b"][1:], actual["bare"][:2]) == (([1.0], 7, None), ([1.0] * DIM, [2.0]))
-    truth.insert(batch(truth, ["bare2"], keyed=False))
+    truth.write(truth.table(batch(truth, ["bare2"], keyed=False)), upsert=False)
     wrong: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
         (["a", "c"], {"payload": ["1", "2"]}, errors.UnknownId, "id 'c' is not stored; upsert adds it"),
         (["a", "bare2"], {"key": np.ones((2, DIM))}, errors.BadInput, "'bare2' has neither key nor value"),
@@ -98,14 +98,14 @@ def test_of_two_that_insert_one_id_at_once_exactly_one_is_refused(truth: Truth) 
     for turn in range(4):
         writers = [stored(truth.url, None) for _ in range(3)]
         batches = [batch(truth, [f"{turn} own {i}", f"{turn}"], seed=i) for i in range(3)]
-        actual = at_once(3, lambda i: writers[i].insert(batches[i]))  # noqa: B023
+        actual = at_once(3, lambda i: writers[i].write(writers[i].table(batches[i]), upsert=False))  # noqa: B023
         assert [type(one) for one in actual if not isinstance(one, int)] == [errors.DuplicateId] * 2, actual
     rows = truth.now().to_table(columns=["id"])["id"].to_pylist()
     assert len(rows) == len(set(rows)) == 8
 
 
 def test_concurrent_updates_are_all_applied(truth: Truth) -> None:
-    truth.insert(batch(truth, ["a"]))
+    truth.write(truth.table(batch(truth, ["a"])), upsert=False)
     writers = [stored(truth.url, None) for _ in range(3)]
     columns: list[dict[str, Any]] = [{"payload": ['"p"']}, {"text": ["t"]}, {"key": np.zeros((1, DIM))}]
     assert all(isinstance(one, int) for one in at_once(3, lambda i: writers[i].update(["a"], columns[i])))
@@ -123,13 +123,13 @@ def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: py
             real(path)
 
         monkeypatch.setattr(files, name, told_of)
-    truth.insert(batch(truth, ["first"]))
+    truth.write(truth.table(batch(truth, ["first"])), upsert=False)
     assert {truth.url, f"{truth.url}/data"} <= set(seen)  # the folder itself has a name, too
     other = stored(truth.url, None)
-    for writer, write in ((truth, truth.insert), (truth, truth.upsert), (other, other.insert)):
+    for writer, upsert in ((truth, False), (truth, True), (other, False)):
         before = set(os.listdir(f"{truth.url}/data")) | set(os.listdir(f"{truth.url}/_versions"))
         seen.clear()
-        write(batch(writer, [f"{len(before)}"]))
+        writer.write(writer.table(batch(writer, [f"{len(before)}"])), upsert)
         for name in ("data", "_versions"):
             fresh = {one for one in set(os.listdir(f"{truth.url}/{name}")) - before if "#" not in one}
             assert fresh
@@ -142,7 +142,7 @@ def test_a_verb_syncs_its_writes_before_it_returns(truth: Truth, monkeypatch: py
 def test_versions_stay_until_they_are_cleaned_up(truth: Truth) -> None:
     from datetime import timedelta
 
-    version = truth.insert(batch(truth, ["a"]))
+    version = truth.write(truth.table(batch(truth, ["a"])), upsert=False)
     truth.delete(["a"])
     assert (truth.at(version).count_rows(), truth.now().count_rows()) == (1, 0)
     truth.now().cleanup_old_versions(older_than=timedelta(0))
@@ -153,19 +153,19 @@ def test_versions_stay_until_they_are_cleaned_up(truth: Truth) -> None:
 
 def test_a_write_to_an_unwritable_table_is_refused(truth: Truth, tmp_path: Path) -> None:
     with pytest.raises(errors.BadInput, match=r"id 7 is of type int, but this table's ids are str: .*ids='int'"):
-        truth.insert(batch(truth, [7]))
+        truth.write(truth.table(batch(truth, [7])), upsert=False)
     with pytest.raises(errors.BadInput, match="holds a table already"):
         made(truth.url)
     with pytest.raises(errors.NotADatabase, match="holds no table that can be read"):
         stored(str(tmp_path / "none"), None)
     (tmp_path / "t.lance" / "data").write_text("in the way")
     with pytest.raises(errors.WriteFailed, match=r"could not be written .*check what is stored"):
-        truth.insert(batch(truth, ["a"]))
+        truth.write(truth.table(batch(truth, ["a"])), upsert=False)
 
 
 def test_many_files_are_merged_into_few(truth: Truth) -> None:
     for i in range(5):
-        truth.insert(batch(truth, [f"{i}"]))
+        truth.write(truth.table(batch(truth, [f"{i}"])), upsert=False)
     since, before = truth.newest(), told(truth)
     truth.compact()
     assert (len(truth.now().get_fragments()), told(truth)) == (1, before)
@@ -173,7 +173,7 @@ def test_many_files_are_merged_into_few(truth: Truth) -> None:
     assert changes is not None
     assert (changes.removed, len(changes.added)) == ([], 0)
     with pytest.raises(errors.DuplicateId, match='id "3" is stored already'):
-        truth.insert(batch(truth, ["3"]))
+        truth.write(truth.table(batch(truth, ["3"])), upsert=False)
 
 
 def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any], times: int = 1) -> None:
@@ -192,14 +192,16 @@ def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any
 def test_an_overtaken_insert_is_checked_against_the_newer_records(
     truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overtaken(monkeypatch, truth, lambda other: other.insert(batch(other, ["a"], seed=1)), times=2)
+    overtaken(
+        monkeypatch, truth, lambda other: other.write(other.table(batch(other, ["a"], seed=1)), upsert=False), times=2
+    )
     with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
-        truth.insert(batch(truth, ["own", "a"]))
+        truth.write(truth.table(batch(truth, ["own", "a"])), upsert=False)
     assert {name: row[2]["seed"] for name, row in told(truth).items()} == {"a": 1}
 
 
 def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth.insert(batch(truth, ["a", "b"]))
+    truth.write(truth.table(batch(truth, ["a", "b"])), upsert=False)
     with monkeypatch.context() as patch:
         overtaken(patch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}))
         truth.update(["a"], {"payload": ['"own"']})
@@ -238,7 +240,7 @@ def test_files_of_an_overtaken_job_are_checked_against_newer_records(
     truth: Truth, monkeypatch: pytest.MonkeyPatch, other: str, twice: bool
 ) -> None:
     """The other's commit comes between the job's look at the table and its own commit."""
-    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [other], seed=1)))
+    overtaken(monkeypatch, truth, lambda one: one.write(one.table(batch(one, [other], seed=1)), upsert=False))
     if twice:
         with pytest.raises(errors.DuplicateId, match='id "a" is stored already'):
             appended(truth, ["a", "b"])
@@ -251,7 +253,7 @@ def test_files_of_an_overtaken_job_are_checked_against_newer_records(
 def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("softdb.cluster.ingest"), "_TRIES", 2)
     names = iter("xyz")
-    overtaken(monkeypatch, truth, lambda one: one.insert(batch(one, [next(names)])), times=2)
+    overtaken(monkeypatch, truth, lambda one: one.write(one.table(batch(one, [next(names)])), upsert=False), times=2)
     with pytest.raises(errors.DatabaseLocked, match=r"too many processes write .* nothing was written"):
         appended(truth, ["a"])
     assert set(told(truth)) == {"x", "y"}
@@ -261,7 +263,7 @@ def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypat
 
 def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
     since = truth.newest()
-    truth.insert(batch(truth, ["a"]))
+    truth.write(truth.table(batch(truth, ["a"])), upsert=False)
     assert truth.changes(since, truth.now()) is not None
     monkeypatch.setattr(held, "LARGEST", 1)
     assert truth.changes(since, truth.now()) is None
@@ -305,7 +307,7 @@ def test_a_table_merges_payloads(tmp_path: Path) -> None:
 
 
 def test_concurrent_merges_are_all_applied(truth: Truth) -> None:
-    truth.insert(batch(truth, ["a"], payloads=[{}]))
+    truth.write(truth.table(batch(truth, ["a"], payloads=[{}])), upsert=False)
     writers = [stored(truth.url, None) for _ in range(3)]
 
     def merge(i: int) -> None:

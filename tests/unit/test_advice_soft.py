@@ -151,15 +151,6 @@ def test_no_estimate_of_sparse_weights(folder: Path) -> Steps:
         torch.testing.assert_close(db.attend(QUERIES, weights="sparsemax", k=50).output, exact)
 
 
-@advice("give it an attribute `metric`, a softdb.check.Metric that ranks records as it does")
-def test_a_score_names_the_metric_it_ranks_by(folder: Path) -> Steps:
-    yield lambda: scores.metric_of(Tempered(scores.Dot(), 1.0))
-    ranked = Tempered(scores.Dot(), 1.0, Metric.DOT)
-    assert scores.metric_of(ranked) is Metric.DOT
-    with with_values() as db:
-        assert db.attend(QUERIES, score=ranked, k=5).hits.ids == db.search(QUERIES, 5).ids  # type: ignore[union-attr]
-
-
 @advice("query with k=, or with need_weights=True")
 def test_a_heat_map_needs_weights(folder: Path) -> Steps:
     plots = pytest.importorskip("softdb.plots")

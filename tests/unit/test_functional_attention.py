@@ -20,6 +20,7 @@ from softdb import scores
 from softdb.attend import blocks
 from softdb.errors import BadInput
 from softdb.functional import Attended, attention
+from softdb.kernels import available
 from softdb.weights import Weighed, softmax
 
 module = importlib.import_module("softdb.functional")
@@ -256,6 +257,42 @@ def test_details_are_never_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.dtype for one in actual] == [torch.float16, torch.float32, torch.float32]
     close(actual.output, expected)
     close(actual.weights.sum(-1), torch.ones(4), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own forward mode
+@pytest.mark.skipif(not available(), reason="needs the compiled kernels")
+def test_many_scores_without_a_gradient_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels, where these are faster; not where derivatives of any order or transforms of torch.func are wanted."""
+    monkeypatch.setattr(module, "FEW", 40)
+    (q, k, v), heat = world(5, 9, (2,), torch.float32), torch.rand(2, 5) + 0.5
+    streams, streamed = [], module._streamed
+
+    def counted(call: Any) -> Tensor:
+        streams.append(call)
+        return streamed(call)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(module, "_streamed", counted)
+    plain = [one.detach() for one in (q, k, v)]
+    for score in (None, scores.Cosine(), scores.NegativeL2(), scores.Gaussian()):
+        warm = 1.0 if isinstance(score, scores.Gaussian) else heat
+        expected = attention(q, k, v, score=score, temperature=warm)
+        assert expected.requires_grad
+        assert not streams
+        with torch.no_grad():
+            close(attention(q, k, v, score=score, temperature=warm), expected, 1e-5)
+        close(attention(*plain, score=score, temperature=warm), expected, 1e-5)
+        assert len(streams) == 2
+        streams.clear()
+    attention(*plain, score=scores.General(D, D))
+    attention(plain[0][:, :4], *plain[1:])
+    attention(*(one.double() for one in plain))
+    attention(*plain, weights="sparsemax")
+    attention(*plain, score=_product)
+    torch.func.vmap(attention)(*plain)
+    torch.func.jvp(lambda one: attention(one, *plain[1:]), (plain[0],), (plain[0],))
+    with torch.autograd.forward_ad.dual_level():
+        attention(torch.autograd.forward_ad.make_dual(plain[0], plain[0]), *plain[1:])  # type: ignore[no-untyped-call]
+    assert not streams
 
 
 class Halves:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from worlds import clusters, indexed
 
 import softdb
-from softdb.index.planner import Planner, draw_cost, pass_cost
+from softdb.index.planner import Way, draw_cost, pass_cost, way
 
 pytest.importorskip("faiss")
 
@@ -30,9 +31,9 @@ def db(request: pytest.FixtureRequest) -> Iterator[softdb.SoftDB]:
         yield db
 
 
-def planner_of(db: softdb.SoftDB) -> Planner:
+def way_of(db: softdb.SoftDB) -> Callable[..., Way]:
     assert db.core.finder.index is not None
-    return db.core.finder.searcher(db.core.finder.index).planner
+    return functools.partial(way, db.core.finder.index)
 
 
 def test_a_plain_search_answers_as_one_that_takes_every_step(db: softdb.SoftDB, rng: np.random.Generator) -> None:
@@ -79,18 +80,18 @@ def test_later_inserts_and_deletes_are_seen(metric: str) -> None:
 
 
 def test_lists_are_scanned_unless_very_few_records_remain(db: softdb.SoftDB) -> None:
-    way = planner_of(db).way
-    assert way(12_000, 1, 10, False) == way(3000, 100, 10, True, True) == "index"
-    assert way(100, 1, 10, True, True) == "pairs"
-    assert way(100, 1, 10, True, False) == way(12_000, 1, 2000, False) == "blocks"
+    chosen = way_of(db)
+    assert chosen(12_000, 1, 10, False) == chosen(3000, 100, 10, True, True) == "index"
+    assert chosen(100, 1, 10, True, True) == "pairs"
+    assert chosen(100, 1, 10, True, False) == chosen(12_000, 1, 2000, False) == "blocks"
 
 
 def test_a_graph_serves_filters_that_keep_many_records() -> None:
     with watched("dot", "hnsw") as db:
-        way = planner_of(db).way
-    assert way(12_000, 1, 10, False) == way(6000, 1, 10, True, True) == "index"
-    assert way(3000, 1, 10, True, True) == "pairs"
-    assert way(3000, 1000, 10, True, True) == way(12_000, 1, 2000, False) == "blocks"
+        chosen = way_of(db)
+    assert chosen(12_000, 1, 10, False) == chosen(6000, 1, 10, True, True) == "index"
+    assert chosen(3000, 1, 10, True, True) == "pairs"
+    assert chosen(3000, 1000, 10, True, True) == chosen(12_000, 1, 2000, False) == "blocks"
 
 
 def test_a_pass_shares_its_reads_among_queries() -> None:

@@ -113,7 +113,7 @@ def test_gradcheck() -> None:
     keys, weight = memory.keys.detach().clone().requires_grad_(), memory.query.weight.detach().clone().requires_grad_()
 
     def asked(inputs: Tensor, keys: Tensor, weight: Tensor) -> Tensor:
-        parameters = {"keys": keys, "query.weight": weight}
+        parameters = {"learnt.codebooks": keys, "query.weight": weight}
         actual: Tensor = torch.func.functional_call(memory, parameters, (inputs,))
         return actual
 
@@ -242,6 +242,32 @@ def test_caches_of_inference_mode_serve_training() -> None:
         memory(inputs)
     memory(inputs).sum().backward()  # type: ignore[no-untyped-call]
     assert memory.keys.grad is not None
+
+
+def test_product_keys_train_in_data_parallel() -> None:
+    """DistributedDataParallel reduces the sparse gradient of the values beside dense ones; a line of works-with.md."""
+    memory, inputs = ProductKeys(6, num_keys=5, value_dim=3, num_heads=2, k=4, query_norm=True), torch.randn(8, 6)
+    memory(inputs).square().sum().backward()  # type: ignore[no-untyped-call]
+    alone = {name: _dense(one.grad) for name, one in memory.named_parameters()}
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(memory)
+        optimisers = [
+            torch.optim.SparseAdam([memory.values]),
+            torch.optim.Adam([one for name, one in memory.named_parameters() if name != "values"]),
+        ]
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(inputs).square().sum().backward()
+        assert memory.values.grad is not None
+        assert memory.values.grad.is_sparse
+        for name, one in memory.named_parameters():
+            torch.testing.assert_close(_dense(one.grad), alone[name], msg=name)
+        for optimiser in optimisers:
+            optimiser.step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_example_runs() -> None:

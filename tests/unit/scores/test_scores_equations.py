@@ -31,7 +31,6 @@ from softdb.scores import (
     ScaledDot,
     Score,
     fold,
-    metric_of,
     score_of,
 )
 from softdb.scoring import additive, distance
@@ -185,14 +184,9 @@ def test_no_keys_give_no_scores(score: Score, equation: reference.Score) -> None
 
 def test_metrics_and_scores_name_each_other() -> None:
     assert [type(score_of(metric)) for metric in Metric] == [Dot, Cosine, NegativeL2]
-    assert all(metric_of(score_of(metric)) is metric for metric in Metric)
-    assert metric_of(ScaledDot()) is Metric.DOT
+    assert all(score_of(metric).metric is metric for metric in Metric)  # type: ignore[attr-defined]
+    assert ScaledDot().metric is Metric.DOT
     assert Dot() == Dot()
-
-
-def test_no_index_finds_for_a_plain_callable() -> None:
-    with pytest.raises(BadInput, match=r"names no metric.*give it an attribute `metric`"):
-        metric_of(lambda queries, keys: queries @ keys.mT)
 
 
 # -- scores with weights and bandwidths --------------------------------------------------------------------------------
@@ -530,13 +524,9 @@ def test_scores_without_an_index_form_have_no_fold() -> None:
     queries = torch.ones(2, 3)
     for score in (Additive(3, 3, 4), NegativeL2([1.0, 2.0, 3.0]), Gaussian([1.0, 2.0, 3.0]), lambda q, k: q @ k.mT):
         assert fold(score, queries) is None
-        with pytest.raises(BadInput, match="names no metric"):
-            metric_of(score)
     # these have an index, but not for the queries as they are
     for moved in (General(3, 3), LinearAdditive(3, 3)):
         assert fold(moved, queries) is not None
-        with pytest.raises(BadInput, match="names no metric"):
-            metric_of(moved)
 
 
 def test_the_fold_of_a_plain_callable_with_a_metric_is_its_order() -> None:
@@ -564,8 +554,8 @@ def test_an_invalid_fold_is_refused() -> None:
 
 def test_standard_scores_are_made_once() -> None:
     assert all(score_of(metric) is score_of(metric) for metric in Metric)
-    assert metric_of(NegativeL2(2.0)) is Metric.L2
-    assert metric_of(Gaussian()) is Metric.L2
+    assert NegativeL2(2.0).metric is Metric.L2
+    assert Gaussian().metric is Metric.L2
 
 
 @pytest.mark.parametrize("name", ["additive", "bandwidth", "score", "distance", "kernels", "products"])

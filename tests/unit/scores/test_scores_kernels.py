@@ -14,7 +14,7 @@ import torch
 
 from softdb.check import Metric
 from softdb.errors import BadInput
-from softdb.scores import Boxcar, Constant, Epanechnikov, Fold, Gaussian, Kernel, Laplacian, Triangular, fold, metric_of
+from softdb.scores import Boxcar, Constant, Epanechnikov, Fold, Gaussian, Kernel, Laplacian, Triangular, fold
 from softdb.scoring import distance
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -271,7 +271,7 @@ def test_an_index_finds_by_distance(kind: type[Kernel]) -> None:
     kernel = make(kind, 3.0)
     folded = fold(kernel, queries)
     assert folded == Fold(Metric.L2, queries, None, 0.0)
-    assert metric_of(kernel) is Metric.L2
+    assert kernel.metric is Metric.L2
     order = (queries.unsqueeze(1) - keys).norm(dim=-1).argsort(dim=1)
     assert (kernel(queries, keys).gather(1, order).diff(dim=1) <= 1e-15).all()
     assert fold(make(kind, [1.0, 2.0, 1.0, 1.0]), queries) is None
@@ -282,7 +282,7 @@ def test_every_record_is_nearest_to_the_constant_kernel() -> None:
     folded = fold(Constant(), queries)
     assert folded is not None
     assert folded.queries.tolist() == [[0] * 3] * 2
-    assert metric_of(Constant()) is Metric.DOT
+    assert Constant().metric is Metric.DOT
     assert not Constant().state_dict()
     assert repr(Constant()) == "Constant()"
 

@@ -20,7 +20,6 @@ from softdb.weights import (
     Uniform,
     Weighed,
     Weighting,
-    normalised_log,
     softmax,
     valid_mask,
     weighting,
@@ -166,7 +165,7 @@ def test_normalised_weights_have_no_temperature() -> None:
 def test_logs_of_kernel_values_serve_far_from_all_records() -> None:
     live = torch.tensor([[True, True, True, False]] * 2)
     logs = torch.tensor([[-4000.0, -4001.0, -math.inf, 5.0], [-math.inf] * 4], requires_grad=True)
-    weights, lse = normalised_log(logs, live)
+    weights, lse = softmax(logs, 1.0, live)
     near, near_lse = Normalised().weigh(torch.tensor([[1.0, math.exp(-1), 0.0]]), 1.0, live[:1, :3])[:2]
     torch.testing.assert_close(weights[0, :3].detach(), near[0])
     assert lse[0].item() == pytest.approx(near_lse.item() - 4000)
