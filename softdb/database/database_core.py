@@ -22,7 +22,7 @@ from softdb.database.core import ALL, Core, Rows, SearchArguments, with_one_enco
 from softdb.database.embedding import telling
 from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.database.texts import search_by_text
-from softdb.database.writing import encoder_for, entry_for, write_if
+from softdb.database.writing import encoder_for, entry_for, update_if
 from softdb.device import Board
 from softdb.encoders import of_name
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
@@ -334,9 +334,14 @@ class DatabaseCore(Core[Stored]):
             while ids is None:
                 keyed = self.store.keyed
                 checker = RecordChecker(keyed.schema, encoder_of)
-                records = (checker.parts if change in UPDATES else checker.batch)(given, callback)
-                entry = entry_for(keyed, encoder_of(), given, records.keys)
-                ids = write_if(self.store, change, keyed, records, entry)
+                if change in UPDATES:
+                    parts = checker.parts(given, callback)
+                    new = entry_for(keyed, encoder_of(), given, parts.keys)
+                    ids = self.store.run(update_if, self.store, keyed, parts, change is WriteKind.MERGE, new)
+                else:
+                    batch = checker.batch(given, callback)
+                    new = entry_for(keyed, encoder_of(), given, batch.keys)
+                    ids = self.store.insert(batch, keyed, new, change is WriteKind.UPSERT)
         return ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:

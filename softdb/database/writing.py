@@ -46,11 +46,3 @@ def update_if(store: Store, keyed: Keyed, parts: RecordParts, merge: bool, entry
         return None
     store.update(*parts, merge, entry)
     return parts.ids
-
-
-def write_if(store: Store, change: WriteKind, keyed: Keyed, records: Any, entry: Any) -> list[Id] | None:
-    """Write checked records, and return their ids; None if the width changed since `keyed`."""
-    if isinstance(records, RecordParts):
-        return store.run(update_if, store, keyed, records, change is WriteKind.MERGE, entry)
-    write = store.insert if change is WriteKind.INSERT else store.upsert
-    return write(records, keyed, entry)

@@ -149,7 +149,7 @@ class Lists(Sketches):
         among, lists = Among(None, self.layout.rows, self._allowed(rows)), np.full(self.covered + 1, -1)
         edges = self.scan(queries, k, among, k, max(k, LEAST), 0)[1][:, -1:]
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
-        deviations = np.maximum(sides, 1e-30) * self.spreads
+        deviations = np.maximum(sides * self.spreads, 1e-30)
         means = scores - np.square(self.spreads) if self.metric is Metric.L2 else scores
         gaps = (means - edges) / deviations
         rule, least = fitted(scores, gaps, among.allowed.sizes[: self.lists].astype(np.int64), lists[truth])

@@ -91,7 +91,8 @@ class Gathered:
 
     def put(self, rows: Rows, keys: Array, digests: Iterable[str]) -> None:
         """Store keys (m, d) of rows; on disk when this returns. Raises WriteFailed."""
-        self._store.upsert(Batch(rows.tolist(), keys, None, list(map(json.dumps, digests))))
+        batch = Batch(rows.tolist(), keys, None, list(map(json.dumps, digests)))
+        self._store.insert(batch, replace=True)
 
     def keys(self, rows: Rows) -> Array:
         """Return the new keys (m, d) of rows (m,). A new key must be stored for each row."""

@@ -121,10 +121,6 @@ class Store(Session):
                 ) from None
         return batch.ids
 
-    def upsert(self, batch: Batch, origin: Keyed | None = None, new: Keyed | None = None) -> list[Id] | None:
-        """Add records as `insert` does, but replace stored records that have the same ids."""
-        return self.insert(batch, origin, new, replace=True)
-
     def _put_origin(self, keys: Array, new: Keyed | None) -> bool:
         """Store a new origin, with the widths of the first keys. Return False if nothing had to be stored."""
         new = new or self.keyed

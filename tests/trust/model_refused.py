@@ -152,5 +152,5 @@ def _questions(db: softdb.SoftDB, model: Records, draw: Draw, folder: Path) -> l
         ("drop_field", BadInput, "has no index", lambda: db.drop_field("never declared")),
         ("build_index: kind", BadInput, "kind", lambda: db.build_index("tree")),
         ("snapshot: taken", BadInput, "that is not empty", lambda: db.snapshot(folder / "taken")),
-        ("open: no dim", softdb.NotADatabase, "holds no database", lambda: softdb.open(folder / "nothing")),
+        ("open: nothing", softdb.NotADatabase, "holds no database", lambda: softdb.open(folder / "nothing", mode="r")),
     ]

@@ -20,6 +20,7 @@ from power_log import Held, History, Timeline, fingerprint, put
 
 import softdb
 from softdb.index import cache
+from softdb.opening import existing
 
 __all__ = ["Explorer", "Judge", "Violation", "allowed_at", "fates"]
 
@@ -74,10 +75,14 @@ class Judge:
         try:
             refused = _read(path) if whole else None
             try:
-                db = softdb.open(path, verify=True)
+                db = existing(path)
             except softdb.NotADatabase:
                 return self._absent(number)
+            if db.dim is None and timeline.create is not None:  # the cut fell into its creation
+                db.close()
+                return self._absent(number)
             with db:
+                db.verify()
                 state = _held(db, whole)
                 assert not (refused and state.records), f"a reader is refused what a writer opens: {refused}"
                 found = fingerprint(state)

@@ -12,6 +12,7 @@ from power_disk import KEEP, Disk, Image, Step
 from power_log import Held, History, Record, Timeline, fingerprint, put, recording
 
 import softdb
+from softdb.opening import existing
 
 __all__ = ["after_a_cut", "after_a_kill", "commits_in_the_air", "with_a_named_wal"]
 
@@ -46,10 +47,13 @@ def _goes_on(root: Path, before: History, image: Image, timeline: Timeline) -> H
     with recording(root, before) as record:
         record.phase = "again"
         try:
-            db = softdb.open(path)
+            db = existing(path)
         except softdb.NotADatabase:
             if not timeline.create or not before.steps:
                 return None
+            db = softdb.open(path, **timeline.create)
+        if db.dim is None and timeline.create:  # the cut fell into its creation
+            db.close()
             db = softdb.open(path, **timeline.create)
         with db:
             _continued(record, timeline, Held(held(db), tuple(db.stats().fields)))

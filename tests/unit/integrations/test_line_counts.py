@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 MODULES = {
     "LangChain": "langchain.py",
     "Haystack": "haystack*",
+    "LlamaIndex": "llama_index.py",
     "scikit-learn": "sklearn",
     "Transformers": "transformers",
     "sentence-transformers": "sentence_transformers",
