@@ -50,12 +50,14 @@ class IndexReport(Report):
     """The index of a database when it was built or tuned; `stats().index` adds its present state."""
 
     kind: str  # "ivf", "hnsw", on a GPU "ivf-sq8", or "flat", which is exact search
-    recall: float = field(default=1.0, metadata=ALWAYS)  # share of the true k nearest found by held-out queries
+    recall: float = field(
+        default=1.0, metadata=ALWAYS
+    )  # share of the true k nearest found by queries: see `measured_on`
     met: bool = field(default=True, metadata=ALWAYS)  # True if the recall is at least the target
     target: float = 0.0  # the recall that was requested; 0 for exact search
     k: int = 0  # number of nearest records that the recall is measured with
     reason: str = ""  # for "flat": the reason why no index was built
-    measured_on: str = ""  # description of the queries that measured the recall
+    measured_on: str = ""  # stored keys, each without itself, unless queries= were given
     codes: str = ""  # codes of the keys: "PQ96x4" splits a key into 96 parts of 4 bits
     lists: int = 0  # number of inverted lists
     records_per_match: int = 0  # search effort: scan a list if a share of 1 / this of its records should match

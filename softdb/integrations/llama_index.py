@@ -77,10 +77,8 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
 
     client = db
 
-    def __str__(self) -> str:
-        return f"SoftDBVectorStore({self._db!r})"
-
-    __repr__ = __str__
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        return [("db", self._db)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store; unpickling opens the database for reading. Raises BadInput for a database in memory."""
