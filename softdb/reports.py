@@ -50,9 +50,7 @@ class IndexReport(Report):
     """The index of a database when it was built or tuned; `stats().index` adds its present state."""
 
     kind: str  # "ivf", "hnsw", on a GPU "ivf-sq8", or "flat", which is exact search
-    recall: float = field(
-        default=1.0, metadata=ALWAYS
-    )  # share of the true k nearest found by queries: see `measured_on`
+    recall: float = field(default=1.0, metadata=ALWAYS)  # share of the true k nearest found by held-out queries
     met: bool = field(default=True, metadata=ALWAYS)  # True if the recall is at least the target
     target: float = 0.0  # the recall that was requested; 0 for exact search
     k: int = 0  # number of nearest records that the recall is measured with

@@ -225,8 +225,9 @@ class Hits(Sequence["QueryHits"]):
         """Return a pandas DataFrame with a row for each hit.
 
         Its columns are query (from 0), rank (from 1), id, score (no gradient), text if a hit has a text, and one for
-        each field of the payloads, None where a payload lacks it; or payload, if the fields cannot be columns. `fields`
-        replaces text and fields by the named fields; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        each field of the payloads, None where a payload lacks it; or payload, if they cannot be columns. With `fields`,
+        only the named fields follow the score; "$text" is the text. Raises MissingDependency without pandas, StaleRead
+        as `ids` does.
         """
         if self.rows.ndim > 2:
             return self.flat.to_pandas(fields)

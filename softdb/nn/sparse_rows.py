@@ -104,10 +104,10 @@ def _stepped(*_: object) -> None:
 
 def _refuse_adam(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise BadInput, in place of torch's RuntimeError, if Adam has sparse gradients of a memory."""
-    own = {id(column) for module in list(_WATCHED) for column in module.columns.values()}
-    grads = (item.grad for group in optimizer.param_groups for item in group["params"] if id(item) in own)
-    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    if adam and any(getattr(grad, "is_sparse", False) for grad in grads):
+    columns = (own for module in list(_WATCHED) for own in module.columns.values())
+    sparse = {id(own) for own in columns if own.grad is not None and own.grad.is_sparse}
+    given = (id(item) for group in optimizer.param_groups for item in group["params"])
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not sparse.isdisjoint(given):
         raise BadInput(f"{type(optimizer).__name__} takes no sparse gradients; use {SPARSE} for the memory")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from softdb import check
 from softdb.check import Id
 from softdb.database import Verbs
 from softdb.errors import BadInput, TrainingWarning
+from softdb.index.choose import Progress
 from softdb.nn.losses import retrieval_loss
 from softdb.nn.targets import database, listed
 from softdb.nn.view import View
@@ -32,7 +32,6 @@ MAX_LR = 1000.0  # largest learning rate allowed; Adam moves each parameter by a
 FIRST_HEAT, LEAST_HEAT = 0.07, 0.01  # a learnt temperature: the first, and the least (Radford et al. 2021)
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
-Progress = Callable[[str, int, int], None]
 Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 
 
@@ -205,8 +204,7 @@ def fit(
     """
     if not isinstance(db, Verbs):
         raise BadInput(f"db is {check.shown(db)}; expected an open softdb database")
-    width = keys if keys is not True else db.dim
-    hidden = None if keys is False else check.integer(width, "keys", 1, check.MAX_DIM)
+    hidden = None if keys is False else check.integer(db.dim if keys is True else keys, "keys", 1, check.MAX_DIM)
     settings = _Settings(temperature, k, rtol, bias, hidden, batch_size, lr, holdout, patience, criterion, seed)
     epochs = check.integer(epochs, "epochs")
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):

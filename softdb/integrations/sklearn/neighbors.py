@@ -163,7 +163,7 @@ class _SoftNeighbors(_Neighbors):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
         self._open(X, self._values(true, weights), metric=self._metric(), **schema)
         self._weighted = weights is not None
-        self._undecided: Any = None if temperature else ([], [])  # true values and weights that determine no T yet
+        self._undecided: Any = None if temperature else []  # true values and weights of batches that determine no T
         self.temperature_ = temperature or self._learnt(true, weights)
 
     def _add(self, X: NDArray[Any], true: NDArray[Any], sample_weight: ArrayLike | None) -> None:
@@ -193,9 +193,9 @@ class _SoftNeighbors(_Neighbors):
         n = self.n_samples_fit_
         if self.weights in ("uniform", "argmax"):
             return 1.0
-        self._undecided = tuple([*batches, new] for batches, new in zip(self._undecided, (true, weights), strict=True))
-        true = np.concatenate(self._undecided[0])
-        weights = None if weights is None else np.concatenate(self._undecided[1])
+        self._undecided.append((true, weights))
+        true = np.concatenate([batch for batch, _ in self._undecided])
+        weights = None if weights is None else np.concatenate([batch for _, batch in self._undecided])
         if len(np.unique(true, axis=0)) < 2:
             return 1.0
         snapshot, _ = self.db_.core.view()
@@ -275,9 +275,9 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     def partial_fit(
         self, X: ArrayLike, y: ArrayLike, classes: Any = None, sample_weight: ArrayLike | None = None
     ) -> SoftKNeighborsClassifier:
-        """Add samples; without `fit` before, the first call must name all `classes`. See `fit` for the temperature.
+        """Add samples; without `fit` before, the first call must name all `classes`.
 
-        It is learnt once, by the first call after which there are samples of two classes; until then it is 1.
+        The first call after which there are samples of two classes learns the temperature; until then it is 1.
         Raises BadInput, before it adds anything, for a class that the first call did not name, and for weights if the
         first call had none.
         """
