@@ -55,7 +55,7 @@ class IndexReport(Report):
     target: float = 0.0  # the recall that was requested; 0 for exact search
     k: int = 0  # number of nearest records that the recall is measured with
     reason: str = ""  # for "flat": the reason why no index was built
-    measured_on: str = ""  # description of the queries that measured the recall
+    measured_on: str = ""  # stored keys, each without itself, unless queries= were given
     codes: str = ""  # codes of the keys: "PQ96x4" splits a key into 96 parts of 4 bits
     lists: int = 0  # number of inverted lists
     records_per_match: int = 0  # search effort: scan a list if a share of 1 / this of its records should match

@@ -224,9 +224,10 @@ class Hits(Sequence["QueryHits"]):
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """Return a pandas DataFrame with a row for each hit.
 
-        Its columns are query (from 0), rank (from 1), id, score (no gradient), payload, and text if a hit has a text.
-        `fields` replaces the columns payload and text by one for each named field of the payloads, None where a payload
-        lacks it; "$text" is the text. Raises MissingDependency without pandas, StaleRead as `ids` does.
+        Its columns are query (from 0), rank (from 1), id, score (no gradient), text if a hit has a text, and one for
+        each field of the payloads, None where a payload lacks it; or payload, if they cannot be columns. With `fields`,
+        only the named fields follow the score; "$text" is the text. Raises MissingDependency without pandas, StaleRead
+        as `ids` does.
         """
         if self.rows.ndim > 2:
             return self.flat.to_pandas(fields)
@@ -240,8 +241,11 @@ class Hits(Sequence["QueryHits"]):
         }
         texts = pandas.Series(list(chain.from_iterable(self.texts)), dtype=object)
         if fields is None:
-            columns["payload"] = pandas.Series(payloads, dtype=object)
-            return pandas.DataFrame(columns | ({"text": texts} if texts.notna().any() else {}))
+            columns |= {"text": texts} if texts.notna().any() else {}
+            names = frames._fields(payloads)
+            if names == ["payload"] or columns.keys() & names:
+                return pandas.DataFrame(columns | {"payload": pandas.Series(payloads, dtype=object)})
+            fields = names
         if isinstance(fields, str) or not isinstance(fields, Iterable):
             raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
         for name in fields:

@@ -68,7 +68,7 @@ class SoftDBVectorStore(VectorStore):
             raise BadInput(f"embedding is {shown(embedding)}; {expected}")
         self.embedding, self.relevance_score_fn = embedding, relevance_score_fn
         if embedding is not None and isinstance(db, SoftDB):
-            require_like(db.core.store.keyed.fingerprint, embedding.embed_documents)
+            require_like(db.core.store.keyed, embedding.embed_documents)
         elif embedding is not None and not isinstance(db, TableCluster):
             settings = {"encoder": embedding.embed_documents, **settings}
         self.db = open_store(db, lambda: _defaults(settings), **settings)

@@ -77,6 +77,9 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
 
     client = db
 
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        return [("db", self._db)]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store; unpickling opens the database for reading. Raises BadInput for a database in memory."""
         return type(self), (self._db,)
@@ -109,8 +112,8 @@ class SoftDBVectorStore(types.BasePydanticVectorStore):
     @retried
     def delete_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> None:
         """Delete the nodes with these ids (missing ids are ignored), those that match, or those that do both."""
-        if node_ids is None and filters is None:
-            raise BadInput("neither node_ids nor filters are given; to delete every node call clear()")
+        if node_ids is None and not getattr(filters, "filters", filters):
+            raise BadInput("neither node_ids nor filters are given, or the filters are empty; for all nodes: clear()")
         self.db.delete(where=matching(self.db, node_ids, _where(filters)))
 
     def clear(self) -> None:

@@ -23,7 +23,7 @@ from softdb.nn.eager import eager
 from softdb.nn.origin import RECORDS, Followed, Origin, in_order
 from softdb.nn.parameters import Parameters, chosen, on
 from softdb.nn.reindexed import Policy, Reindexed, Work
-from softdb.nn.sparse_rows import SparseRows
+from softdb.nn.sparse_rows import SPARSE, SparseRows
 from softdb.nn.stale_index import FEWEST, StaleIndex
 from softdb.reports import MemoryReport, ReindexReport
 from softdb.scoring import score_of
@@ -32,7 +32,6 @@ from softdb.typing import Numbers, Vectors
 BLOCK = 1 << 14  # number of keys copied at once
 RECENT_QUERIES = 64  # number of latest queries kept to measure recall on
 REBUILD_SHARE = 0.5  # `commit` rebuilds the index once this share of all records was written since its last build
-SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
 class Memory(Reindexed, SparseRows):
@@ -81,7 +80,7 @@ class Memory(Reindexed, SparseRows):
     >>> db = softdb.open(None, dim=3, value_dim=2)
     >>> ids = db.insert(["a", "b"], [[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]])
     >>> memory = Memory(db, k=2)
-    >>> optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
+    >>> optimizer = torch.optim.SparseAdam(list(memory.parameters()), lr=0.1)  # or Adagrad, SGD; Adam is refused
     >>> memory(torch.ones(5, 3)).output[:, 0].sum().backward()
     >>> optimizer.step()
     >>> memory.commit()
@@ -230,12 +229,13 @@ class Memory(Reindexed, SparseRows):
 
         Durable when this returns. Writes the records that had a gradient since the last commit and differ from the
         stored ones in any bit of the stored dtype. They keep ids and payloads and get new rows, as with `db.update`.
-        The index treats them as new records; once half of all records were written since the index was built, it is
+        Rows changed by hand (`memory.keys[0] += 5` under torch.no_grad()) had none: pass everything=True. The index
+        treats written records as new; once half of all records were written since the index was built, it is
         rebuilt with the same target recall. After a commit candidates come from the database's index, if there is one.
         Cost: reads the records that had a gradient, writes the changed ones.
 
         Args:
-            everything: compare every record, also those changed without a gradient, for example by hand.
+            everything: compare every record, also those changed without a gradient.
             reindex: True: rebuild the index in any case; False: never; None: once half of the records were written, and
                 no other build is running.
 

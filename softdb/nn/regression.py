@@ -51,8 +51,9 @@ class _NadarayaWatson(torch.nn.Module):
                 else "the database has no vectors as values; open one with value_dim=, or use KernelClassifier for "
                 "labels"
             )
-        kernel_class = _kernel(kernel)
-        if learnable and kernel_class is Boxcar:
+        if not (isinstance(kernel, type) and kernel in KERNELS.values()):
+            kernel = KERNELS[check.one_of(kernel, "kernel", KERNELS)]
+        if learnable and kernel is Boxcar:
             raise BadInput(
                 "the boxcar kernel has no gradient to its bandwidth; pass learnable=False, with the bandwidth of "
                 "softdb.scores.leave_one_out, or use epanechnikov"
@@ -62,7 +63,7 @@ class _NadarayaWatson(torch.nn.Module):
         if learnable:  # the parameter's dtype is that of the bandwidth if it is a floating tensor, else torch's default
             floating = isinstance(bandwidth, Tensor) and bandwidth.is_floating_point()
             h = h.to(bandwidth.dtype if isinstance(bandwidth, Tensor) and floating else torch.get_default_dtype())
-        self.kernel = kernel_class(h, learnable=learnable)
+        self.kernel = kernel(h, learnable=learnable)
 
     @property
     def db(self) -> SoftDB:
@@ -227,14 +228,6 @@ class KernelClassifier(_NadarayaWatson):
     """
 
     labels = True
-
-
-def _kernel(kernel: object) -> type[Kernel]:
-    if isinstance(kernel, type) and kernel in KERNELS.values():
-        return kernel
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise BadInput(f"kernel is {shown(kernel)}; expected one of {', '.join(KERNELS)}")
-    return KERNELS[kernel]
 
 
 def _gaussian_step(

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from softdb.errors import BadInput
 from softdb.nn.eager import untraced
 from softdb.pool import pool
+
+SPARSE = "torch.optim.SparseAdam, Adagrad without weight_decay, or SGD without momentum and weight_decay"
 
 
 @untraced
@@ -100,4 +102,14 @@ def _stepped(*_: object) -> None:
                 module._mark(parameter)
 
 
+def _refuse_adam(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise BadInput, in place of torch's RuntimeError, if Adam has sparse gradients of a memory."""
+    columns = (own for module in list(_WATCHED) for own in module.columns.values())
+    sparse = {id(own) for own in columns if own.grad is not None and own.grad.is_sparse}
+    given = (id(item) for group in optimizer.param_groups for item in group["params"])
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not sparse.isdisjoint(given):
+        raise BadInput(f"{type(optimizer).__name__} takes no sparse gradients; use {SPARSE} for the memory")
+
+
+register_optimizer_step_pre_hook(_refuse_adam)
 register_optimizer_step_post_hook(_stepped)

@@ -14,6 +14,7 @@ from softdb.answers import Record
 from softdb.database import SoftDB
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
+from softdb.nn.targets import database
 from softdb.reports import ReembedReport
 from softdb.train.keys import KeyEncoder
 from softdb.train.projection import QueryProjection
@@ -34,7 +35,7 @@ def apply(db: SoftDB, projection: QueryProjection, *, progress: Progress | bool 
     Cost: n encodings, and the cost of `reembed`. Raises BadInput for a projection without `keys`, or trained for keys
     of another width or encoder; and the errors of `reembed`.
     """
-    keys = _keys_of(projection)
+    keys, db = _keys_of(projection), database(db)
     if db.encoder_name == projection.name:
         return ReembedReport(db.core.keyed, 0, db.dim, projection.name, db.core.reembedded, 0.0)
     trained_on = projection.metadata.get("encoder", db.encoder_name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from softdb import check
 from softdb.check import Id
 from softdb.database import Verbs
 from softdb.errors import BadInput, TrainingWarning
+from softdb.index.choose import Progress
 from softdb.nn.losses import retrieval_loss
 from softdb.nn.targets import database, listed
 from softdb.nn.view import View
@@ -32,7 +32,6 @@ MAX_LR = 1000.0  # largest learning rate allowed; Adam moves each parameter by a
 FIRST_HEAT, LEAST_HEAT = 0.07, 0.01  # a learnt temperature: the first, and the least (Radford et al. 2021)
 MEASURES = {"recall_1": "recall@1", "recall_10": "recall@10", "mrr_100": "MRR@100"}
 
-Progress = Callable[[str, int, int], None]
 Criterion: TypeAlias = Literal["recall_1", "recall_10", "mrr_100"]
 
 
@@ -55,6 +54,8 @@ class Fitted(NamedTuple):
     history: list[Epoch]
     best: int  # number of epochs that the projection was trained
     temperature: float  # T, of the best epoch if it was learnt
+    steps: int = 0  # number of Adam's steps, in all epochs
+    lr: float = 0.0
 
     @property
     def fell(self) -> list[str]:
@@ -69,18 +70,28 @@ class Fitted(NamedTuple):
         rose = "recall_1" in self.fell and self.after.recall_10 > self.before.recall_10
         return ", ".join(map(changes.__getitem__, self.fell)) + f", though {changes['recall_10']} rose" * rose
 
+    @property
+    def advice(self) -> str:
+        """Settings to change if no measure fell and none rose by 0.01, or "". A step moves a weight by about lr."""
+        rises = (after - before for after, before in zip(self.after[:3], self.before[:3], strict=True))
+        if self.fell or not self.steps or self.after.recall_1 == 1 or max(rises) >= 0.01:
+            return ""
+        change = "raise lr or epochs, or lower batch_size" if self.lr * self.steps < 1 else "lower lr or raise patience"
+        return f"no measure rose by 0.01 in {self.steps:,} steps with lr {self.lr:g}: {change}"
+
     def _repr_html_(self) -> str:
         lines = [[label, *(f"{getattr(part, name):.3f}" for part in self[1:3])] for name, label in MEASURES.items()]
-        return table(["", "before", "after"], lines, f"held-out queries {self.before.queries:,}, epochs {self.best}")
+        run = f"epochs {len(self.history)}, best {self.best or 'none'}, steps {self.steps:,}; {self.advice}".strip("; ")
+        return table(["", "before", "after"], lines, f"held-out queries {self.before.queries:,}, {run}")
 
     def __str__(self) -> str:
-        lines = [f"{self.before.queries:,} held-out queries   before    after"]
+        lines = [f"{self.before.queries:,} held-out queries   before    after   {self.steps:,} steps"]
         for name, label in MEASURES.items():
             note = "   fell" if name in self.fell else ""
             lines.append(f"{label:<22}{getattr(self.before, name):9.3f}{getattr(self.after, name):9.3f}{note}")
         if self.history and self.history[-1].temperature is not None:
             lines.append(f"{'temperature':<31}{self.temperature:9.3f}")
-        return "\n".join([*lines, *([f"fell: {self.fall}"] if "though" in self.fall else [])])
+        return "\n".join([*lines, *([f"fell: {self.fall}"] if "though" in self.fall else filter(None, [self.advice]))])
 
 
 @dataclass
@@ -183,7 +194,7 @@ def fit(
         progress: called with the current stage, the number of steps done, and the total.
 
     The result holds recall@1, recall@10 and MRR@100 of the held-out queries before and after training; a
-    TrainingWarning names the measures that fell.
+    TrainingWarning names the measures that fell, and `Fitted.advice` the settings to change if none rose.
 
     Cost of a step: a soft query of the batch, forward and backward: batch_size n d if exact. Each epoch adds an exact
     search of the queries that choose it.
@@ -191,7 +202,9 @@ def fit(
     Raises BadInput, before anything is trained or written, for unknown ids, queries that do not fit, settings out of
     range, a checkpoint of another run or one that cannot be written; and if the loss or the projection becomes NaN.
     """
-    hidden = _hidden(keys, db)
+    if not isinstance(db, Verbs):
+        raise BadInput(f"db is {check.shown(db)}; expected an open softdb database")
+    hidden = None if keys is False else check.integer(db.dim if keys is True else keys, "keys", 1, check.MAX_DIM)
     settings = _Settings(temperature, k, rtol, bias, hidden, batch_size, lr, holdout, patience, criterion, seed)
     epochs = check.integer(epochs, "epochs")
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
@@ -220,18 +233,12 @@ def fit(
         projection.metadata |= {"encoder": db.encoder_name, "temperature": run.best_heat}
         report("measuring", 0, 1)
         before, after = run.ranked(sides.test, None), run.ranked(sides.test, projection)
-        fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat)
+        steps = len(run.history) * -(-len(sides.train) // settings.batch_size)
+        fitted = Fitted(projection, before, after, run.history, run.best, run.best_heat, steps, settings.lr)
     if fitted.fell:
         advice = "choose the epoch by it with criterion=, lower lr, or keep the queries as they are"
         warnings.warn(f"fit: held-out queries fell by {fitted.fall}; {advice}", TrainingWarning, stacklevel=2)
     return fitted
-
-
-def _hidden(keys: object, db: Verbs) -> int | None:
-    """Return the width of the key encoder's hidden layer, from the argument `keys`; None if keys are not trained."""
-    if isinstance(keys, bool):
-        return db.dim if keys else None
-    return check.integer(keys, "keys", 1, check.MAX_DIM)
 
 
 def _vectors(db: Verbs, queries: Vectors) -> Tensor:  # (m, d) float32

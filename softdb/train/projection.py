@@ -86,8 +86,10 @@ def save(path: str | os.PathLike[str], projection: QueryProjection, metadata: di
 
     torch.load(path, weights_only=True) returns {"format", "state_dict", "metadata"}: a state_dict that also fits
     torch.nn.Linear if there are no `keys`, and facts about the training. Raises BadInput, before anything is written,
-    for metadata that is not JSON.
+    for another module, and for metadata that is not JSON.
     """
+    if not isinstance(projection, QueryProjection):
+        raise BadInput(f"projection is {check.shown(projection)}; expected a QueryProjection, such as fit's projection")
     facts = {**projection.metadata, **(metadata or {})}
     check.json_text(facts, "metadata")
     write_whole(Path(path), packed({"format": FORMAT, "state_dict": projection.state_dict(), "metadata": facts}))
@@ -152,8 +154,8 @@ def unpacked(path: Path, kind: str) -> dict[str, Any]:
     try:
         content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
     except (*BROKEN, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise BadInput(f"{path} cannot be read as a {kind} ({check.shown(reason)})") from None
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise BadInput(f"{path} cannot be read as a {kind} ({check.shown(reason)}); give another") from None
     if not isinstance(content, dict):
         raise BadInput(f"{path} is not the file of a {kind}; it holds a {type(content).__name__}")
     return content

@@ -149,7 +149,8 @@ BAD: list[tuple[Any, str]] = [
     (lambda s: s.add([node("y", QUERY), node("x", QUERY, bad=object())]), "object"),
     (lambda s: s.add([node("x", QUERY, _llama_index=1)]), "'_llama_index', which softdb uses"),
     (lambda s: s.delete(7), "ref_doc_id is 7; expected a str"),
-    (lambda s: s.delete_nodes(), r"to delete every node call clear\(\)"),
+    (lambda s: s.delete_nodes(), r"neither node_ids nor filters .* for all nodes: clear\(\)"),
+    (lambda s: s.delete_nodes(filters=MetadataFilters(filters=[])), r"the filters are empty; for all nodes: clear\(\)"),
     (lambda s: s.delete_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.get_nodes("a"), "ids are 'a'; expected a list of str"),
     (lambda s: s.query("text"), "query is 'text'; expected a VectorStoreQuery"),
@@ -237,6 +238,8 @@ def test_a_database_on_disk_is_there_again(path: Path) -> None:
     assert len(every(follower)) == 6
     assert follower.get_nodes(["f"]) == [TextNode(id_="f")]
     copied = pickle.loads(pickle.dumps(store))
+    assert repr(store) == f"SoftDBVectorStore({store})" == f"SoftDBVectorStore(db={store.db})"
+    assert str(path) in repr(store)
     assert every(copied) == "abcdef"
     with pytest.raises(softdb.errors.ReadOnly):
         copied.clear()

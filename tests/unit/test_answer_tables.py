@@ -164,6 +164,19 @@ def test_a_frame_has_texts_where_a_hit_has_one(db: SoftDB) -> None:
     assert frame["$text"].tolist() == ["<b>", None]
 
 
+def test_a_frame_spreads_the_fields_of_the_payloads() -> None:
+    db = softdb.open(None, metric="l2")
+    db.insert([{"id": "a", "vector": [0.0], "year": 1}, {"id": "b", "vector": [1.0], "text": "t", "by": "x"}])
+    frame = db.search([0.0], k=2).to_pandas()
+    assert list(frame.columns) == ["query", "rank", "id", "score", "text", "year", "by"]
+    assert frame["by"].isna().tolist() == [True, False]
+    assert db.search([0.0], k=2).to_pandas(["year"])["year"].tolist()[0] == 1
+    db.update([{"id": "b", "score": 5}], merge=True)  # a field with the name of a column
+    frame = db.search([0.0], k=2).to_pandas()
+    assert list(frame.columns) == ["query", "rank", "id", "score", "text", "payload"]
+    assert frame["payload"].tolist() == [{"year": 1}, {"by": "x", "score": 5}]
+
+
 def test_an_impossible_frame_raises_with_the_reason(db: SoftDB, monkeypatch: pytest.MonkeyPatch) -> None:
     hits: Any = db.search([[1, 0]])
     for fields in ("x", 5, ["score"], [None]):

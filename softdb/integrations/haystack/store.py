@@ -83,7 +83,9 @@ class SoftDBDocumentStore:
         mode: Literal["rw", "r"] = "rw",
     ) -> None:
         cluster = path if isinstance(path, TableCluster) else None
-        self.path = _checked_path(path) if cluster is None else cluster.url
+        expected = "a directory's path, a cluster's table, or None for memory"
+        place = cluster.url if cluster is not None else table_at(path) if isinstance(path, str | os.PathLike) else None
+        self.path = None if path is None else place or str(check.folder(path, "path", expected))
         declared = field_names(() if fields is None else fields)
         self.embedding_dim, self.metric, self.fields = embedding_dim, metric, fields
         self.text_index, self.mode = text_index, mode if cluster is None else cluster.mode
@@ -350,14 +352,6 @@ class SoftDBDocumentStore:
     embedding_retrieval_async = awaited(embedding_retrieval)
     bm25_retrieval_async = awaited(bm25_retrieval)
     hybrid_retrieval_async = awaited(hybrid_retrieval)
-
-
-def _checked_path(path: object) -> str | None:
-    """Return the path of the documents, None for memory. Raises BadInput."""
-    if path is None:
-        return None
-    expected = "a directory's path, a cluster's table, or None for memory"
-    return (isinstance(path, str | os.PathLike) and table_at(path)) or str(check.folder(path, "path", expected))
 
 
 def _where(filters: Any) -> dict[str, Any] | None:

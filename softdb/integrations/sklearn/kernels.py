@@ -95,7 +95,10 @@ class NadarayaWatsonRegressor(TargetEstimator):
         self._weighted = weights is not None
         many = len(samples) > MAX_SEARCHED and kind is not Boxcar and weights is None
         if self.bandwidth is None and (self.per_coordinate or many):
-            h = self._trained(kind, h)
+            model = KernelRegressor(self.db_, kind, h, per_coordinate=self.per_coordinate)
+            seed = int(check_random_state(self.random_state).randint(1 << 31))
+            model.fit(steps=self.steps, lr=self.learning_rate, batch_size=self.batch_size, seed=seed)
+            h = model.kernel.bandwidth.detach().double()
         self.bandwidth_ = h.numpy() if h.ndim else float(h)
         return self
 
@@ -106,12 +109,6 @@ class NadarayaWatsonRegressor(TargetEstimator):
         predicted = means(answer.output.numpy(), self._weighted)
         predicted[np.isneginf(answer.lse.numpy())] = np.nan
         return self._shaped(predicted)
-
-    def _trained(self, kind: type[Kernel], start: torch.Tensor) -> torch.Tensor:  # () -> () or (d,)
-        model = KernelRegressor(self.db_, kind, start, per_coordinate=self.per_coordinate)
-        seed = int(check_random_state(self.random_state).randint(1 << 31))
-        model.fit(steps=self.steps, lr=self.learning_rate, batch_size=self.batch_size, seed=seed)
-        return model.kernel.bandwidth.detach().double()
 
 
 class KernelDensity(DensityMixin, SampleEstimator):

@@ -155,13 +155,16 @@ class _SoftNeighbors(_Neighbors):
     def _start(self, X: NDArray[Any], true: NDArray[Any], weights: NDArray[np.float64] | None, **schema: Any) -> None:
         """Create the database from the first samples, and set the temperature."""
         k = None if self.n_neighbors is None else integer(self.n_neighbors, "n_neighbors")
+        if self.weights == "distance":
+            raise BadInput("weights is 'distance'; choose 'softmax', whose weights exp(-d² / T) fall with distance")
         one_of(self.weights, "weights", WEIGHTS if weights is None else WEIGHTS[:2])  # sparse ones are no products
         temperature = None if self.temperature is None else positive(self.temperature, "temperature")
         if k is not None and k > len(X):
             raise BadInput(f"n_neighbors is {k} but n_samples = {len(X)}; fit on more, or ask for fewer neighbours")
         self._open(X, self._values(true, weights), metric=self._metric(), **schema)
         self._weighted = weights is not None
-        self.temperature_ = self._learnt(true, weights) if temperature is None else temperature
+        self._undecided: Any = None if temperature else []  # true values and weights of batches that determine no T
+        self.temperature_ = temperature or self._learnt(true, weights)
 
     def _add(self, X: NDArray[Any], true: NDArray[Any], sample_weight: ArrayLike | None) -> None:
         if not self._weighted and sample_weight is not None:
@@ -170,6 +173,8 @@ class _SoftNeighbors(_Neighbors):
         weights, X, true = present(default if sample_weight is None else sample_weight, X, true)
         count = self.n_samples_fit_
         self.db_.insert(range(count, count + len(X)), rounded(X), self._values(true, weights))
+        if getattr(self, "_undecided", None):
+            self.temperature_ = self._learnt(true, weights)
 
     def _means(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
         """Return the weighted means of the values."""
@@ -184,9 +189,14 @@ class _SoftNeighbors(_Neighbors):
         return answer if self.db_.num_classes else means(answer, self._weighted)
 
     def _learnt(self, true: NDArray[Any], weights: NDArray[np.float64] | None) -> float:
-        """Return the temperature of the least leave-one-out loss, or 1 if the loss does not depend on it."""
+        """Return the temperature of the least leave-one-out loss, or 1 as long as the loss does not depend on it."""
         n = self.n_samples_fit_
-        if n < 2 or self.weights in ("uniform", "argmax"):
+        if self.weights in ("uniform", "argmax"):
+            return 1.0
+        self._undecided.append((true, weights))
+        true = np.concatenate([batch for batch, _ in self._undecided])
+        weights = None if weights is None else np.concatenate([batch for _, batch in self._undecided])
+        if len(np.unique(true, axis=0)) < 2:
             return 1.0
         snapshot, _ = self.db_.core.view()
         subset = np.unique(np.linspace(0, n - 1, min(n, MAX_LEFT_OUT, max(1, MAX_MASK // n)), dtype=np.int64))
@@ -195,6 +205,7 @@ class _SoftNeighbors(_Neighbors):
         spread = 1.0 if self.db_.metric == "cosine" else 2 * float(keys.double().var(dim=0, correction=0).sum())
         if not spread:
             return 1.0
+        self._undecided = None
 
         def loss(log: float) -> float:
             losses = self._losses(self._unweighted(predict(math.exp(log))), true[subset])
@@ -264,8 +275,9 @@ class SoftKNeighborsClassifier(ClassifierMixin, _SoftNeighbors):
     def partial_fit(
         self, X: ArrayLike, y: ArrayLike, classes: Any = None, sample_weight: ArrayLike | None = None
     ) -> SoftKNeighborsClassifier:
-        """Add samples. Only the first call learns the temperature; without `fit` before, it must name all `classes`.
+        """Add samples; without `fit` before, the first call must name all `classes`.
 
+        The first call after which there are samples of two classes learns the temperature; until then it is 1.
         Raises BadInput, before it adds anything, for a class that the first call did not name, and for weights if the
         first call had none.
         """
@@ -333,7 +345,7 @@ class SoftKNeighborsRegressor(TargetEstimator, _SoftNeighbors):
     def partial_fit(
         self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> SoftKNeighborsRegressor:
-        """Add samples. Only the first call learns the temperature.
+        """Add samples. The first call after which there are two different targets learns the temperature.
 
         Raises BadInput for targets of another width, and for weights if the first call had none.
         """

@@ -326,6 +326,25 @@ def test_samples_are_added() -> None:
     assert model.n_samples_fit_ == numbers.n_samples_fit_ == len(X)
 
 
+@pytest.mark.parametrize("shares", [None, np.linspace(0.5, 2, 150)], ids=["plain", "weighted"])
+def test_the_first_batch_with_two_classes_learns_the_temperature(shares: Any) -> None:
+    order = np.argsort(LABELS, kind="stable")
+    samples, labels = X[order], LABELS[order]
+    whole = SoftKNeighborsClassifier().fit(samples, labels, sample_weight=shares)
+    model, temperatures = SoftKNeighborsClassifier(), []
+    for part in (slice(0, 20), slice(20, 40), slice(40, 150)):
+        weights = None if shares is None else shares[part]
+        model.partial_fit(samples[part], labels[part], classes=[0, 1, 2], sample_weight=weights)
+        temperatures.append(model.temperature_)
+    assert temperatures == [1.0, 1.0, pytest.approx(whole.temperature_, rel=1e-3)]
+    np.testing.assert_allclose(model.predict_proba(QUERIES), whole.predict_proba(QUERIES), atol=1e-3)
+    later = model.partial_fit(X[:20] + 3, LABELS[:20])
+    assert later.temperature_ == temperatures[-1]  # learnt once
+    constant = SoftKNeighborsRegressor().partial_fit(X[:50], np.ones(50))
+    assert constant.temperature_ == 1.0
+    assert constant.partial_fit(X[50:], TARGETS[50:, 0]).temperature_ != 1.0
+
+
 def test_an_index_answers_alike() -> None:
     points = np.random.default_rng(7).standard_normal((20_000, 8)).astype(np.float32)
     exact, near = (KNeighborsTransformer(recall=recall).fit(points) for recall in (None, 0.9))
@@ -349,7 +368,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "k of 0": (K(0), (X, LABELS), "n_neighbors is 0"),
     "k of 2.5": (K(2.5), (X, LABELS), "n_neighbors is 2.5"),  # type: ignore[arg-type]
     "temperature": (K(temperature=-1), (X, LABELS), "temperature is -1"),
-    "weights": (K(weights="distance"), (X, LABELS), "weights is 'distance'; choose one of 'softmax'"),
+    "weights": (K(weights="near"), (X, LABELS), "weights is 'near'; choose one of 'softmax'"),
+    "weights of scikit-learn": (K(weights="distance"), (X, LABELS), "weights is 'distance'; choose 'softmax', whose"),
     "metric": (K(metric="manhattan"), (X, LABELS), "metric is 'manhattan'; choose one of 'euclidean'"),
     "one sample": (NadarayaWatsonRegressor(), ([[1.0]], [1.0]), "1 sample"),
     "equal samples": (NadarayaWatsonRegressor(), (np.ones((5, 2)), np.arange(5)), "all 5 keys are equal"),

@@ -193,6 +193,14 @@ def test_unsuitable_optimisers_are_named_with_suitable_ones() -> None:
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         with pytest.raises(BadInput, match=f"{kind.__name__} takes no sparse gradients; use torch.optim.SparseAdam"):
             memory.check(kind(ours, lr=0.1))
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), memory])
+    memory(torch.ones(1, D)).output.sum().backward()  # type: ignore[no-untyped-call]
+    for adam in (torch.optim.Adam, torch.optim.AdamW):
+        before = [own.clone() for own in model.parameters()]
+        with pytest.raises(BadInput, match=f"{adam.__name__} takes no sparse gradients; use torch.optim.SparseAdam"):
+            adam(model.parameters()).step()
+        assert all(map(torch.equal, before, model.parameters()))
+    torch.optim.Adam(model[0].parameters()).step()  # of other parameters
     with pytest.raises(BadInput, match=r"this SGD has momentum=0\.9, which changes every record"):
         memory.check(torch.optim.SGD(ours, lr=0.1, momentum=0.9))
     with pytest.raises(BadInput, match=r"this Adagrad has weight_decay=0\.1"):

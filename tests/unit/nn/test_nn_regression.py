@@ -291,7 +291,7 @@ def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(BadInput, match=r"db is 3; expected an open softdb database"):
         KernelRegressor(3)  # type: ignore[arg-type]
     for kernel in ("cosine", Constant, 3):
-        with pytest.raises(BadInput, match=r"kernel is .*; expected one of gaussian, laplacian, epanechnikov"):
+        with pytest.raises(BadInput, match=r"kernel is .*; choose one of 'gaussian', 'laplacian', 'epanechnikov'"):
             KernelRegressor(numbers, kernel)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"the boxcar kernel has no gradient to its bandwidth; pass learnable=False"):
         KernelRegressor(numbers, "boxcar")

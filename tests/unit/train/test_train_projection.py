@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import softdb
 from softdb.check import Id
 from softdb.errors import BadInput, TrainingWarning
 from softdb.text import HashedNGrams
-from softdb.train import fit, ranking
+from softdb.train import QueryProjection, apply, fit, load, ranking, save
 from softdb.train.held_out import ranked, split
 
 # -- it learns ---------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def test_steps_learn_the_temperature_as_adam_does(metric: Any) -> None:
         assert epoch.temperature == pytest.approx(math.exp(-log_scale.item()), rel=1e-5)
     torch.testing.assert_close(done.projection.weight.double(), weight, rtol=0, atol=2e-5)
     assert done.temperature == done.history[-1].temperature == done.projection.metadata["temperature"] != 0.07
-    assert f"{done.temperature:.3f}" in str(done).splitlines()[-1]
+    assert f"{done.temperature:.3f}" in str(done).splitlines()[4]
 
 
 def test_a_learnt_temperature_has_a_least_value() -> None:
@@ -151,6 +152,35 @@ def test_training_stops_without_a_gain_and_keeps_the_best() -> None:
     assert scores[done.best - 1] == max(score for score in scores if score is not None)
     again = fit(db, actual, positives, **{**SMALL, "epochs": done.best, "patience": 2})
     assert torch.equal(done.projection.weight, again.projection.weight)
+
+
+def test_a_run_that_raises_no_measure_says_what_to_change() -> None:
+    db, queries, positives = world()
+    done = fit(db, queries, positives, lr=1e-6, epochs=3, batch_size=100, patience=None)
+    assert done.steps == 6  # 192 queries train
+    assert done.advice == "no measure rose by 0.01 in 6 steps with lr 1e-06: raise lr or epochs, or lower batch_size"
+    assert str(done).splitlines()[0].endswith("after   6 steps")
+    assert str(done).splitlines()[-1] == done.advice
+    assert f"epochs 3, best 3, steps 6; {done.advice}" in done._repr_html_()
+    assert done._replace(lr=1.0).advice.endswith("with lr 1: lower lr or raise patience")
+    assert done._replace(after=done.before._replace(recall_10=1.0)).advice == ""
+    assert done._replace(after=done.before._replace(recall_1=1.0)).advice == ""
+    still = fit(db, queries, positives, lr=1e-6, epochs=1, batch_size=256, criterion="recall_1")
+    assert "epochs 1, best none, steps 1" in still._repr_html_()
+
+
+def test_wrong_databases_and_modules_are_typed_errors(tmp_path: Path) -> None:
+    _, queries, positives = world()
+    with pytest.raises(BadInput, match="db is 'path'; expected an open softdb database"):
+        fit("path", queries, positives)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="db is 'path'; expected an open softdb database"):
+        apply("path", QueryProjection(D, hidden=3))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"projection is Linear\(.*expected a QueryProjection, such as fit's projection"):
+        save(tmp_path / "x.pt", torch.nn.Linear(3, 3))  # type: ignore[arg-type]
+    (tmp_path / "junk.pt").write_text("hello")
+    with pytest.raises(BadInput, match=r"junk\.pt cannot be read as a projection \('KeyError: .*; give another"):
+        load(tmp_path / "junk.pt")
+    assert not (tmp_path / "x.pt").exists()
 
 
 def test_a_fallen_measure_is_reported() -> None:
