@@ -20,12 +20,14 @@ from softdb.answers import frames
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape
 from softdb.answers.shaped import nested
 from softdb.check import Id, shown
-from softdb.errors import BadInput, CorruptionError, StaleRead
+from softdb.errors import BadInput, Closed, CorruptionError, StaleRead
 from softdb.lazy import cached_property
 from softdb.store.entry import RecordEntry
 from softdb.visible import table
 
 __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
+
+_NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads and .texts, and [0] is the first {}"
 
 
 class Resolve(Protocol):
@@ -102,6 +104,8 @@ class Records(Sequence[Record]):
     @overload
     def __getitem__(self, i: slice) -> Records: ...
     def __getitem__(self, i: int | slice) -> Record | Records:
+        if isinstance(i, str):
+            raise BadInput(_NO_COLUMN.format(i, "record"))
         value: Any = None if self.values is None else self.values[i]
         if isinstance(i, slice):
             return Records(self.ids[i], self.keys[i], value, self.payload_texts[i], self.texts[i], self.keyed[i])
@@ -167,6 +171,8 @@ class Hits(Sequence["QueryHits"]):
     @overload
     def __getitem__(self, i: slice) -> Hits: ...
     def __getitem__(self, i: int | slice) -> QueryHits | Hits:
+        if isinstance(i, str):
+            raise BadInput(_NO_COLUMN.format(i, "query's hits"))
         if isinstance(i, slice) or self.rows.ndim > 2:
             return Hits(self.rows[i], self.scores[i], self.resolve, self.missing)
         return QueryHits(self, range(len(self))[i])
@@ -191,7 +197,10 @@ class Hits(Sequence["QueryHits"]):
 
     def _resolved(self, **columns: bool) -> Mapping[int, RecordEntry]:
         rows = np.unique(self.rows[self.rows >= 0].cpu().numpy())
-        entries = self.resolve(rows, **columns) if len(rows) else {}
+        try:
+            entries = self.resolve(rows, **columns) if len(rows) else {}
+        except Closed as error:
+            raise Closed(f"{error}; read ids, payloads and texts of hits inside its with block") from None
         if len(entries) < len(rows):
             raise StaleRead(
                 f"{len(rows) - len(entries)} of {len(rows)} hits are gone or replaced since the search; search again"

@@ -290,7 +290,7 @@ class _TableReader:
             return [None] * len(batch)
         payloads: list[Any] = batch.column("payload").to_pylist()
         for i, text in enumerate(payloads):
-            if text is not None:
+            if not isinstance(text, dict | list | None):
                 try:
                     payloads[i] = json.loads(text)
                 except (TypeError, ValueError, RecursionError) as error:
