@@ -41,11 +41,10 @@ def field_cells(payloads: Iterable[Any], name: str) -> list[Any]:
 
 
 def warn_of_unknown(fields: Mapping[str, list[Any]]) -> None:
-    """Warn of each field that no record has, in columns that the caller named."""
-    for name, cells in fields.items():
-        if cells and all(cell is None for cell in cells):
-            known = f"columns are {', '.join(COLUMNS)} and fields of the payload"
-            warnings.warn(f"no record has the field {shown(name)}; {known}", UnknownField, stacklevel=5)
+    """Warn of columns that the caller named, if they are fields that no record has."""
+    for name in [name for name, cells in fields.items() if cells and all(cell is None for cell in cells)]:
+        known = f"columns are {', '.join(COLUMNS)} and fields of the payload"
+        warnings.warn(f"no record has the field {shown(name)}; {known}", UnknownField, stacklevel=5)
 
 
 def _fields(payloads: list[Any]) -> list[str]:

@@ -61,8 +61,7 @@ def _payload(value: object, name: str) -> str | None:
     except BadInput:  # few payloads need a conversion, and to look for it first would cost all others time
         converted = json_ready(value)
         for key, inner in converted.items() if isinstance(converted, dict) else ():
-            if type(inner) not in _LEAVES:
-                json_text(inner, f"field {shown(key)} of {name}")
+            json_text(inner, f"field {shown(key)} of {name}")
         return None if converted is None else json_text(converted, name)
 
 

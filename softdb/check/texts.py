@@ -25,7 +25,7 @@ def texts(value: object, count: int) -> list[str | None] | None:
         return None
     if isinstance(value, str):
         value = [value]
-    elif hasattr(value, "dtype"):  # an array of NumPy, or a column of a frame
+    elif isinstance(value, np.ndarray) or hasattr(value, "to_numpy"):  # to_numpy: a column of a frame
         value = [None if is_missing(text) else text for text in np.asarray(value).reshape(-1).tolist()]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise BadInput(f"texts are {shown(value)}; expected a list with one str or None for each id")

@@ -12,7 +12,7 @@ from softdb.check import are_texts, is_missing, shown
 from softdb.database.incoming import UPDATES, Given, WriteKind
 from softdb.errors import BadInput
 from softdb.tables.arrow_tables import read_table, table_of
-from softdb.tables.rows import DEFAULTS, Fields, named_in, roles_of
+from softdb.tables.rows import DEFAULTS, Fields, named_in
 
 NO_ROWS = Given([], None, None, None, None)
 _BATCH = 10_000  # number of rows that a dataset converts at once
@@ -35,9 +35,8 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     if isinstance(source, Mapping) and isinstance(source.get("id", source.get("text")), list):
         raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     rows: Any = [source] if isinstance(source, Mapping | Record) else source
-    if not is_table and not (
-        isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
-    ):
+    is_rows = isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
+    if not (is_table or is_rows):
         if fields is None:
             return given._replace(ids=source)
         raise BadInput(f"fields name the columns of rows, but ids are {shown(source)}; give dicts, a frame or a table")
@@ -49,7 +48,7 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         columns = _table(rows, named, has_values)
     else:
         columns = _dicts(_pandas(rows) if is_table else [_row(row, has_values) for row in rows], named, has_values)
-    return _updated(columns) if change in UPDATES else _inserted(columns, named, encoder)
+    return _updated(columns) if change in UPDATES or columns is NO_ROWS else _inserted(columns, named, encoder)
 
 
 def _is_table(value: Any) -> bool:
@@ -78,15 +77,14 @@ def _dicts(rows: list[Any], named: Mapping[str, str | None], has_values: bool) -
     if wrong is not None:
         raise BadInput(f"row {wrong} is {shown(rows[wrong])}; expected a dict, like row 0")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    parts = roles_of(names, named, has_values)
+    parts = Fields.roles(names, named, has_values)
     columns: dict[str, Any] = dict.fromkeys(DEFAULTS)
     for role, name in parts.items():
         if name is not None:
             columns[role] = [None if is_missing(cell := row.get(name)) else cell for row in rows]
     if are_texts(columns["key"]):
-        text = next(cell for cell in columns["key"] if isinstance(cell, str))
         advice = f"expected lists of numbers: parse by json.loads, or embed it by fields={{'text': {parts['key']!r}}}"
-        raise BadInput(f"column {parts['key']!r} holds the text {shown(text)}; {advice}")
+        raise BadInput(f"column {parts['key']!r} holds texts, {shown(columns['key'])}; {advice}")
     ids, used, payloads = columns["id"], set(parts.values()), None
     if ids is not None and None in ids:
         raise BadInput(f"row {ids.index(None)} has no {parts['id']!r}; give every row an id, or no row")
@@ -114,7 +112,7 @@ def _table(source: Any, named: Mapping[str, str | None], has_values: bool) -> Gi
     """Return the rows of an Arrow table or a dataset as columns. Raises MissingDependency without pyarrow."""
     table = replace(table_of(source, _BATCH), optional=True)
     names = table.schema.names
-    parts = roles_of(names, named, has_values)
+    parts = Fields.roles(names, named, has_values)
     fields = Fields(parts["id"], parts["key"] or "", parts["text"], parts["value"])  # "": no column of keys
     batches = list(read_table(table, fields, sys.maxsize, None))  # at most one of this size
     if not batches:
@@ -130,7 +128,7 @@ def _table(source: Any, named: Mapping[str, str | None], has_values: bool) -> Gi
 def _inserted(columns: Given, named: Mapping[str, str | None], encoder: Callable[[], Any]) -> Given:
     """Return columns of new records. Rows without a key, or with an encoder without a text, make keyless records."""
     ids, keys, _, payloads, texts = columns
-    if columns is not NO_ROWS and keys is None and texts is None:
+    if keys is None and texts is None:
         if "key" not in named:
             raise BadInput(
                 "rows have no column of keys or texts; expected key, vector, embedding or text: name yours by "
@@ -144,7 +142,7 @@ def _inserted(columns: Given, named: Mapping[str, str | None], encoder: Callable
 
 def _updated(columns: Given) -> Given:
     """Return columns of stored records. Raises BadInput for a column in which some cells are missing."""
-    for role in ("keys", "values", "texts") if columns is not NO_ROWS else ():
+    for role in ("keys", "values", "texts"):
         column = getattr(columns, role)
         missing = [i for i, cell in enumerate(column) if cell is None] if isinstance(column, list) else []
         if missing and len(missing) < len(column):

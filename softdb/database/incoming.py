@@ -82,9 +82,9 @@ class RecordChecker(NamedTuple):
         count = len(names) or _count(keys, payloads, texts)
         strings, jsons = check.texts(texts, count), check.payloads(payloads, count)
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
+            others = "; stored payloads: update(…, merge=True); a file: softdb.formats.import_records"
             raise BadInput(
-                "keys are missing; give keys, or texts, or keys=[None, …] for records without a key; update(…, "
-                "merge=True) changes payloads of stored records, and softdb.formats.import_records reads files"
+                f"keys are missing; give keys, or texts, or keys=[None, …] for records without a key{others}"
             )
         key_column, keyed = self._keys_of(keys, strings, count, progress)
         value_column = self._values_of(values, keyed, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,8 @@ class Verbs(Questions):
         if (ids is None) == (where is None):
             raise BadInput("give ids or where, one of them; where={} deletes every record")
         names = None if ids is None else check.identifiers(ids, unique=False)
-        is_condition = isinstance(ids, str) and any(sign in ids for sign in (" <", " >", " =", " !="))
-        if names and is_condition and not self.core.stored(names)[0]:
-            advice = "to delete by a condition pass where={'price': {'$gt': 50}}"
-            raise BadInput(f"no record has the id {check.shown(ids)}; {advice}")
+        if names and isinstance(ids, str) and re.search(r"\w !?[<=>]", ids) and not self.core.stored(names)[0]:
+            raise BadInput(f"no id is {check.shown(ids)}; pass a condition as where={{'price': {{'$gt': 50}}}}")
         return self.core.delete(names, where)
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -67,10 +67,8 @@ class _Field:
         if not isinstance(condition, dict):
             return self.equal(_plain(condition))
         if not condition:
-            raise BadFilter(
-                f"field {shown(self.name)} is given an empty dict; expected operators, one or more of "
-                f"{' '.join(_OPERATORS)}"
-            )
+            known = " ".join(_OPERATORS)
+            raise BadFilter(f"field {shown(self.name)} is given an empty dict; expected one or more of {known}")
         return _all([self.operator(name, operand, depth) for name, operand in condition.items()])
 
     def operator(self, operator: object, operand: object, depth: int) -> Node:
@@ -87,9 +85,8 @@ class _Field:
             return self.element(operand, depth + 1)
         if operator == "$match" and self.name == "$text":
             return self.matches(operand)
-        plain = {"$eq": self.equal, "$in": self.among, "$exists": self.exists}
+        plain = {"$eq": self.equal, "$in": self.among, "$exists": self.exists, "$size": self.sized}
         plain |= {"$startswith": self.starts, "$contains": self.contains, "$icontains": self.contains_folded}
-        plain |= {"$size": self.sized}
         if operator not in plain:
             raise BadFilter(self.unknown(operator))
         return plain[name](operand)
@@ -194,10 +191,8 @@ class _Field:
     def element(self, operand: object, depth: int) -> Node:
         """Match a list with an element that fulfils the operand: operators on the element or a filter on its fields."""
         if not isinstance(operand, dict) or not operand:
-            raise BadFilter(
-                f"field {shown(self.name)}: $elemMatch takes a filter over a list's elements, or operators; got "
-                f"{shown(operand)}"
-            )
+            expected = "$elemMatch takes a filter over a list's elements, or operators"
+            raise BadFilter(f"field {shown(self.name)}: {expected}; got {shown(operand)}")
         table = f"e{depth}"  # nested $elemMatch need tables of different names
         if _applies_to_element(operand):
             element = _Field(f"{self.name}[]", f"{table}.type", f"{table}.value", indexed=False)

@@ -20,8 +20,8 @@ from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
-from softdb.tables.arrow_tables import FOLDERS, TABLES, Table, read_table, table_in, table_of
-from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, roles_of, text_in
+from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
+from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, text_in
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
@@ -168,10 +168,10 @@ def read_records(
 
     Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """
-    given, size = fields, check.integer(batch_size, "batch_size")
-    fields = given if isinstance(given, Fields) else Fields(**named_in(given))
+    columns, size = fields if isinstance(fields, Fields) else named_in(fields), check.integer(batch_size, "batch_size")
+    fields = columns if isinstance(columns, Fields) else Fields(**columns)
     if not isinstance(source, str | os.PathLike):
-        return _read_table(table_of(source, size), given, size, on_error)
+        return read_table(table_of(source, size), columns, size, on_error)
     path = Path(source)
     kind = _kind(path)
     if kind not in _LINES and keys is not None:
@@ -184,20 +184,12 @@ def read_records(
     if has_collections or kind in VECTORS:
         return read_collection(path, kind, collection, fields, size, on_error)
     if kind in TABLES or kind in FOLDERS:
-        return _read_table(table_in(path, kind, size), given, size, on_error)
+        return read_table(table_in(path, kind, size), columns, size, on_error)
     if kind not in _LINES:
         return _read_columns(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:
         raise BadInput("bad lines cannot be skipped with a file of keys, which has a row for each line; mend the lines")
     return _read_lines(path, fields, keys, size, on_error)
-
-
-def _read_table(table: Table, given: Any, size: int, on_error: OnError | None) -> Iterator[Rows]:
-    """Yield the records of a table: its columns are those of `given`, a `Fields`, or else also the defaults of rows."""
-    fields = given if isinstance(given, Fields) else Fields(**named_in(given))
-    if fields is not given and not is_own(table.schema.names, fields, table.header):
-        fields = Fields(**roles_of(table.schema.names, {"id": "id", **named_in(given)}, False))
-    return read_table(table, fields, size, on_error)
 
 
 def _read_lines(

@@ -34,6 +34,21 @@ class Fields:
         if self.key is None and self.text is None:
             object.__setattr__(self, "key", "key")
 
+    @staticmethod
+    def roles(columns: Sequence[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
+        """Return the column of each role, None where there is none. Raises BadInput, with the columns."""
+        parts = dict(named)
+        for role, name in named.items():
+            if name is not None and name not in columns:
+                raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
+        for role in [role for role in DEFAULTS if role not in named]:
+            defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
+            if len(defaults) > 1:
+                choice = f"fields={{{role!r}: {defaults[0]!r}}}"
+                raise BadInput(f"columns {shown(defaults)} may each be the {role}; choose: {choice}")
+            parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
+        return parts
+
 
 @dataclass(frozen=True)
 class Header:
@@ -72,29 +87,11 @@ def named_in(fields: Any) -> dict[str, str | None]:
     if isinstance(fields, Fields):
         fields = {role: name for role, name in asdict(fields).items() if name != role and (name or role == "id")}
     named = {} if fields is None else fields
-    if not (
-        isinstance(named, Mapping)
-        and named.keys() <= DEFAULTS.keys()
-        and all(isinstance(name, str | None) for name in named.values())
-    ):
+    known = isinstance(named, Mapping) and named.keys() <= DEFAULTS.keys()
+    if not known or not all(isinstance(name, str | None) for name in named.values()):
         roles = f"a dict from {', '.join(DEFAULTS)} to the name of a column, or to None for no column"
         raise BadInput(f"fields are {shown(fields)}; expected {roles}; all other columns are the payload")
     return dict(named)
-
-
-def roles_of(columns: Sequence[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
-    """Return the column of each role, None where there is none. Raises BadInput, with the columns."""
-    parts = dict(named)
-    for role, name in named.items():
-        if name is not None and name not in columns:
-            raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
-    for role in [role for role in DEFAULTS if role not in named]:
-        defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
-        if len(defaults) > 1:
-            choice = f"fields={{{role!r}: {defaults[0]!r}}}"
-            raise BadInput(f"columns {shown(defaults)} may each be the {role}; choose: {choice}")
-        parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
-    return parts
 
 
 def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:
