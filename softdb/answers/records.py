@@ -27,8 +27,6 @@ from softdb.visible import table
 
 __all__ = ["Hit", "Hits", "QueryHits", "Record", "Records", "Resolve", "parsed"]
 
-_NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads and .texts, and [0] is the first {}"
-
 
 class Resolve(Protocol):
     """A function that looks up records by their rows and omits deleted records."""
@@ -56,6 +54,7 @@ def _refuse(constant: str) -> Any:
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
+_NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads and .texts, and [0] is the first {}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +102,7 @@ class Records(Sequence[Record]):
     def __getitem__(self, i: int) -> Record: ...
     @overload
     def __getitem__(self, i: slice) -> Records: ...
-    def __getitem__(self, i: int | slice) -> Record | Records:
+    def __getitem__(self, i: int | slice | str) -> Record | Records:
         if isinstance(i, str):
             raise BadInput(_NO_COLUMN.format(i, "record"))
         value: Any = None if self.values is None else self.values[i]
@@ -170,7 +169,7 @@ class Hits(Sequence["QueryHits"]):
     def __getitem__(self, i: int) -> QueryHits: ...
     @overload
     def __getitem__(self, i: slice) -> Hits: ...
-    def __getitem__(self, i: int | slice) -> QueryHits | Hits:
+    def __getitem__(self, i: int | slice | str) -> QueryHits | Hits:
         if isinstance(i, str):
             raise BadInput(_NO_COLUMN.format(i, "query's hits"))
         if isinstance(i, slice) or self.rows.ndim > 2:

@@ -116,7 +116,7 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
     return vectors
 
 
-def numbers(value: object, name: str) -> Array:
+def numbers(value: Any, name: str) -> Array:
     """Convert a numpy array, a tensor on any device, or (nested) lists to a numeric array. Raises BadInput."""
     if is_tensor(value):
         import torch

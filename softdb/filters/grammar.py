@@ -244,14 +244,15 @@ def _all(nodes: list[Node]) -> Node:
     return nodes[0] if len(nodes) == 1 else All(tuple(nodes))
 
 
-def _plain(operand: object) -> object:
+def _plain(operand: Any) -> object:
     """Return an operand as payloads store it, an array or column as a list; NaN and members stay as they are."""
-    if hasattr(operand, "dtype") and np.ndim(operand):
-        return list(operand)  # type: ignore[call-overload]
-    operand = operand[()] if isinstance(operand, np.ndarray) else operand
-    if is_missing(operand) or isinstance(operand, dict | list | tuple | set | frozenset):
+    if type(operand) is str or type(operand) is int:  # quick, as `$in` may hold many
         return operand
-    operand = json_ready(operand)
+    if hasattr(operand, "dtype") and np.ndim(operand):
+        return list(operand)
+    operand = operand[()] if isinstance(operand, np.ndarray) else operand
+    kept = is_missing(operand) or isinstance(operand, dict | list | tuple | set | frozenset)
+    operand = operand if kept else json_ready(operand)
     return next((kind(operand) for kind in (bool, str, int, float) if isinstance(operand, kind)), operand)
 
 

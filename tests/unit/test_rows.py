@@ -371,7 +371,8 @@ def test_payloads_alone_are_for_update() -> None:
 
 
 def test_no_rows_write_nothing(db: SoftDB) -> None:
-    for rows in ([], iter([]), pandas([ROW])[:0], arrow([ROW])[:0], pandas([])):
+    batches: list[Any] = [[], iter([]), pandas([ROW])[:0], arrow([ROW])[:0], pandas([])]
+    for rows in batches:
         before = db.stats().generation
         assert db.insert(rows) == db.upsert(rows) == []
         assert db.stats().generation == before
