@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from softdb.check import shown
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput, MissingDependency, UnknownField
 
 COLUMNS = ("id", "key", "value", "text", "payload")
 RESERVED = {*COLUMNS, "vector", "embedding"}  # names of columns that an insert does not read as fields of the payload
@@ -28,6 +29,7 @@ def frame(batches: Iterable[Any], columns: Sequence[str] | None) -> Any:
         optional = {"value": cells["value"], "text": any(cells["text"])}
         names = ["id", "key", *(name for name in optional if optional[name]), *_fields(cells["payload"])]
     fields = {name: field_cells(cells["payload"], name) for name in names if name not in COLUMNS}
+    warn_of_unknown(fields)
     return pd.DataFrame(
         {name: _series(pd, name, (cells | fields)[name]) for name in names if name != "value" or cells["value"]}
     )
@@ -36,6 +38,13 @@ def frame(batches: Iterable[Any], columns: Sequence[str] | None) -> Any:
 def field_cells(payloads: Iterable[Any], name: str) -> list[Any]:
     """Return a field of each payload, None where a payload lacks it."""
     return [payload.get(name) if isinstance(payload, dict) else None for payload in payloads]
+
+
+def warn_of_unknown(fields: Mapping[str, list[Any]]) -> None:
+    """Warn of columns that the caller named, if they are fields that no record has."""
+    for name in [name for name, cells in fields.items() if cells and all(cell is None for cell in cells)]:
+        known = f"columns are {', '.join(COLUMNS)} and fields of the payload"
+        warnings.warn(f"no record has the field {shown(name)}; {known}", UnknownField, stacklevel=5)
 
 
 def _fields(payloads: list[Any]) -> list[str]:

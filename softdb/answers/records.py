@@ -20,7 +20,7 @@ from softdb.answers import frames
 from softdb.answers.brief import LINES, SHOWN, json_cell, listed, numbers, part_of, shape
 from softdb.answers.shaped import nested
 from softdb.check import Id, shown
-from softdb.errors import BadInput, CorruptionError, StaleRead
+from softdb.errors import BadInput, Closed, CorruptionError, StaleRead
 from softdb.lazy import cached_property
 from softdb.store.entry import RecordEntry
 from softdb.visible import table
@@ -54,6 +54,7 @@ def _refuse(constant: str) -> Any:
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
+_NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads and .texts, and [0] is the first {}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +102,9 @@ class Records(Sequence[Record]):
     def __getitem__(self, i: int) -> Record: ...
     @overload
     def __getitem__(self, i: slice) -> Records: ...
-    def __getitem__(self, i: int | slice) -> Record | Records:
+    def __getitem__(self, i: int | slice | str) -> Record | Records:
+        if isinstance(i, str):
+            raise BadInput(_NO_COLUMN.format(i, "record"))
         value: Any = None if self.values is None else self.values[i]
         if isinstance(i, slice):
             return Records(self.ids[i], self.keys[i], value, self.payload_texts[i], self.texts[i], self.keyed[i])
@@ -166,7 +169,9 @@ class Hits(Sequence["QueryHits"]):
     def __getitem__(self, i: int) -> QueryHits: ...
     @overload
     def __getitem__(self, i: slice) -> Hits: ...
-    def __getitem__(self, i: int | slice) -> QueryHits | Hits:
+    def __getitem__(self, i: int | slice | str) -> QueryHits | Hits:
+        if isinstance(i, str):
+            raise BadInput(_NO_COLUMN.format(i, "query's hits"))
         if isinstance(i, slice) or self.rows.ndim > 2:
             return Hits(self.rows[i], self.scores[i], self.resolve, self.missing)
         return QueryHits(self, range(len(self))[i])
@@ -191,7 +196,10 @@ class Hits(Sequence["QueryHits"]):
 
     def _resolved(self, **columns: bool) -> Mapping[int, RecordEntry]:
         rows = np.unique(self.rows[self.rows >= 0].cpu().numpy())
-        entries = self.resolve(rows, **columns) if len(rows) else {}
+        try:
+            entries = self.resolve(rows, **columns) if len(rows) else {}
+        except Closed as error:
+            raise Closed(f"{error}; read ids, payloads and texts of hits inside its with block") from None
         if len(entries) < len(rows):
             raise StaleRead(
                 f"{len(rows) - len(entries)} of {len(rows)} hits are gone or replaced since the search; search again"

@@ -19,25 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Array",
-    "Encoder",
-    "all_finite",
-    "are_texts",
-    "devices",
-    "encoded",
-    "finite",
-    "leading",
-    "mask",
-    "matrix",
-    "numbers",
-    "precise",
-    "queries",
-    "query_encoder",
-    "resident_dtype",
-    "sample_weights",
-    "values",
-    "vectors",
-]
+    "Array", "Encoder", "all_finite", "are_texts", "devices", "encoded", "finite", "leading", "mask", "matrix",
+    "numbers", "precise", "queries", "query_encoder", "resident_dtype", "sample_weights", "values", "vectors",
+]  # fmt: skip
 
 Array: TypeAlias = NDArray[Any]
 Encoder: TypeAlias = Callable[[list[str]], Any]  # n texts -> (n, d)
@@ -122,18 +106,17 @@ def encoded(value: object, name: str, encoder_of: Callable[[], Encoder | None]) 
     if encoder is None:
         raise BadInput(f"{name} are text but this database was opened without an encoder; pass encoder= to softdb.open")
     vectors = encoder(list(texts))
+    expected = f"for {len(texts)} texts; it must give one vector for each"
     try:
-        count = len(vectors)
+        count, width = len(vectors), next((np.ndim(vector) for vector in vectors), 1)
     except TypeError:
-        raise BadInput(
-            f"the encoder gave {shown(vectors)} for {len(texts)} texts; it must give one vector for each"
-        ) from None
-    if count != len(texts):
-        raise BadInput(f"the encoder gave {count} vectors for {len(texts)} texts; it must give one for each")
+        raise BadInput(f"the encoder gave {shown(vectors)} {expected}") from None
+    if count != len(texts) or not width:
+        raise BadInput(f"the encoder gave {count} {'vectors' if width else 'numbers'} {expected}")
     return vectors
 
 
-def numbers(value: object, name: str) -> Array:
+def numbers(value: Any, name: str) -> Array:
     """Convert a numpy array, a tensor on any device, or (nested) lists to a numeric array. Raises BadInput."""
     if is_tensor(value):
         import torch
@@ -145,9 +128,13 @@ def numbers(value: object, name: str) -> Array:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
-        raise BadInput(f"{name} are ragged: their rows differ in width; expected one width for all") from None
+        widths = [len(row) if isinstance(row, list | tuple) else np.size(row) for row in value]
+        odd = next((i for i, width in enumerate(widths) if width != widths[0]), 0)
+        differs = f"row {odd} has {widths[odd]} numbers, row 0 has {widths[0]}" if odd else "their rows differ in width"
+        raise BadInput(f"{name} are ragged: {differs}; expected one width for all") from None
     if array.dtype.kind not in "fiu" or array.itemsize > 8:
-        raise BadInput(f"{name} are of type {array.dtype}; expected real numbers of at most 64 bits")
+        advice = "; of a column of arrays pass np.stack(column)" if array.dtype == object else ""
+        raise BadInput(f"{name} are of type {array.dtype}; expected real numbers of at most 64 bits{advice}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -174,7 +161,8 @@ def matrix(value: object, name: str, width: int, dtype: np.dtype[Any]) -> Array:
     with np.errstate(over="ignore", under="ignore"):
         cast = np.ascontiguousarray(array, dtype)
     if cast.dtype != array.dtype:
-        finite(cast, f"{name}, cast to {dtype},", " (the largest float16 is 65504): scale them, or store float32")
+        advice = "scale them" + (", or store float32" if dtype == np.float16 else "")
+        finite(cast, f"{name}, cast to {dtype},", f" (the largest {dtype} is {np.finfo(dtype).max:g}): {advice}")
     return cast
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -28,8 +28,10 @@ def identifiers(value: object, unique: bool = True) -> list[Id]:
         value = value.tolist()
     elif is_tensor(value):
         value = dense(value, "ids").tolist()
-    if type(value) is not list and (not isinstance(value, Iterable) or isinstance(value, bytes)):
-        raise BadInput(f"ids are {shown(value)}; expected a list of str or int")
+    is_table = isinstance(value, Mapping) or hasattr(type(value), "columns")  # iterates over names of columns
+    if is_table or (type(value) is not list and (not isinstance(value, Iterable) or isinstance(value, bytes))):
+        advice = "pass a filter as where=, a frame's column of ids, a LazyFrame's collect(), a file to import_records"
+        raise BadInput(f"ids are {shown(value)}; expected a list of str or int: {advice}")
     ids = [item if type(item) is str else _identifier(item) for item in value]
     text = "".join([name for name in ids if type(name) is str])
     if not text.isascii():
@@ -57,7 +59,8 @@ def _identifier(value: object) -> Id:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise BadInput(f"id {shown(value)} is of type {type(value).__name__}; expected str or int, convert it first")
+        advice = "; pass vectors as keys=" if isinstance(value, list | np.ndarray) else ", convert it first"
+        raise BadInput(f"id {shown(value)} is of type {type(value).__name__}; expected str or int{advice}")
     if not -(2**63) <= int(value) < 2**63:
         raise BadInput(f"id {shown(int(value))} needs more than 64 bits; store it as str")
     return int(value)

@@ -14,7 +14,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DEPTH", "is_missing", "json_text", "payloads"]
+__all__ = ["MAX_DEPTH", "is_missing", "json_ready", "json_text", "payloads"]
 
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
@@ -41,7 +41,8 @@ def payloads(value: object, count: int) -> list[str | None]:
         return [None] * count
     if isinstance(value, str | dict) or not isinstance(value, Sequence | np.ndarray):
         if count != 1:
-            raise BadInput(f"payloads are {shown(value)}; expected a list with one JSON value for each of {count} ids")
+            expected = f"expected a list with one JSON value for each of {count} ids (a frame has .to_dict('records'))"
+            raise BadInput(f"payloads are {shown(value)}; {expected}")
         value = [value]
     filled(value, "payloads", count)
     return [None if item is None else _payload(item, f"payload {i}") for i, item in enumerate(_items(value))]
@@ -58,11 +59,13 @@ def _payload(value: object, name: str) -> str | None:
     try:
         return json_text(value, name)
     except BadInput:  # few payloads need a conversion, and to look for it first would cost all others time
-        converted = _converted(value, 1)
+        converted = json_ready(value)
+        for key, inner in converted.items() if isinstance(converted, dict) else ():
+            json_text(inner, f"field {shown(key)} of {name}")
         return None if converted is None else json_text(converted, name)
 
 
-def _converted(value: Any, depth: int) -> Any:
+def json_ready(value: Any, depth: int = 1) -> Any:
     """Return a payload with the values that `payloads` converts in their JSON form, and all others unchanged."""
     if isinstance(value, np.ndarray):
         value = list(value) if value.ndim else value[()]
@@ -71,9 +74,9 @@ def _converted(value: Any, depth: int) -> Any:
     if depth > MAX_DEPTH:
         return value
     if isinstance(value, dict):
-        return {key: _converted(inner, depth + 1) for key, inner in value.items()}
+        return {key: json_ready(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, _LISTS):
-        return [_converted(inner, depth + 1) for inner in value]
+        return [json_ready(inner, depth + 1) for inner in value]
     if isinstance(value, np.datetime64):
         return re.sub(r"\.0+$", "", str(value))
     value = value.item() if isinstance(value, np.generic) else value

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from softdb.check.ids import encodable
+from softdb.check.payload import is_missing
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
@@ -24,8 +25,8 @@ def texts(value: object, count: int) -> list[str | None] | None:
         return None
     if isinstance(value, str):
         value = [value]
-    elif isinstance(value, np.ndarray):
-        value = value.tolist()
+    elif isinstance(value, np.ndarray) or hasattr(value, "to_numpy"):  # to_numpy: a column of a frame
+        value = [None if is_missing(text) else text for text in np.asarray(value).reshape(-1).tolist()]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise BadInput(f"texts are {shown(value)}; expected a list with one str or None for each id")
     filled(value, "texts", count)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from softdb.answers import Records
-from softdb.answers.frames import COLUMNS, column_names, field_cells
+from softdb.answers.frames import COLUMNS, column_names, field_cells, warn_of_unknown
 from softdb.database.core import Core
 from softdb.errors import BadInput, MissingDependency
 
@@ -18,11 +18,12 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
     """Return records as a `pyarrow.Table`; see `Verbs.to_arrow`."""
     names = None if columns is None else column_names(columns)
     blocks, fields = [], {name: list[Any]() for name in names or () if name not in COLUMNS}
-    converter = _Converter(core, None if names is None else [name for name in names if name in COLUMNS])
+    converter = _Converter(core, None if names is None else ["id", *(name for name in names if name in COLUMNS)])
     for records in batches:
         blocks.append(converter.batch(records))
         for name, column in fields.items():
             column += field_cells(records.payloads, name)
+    warn_of_unknown(fields)
     pyarrow = _pyarrow()
     table = pyarrow.Table.from_batches(blocks, converter.schema)
     for name, column in fields.items():

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, ValuesView
+from dataclasses import replace
 from typing import Any
 
 from softdb.answers import Record, Records
-from softdb.check import is_missing, shown
+from softdb.check import are_texts, is_missing, shown
 from softdb.database.incoming import UPDATES, Given, WriteKind
 from softdb.errors import BadInput
 from softdb.tables.arrow_tables import read_table, table_of
-from softdb.tables.rows import Fields
+from softdb.tables.rows import DEFAULTS, Fields, named_in
 
-DEFAULTS = {"id": ("id",), "key": ("key", "vector", "embedding"), "text": ("text",), "value": ("value",)}
+NO_ROWS = Given([], None, None, None, None)
 _BATCH = 10_000  # number of rows that a dataset converts at once
 
 
 def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, encoder: Callable[[], Any]) -> Given:
     """Return the arguments of a verb with rows, which stand in the place of the ids, as columns; others unchanged.
 
-    `fields`: the verb's argument; `has_values`: the database has values; `encoder` returns its encoder or None.
+    Without any rows return `NO_ROWS` itself. `fields`: the verb's argument; `has_values`: the database has values;
+    `encoder` returns its encoder or None.
     """
     source: Any = given.ids
     if fields is None and isinstance(source[0] if type(source) is list and source else source, str | int | None):
@@ -29,24 +30,25 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
     is_table = _is_table(source)
     if isinstance(source, Iterator | ValuesView) and not is_table:
         source = list(source)
+    if type(source) is list and not source and all(batch is None for batch in given[1:]):
+        return NO_ROWS
     if isinstance(source, Mapping) and isinstance(source.get("id", source.get("text")), list):
         raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
     rows: Any = [source] if isinstance(source, Mapping | Record) else source
-    if not is_table and not (
-        isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
-    ):
+    is_rows = isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
+    if not (is_table or is_rows):
         if fields is None:
             return given._replace(ids=source)
         raise BadInput(f"fields name the columns of rows, but ids are {shown(source)}; give dicts, a frame or a table")
     apart = [name for name, batch in zip(given._fields, given, strict=True) if name != "ids" and batch is not None]
     if apart:
         raise BadInput(f"rows and {' and '.join(apart)} are given; put {apart[0]} into the rows, or pass only columns")
-    named = _named(fields)
+    named = named_in(fields)
     if is_table and not _is_pandas(rows):
         columns = _table(rows, named, has_values)
     else:
         columns = _dicts(_pandas(rows) if is_table else [_row(row, has_values) for row in rows], named, has_values)
-    return _updated(columns) if change in UPDATES else _inserted(columns, named, encoder)
+    return _updated(columns) if change in UPDATES or columns is NO_ROWS else _inserted(columns, named, encoder)
 
 
 def _is_table(value: Any) -> bool:
@@ -60,36 +62,6 @@ def _is_pandas(value: Any) -> bool:
     return "pandas" in sys.modules and isinstance(value, sys.modules["pandas"].DataFrame)
 
 
-def _named(fields: Any) -> dict[str, str | None]:
-    """Return the columns that `fields` names, by role. Raises BadInput."""
-    if isinstance(fields, Fields):
-        fields = {role: name for role, name in asdict(fields).items() if name != role and (name or role == "id")}
-    named = {} if fields is None else fields
-    if not (
-        isinstance(named, Mapping)
-        and named.keys() <= DEFAULTS.keys()
-        and all(isinstance(name, str | None) for name in named.values())
-    ):
-        roles = f"a dict from {', '.join(DEFAULTS)} to the name of a column, or to None for no column"
-        raise BadInput(f"fields are {shown(fields)}; expected {roles}; all other columns are the payload")
-    return dict(named)
-
-
-def _parts(columns: Sequence[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
-    """Return the column of each role, None where there is none. Raises BadInput, with the columns."""
-    parts = dict(named)
-    for role, name in named.items():
-        if name is not None and name not in columns:
-            raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
-    for role in [role for role in DEFAULTS if role not in named]:
-        defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
-        if len(defaults) > 1:
-            choice = f"fields={{{role!r}: {defaults[0]!r}}}"
-            raise BadInput(f"columns {shown(defaults)} may each be the {role}; choose: {choice}")
-        parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
-    return parts
-
-
 def _row(record: Any, has_values: bool) -> Any:
     """Return a record of a database as a dict, anything else unchanged."""
     if not isinstance(record, Record):
@@ -99,15 +71,20 @@ def _row(record: Any, has_values: bool) -> Any:
 
 def _dicts(rows: list[Any], named: Mapping[str, str | None], has_values: bool) -> Given:
     """Return dicts as columns. A cell that is missing is None, or a field that the payload lacks."""
+    if not rows:
+        return NO_ROWS
     wrong = next((i for i, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if wrong is not None:
         raise BadInput(f"row {wrong} is {shown(rows[wrong])}; expected a dict, like row 0")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    parts = _parts(names, named, has_values)
+    parts = Fields.roles(names, named, has_values)
     columns: dict[str, Any] = dict.fromkeys(DEFAULTS)
     for role, name in parts.items():
         if name is not None:
             columns[role] = [None if is_missing(cell := row.get(name)) else cell for row in rows]
+    if are_texts(columns["key"]):
+        advice = f"expected lists of numbers: parse by json.loads, or embed it by fields={{'text': {parts['key']!r}}}"
+        raise BadInput(f"column {parts['key']!r} holds texts, {shown(columns['key'])}; {advice}")
     ids, used, payloads = columns["id"], set(parts.values()), None
     if ids is not None and None in ids:
         raise BadInput(f"row {ids.index(None)} has no {parts['id']!r}; give every row an id, or no row")
@@ -125,9 +102,8 @@ def _pandas(frame: Any) -> list[dict[str, Any]]:
     if all(name is not None and name not in frame.columns for name in frame.index.names):
         frame = frame.reset_index()
     names = list(frame.columns)
-    if not len(frame) or not frame.columns.is_unique:
-        problem = "has several columns of the same name" if len(frame) else "has no rows"
-        raise BadInput(f"the frame {problem}; its columns are {shown(names)}")
+    if not frame.columns.is_unique:
+        raise BadInput(f"the frame has several columns of the same name; its columns are {shown(names)}")
     rows: list[dict[str, Any]] = frame.to_dict("records")
     return rows
 
@@ -136,11 +112,11 @@ def _table(source: Any, named: Mapping[str, str | None], has_values: bool) -> Gi
     """Return the rows of an Arrow table or a dataset as columns. Raises MissingDependency without pyarrow."""
     table = replace(table_of(source, _BATCH), optional=True)
     names = table.schema.names
-    parts = _parts(names, named, has_values)
+    parts = Fields.roles(names, named, has_values)
     fields = Fields(parts["id"], parts["key"] or "", parts["text"], parts["value"])  # "": no column of keys
     batches = list(read_table(table, fields, sys.maxsize, None))  # at most one of this size
     if not batches:
-        raise BadInput(f"the table has no rows; its columns are {shown(names)}")
+        return NO_ROWS
     rows = batches[0]
     payloads = None if set(names) <= set(parts.values()) else rows.payloads
     ids, keys, texts = (

@@ -82,7 +82,10 @@ class RecordChecker(NamedTuple):
         count = len(names) or _count(keys, payloads, texts)
         strings, jsons = check.texts(texts, count), check.payloads(payloads, count)
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
-            raise BadInput("keys are missing; give keys, or texts, or keys=[None, …] for records without a key")
+            others = "; stored payloads: update(…, merge=True); a file: softdb.formats.import_records"
+            raise BadInput(
+                f"keys are missing; give keys, or texts, or keys=[None, …] for records without a key{others}"
+            )
         key_column, keyed = self._keys_of(keys, strings, count, progress)
         value_column = self._values_of(values, keyed, count)
         return Batch(names, key_column, value_column, jsons, strings, None if keyed.all() else keyed)

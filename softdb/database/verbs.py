@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from softdb import check
 from softdb.answers import Record, Records, frames
 from softdb.check import Id
 from softdb.database import arrow
-from softdb.database.from_rows import columns_of
+from softdb.database.from_rows import NO_ROWS, columns_of
 from softdb.database.incoming import Given, WriteKind
 from softdb.database.questions import Questions, verb
 from softdb.errors import BadInput
@@ -125,8 +126,7 @@ class Verbs(Questions):
             BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        given = self._given(WriteKind.INSERT, fields, ids, keys, values, payloads, texts)
-        return self.core.put(WriteKind.INSERT, given, progress)
+        return self._put(WriteKind.INSERT, progress, fields, ids, keys, values, payloads, texts)
 
     @verb
     def upsert(
@@ -141,8 +141,7 @@ class Verbs(Questions):
         progress: Progress | bool | None = None,
     ) -> list[Id]:
         """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
-        given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
-        return self.core.put(WriteKind.UPSERT, given, progress)
+        return self._put(WriteKind.UPSERT, progress, fields, ids, keys, values, payloads, texts)
 
     @verb
     def update(
@@ -170,18 +169,22 @@ class Verbs(Questions):
         cell leaves its field out, and a column of keys, values or texts must be complete.
         """
         change = WriteKind.MERGE if merge else WriteKind.UPDATE
-        return self.core.put(change, self._given(change, fields, ids, keys, values, payloads, texts), progress)
+        return self._put(change, progress, fields, ids, keys, values, payloads, texts)
 
-    def _given(self, change: WriteKind, fields: Any, *parts: Any) -> Given:
+    def _put(self, change: WriteKind, progress: Progress | bool | None, fields: Any, *parts: Any) -> list[Id]:
         core = self.core
-        return columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
+        given = columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
+        return [] if given is NO_ROWS else core.put(change, given, progress)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
         """Delete records by id (unknown ids are ignored) or by filter, and return the number of deleted records."""
         if (ids is None) == (where is None):
             raise BadInput("give ids or where, one of them; where={} deletes every record")
-        return self.core.delete(None if ids is None else check.identifiers(ids, unique=False), where)
+        names = None if ids is None else check.identifiers(ids, unique=False)
+        if names and isinstance(ids, str) and re.search(r"\w !?[<=>]", ids) and not self.core.stored(names)[0]:
+            raise BadInput(f"no id is {check.shown(ids)}; pass a condition as where={{'price': {{'$gt': 50}}}}")
+        return self.core.delete(names, where)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -199,8 +202,6 @@ class Verbs(Questions):
 
         Raises UnknownId (a KeyError) for an id that is not stored, also one that filter or page leaves out.
         """
-        if isinstance(ids, dict):
-            raise BadInput(f"ids are {check.shown(ids)}; expected a list of str or int: pass a filter as where=")
         names = None if ids is None else check.identifiers(ids, unique=False)
         return self.core.get(names, where, check.page(limit, offset))
 

@@ -16,10 +16,11 @@ import difflib
 import json
 import math
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
-from softdb.check import MAX_DEPTH, shown
+import numpy as np
+
+from softdb.check import MAX_DEPTH, is_missing, json_ready, shown
 from softdb.errors import BadFilter
 from softdb.filters.conditions import All, Condition, Either, Node, Not, Span, compiled, ranged
 from softdb.store.paths import field_sql, parts_of, spelled, utf8
@@ -64,18 +65,16 @@ class _Field:
     def operators(self, condition: object, depth: int) -> Node:
         """Parse the condition on this field: a dict of operators, or a value that the field must equal."""
         if not isinstance(condition, dict):
-            return self.equal(condition)
+            return self.equal(_plain(condition))
         if not condition:
-            raise BadFilter(
-                f"field {shown(self.name)} is given an empty dict; expected operators, one or more of "
-                f"{' '.join(_OPERATORS)}"
-            )
+            known = " ".join(_OPERATORS)
+            raise BadFilter(f"field {shown(self.name)} is given an empty dict; expected one or more of {known}")
         return _all([self.operator(name, operand, depth) for name, operand in condition.items()])
 
     def operator(self, operator: object, operand: object, depth: int) -> Node:
         """Parse one operator and its operand."""
         _require_depth(depth)
-        name = str(operator)
+        name, operand = str(operator), _plain(operand)
         if operator in _ORDER:
             return self.ordered(_ORDER[name], operand)
         if operator in _NEGATED:
@@ -86,9 +85,8 @@ class _Field:
             return self.element(operand, depth + 1)
         if operator == "$match" and self.name == "$text":
             return self.matches(operand)
-        plain = {"$eq": self.equal, "$in": self.among, "$exists": self.exists}
+        plain = {"$eq": self.equal, "$in": self.among, "$exists": self.exists, "$size": self.sized}
         plain |= {"$startswith": self.starts, "$contains": self.contains, "$icontains": self.contains_folded}
-        plain |= {"$size": self.sized}
         if operator not in plain:
             raise BadFilter(self.unknown(operator))
         return plain[name](operand)
@@ -128,7 +126,7 @@ class _Field:
             raise BadFilter(
                 f"field {shown(self.name)} is compared with {shown(operand)}; only numbers and strings have an order"
             )
-        return self.range(_TYPES[kind], (comparison, _plain(operand)))
+        return self.range(_TYPES[kind], (comparison, operand))
 
     def starts(self, operand: object) -> Node:
         """Match a string that begins with the operand: a range from this prefix to the next string without it."""
@@ -146,7 +144,7 @@ class _Field:
         if not isinstance(operand, list | tuple | set | frozenset):
             raise BadFilter(f"field {shown(self.name)}: $in and $nin take a list; got {shown(operand)}")
         kinds: dict[str, list[object]] = {}
-        for member in operand:
+        for member in map(_plain, operand):
             kinds.setdefault(_kind(member, self.name), []).append(member)
         alternatives = []
         for kind, members in kinds.items():
@@ -162,7 +160,7 @@ class _Field:
         kind = _kind(operand, self.name)
         inner, bound = f"type IS '{kind}'", list[object]()
         if kind in _TYPES:
-            inner, bound = f"type IN ({', '.join(map(repr, _TYPES[kind]))}) AND atom = ?", [_plain(operand)]
+            inner, bound = f"type IN ({', '.join(map(repr, _TYPES[kind]))}) AND atom = ?", [operand]
         sql = f"{self.type} = 'array' AND EXISTS (SELECT 1 FROM json_each({self.value}) WHERE {inner})"
         if kind == "string":
             sql = f"{sql} OR {self.type} = 'text' AND instr({self.value}, ?) > 0"
@@ -193,10 +191,8 @@ class _Field:
     def element(self, operand: object, depth: int) -> Node:
         """Match a list with an element that fulfils the operand: operators on the element or a filter on its fields."""
         if not isinstance(operand, dict) or not operand:
-            raise BadFilter(
-                f"field {shown(self.name)}: $elemMatch takes a filter over a list's elements, or operators; got "
-                f"{shown(operand)}"
-            )
+            expected = "$elemMatch takes a filter over a list's elements, or operators"
+            raise BadFilter(f"field {shown(self.name)}: {expected}; got {shown(operand)}")
         table = f"e{depth}"  # nested $elemMatch need tables of different names
         if _applies_to_element(operand):
             element = _Field(f"{self.name}[]", f"{table}.type", f"{table}.value", indexed=False)
@@ -248,9 +244,16 @@ def _all(nodes: list[Node]) -> Node:
     return nodes[0] if len(nodes) == 1 else All(tuple(nodes))
 
 
-def _plain(operand: object) -> object:
-    """Convert an instance of a subclass of str, int or float, such as NumPy's float64, to the base class."""
-    return next((kind(operand) for kind in (str, int, float) if isinstance(operand, kind)), operand)
+def _plain(operand: Any) -> object:
+    """Return an operand as payloads store it, an array or column as a list; NaN and members stay as they are."""
+    if type(operand) is str or type(operand) is int:  # quick, as `$in` may hold many
+        return operand
+    if hasattr(operand, "dtype") and np.ndim(operand):
+        return list(operand)
+    operand = operand[()] if isinstance(operand, np.ndarray) else operand
+    kept = is_missing(operand) or isinstance(operand, dict | list | tuple | set | frozenset)
+    operand = operand if kept else json_ready(operand)
+    return next((kind(operand) for kind in (bool, str, int, float) if isinstance(operand, kind)), operand)
 
 
 def _kind(operand: object, name: str) -> str:
@@ -266,11 +269,6 @@ def _kind(operand: object, name: str) -> str:
         return "number"
     if isinstance(operand, float) and math.isfinite(operand):
         return "number"
-    if isinstance(operand, date):
-        raise BadFilter(
-            f"field {shown(name)} is compared with {shown(operand)}, which JSON cannot represent; "
-            "store and compare dates as ISO text: .isoformat()"
-        )
     raise BadFilter(
         f"field {shown(name)} is compared with {shown(operand)} ({type(operand).__name__}); "
         "expected str, bool, None or a number of at most 64 bits (for lists: $in, $contains)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
-from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
+from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, text_in
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
@@ -145,7 +145,7 @@ def _require_same_encoder(db: SoftDB, rows: Rows) -> None:
 def read_records(
     source: Any,
     *,
-    fields: Fields | None = None,
+    fields: Fields | Mapping[str, str | None] | None = None,
     keys: str | os.PathLike[str] | None = None,
     collection: str | None = None,
     batch_size: int = 10_000,
@@ -156,7 +156,8 @@ def read_records(
     Args:
         source: a path, whose suffix gives the format (docs/formats.md lists them); or an object with an Arrow C stream:
             a frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face.
-        fields: names of the fields or columns.
+        fields: names of the fields or columns: a dict of some of id, key, text and value, or `Fields` for all. With a
+            dict or None, frames and tables have the defaults of `insert` for the others, except for the value.
         keys: a file of vectors: the keys of the records in a `.jsonl` or `.csv` file, in the order of its lines.
         collection: name of the collection, if a folder of another database holds several.
         batch_size: number of records in a batch.
@@ -167,9 +168,10 @@ def read_records(
 
     Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """
-    fields, size = fields or Fields(), check.integer(batch_size, "batch_size")
+    columns, size = fields if isinstance(fields, Fields) else named_in(fields), check.integer(batch_size, "batch_size")
+    fields = columns if isinstance(columns, Fields) else Fields(**columns)
     if not isinstance(source, str | os.PathLike):
-        return read_table(table_of(source, size), fields, size, on_error)
+        return read_table(table_of(source, size), columns, size, on_error)
     path = Path(source)
     kind = _kind(path)
     if kind not in _LINES and keys is not None:
@@ -182,7 +184,7 @@ def read_records(
     if has_collections or kind in VECTORS:
         return read_collection(path, kind, collection, fields, size, on_error)
     if kind in TABLES or kind in FOLDERS:
-        return read_table(table_in(path, kind, size), fields, size, on_error)
+        return read_table(table_in(path, kind, size), columns, size, on_error)
     if kind not in _LINES:
         return _read_columns(path, columns_in(path, kind), size)
     if keys is not None and on_error is not None:

@@ -123,10 +123,11 @@ def table_of(source: Any, size: int) -> Table:
 
 
 def read_table(
-    table: Table, fields: Fields, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
+    table: Table, columns: Any, size: int, on_error: OnError | None, bad_rows: dict[int, str] | None = None
 ) -> Iterator[Rows]:
     """Yield the records of a table; a dict `bad_rows` receives a message for the number of each bad row.
 
+    `columns` are a `Fields`, or a dict of some roles; the others, but the value, then have the columns of `DEFAULTS`.
     In an export of softdb the column "payload" holds the payload. In any other table the columns that are neither id,
     key, value nor text are the fields of the payload, without nulls and NaN. Raises BadInput with a bad row's number.
     """
@@ -134,7 +135,10 @@ def read_table(
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
         raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
+    fields = columns if isinstance(columns, Fields) else Fields(**columns)
     own = is_own(names, fields, header)
+    if isinstance(columns, dict) and not own:
+        fields = Fields(**Fields.roles(names, columns, False) | ({} if "id" in columns else {"id": "id"}))
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
     key = None if (own or table.optional) and fields.key not in names else fields.key
@@ -290,7 +294,7 @@ class _TableReader:
             return [None] * len(batch)
         payloads: list[Any] = batch.column("payload").to_pylist()
         for i, text in enumerate(payloads):
-            if text is not None:
+            if not isinstance(text, dict | list | None):
                 try:
                     payloads[i] = json.loads(text)
                 except (TypeError, ValueError, RecursionError) as error:

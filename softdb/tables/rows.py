@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from softdb.check import Id, shown
 from softdb.errors import BadInput, MissingDependency
 
 OnError: TypeAlias = Callable[[BadInput], None]  # called with the error of a bad row, which is then skipped
+DEFAULTS = {"id": ("id",), "key": ("key", "vector", "embedding"), "text": ("text",), "value": ("value",)}
 OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of files that softdb exported
 
 
@@ -32,6 +33,21 @@ class Fields:
     def __post_init__(self) -> None:
         if self.key is None and self.text is None:
             object.__setattr__(self, "key", "key")
+
+    @staticmethod
+    def roles(columns: Sequence[str], named: Mapping[str, str | None], has_values: bool) -> dict[str, str | None]:
+        """Return the column of each role, None where there is none. Raises BadInput, with the columns."""
+        parts = dict(named)
+        for role, name in named.items():
+            if name is not None and name not in columns:
+                raise BadInput(f"rows have no column {name!r} for the {role}; their columns are {shown(columns)}")
+        for role in [role for role in DEFAULTS if role not in named]:
+            defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
+            if len(defaults) > 1:
+                choice = f"fields={{{role!r}: {defaults[0]!r}}}"
+                raise BadInput(f"columns {shown(defaults)} may each be the {role}; choose: {choice}")
+            parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
+        return parts
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,18 @@ class Header:
     def schema(self) -> dict[str, Any]:
         """Arguments of `softdb.open` for a database with this header."""
         return {name: getattr(self, name) for name in ("dim", "value_dim", "num_classes", "dtype", "metric")}
+
+
+def named_in(fields: Any) -> dict[str, str | None]:
+    """Return the columns that `fields` names, by role. Raises BadInput."""
+    if isinstance(fields, Fields):
+        fields = {role: name for role, name in asdict(fields).items() if name != role and (name or role == "id")}
+    named = {} if fields is None else fields
+    known = isinstance(named, Mapping) and named.keys() <= DEFAULTS.keys()
+    if not known or not all(isinstance(name, str | None) for name in named.values()):
+        roles = f"a dict from {', '.join(DEFAULTS)} to the name of a column, or to None for no column"
+        raise BadInput(f"fields are {shown(fields)}; expected {roles}; all other columns are the payload")
+    return dict(named)
 
 
 def is_own(names: Collection[str], fields: Fields, header: Header | None = None) -> bool:

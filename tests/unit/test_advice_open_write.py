@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +173,11 @@ def test_a_large_id_is_text(folder: Path) -> Steps:
         assert str(2**63) in db
 
 
-@advice("store and compare dates as ISO text: .isoformat()")
-def test_dates_are_compared_as_text(folder: Path) -> Steps:
-    day = datetime.date(2020, 1, 2)
-    with holding([[1, 1]], payloads=[{"day": day.isoformat()}], ids=["a"]) as db:
-        yield lambda: db.count({"day": {"$gte": day}})
-        assert db.count({"day": {"$gte": day.isoformat()}}) == 1
+@advice("pass a condition as where={'price': {'$gt': 50}}")
+def test_a_condition_is_a_filter(folder: Path) -> Steps:
+    with holding([[1, 1]], payloads=[{"price": 60}], ids=["a"]) as db:
+        yield lambda: db.delete("price > 50")
+        assert db.delete(where={"price": {"$gt": 50}}) == 1
 
 
 @advice("pass its to_dense()")

@@ -324,6 +324,39 @@ def test_a_closed_handle_refuses_every_verb(db: SoftDB) -> None:
     assert "closed" in repr(db)
 
 
+def test_hits_of_a_closed_database_say_where_to_read_them(db: SoftDB) -> None:
+    hits = db.search(ONE, k=1)
+    db.close()
+    with pytest.raises(softdb.Closed, match="read ids, payloads and texts of hits inside its with block"):
+        _ = hits.ids
+
+
+def test_columns_of_answers_are_attributes(db: SoftDB) -> None:
+    answers: list[Any] = [db.get(), db.search(ONE)]
+    for answer in answers:
+        with pytest.raises(BadInput, match=r"\['ids'\] is no position; the columns are attributes, \.ids, \.payloads"):
+            answer["ids"]
+
+
+def test_filters_and_frames_are_no_ids(db: SoftDB) -> None:
+    pandas = pytest.importorskip("pandas")
+    for ids in ({"a": 1}, {"x": {"$gt": 0}}, pandas.DataFrame({"a": [1]}), pandas.DataFrame({"id": ["a"]}), {}):
+        for verb in (db.delete, db.get, lambda ids: db.search(ONE, exclude_ids=ids)):
+            with pytest.raises(BadInput, match="pass a filter as where="):
+                verb(ids)
+    assert len(db) == 2
+    assert db.delete(pandas.DataFrame({"id": ["a"]})["id"]) == 1
+
+
+def test_a_condition_is_no_id(db: SoftDB) -> None:
+    for condition in ("price > 50", "price>50 and year = 3", "x != 1", "year <= 3"):
+        with pytest.raises(BadInput, match=r"no id is .*; pass a condition as where="):
+            db.delete(condition)
+    assert db.delete("nobody") == db.delete(["x > 1"]) == db.delete([]) == 0
+    db.insert(["a > b"], ONE, V)
+    assert db.delete("a > b") == 1
+
+
 def test_a_reading_handle_refuses_to_write(tmp_path: Path) -> None:
     softdb.open(tmp_path / "db", dim=3).close()
     with softdb.open(tmp_path / "db", mode="r") as db:
@@ -369,6 +402,7 @@ def test_an_encoder_that_misbehaves_is_caught() -> None:
         (lambda texts: np.ones((len(texts), 2)), "keys are 2 wide"),
         (lambda texts: np.ones((1, 3)), "1 vectors for 2 texts"),
         (lambda texts: np.full((len(texts), 3), np.nan), "NaN"),
+        (lambda texts: [0.5] * len(texts), "the encoder gave 2 numbers for 2 texts; it must give one vector for each"),
     ]:
         with softdb.open(None, dim=3, encoder=encoder) as db, pytest.raises(BadInput, match=message):
             db.insert(["a", "b"], ["x", "y"])

@@ -176,7 +176,9 @@ def test_a_frame_has_a_row_a_record_and_a_column_a_field() -> None:
         assert frame[frame["year"] < 1990]["id"].tolist() == ["a"]
         assert frame["tags"][0] == ["a"]
         assert frame.equals(db.get().to_pandas())
-        some = db.to_pandas(["year", "id", "payload", "absent"], {"year": {"$gt": 1980}}, limit=1)
+        with pytest.warns(softdb.UnknownField, match="no record has the field 'absent'; columns are id, key") as caught:
+            some = db.to_pandas(["year", "id", "payload", "absent"], {"year": {"$gt": 1980}}, limit=1)
+        assert caught[0].filename == __file__
         assert list(some.columns) == ["year", "id", "payload", "absent"]
         assert some.iloc[0, :3].tolist() == [1995, "b", {"year": 1995, "by": "Mann"}]
         assert some["absent"].isna().all()

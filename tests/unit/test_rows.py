@@ -302,12 +302,32 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "nothing": (lambda db: db.insert(), "no ids, and keys, texts or payloads are None"),
     "no records": (lambda db: db.insert(keys=[]), r"no ids, and keys, texts or payloads are \[\]"),
-    "no rows": (lambda db: db.insert([]), "ids are an empty batch"),
-    "an empty frame": (
-        lambda db: db.insert(pandas([ROW])[:0]),
-        r"the frame has no rows; its columns are \['id', 'key'\]",
+    "ids without records": (lambda db: db.insert([], [[1, 2]]), "ids are an empty batch"),
+    "a text as key": (
+        lambda db: db.insert([{"id": 1, "text": "t", "vector": "[1.0, 2.0]"}]),
+        r"column 'vector' holds texts, \['\[1.0, 2.0\]'\]; .*json.loads, or embed it by fields={'text': 'vector'}",
     ),
-    "an empty table": (lambda db: db.insert(arrow([ROW])[:0]), "the table has no rows"),
+    "texts as keys of a frame": (lambda db: db.insert(pandas([{"id": 1, "key": "bye"}])), "column 'key' holds t"),
+    "a file": (lambda db: db.insert("two.parquet"), "keys are missing; .*softdb.formats.import_records"),
+    "a path": (lambda db: db.insert(Path("two.parquet")), "ids are .*two.parquet.*a file to import_records"),
+    "keys in place of ids": (
+        lambda db: db.insert(np.eye(2)),
+        "is of type list; expected str or int; pass vectors as",
+    ),
+    "a frame of payloads": (
+        lambda db: db.insert(["a", "b"], KEYS[:2], payloads=pandas([{"x": 1}, {"x": 2}])),
+        r"a frame has \.to_dict\('records'\)",
+    ),
+    "a column of arrays": (
+        lambda db: db.insert(["a", "b"], pandas([{"k": np.ones(2)}, {"k": np.ones(2)}])["k"]),
+        r"keys are of type object; .*np\.stack\(column\)",
+    ),
+    "a field of a payload": (
+        lambda db: db.insert([ROW, {**ROW, "id": 2, "cost": decimal.Decimal(1)}]),
+        "field 'cost' of payload 1 holds a Decimal",
+    ),
+    "a ragged row": (lambda db: db.insert([ROW, {"id": 2, "key": [1.0]}]), "ragged: row 1 has 1 numbers, row 0 has 2"),
+    "beyond float32": (lambda db: db.insert([1], [[1e300, 1]]), r"the largest float32 is 3.40282e\+38\): scale them$"),
     "numbers as columns": (
         lambda db: db.insert(pandas([{"key": [1, 2], 0: 1}])),
         "payload 0 has the key 0, which is no str",
@@ -341,6 +361,36 @@ def test_wrong_rows_are_refused_before_anything_changes(db: SoftDB, wrong: str) 
     with pytest.raises((BadInput, softdb.UnknownId), match=message):
         call(db)
     assert db.stats().generation == before
+
+
+def test_payloads_alone_are_for_update() -> None:
+    with softdb.open(None, encoder=HashedNGrams()) as db:
+        db.insert(["a"], texts=["an ant"])
+        with pytest.raises(BadInput, match=r"stored payloads: update\(…, merge=True\)"):
+            db.upsert(ids=["a"], payloads=[{"x": 1}])
+
+
+def test_no_rows_write_nothing(db: SoftDB) -> None:
+    batches: list[Any] = [[], iter([]), pandas([ROW])[:0], arrow([ROW])[:0], pandas([])]
+    for rows in batches:
+        before = db.stats().generation
+        assert db.insert(rows) == db.upsert(rows) == []
+        assert db.stats().generation == before
+    assert db.update([]) == []
+
+
+def test_a_lazy_frame_is_collected_first(db: SoftDB) -> None:
+    lazy = polars(ROWS[:2]).lazy()
+    with pytest.raises(BadInput, match=r"a LazyFrame's collect\(\)"):
+        db.insert(lazy)
+    assert db.insert(lazy.collect()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("column", [np.array, lambda texts: pandas([{"t": text} for text in texts])["t"]])
+def test_a_column_of_texts_is_texts(db: SoftDB, column: Callable[[list[str]], Any]) -> None:
+    db.insert(["a", "b"], KEYS[:2], texts=column(["an ant", "a bee"]))
+    db.insert(["c", "d"], KEYS[:2], texts=pandas([{"t": "a cat"}, {"t": None}])["t"])
+    assert db.get(["a", "b", "c", "d"]).texts == ["an ant", "a bee", "a cat", None]
 
 
 def test_dicts_and_pandas_need_no_pyarrow() -> None:

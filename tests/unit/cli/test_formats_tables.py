@@ -88,6 +88,9 @@ def test_to_arrow_takes_columns_and_fields_and_a_filter() -> None:
         assert db.to_arrow().num_rows == 0
         db.insert([1, 2, 3], np.eye(3, 2), payloads=[{"year": 1990}, {"year": 2000, "l": "de"}, [1]])
         assert db.to_arrow(["year", "id"]).to_pydict() == {"year": [1990, 2000, None], "id": [1, 2, 3]}
+        assert db.to_arrow(["year"]).to_pydict() == {"year": [1990, 2000, None]}
+        with pytest.warns(softdb.UnknownField, match="no record has the field 'yaer'; columns are id, key"):
+            assert db.to_arrow(["id", "yaer"]).num_rows == 3
         assert db.to_arrow(["key"], where={"year": 2000}).to_pydict() == {"key": [[0.0, 1.0]]}
         assert db.to_arrow().schema.field("key").type == pa.list_(pa.float32(), 2)
         db.update([1], payloads=[{"year": "late"}])
@@ -125,6 +128,45 @@ def test_other_columns_become_the_payload_without_nulls() -> None:
     ]
 
 
+@pytest.mark.parametrize("suffix", [None, ".parquet"])
+def test_a_table_has_the_columns_that_insert_takes(suffix: str | None, tmp_path: Path) -> None:
+    frame = pytest.importorskip("pandas").DataFrame(
+        {"id": ["a"], "vector": [[1.0, 2.0]], "text": ["an ant"], "value": [[7.0, 8.0]], "n": [3]}
+    )
+    source: Any = frame if suffix is None else tmp_path / f"frame{suffix}"
+    if suffix is not None:
+        frame.to_parquet(source)
+    (rows,) = read_records(source, fields={"value": "value"})
+    assert (rows.ids, rows.keys.tolist(), rows.texts) == (["a"], [[1.0, 2.0]], ["an ant"])
+    assert (rows.values.tolist(), rows.payloads) == ([[7.0, 8.0]], [{"n": 3}])
+    (rows,) = read_records(source, fields={"id": "text", "text": None})
+    assert (rows.ids, rows.texts, rows.payloads[0]["id"]) == (["an ant"], [None], "a")
+    (rows,) = read_records(source, fields=Fields(key="vector"))  # `Fields` name all columns
+    assert (rows.texts, rows.payloads[0]["text"]) == ([None], "an ant")
+    for fields, message in (
+        ({"id": "nope"}, "no column 'nope' for the id"),
+        ({"k": "x"}, "expected a dict from id"),
+    ):
+        with pytest.raises(softdb.BadInput, match=message):
+            list(read_records(source, fields=fields))
+
+
+def test_a_frame_of_a_database_gives_its_records_back() -> None:
+    pytest.importorskip("pandas")
+    with softdb.open(None, dim=2) as db, softdb.open(None, dim=2) as new:
+        db.insert(["a", "b"], np.eye(2), payloads=[{"x": 1}, {"y": "z"}], texts=["an ant", None])
+        assert import_records(new, db.to_pandas()) == 2
+        assert everything(new)[1] == everything(db)[1]
+
+
+def test_a_payload_may_be_a_struct_beside_a_text() -> None:
+    payloads = [{"a": 1}, None]
+    struct = pa.table({"id": [1, 2], "key": [[1.0, 2.0]] * 2, "text": ["t", "u"], "payload": payloads})
+    with softdb.open(None) as db:
+        db.insert(struct)
+        assert db.get([1, 2]).payloads == payloads
+
+
 KEYS = [[float(i), 1.0] for i in range(N)]
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ragged", {"key": [*KEYS[:33], [1.0], *KEYS[34:]]}, "row 33: column 'key' has 1 numbers, 2 in the rows before"),
@@ -138,7 +180,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "row 33: insert: id 9223372036854775808 needs more",
     ),
     ("id twice", {"id": [*range(33), 0, *range(34, N)]}, "row 33: insert: id 0 is stored already"),
-    ("bytes", {"n": [*[None] * 33, b"x", *[None] * 16]}, "row 33: insert: payload 0 holds a bytes; expected JSON"),
+    ("bytes", {"n": [*[None] * 33, b"x", *[None] * 16]}, "row 33: insert: field 'n' of payload 0 holds a bytes"),
 ]
 
 

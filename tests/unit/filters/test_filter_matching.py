@@ -288,7 +288,11 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_filtered(db: softd
         ({"tags": {"$elemMatch": "new"}}, r"\$elemMatch takes a filter"),
         ({"tags": {"$elemMatch": {}}}, r"\$elemMatch takes a filter"),
         ({"tags": {"$elemMatch": {"$gte": 1, "by": "Ann"}}}, r"'tags\[\]' has 'by', which is no operator"),
-        ({"day": datetime.date(2024, 2, 29)}, r"store and compare dates as ISO text: \.isoformat\(\)"),
+        ({"day": np.datetime64("NaT")}, "datetime64"),
+        ({"year": np.float32("nan")}, "nan"),
+        ({"year": {"$in": np.array([1, np.nan])}}, "nan"),
+        ({"year": np.array(np.nan)}, "nan"),
+        ({"year": np.array([1])}, r"\$contains"),
         ({"$xor": []}, r"unknown operator '\$xor'"),
         ({"$and": {}}, "expected a list of filters"),
         ({"year": {}}, "empty dict"),
@@ -462,3 +466,29 @@ def test_an_invalid_filter_deletes_nothing(where: Any) -> None:
         with pytest.raises(softdb.BadFilter, match="expected a dict"):
             db.delete(where=where)
         assert len(db) == 1
+
+
+def test_operands_are_normalised_as_payloads_are() -> None:
+    pd = pytest.importorskip("pandas")
+    day = datetime.date(2024, 2, 29)
+    payloads = [{"n": i, "on": i == 1, "day": pd.Timestamp(f"2024-0{i + 1}-01"), "tags": [i]} for i in range(4)]
+    with holding(np.eye(4), payloads=payloads, ids=list("abcd")) as db:
+        cases: list[tuple[dict[str, Any], list[str]]] = [
+            ({"n": np.int64(1)}, ["b"]),
+            ({"n": {"$gte": np.float32(2)}}, ["c", "d"]),
+            ({"n": np.array(3)}, ["d"]),
+            ({"on": np.bool_(True)}, ["b"]),
+            ({"on": True}, ["b"]),
+            ({"n": {"$in": np.array([0, 3])}}, ["a", "d"]),
+            ({"n": {"$nin": pd.Series([0, 3])}}, ["b", "c"]),
+            ({"n": {"$in": [np.int32(0), np.uint8(3)]}}, ["a", "d"]),
+            ({"$id": {"$in": np.array(["a", "b"])}}, ["a", "b"]),
+            ({"tags": {"$contains": np.int16(2)}}, ["c"]),
+            ({"tags": {"$size": np.int64(1)}}, list("abcd")),
+            ({"day": {"$exists": np.bool_(False)}}, []),
+            ({"day": pd.Timestamp("2024-02-01")}, ["b"]),
+            ({"day": {"$gt": day}}, ["c", "d"]),
+            ({"day": {"$lt": np.datetime64("2024-02-29")}}, ["a", "b"]),
+        ]
+        for where, expected in cases:
+            assert db.get(where=where).ids == expected, where
