@@ -10,6 +10,7 @@ norm and without them. Both are timed in turn with the same queries, and the rat
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ class World:
         rank[np.argsort(-np.linalg.norm(keys, axis=1))] = np.arange(n)
         self.is_outlier = rank < OUTLIERS * n  # (n,)
         self.on = self._index()
-        self.off = self.on.twin()
+        self.off = copy.copy(self.on)
         self.off.longest = np.empty(0, np.int64)
 
     def _check(self, keys: Array) -> None:

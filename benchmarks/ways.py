@@ -21,7 +21,8 @@ import torch
 from common import each_of, provenance, write_json
 
 import softdb
-from softdb.index.planner import Planner, Way
+from softdb.index import search
+from softdb.index.planner import Way
 
 WORLDS = ((5_000, 16), (5_000, 384), (20_000, 32), (50_000, 384), (200_000, 128))
 QUERIES = (1, 8, 64, 256)
@@ -63,30 +64,20 @@ def searches(db: softdb.SoftDB, batches: list[np.ndarray[Any, Any]], turns: int)
     index = db.core.finder.index
     assert index is not None
     db.search(batches[0], k=10)
-    searcher = db.core.finder.searcher(index)
-    own = searcher.planner
+    chosen = search.way
 
-    class Only(Planner):
-        """A planner that always chooses one way."""
+    def by(way: Way | None) -> Callable[[], object]:
+        """Return a run of the batches by one way; None: by the way that softdb chooses."""
 
-        only: Way = "index"
-
-        def way(self, matches: int, queries: int, k: int, filtered: bool, pairs: bool = False) -> Way:
-            return self.only
-
-    class Records(Only):
-        only = "blocks"
-
-    def by(planner: Planner) -> Callable[[], object]:
         def run(queries: np.ndarray[Any, Any]) -> None:
-            searcher.planner = planner
+            search.way = chosen if way is None else lambda *_, **__: way
             db.search(queries, k=10)
 
         return each_of(batches, run)
 
-    ways = {"search": by(own), "index": by(Only(index)), "records": by(Records(index))}
+    ways = {"search": by(None), "index": by("index"), "records": by("blocks")}
     medians = in_turn(ways, turns)
-    searcher.planner = own
+    search.way = chosen
     return {**medians, "ratio": round(medians["search"] / min(medians["index"], medians["records"]), 3)}
 
 

@@ -58,8 +58,8 @@ def _series(pd: Any, name: str, cells: list[Any]) -> Any:
     """Return a column; integers of 64 bits beside missing values stay integers, which floats would round."""
     if name in ("key", "payload") or not cells:
         return pd.Series(cells, dtype=object)
-    whole = {*map(type, cells)} == {int, type(None)} and all(abs(cell or 0) < 2**63 for cell in cells)
-    return pd.Series(cells, dtype="Int64" if whole else None)
+    integers = {*map(type, cells)} == {int, type(None)} and all(abs(cell or 0) < 2**63 for cell in cells)
+    return pd.Series(cells, dtype="Int64" if integers else None)
 
 
 def column_names(columns: Any) -> list[str]:

@@ -112,20 +112,20 @@ class ClusterCore(Core[Sharded]):
         answers = (caller or self.caller).ask(lambda _, version: messages.CallVerb(version, name, words), complete=True)
         return [reply for _, reply in sorted(answers.replies.items())]
 
-    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, page: slice = ALL) -> Records:
         """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
         caller = self.caller  # one caller for all messages: `grow` replaces it
         if ids is None:
-            batches = [*self.scan(10_000, where, part), *self._called("get", {"ids": []}, caller)[:1]]
+            batches = [*self.scan(10_000, where, page), *self._called("get", {"ids": []}, caller)[:1]]
             return joined_records(batches, np.arange(sum(map(len, batches))))
         home = np.full(len(ids), -1)
         for shard, stored in enumerate(self._called("stored", {"ids": ids}, caller)):
             home[stored] = shard
         if (home < 0).any():
             raise UnknownId(f"id {check.shown(ids[int((home < 0).argmax())])} is not stored")
-        if where is not None or part != ALL:
-            kept = np.flatnonzero(home >= 0 if where is None else self.stored(ids, where))[part]
-            ids, home = [ids[i] for i in kept], home[kept]
+        if where is not None or page != ALL:
+            chosen = np.flatnonzero(home >= 0 if where is None else self.stored(ids, where))[page]
+            ids, home = [ids[i] for i in chosen], home[chosen]
         places = {shard: np.flatnonzero(home == shard) for shard in np.unique(home).tolist()}
 
         def own(shard: int, version: int) -> messages.CallVerb:
@@ -147,22 +147,22 @@ class ClusterCore(Core[Sharded]):
         """Return the number of records that match a filter, with a key or without."""
         return sum(self._called("count", {"where": where}))
 
-    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
+    def scan(self, size: int, where: dict[str, Any] | None, page: slice = ALL) -> Iterator[Records]:
         """Yield records that match a filter, shard by shard. Raises StaleRead if a shard moves to another version."""
         caller = self.caller  # one caller for all messages: `grow` replaces it
-        skip, left = part.start, sys.maxsize if part.stop is None else part.stop - part.start
+        skip, remaining = page.start, sys.maxsize if page.stop is None else page.stop - page.start
         counts = self._called("count", {"where": where}, caller) if skip else [1] * caller.shards
         for shard, count in enumerate(counts):
             if skip >= count:
                 skip -= count
                 continue
             after, first = -1, caller.known.get(shard)
-            while after is not None and left:
+            while after is not None and remaining:
                 message = functools.partial(
-                    _scan, first=first, after=after, size=min(size, left), where=where, skip=skip
+                    _scan, first=first, after=after, size=min(size, remaining), where=where, skip=skip
                 )
                 batch, after = caller.ask(message, [shard], complete=True).replies[shard]
-                skip, left = 0, left - len(batch)
+                skip, remaining = 0, remaining - len(batch)
                 if len(batch):
                     yield batch
 

@@ -112,13 +112,13 @@ class Core(Protocol[S]):
     def sample_keys(self, count: int) -> Tensor:
         """Return at most `count` stored keys, with which two databases can be told apart."""
 
-    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, page: slice = ALL) -> Records:
         """Return a part of the records with these ids, in their order, or of all, that `where` matches."""
 
     def count(self, where: dict[str, Any] | None) -> int:
         """Return the number of records that match a filter, with a key or without."""
 
-    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
+    def scan(self, size: int, where: dict[str, Any] | None, page: slice = ALL) -> Iterator[Records]:
         """Yield a part of the records that match a filter, in batches of at most `size`."""
 
     def search(self, search: SearchArguments) -> Hits:

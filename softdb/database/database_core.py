@@ -278,18 +278,18 @@ class DatabaseCore(Core[Stored]):
             return torch.zeros(0, self.store.schema.dim)
         return snapshot.keys_at(live[np.linspace(0, len(live) - 1, min(count, len(live))).astype(np.int64)])
 
-    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, part: slice = ALL) -> Records:
+    def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, page: slice = ALL) -> Records:
         """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
         if ids is not None and where is None:
             snapshot, rows, *parts = self.store.require(ids, whole=True)
-            return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts))[part])
+            return self.records(snapshot, list(map(RecordEntry, rows.tolist(), ids, *parts))[page])
 
         def select() -> tuple[Snapshot, list[RecordEntry]]:
             with self.store.read_transaction() as snapshot:
                 own = None if ids is None else self.store.require(ids).rows
                 rows = self.matching(where) if own is None else own[np.isin(own, self.matching(where))]
-                entries = self.store.read(rows[part], texts=True)
-                return snapshot, [entries[row] for row in rows[part].tolist()]
+                entries = self.store.read(rows[page], texts=True)
+                return snapshot, [entries[row] for row in rows[page].tolist()]
 
         return self.records(*self.store.run(select))
 
@@ -297,11 +297,11 @@ class DatabaseCore(Core[Stored]):
         """Return the number of records that match a filter, with a key or without."""
         return self.store.snapshot.records if where is None else len(self.store.matching_rows(where)[1])
 
-    def scan(self, size: int, where: dict[str, Any] | None, part: slice = ALL) -> Iterator[Records]:
+    def scan(self, size: int, where: dict[str, Any] | None, page: slice = ALL) -> Iterator[Records]:
         """Yield records that exist at the call, except those deleted or replaced before the scan reaches them."""
         snapshot = self.store.snapshot
         snapshot, rows = (snapshot, snapshot.all_rows) if where is None else self.store.matching_rows(where)
-        return self._scan(size, snapshot, rows[part])
+        return self._scan(size, snapshot, rows[page])
 
     def _scan(self, size: int, snapshot: Snapshot, rows: Rows) -> Iterator[Records]:
         for start in range(0, len(rows), size):

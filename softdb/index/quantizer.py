@@ -334,7 +334,7 @@ def _means(points: Floats, lists: int) -> Floats:  # (m, d) -> (lists, d)
     return means
 
 
-def product(left: Floats, right: Floats) -> Floats:  # (n, d), (d, m) -> (n, m)
+def product(a: Floats, b: Floats) -> Floats:  # (n, d), (d, m) -> (n, m)
     """Return a matrix product. MKL's, unlike OpenBLAS', has the same bits for any number of threads."""
-    numbers: Floats = torch.mm(torch.from_numpy(left), torch.from_numpy(right)).numpy()
+    numbers: Floats = torch.mm(torch.from_numpy(a), torch.from_numpy(b)).numpy()
     return numbers

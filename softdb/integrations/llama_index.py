@@ -35,7 +35,7 @@ except ImportError as error:
 EXTRAS = "_llama_index"
 SOURCE = f"{EXTRAS}.ref_doc_id"  # path of the id of the document from which a node was made
 _SOURCES = ("ref_doc_id", "doc_id", "document_id")  # LlamaIndex's names for this id in filters
-_CLASSES: Any = {made.class_name(): made for made in (TextNode, ImageNode, IndexNode, Node, Document, ImageDocument)}
+_CLASSES: Any = {node.class_name(): node for node in (TextNode, ImageNode, IndexNode, Node, Document, ImageDocument)}
 _ELSEWHERE: Any = {"id_": True, "metadata": True, "embedding": True, "text": True, "text_resource": {"text"}}
 _MODES = {
     "default": None, "mmr": None, "text_search": "text", "sparse": "text", "hybrid": "hybrid",

@@ -41,9 +41,9 @@ def merged(ids: list[Id], old: list[str | None], new: list[str | None]) -> list[
             parts = json.loads(was or "{}"), json.loads(given)
         except (ValueError, RecursionError) as error:
             raise damaged_catalog(f"has a payload that is not JSON ({error}), of id {shown(ids[i])}") from None
-        for part in parts:
-            if not isinstance(part, dict):
-                what = f"id {shown(ids[i])}: the payload {shown(part)}"
+        for fields in parts:
+            if not isinstance(fields, dict):
+                what = f"id {shown(ids[i])}: the payload {shown(fields)}"
                 raise BadInput(f"{what} is no object and has no fields to merge; replace it whole, without merge")
         payloads[i] = json_text(parts[0] | parts[1], "payload")
     return payloads
