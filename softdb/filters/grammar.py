@@ -240,7 +240,11 @@ def _applies_to_element(operand: dict[Any, Any]) -> bool:
 
 
 def _hint(operator: object, known: list[str]) -> str:
-    near = difflib.get_close_matches(operator, known, 1) if isinstance(operator, str) else []
+    if not isinstance(operator, str):
+        return ""
+    if operator[:4] == "$not":
+        return ' (to negate an operator, write {"$not": {"$contains": …}})'
+    near = difflib.get_close_matches(operator, known, 1, cutoff=0.7)
     return "".join(f" (did you mean {name}?)" for name in near)
 
 

@@ -76,7 +76,8 @@ def import_records(
                 progress(rows)
     except SoftDBError as error:
         remedy = ", and resume continues an interrupted import" if isinstance(error, DuplicateId) else ""
-        message = f"{error.args[0]}{remedy}; the {done} records before are in the database"
+        before = "record before is" if done == 1 else "records before are"
+        message = f"{error.args[0]}{remedy}; the {done} {before} in the database"
         error.args = (message, *error.args[1:])
         raise
     return done
@@ -163,7 +164,8 @@ def read_records(
         on_error: called with the error of a bad row, which is then skipped.
 
     Records of a file of vectors get their row numbers as ids. In CSV an id stays text; any other cell that is a JSON
-    number, true or false becomes that value; keys and values are JSON lists; an empty cell is a missing field.
+    number, or true, false, True or False, becomes that value; keys and values are JSON lists; an empty cell is a
+    missing field.
 
     Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """
@@ -247,13 +249,16 @@ def _records(
             if fields.text is not None:
                 text = text_in(row, fields.text, embeds, empty)
             name = i if fields.id is None else check.identifiers([_taken(row, fields.id, "id")])[0]
-            keyless = exported and vectors is None and not embeds and fields.key not in row
+            no_key = row.get(fields.key or "key", None if exported else ...) is None
+            keyless = no_key and vectors is None and not embeds
             if keyless:
                 key = None
             else:
                 key = text if embeds else _key(row, fields, previous) if vectors is None else vectors[i]
                 previous = key
-            for field in row.keys() & ({"key", "text"} if exported else {fields.text}):
+            for field in row.keys() & (
+                {"key", "text"} if exported else {fields.text, no_key and (fields.key or "key")}
+            ):
                 del row[field]
             value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None

@@ -18,6 +18,7 @@ from softdb import check
 from softdb.errors import BadInput
 from softdb.tables.rows import Fields, Header, is_own, kind_of
 
+_BOOLEANS = {"true": True, "True": True, "false": False, "False": False}  # in JSON, and as pandas writes them
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # largest number of characters in a CSV cell
 _LINE = 1 << 28  # largest number of bytes in a line: a few kilobytes of .gz may decompress to more than memory holds
@@ -156,7 +157,9 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
 def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
-    if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
+    if cell in _BOOLEANS:
+        return _BOOLEANS[cell]
+    if _NUMBER.fullmatch(cell) or (name in (fields.key, fields.value) and cell[0] == "["):
         with contextlib.suppress(ValueError, RecursionError):  # too many digits for an int, or a bad list, for `_key`
             value = json.loads(cell)
             return cell if isinstance(value, float) and math.isinf(value) else value

@@ -202,7 +202,7 @@ def index(
         for i, report in enumerate(reports):
             _print_report({"shard": i} | report.summary())
         return
-    with existing(path) as db, progress("index") as show:
+    with existing(path) as db, progress("index", quiet=as_json) as show:
         report = db.build_index(kind.value, recall=recall, k=k, queries=samples, memory=budget, progress=show)
     print_json(report.asdict()) if as_json else _print_report(report.summary())
 
@@ -218,6 +218,6 @@ def tune(
     from softdb.opening import existing
 
     samples = array_of(queries)
-    with existing(path) as db, progress("measuring") as show:
+    with existing(path) as db, progress("measuring", quiet=as_json) as show:
         report = db.tune(recall, k=k, queries=samples, progress=show)
     print_json(report.asdict()) if as_json else _print_report(report.summary())
