@@ -37,9 +37,7 @@ def _cell(text: str) -> str:
     return html.escape(visible(text if len(text) <= CELL else text[: CELL - 1] + "…"))
 
 
-def _line(tag: str, cells: Sequence[str]) -> str:
-    style = ' style="text-align:left;{}"'
-    wraps = [
-        style.format("white-space:nowrap" if len(cell) <= UNBROKEN else "overflow-wrap:anywhere") for cell in cells
-    ]
-    return f"<tr>{''.join(f'<{tag}{wrap}>{_cell(cell)}</{tag}>' for wrap, cell in zip(wraps, cells, strict=True))}</tr>"
+def _line(tag: str, cells: Iterable[str]) -> str:
+    styled = ((cell, "white-space:nowrap" if len(cell) <= UNBROKEN else "overflow-wrap:anywhere") for cell in cells)
+    style = 'style="text-align:left;'
+    return f"<tr>{''.join(f'<{tag} {style}{wrap}">{_cell(cell)}</{tag}>' for cell, wrap in styled)}</tr>"

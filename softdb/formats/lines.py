@@ -11,8 +11,9 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from softdb import check
 from softdb.errors import BadInput
@@ -23,6 +24,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 00
 _CELL = 1 << 27  # largest number of characters in a CSV cell
 _LINE = 1 << 28  # largest number of bytes in a line: a few kilobytes of .gz may decompress to more than memory holds
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Line(NamedTuple):
@@ -58,6 +60,24 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
     return _json_lines(path, bad)
 
 
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of up to `size` items; raise a BadInput of `items` only after the items before it."""
+    failure: BadInput | None = None
+
+    def before_error() -> Iterator[T]:
+        nonlocal failure
+        try:
+            yield from items
+        except BadInput as error:
+            failure = error
+
+    good = before_error()
+    while batch := list(islice(good, size)):
+        yield batch
+    if failure is not None:
+        raise failure
+
+
 def raise_error(error: BadInput) -> None:
     """Raise the error; used as `on_error` where the caller gives none."""
     raise error
@@ -89,7 +109,7 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=_no_constant)
+            row = json.loads(line, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             bad(BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line"))
             continue
@@ -102,7 +122,8 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         first = False
 
 
-def _no_constant(name: str) -> None:
+def no_constant(name: str) -> None:
+    """Refuse NaN and Infinity in JSON; used as `parse_constant`. Raises ValueError."""
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -147,7 +168,7 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
         }
         if own and "payload" in row:
             try:
-                row["payload"] = json.loads(row["payload"], parse_constant=_no_constant)
+                row["payload"] = json.loads(row["payload"], parse_constant=no_constant)
             except (ValueError, RecursionError) as error:
                 bad(BadInput(f"{path.name} line {number}: payload is not JSON ({error}); mend it"))
                 continue

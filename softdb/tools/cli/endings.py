@@ -66,9 +66,8 @@ def as_typed(message: str, command: click.Command) -> str:
             message = re.sub(rf"\b{name}\b", typed, message) if "_" in name else message
             message = re.sub(rf"\b{name}=(?=\w)", f"{typed} ", message)
             message = re.sub(rf"\b{name}(=|\(\))", typed, message)
-            message = re.sub(
-                about + r"(?= is\b| continues\b| are both\b| and \S+ are both\b| out\b|$|;|,)", rf"\1{typed}", message
-            )
+            follows = r"(?= is\b| continues\b| are both\b| and \S+ are both\b| out\b|$|;|,)"
+            message = re.sub(about + follows, rf"\1{typed}", message)
     return message
 
 

