@@ -39,5 +39,5 @@ def _cell(text: str) -> str:
 
 def _line(tag: str, cells: Iterable[str]) -> str:
     styled = ((cell, "white-space:nowrap" if len(cell) <= UNBROKEN else "overflow-wrap:anywhere") for cell in cells)
-    style = 'style="text-align:left;'
-    return f"<tr>{''.join(f'<{tag} {style}{wrap}">{_cell(cell)}</{tag}>' for cell, wrap in styled)}</tr>"
+    line = (f'<{tag} style="text-align:left;{wrap}">{_cell(cell)}</{tag}>' for cell, wrap in styled)
+    return f"<tr>{''.join(line)}</tr>"

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
-from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
+from softdb.formats.lines import Row, batched, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
 from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, text_in
 
@@ -220,21 +219,9 @@ def _batches(
     path: Path, size: int, has_values: bool, records: Iterator[Parsed], header: Header | None
 ) -> Iterator[Rows]:
     """Yield records in batches; raise the error of a bad line only after the records before that line."""
-    failure: BadInput | None = None
-
-    def good_lines() -> Iterator[Parsed]:
-        nonlocal failure
-        try:
-            yield from records
-        except BadInput as error:
-            failure = error
-
-    lines_left = good_lines()
-    while batch := list(islice(lines_left, size)):
+    for batch in batched(records, size):
         shares, lines, ids, keys, values, payloads, texts = map(list, zip(*batch, strict=True))
         yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads, texts)
-    if failure is not None:
-        raise failure
 
 
 def _records(
@@ -256,9 +243,8 @@ def _records(
             else:
                 key = text if embeds else _key(row, fields, previous) if vectors is None else vectors[i]
                 previous = key
-            for field in row.keys() & (
-                {"key", "text"} if exported else {fields.text, no_key and (fields.key or "key")}
-            ):
+            null = (fields.key or "key") if no_key else None
+            for field in row.keys() & ({"key", "text"} if exported else {fields.text, null}):
                 del row[field]
             value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None

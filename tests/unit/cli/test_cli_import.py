@@ -104,7 +104,7 @@ def test_a_stopped_import_resumes_to_the_same_result(tmp_path: Path, kind: str, 
         assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in actual
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
-    assert "and resume continues an interrupted import" in shown
+    assert "and --resume continues an interrupted import" in shown
     shown = run("import", tmp_path / "db", *words, "--batch-size", 100, "--resume").stdout
     assert shown == f"{N} records imported, {N} in {tmp_path / 'db'}\n"
     assert stored(tmp_path / "db") == stored(tmp_path / "whole")
