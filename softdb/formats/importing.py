@@ -75,9 +75,8 @@ def import_records(
                 progress(rows)
     except SoftDBError as error:
         remedy = ", and resume continues an interrupted import" if isinstance(error, DuplicateId) else ""
-        before = "record before is" if done == 1 else "records before are"
-        message = f"{error.args[0]}{remedy}; the {done} {before} in the database"
-        error.args = (message, *error.args[1:])
+        before = f"the {done} record{' before is' if done == 1 else 's before are'} in the database"
+        error.args = (f"{error.args[0]}{remedy}; {before}", *error.args[1:])
         raise
     return done
 
@@ -163,8 +162,7 @@ def read_records(
         on_error: called with the error of a bad row, which is then skipped.
 
     Records of a file of vectors get their row numbers as ids. In CSV an id stays text; any other cell that is a JSON
-    number, or true, false, True or False, becomes that value; keys and values are JSON lists; an empty cell is a
-    missing field.
+    number, true, True, false or False becomes that value; keys and values are JSON lists; an empty cell is missing.
 
     Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """

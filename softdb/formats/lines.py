@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
@@ -19,7 +18,6 @@ from softdb import check
 from softdb.errors import BadInput
 from softdb.tables.rows import Fields, Header, is_own, kind_of
 
-_BOOLEANS = {"true": True, "True": True, "false": False, "False": False}  # in JSON, and as pandas writes them
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 007 stays text
 _CELL = 1 << 27  # largest number of characters in a CSV cell
 _LINE = 1 << 28  # largest number of bytes in a line: a few kilobytes of .gz may decompress to more than memory holds
@@ -62,20 +60,17 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Yield lists of up to `size` items; raise a BadInput of `items` only after the items before it."""
-    failure: BadInput | None = None
-
-    def before_error() -> Iterator[T]:
-        nonlocal failure
-        try:
-            yield from items
-        except BadInput as error:
-            failure = error
-
-    good = before_error()
-    while batch := list(islice(good, size)):
-        yield batch
-    if failure is not None:
-        raise failure
+    batch: list[T] = []
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except BadInput:
+        yield from [batch] * bool(batch)
+        raise
+    yield from [batch] * bool(batch)
 
 
 def raise_error(error: BadInput) -> None:
@@ -178,8 +173,8 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
 def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
-    if cell in _BOOLEANS:
-        return _BOOLEANS[cell]
+    if cell in ("true", "True", "false", "False"):  # pandas writes True
+        return cell in ("true", "True")
     if _NUMBER.fullmatch(cell) or (name in (fields.key, fields.value) and cell[0] == "["):
         with contextlib.suppress(ValueError, RecursionError):  # too many digits for an int, or a bad list, for `_key`
             value = json.loads(cell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from softdb.answers import Pooled
     from softdb.database import Verbs
 
-T = TypeVar("T")
 SHOWN = 8  # largest number of output values that are printed for a soft query
 
 
@@ -114,7 +113,7 @@ def attend(
         _show_attended(answer, temperature, is_label)
 
 
-def _headed(answers: list[T], queries: Any) -> Iterator[T]:
+def _headed(answers: list[Any], queries: Any) -> Iterator[Any]:
     """Yield the answers; print a heading before each if there are several."""
     for i, answer in enumerate(answers):
         if len(answers) > 1:

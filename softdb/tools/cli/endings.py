@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as in shells: 128 + the number of SIGINT or SIGPIPE
 
-EXIT_CODES = {
-    0: "done",
-    FAILED: "an error",
-    USAGE: "the command was not typed as its --help says",
-    UNKNOWN: "a record that was asked for by its id is not stored",
-    LOCKED: "another process writes to the database: try again later",
-    INTERRUPTED: "Ctrl-C",
-    PIPE_CLOSED: "the reader of standard output has closed it",
-}
-
 
 def exit_code(error: BaseException, as_json: bool, command: click.Command | None = None) -> int:
     """Print an error as one line on standard error, and return the exit code. `command` is the command that failed."""

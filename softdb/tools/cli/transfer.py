@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 OnError = Enum("OnError", {"stop": "stop", "skip": "skip"}, type=str)
 STOP = OnError("stop")
 SHOWN = 20  # number of bad rows that are printed
-_NGRAMS = "texts are embedded as n-grams, which find similar spelling; name that, or a model, with --encoder"
 
 
 def demo(
@@ -116,7 +115,8 @@ def import_(
     schema = _schema_of(first, options, num_classes) if new else options
     embed = None if name is None else named_encoder(name, dim if new else width)
     if name is not None and encoder is None and stored_name is None:
-        warnings.warn(_NGRAMS, EncoderWarning, stacklevel=1)
+        ngrams = "texts are embedded as n-grams, which find similar spelling; choose a model, or ngrams, by --encoder"
+        warnings.warn(ngrams, EncoderWarning, stacklevel=1)
     seen, existed, header = 0, path.exists(), first.header
 
     def show(rows: Rows) -> None:

@@ -39,8 +39,7 @@ FILTER = (
     " on the text."
 )
 Filter = Annotated[dict[str, Any] | None, Field(description=FILTER)]
-K = Annotated[int, Field(ge=1, le=MOST, description="Number of records.")]
-Limit = Annotated[int, Field(ge=1, le=MOST, description="Largest number of records.")]
+K = Annotated[int, Field(ge=1, le=MOST, description="Largest number of records.")]
 Offset = Annotated[int, Field(ge=0, le=10_000, description="Number of first records to skip: the next page.")]
 Ids = Annotated[list[int | str] | None, Field(min_length=1, max_length=MOST, description='1 and "1" differ.')]
 
@@ -104,7 +103,7 @@ class Tools:
         )
         return _bounded("hits", ({"id": h.id, "score": h.score, "payload": h.payload, "text": h.text} for h in hits))
 
-    def get(self, ids: Ids = None, where: Filter = None, limit: Limit = MOST, offset: Offset = 0) -> dict[str, Any]:
+    def get(self, ids: Ids = None, where: Filter = None, limit: K = MOST, offset: Offset = 0) -> dict[str, Any]:
         """Return records by their ids, or those that a filter matches, page by page; all without ids and filter.
 
         With payload and text; "missing" lists the ids that are not stored.
@@ -130,9 +129,8 @@ class Tools:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the soft answer over all records: the mean of their values, weighted by softmax(score / temperature).
 
-        The hits are the k records with the largest weights. The output is the mean, a distribution over classes if
-        describe returns num_classes, absent if it returns no value_dim either. effective_records is the number of equal
-        weights that are as spread out.
+        The hits are the k records with the largest weights. The output, a distribution over classes if describe returns
+        num_classes, is absent without values. effective_records is the number of equal weights that are as spread out.
         """
         db = self._served.newest()
         (answer,) = soft_answers(db, self._query(db, text, vector), temperature, where=where, shown=k)
@@ -146,10 +144,8 @@ class Tools:
             raise BadInput(f"text and vector are both {'missing' if text is None else 'given'}; give one of them")
         if text is not None and not (by_words or self._served.takes_text):
             need = "an encoder" if db.encoder_name is None else f"the encoder {check.shown(db.encoder_name)}"
-            raise BadInput(
-                f"text queries need {need}, which this server has not loaded; give vector, {db.dim} numbers, or let "
-                "the server's user start it with softdb mcp PATH --encoder MODEL"
-            )
+            remedy = f"give vector, {db.dim} numbers, or ask for a server started with --encoder MODEL"
+            raise BadInput(f"text queries need {need}, which this server has not loaded; {remedy}")
         return [text] if vector is None else [vector]
 
 

@@ -234,7 +234,7 @@ def test_without_an_encoder_text_is_refused_and_a_missing_one_is_named(library: 
         assert not (await call("describe"))["takes_text"]
         line = await call("search", text="a", fails=True)
         assert "text queries need the encoder 'stranger/model'" in line
-        assert "give vector, 2 numbers, or let the server's user start it with softdb mcp PATH --encoder" in line
+        assert "give vector, 2 numbers, or ask for a server started with --encoder MODEL" in line
 
     in_session(tmp_path / "model", ask)
     with pytest.raises(softdb.BadInput, match="made by the encoder 'ngrams', not 'demo'"):
