@@ -97,6 +97,14 @@ def test_missed_mass_stands_in_the_table() -> None:
         assert page(db.attend([[1.0, 0]])).cells[1][3:] == ["exact", "4"]
 
 
+def test_short_cells_do_not_wrap_and_unused_columns_are_left_out() -> None:
+    with holding([[1, 0]], ids=["value-1"], payloads=[{"a": "b" * 90}]) as db:
+        answer = page(db.get(["value-1"]))
+        assert answer.cells[0] == ["id", "key", "payload"]
+        styles = [style for _, style in answer.attributes if "wrap" in str(style)]
+        assert ["nowrap" in str(style) for style in styles] == [True] * 5 + [False]
+
+
 @pytest.mark.parametrize("evil", EVIL)
 def test_a_hostile_payload_is_text(evil: str) -> None:
     with holding([[1, 0], [0, 1]], payloads=[{evil: [evil]}, evil], ids=[evil, "b"]) as db:

@@ -168,7 +168,7 @@ def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys:
         words += ["--key", vectors[0]] if vectors else by_text
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
     more = " (or a model in place of ngrams)" if "ngrams" in words else ""
-    more += '; a cell of a CSV file holds a vector as "[1, 2]"' if "--keys" in words else ""
+    more += ' (or --key with a column of vectors, as in "[1, 2]")' if "--keys" in words else ""
     return f": {command}{more}" if words else ""
 
 

@@ -117,7 +117,7 @@ def test_labels_need_their_number(tmp_path: Path) -> None:
 def test_an_interrupted_import_resumes(tmp_path: Path) -> None:
     file = lines(tmp_path / "r.jsonl", [{"id": i, "key": [i, 1]} for i in range(5)])
     run("import", tmp_path / "db", file)
-    assert "and resume continues an interrupted import" in fails("import", tmp_path / "db", file)
+    assert "and --resume continues an interrupted import" in fails("import", tmp_path / "db", file)
     run("import", tmp_path / "db", file, "--resume")
     assert answer("info", tmp_path / "db")["records"] == 5
 

@@ -185,7 +185,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{oops", "line 3: not JSON"),
-        ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is no JSON number)"),
+        ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is not a JSON number)"),
         ("[1]", "line 3 has no id: [1]; expected an object such as"),
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),

@@ -98,7 +98,7 @@ def test_filters_that_cannot_serve(book: Path) -> None:
 
 def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
     path = tmp_path / "db"
-    assert "no.jsonl is not a file" in fails("import", path, tmp_path / "no.jsonl")
+    assert "no.jsonl does not exist" in fails("import", path, tmp_path / "no.jsonl")
     (tmp_path / "empty.jsonl").touch()
     assert "empty.jsonl holds no records" in fails("import", path, tmp_path / "empty.jsonl")
     (tmp_path / "bad.jsonl").write_text("{")
@@ -124,12 +124,14 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
         ({"name": "a", "embedding": [1, 2]}, "--row-ids --key embedding"),
         ({"doc_id": "d", "year": 5}, "--id doc_id --keys KEYS.npy"),
         ({"doc_id": "d", "key": [1]}, "--id doc_id"),
+        ({"id": "d", "x0": 0.5, "label": "c0"}, "--keys KEYS.npy"),
         ({"id": "d", "title": "much longer than text", "text": "t"}, "--text text --encoder ngrams"),
     ],
 )
 def test_an_import_without_ids_or_keys_says_what_to_type(tmp_path: Path, row: dict[str, Any], words: str) -> None:
     error = fails("import", tmp_path / "db", lines(tmp_path / "r.jsonl", [row]))
-    command = error.split(": softdb ")[1].removesuffix(" (or a model in place of ngrams)").split()
+    command = error.split(": softdb ")[1].removesuffix(" (or a model in place of ngrams)")
+    command = command.removesuffix(' (or --key with a column of vectors, as in "[1, 2]")').split()
     assert command == ["import", str(tmp_path / "db"), str(tmp_path / "r.jsonl"), *words.split()]
     if "KEYS.npy" in command:
         np.save(tmp_path / "KEYS.npy", [[1.0, 2.0]])
