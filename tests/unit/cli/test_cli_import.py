@@ -190,7 +190,7 @@ def test_progress_is_reported_for_each_batch_of_texts(tmp_path: Path) -> None:
 
 
 def test_a_null_key_is_a_record_without_a_key_or_with_its_texts(tmp_path: Path) -> None:
-    rows = [{"id": 1, "key": [1, 2], "n": 1}, {"id": 2, "key": None, "text": "a b", "n": 2}]
+    rows: list[dict[str, Any]] = [{"id": 1, "key": [1, 2], "n": 1}, {"id": 2, "key": None, "text": "a b", "n": 2}]
     file = lines(tmp_path / "r.jsonl", rows)
     assert run("import", tmp_path / "db", file).stdout.startswith("2 records imported")
     with softdb.open(tmp_path / "db", mode="r") as db:
