@@ -51,15 +51,6 @@ def test_queries_of_texts_are_headings_and_texts_are_one_line(book: Path) -> Non
     assert "  9   Zuse and sons\n\nquery 2: Weber\n" in shown
 
 
-def test_an_export_replaces_no_file_unless_forced(book: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("mine")
-    assert "out.jsonl exists already; name another file, or replace it with --force" in fails(
-        "export", book, tmp_path / "out.jsonl"
-    )
-    assert (tmp_path / "out.jsonl").read_text() == "mine"
-    assert run("export", book, tmp_path / "out.jsonl", "--force").stdout.startswith("3 records written")
-
-
 def test_attend_weighs_all_records(plane: Path) -> None:
     (actual,) = answer("attend", plane, "[1, 0]", "--temperature", 0.5)
     scores = np.array([1, 0, -1, 0]) / 0.5
