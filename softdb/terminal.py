@@ -34,12 +34,12 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def progress(
-    stage: str, console: Console | None = None, rate: bool = False
+    stage: str, console: Console | None = None, rate: bool = False, quiet: bool = False
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar on a terminal; yield a function that updates it: (stage, steps done, total).
 
     The bar moves from the start: a stage of one step pulses until it is done. `rate` adds the speed and the remaining
-    time.
+    time. `quiet` draws nothing.
     """
     console = console or terminal()
     length = max(3, min(30, (console.width - 34) // 2))
@@ -49,7 +49,7 @@ def progress(
     ]  # fmt: skip
     if rate and console.width >= 80:
         columns += [TextColumn("{task.fields[speed]} left"), TimeRemainingColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         name = bar.add_task(stage, total=None, steps="", speed="")
         (task,) = bar.tasks
 
@@ -156,7 +156,7 @@ def brief(value: object, width: int) -> str:
 
 
 def _brief(value: object, width: int) -> str:
-    text = shortened(visible(value), width) if isinstance(value, str) else dumps(value)
+    text = shortened(" ".join(visible(value).split()), width) if isinstance(value, str) else dumps(value)
     if cell_len(text) <= width or not isinstance(value, dict | list):
         return text
     return "{…}" if isinstance(value, dict) else "[…]"

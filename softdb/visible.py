@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 CELL = 160  # maximum number of characters in a cell of a table
+UNBROKEN = 40  # maximum number of characters in a cell that is not wrapped: headings, ids, numbers
 
 # control characters, marks of writing direction, and surrogates
 CONTROLS = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F)]
@@ -19,11 +21,14 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]], caption: str) -> str:
-    """Return an HTML table with the headings `heads`; texts are escaped and cut to CELL characters."""
+def table(heads: Sequence[str], lines: Iterable[Sequence[str | None]], caption: str) -> str:
+    """Return an HTML table with the headings `heads`, without columns that no line uses; texts are escaped and cut."""
+    rows = list(lines)
+    used = [any(column) for column in zip(*rows, strict=True)] or [True] * len(heads)
+    head, *body = [[cell or "" for cell in compress(line, used)] for line in (heads, *rows)]
     return (
         '<div style="max-width:100%;overflow-x:auto"><table><thead>'
-        f"{_line('th', heads)}</thead><tbody>{''.join(_line('td', line) for line in lines)}</tbody></table>"
+        f"{_line('th', head)}</thead><tbody>{''.join(_line('td', line) for line in body)}</tbody></table>"
         f"<small>{_cell(caption)}</small></div>"
     )
 
@@ -33,5 +38,6 @@ def _cell(text: str) -> str:
 
 
 def _line(tag: str, cells: Iterable[str]) -> str:
-    style = ' style="text-align:left;overflow-wrap:anywhere"'
-    return f"<tr>{''.join(f'<{tag}{style}>{_cell(cell)}</{tag}>' for cell in cells)}</tr>"
+    styled = ((cell, "white-space:nowrap" if len(cell) <= UNBROKEN else "overflow-wrap:anywhere") for cell in cells)
+    line = (f'<{tag} style="text-align:left;{wrap}">{_cell(cell)}</{tag}>' for cell, wrap in styled)
+    return f"<tr>{''.join(line)}</tr>"

@@ -128,7 +128,7 @@ class Records(Sequence[Record]):
         columns = zip_longest(self.ids[:LINES], keys, values, self.payload_texts[:LINES], self.texts[:LINES])
         lines = [[repr(name), numbers(key), numbers(value), *texts] for name, key, value, *texts in columns]
         caption = f"records {part_of(len(lines), len(self))}, keys {shape(self.keys)}"
-        return _with_texts(["id", "key", "value", "payload", "text"], lines, caption)
+        return table(["id", "key", "value", "payload", "text"], lines, caption)
 
 
 class Hit(NamedTuple):
@@ -292,13 +292,7 @@ def _hits_table(hits: Hits, queries: range) -> str:
             lines.append([str(i), str(rank), name, f"{score:.4g}", *texts])
     total = int(hits.live[queries.start : queries.stop].sum())
     caption = f"hits {part_of(len(lines), total)}, queries {part_of(len(shown), len(queries))}"
-    return _with_texts(["query", "rank", "id", "score", "payload", "text"], lines, caption)
-
-
-def _with_texts(heads: list[str], lines: list[list[str | None]], caption: str) -> str:
-    """Return an HTML table; leave out the last column, the texts, if no line has a text."""
-    width = len(heads) if any(line[-1] for line in lines) else -1
-    return table(heads[:width], [[cell or "" for cell in line[:width]] for line in lines], caption)
+    return table(["query", "rank", "id", "score", "payload", "text"], lines, caption)
 
 
 class QueryHits(Sequence[Hit]):

@@ -236,7 +236,9 @@ def _applies_to_element(operand: dict[Any, Any]) -> bool:
 
 
 def _hint(operator: object, known: list[str]) -> str:
-    near = difflib.get_close_matches(operator, known, 1) if isinstance(operator, str) else []
+    if str(operator).startswith("$not"):
+        return ' (to negate an operator, write {"$not": {"$contains": …}})'
+    near = difflib.get_close_matches(operator, known, 1, cutoff=0.7) if isinstance(operator, str) else []
     return "".join(f" (did you mean {name}?)" for name in near)
 
 

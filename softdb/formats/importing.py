@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from softdb.database import SoftDB
 from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
-from softdb.formats.lines import Row, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
+from softdb.formats.lines import Row, batched, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
 from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, text_in
 
@@ -76,8 +75,8 @@ def import_records(
                 progress(rows)
     except SoftDBError as error:
         remedy = ", and resume continues an interrupted import" if isinstance(error, DuplicateId) else ""
-        message = f"{error.args[0]}{remedy}; the {done} records before are in the database"
-        error.args = (message, *error.args[1:])
+        before = f"the {done} record{' before is' if done == 1 else 's before are'} in the database"
+        error.args = (f"{error.args[0]}{remedy}; {before}", *error.args[1:])
         raise
     return done
 
@@ -164,7 +163,7 @@ def read_records(
         on_error: called with the error of a bad row, which is then skipped.
 
     Records of a file of vectors get their row numbers as ids. In CSV an id stays text; any other cell that is a JSON
-    number, true or false becomes that value; keys and values are JSON lists; an empty cell is a missing field.
+    number, true, True, false or False becomes that value; keys and values are JSON lists; an empty cell is missing.
 
     Raises BadInput with the names of the file and the row, after it has yielded the records before that row.
     """
@@ -220,21 +219,9 @@ def _batches(
     path: Path, size: int, has_values: bool, records: Iterator[Parsed], header: Header | None
 ) -> Iterator[Rows]:
     """Yield records in batches; raise the error of a bad line only after the records before that line."""
-    failure: BadInput | None = None
-
-    def good_lines() -> Iterator[Parsed]:
-        nonlocal failure
-        try:
-            yield from records
-        except BadInput as error:
-            failure = error
-
-    lines_left = good_lines()
-    while batch := list(islice(lines_left, size)):
+    for batch in batched(records, size):
         shares, lines, ids, keys, values, payloads, texts = map(list, zip(*batch, strict=True))
         yield Rows(path, header, shares[-1], lines, ids, keys, values if has_values else None, payloads, texts)
-    if failure is not None:
-        raise failure
 
 
 def _records(
@@ -249,13 +236,15 @@ def _records(
             if fields.text is not None:
                 text = text_in(row, fields.text, embeds, empty)
             name = i if fields.id is None else check.identifiers([_taken(row, fields.id, "id")])[0]
-            keyless = exported and vectors is None and not embeds and fields.key not in row
+            no_key = row.get(fields.key or "key", None if exported else ...) is None
+            keyless = no_key and vectors is None and not embeds
             if keyless:
                 key = None
             else:
                 key = text if embeds else _key(row, fields, previous) if vectors is None else vectors[i]
                 previous = key
-            for field in row.keys() & ({"key", "text"} if exported else {fields.text}):
+            null = (fields.key or "key") if no_key else None
+            for field in row.keys() & ({"key", "text"} if exported else {fields.text, null}):
                 del row[field]
             value = None if fields.value is None or keyless else _taken(row, fields.value, "value")
             payload = (row["payload"] if list(row) == ["payload"] else row) if row else None

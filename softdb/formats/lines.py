@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from softdb import check
 from softdb.errors import BadInput
@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as in JSON: 00
 _CELL = 1 << 27  # largest number of characters in a CSV cell
 _LINE = 1 << 28  # largest number of bytes in a line: a few kilobytes of .gz may decompress to more than memory holds
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Line(NamedTuple):
@@ -57,6 +58,21 @@ def read_rows(path: Path, fields: Fields, on_error: Callable[[BadInput], None] |
     return _json_lines(path, bad)
 
 
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of up to `size` items; raise a BadInput of `items` only after the items before it."""
+    batch: list[T] = []
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except BadInput:
+        yield from [batch] * bool(batch)
+        raise
+    yield from [batch] * bool(batch)
+
+
 def raise_error(error: BadInput) -> None:
     """Raise the error; used as `on_error` where the caller gives none."""
     raise error
@@ -88,7 +104,7 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=_no_constant)
+            row = json.loads(line, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             bad(BadInput(f"{path.name} line {number}: not JSON ({error}); mend or remove that line"))
             continue
@@ -101,7 +117,8 @@ def _json_lines(path: Path, bad: Callable[[BadInput], None] = raise_error, heade
         first = False
 
 
-def _no_constant(name: str) -> None:
+def no_constant(name: str) -> None:
+    """Refuse NaN and Infinity in JSON; used as `parse_constant`. Raises ValueError."""
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -146,7 +163,7 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
         }
         if own and "payload" in row:
             try:
-                row["payload"] = json.loads(row["payload"], parse_constant=_no_constant)
+                row["payload"] = json.loads(row["payload"], parse_constant=no_constant)
             except (ValueError, RecursionError) as error:
                 bad(BadInput(f"{path.name} line {number}: payload is not JSON ({error}); mend it"))
                 continue
@@ -156,7 +173,9 @@ def _csv_lines(path: Path, fields: Fields, bad: Callable[[BadInput], None]) -> I
 def _cell(cell: str, name: str, fields: Fields) -> Any:
     if name in (fields.id, fields.text):
         return cell
-    if _NUMBER.fullmatch(cell) or cell in ("true", "false") or (name in (fields.key, fields.value) and cell[0] == "["):
+    if cell in ("true", "True", "false", "False"):  # pandas writes True
+        return cell in ("true", "True")
+    if _NUMBER.fullmatch(cell) or (name in (fields.key, fields.value) and cell[0] == "["):
         with contextlib.suppress(ValueError, RecursionError):  # too many digits for an int, or a bad list, for `_key`
             value = json.loads(cell)
             return cell if isinstance(value, float) and math.isinf(value) else value

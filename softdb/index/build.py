@@ -103,7 +103,7 @@ def build(
         begun = time.perf_counter()
         index = _filled(snapshot, metric, option, on_progress)
         built = time.perf_counter()
-        lists = index.lists if isinstance(index, Lists | IVF) else None
+        lists = index.lists if isinstance(index, Lists | IVF) else 0
         index.report = {"codes": option.codes, "lists": lists, "device": index.place}
         tuned(snapshot, index, target, on_progress)
         ranked = [other for other in ranked if other.size > option.size]  # only larger codes can reach a higher recall

@@ -169,7 +169,7 @@ def good_rows(rows: Rows, bad: dict[int, str], on_error: OnError | None) -> Iter
 def kind_of(path: Path, expected: str, *kinds: str) -> str:
     """Return a file's suffix, ignoring `.gz`. Raises BadInput unless the file exists and has a suffix in `kinds`."""
     if not path.is_file():
-        raise BadInput(f"{path} is not a file; give one of {expected}")
+        raise BadInput(f"{path} {f'is not a file; give one of {expected}' if path.exists() else 'does not exist'}")
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in kinds:
         raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")

@@ -94,7 +94,15 @@ def test_missed_mass_stands_in_the_table() -> None:
         soft = page(db.attend([[1.0, 0]], k=1))
         assert soft.cells[1][1:5] == ["[0, 1, 2, …]", "1", "52.46% missed", "1"]
         assert soft.caption == "queries 1, output (1, 5) float32, finder 'flat'"
-        assert page(db.attend([[1.0, 0]])).cells[1][3:] == ["exact", "4", ""]
+        assert page(db.attend([[1.0, 0]])).cells[1][3:] == ["exact", "4"]
+
+
+def test_short_cells_do_not_wrap_and_unused_columns_are_left_out() -> None:
+    with holding([[1, 0]], ids=["value-1"], payloads=[{"a": "b" * 90}]) as db:
+        answer = page(db.get(["value-1"]))
+        assert answer.cells[0] == ["id", "key", "payload"]
+        html = db.get(["value-1"])._repr_html_()
+        assert (html.count("nowrap"), html.count("anywhere")) == (5, 1)  # all but the payload
 
 
 @pytest.mark.parametrize("evil", EVIL)

@@ -122,7 +122,7 @@ def load(
     path = Path(name.removeprefix(PREFIX))
     if not path.exists():
         raise BadInput(
-            f"there is no dataset {shown(name)}; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
+            f"{shown(name)} does not exist; choose one of {', '.join(map(repr, WORLDS))}, a folder with keys.npy "
             f"and queries.npy, or a file that ends in .npy, {', '.join(end for end in READERS if end)}"
         )
     file = read_keys(path)
@@ -138,7 +138,8 @@ def _held_out(path: Path, keys: NDArray[Any], n: int | None, most: int) -> tuple
     if count < 2:
         few = f"{path} holds {len(keys)} vectors, too few to hold queries out"
         raise BadInput(f"{few}; name a file with queries, too: --queries FILE")
-    taken = keys[: None if n is None else n + count]
+    taken = np.asarray(keys[: None if n is None else n + count])
+    finite(taken, f"the vectors of {path}")
     rows = np.random.default_rng(3).permutation(len(taken))[:count]
     return np.delete(taken, rows, axis=0), taken[np.sort(rows)]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from softdb.errors import BadInput
-from softdb.terminal import Excerpt, counted, print_json, print_table, safe, terminal
+from softdb.terminal import Excerpt, counted, print_json, print_table, safe, shortened, terminal
 from softdb.tools.cli.arguments import (
     AsJson,
     Database,
@@ -85,7 +86,7 @@ def search(
     if as_json:
         print_json(answers)
         return
-    for answer in answers:
+    for answer in _headed(answers, queries):
         _show_hits("score", answer)
 
 
@@ -103,14 +104,22 @@ def attend(
     """Soft query: the mean of all values, each weighted by softmax(score / temperature)."""
     queries, has_text = query_of(query)
     with answering(path, has_text, encoder, projection, quiet=as_json) as db:
-        queries, filter_ = projected(db, queries, projection), filter_of(where)
-        answers = soft_answers(db, queries, temperature, k, rtol, filter_)
+        answers = soft_answers(db, projected(db, queries, projection), temperature, k, rtol, filter_of(where))
         is_label = db.num_classes is not None
     if as_json:
         print_json(answers)
         return
-    for answer in answers:
+    for answer in _headed(answers, queries):
         _show_attended(answer, temperature, is_label)
+
+
+def _headed(answers: list[Any], queries: Any) -> Iterator[Any]:
+    """Yield the answers; print a heading before each if there are several."""
+    for i, answer in enumerate(answers):
+        if len(answers) > 1:
+            text = f": {safe(shortened(queries[i], 60))}" if isinstance(queries[i], str) else ""
+            terminal().print(f"{chr(10) * (i > 0)}[bold]query {i + 1}[/]{text}")
+        yield answer
 
 
 def _fields(name: str, hit: Any, number: float) -> dict[str, Any]:

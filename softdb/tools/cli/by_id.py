@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -116,13 +115,15 @@ def insert(
     without a key, as does a record of an export without one. All fields other than id, key, value, payload and text
     become the payload.
     """
+    from softdb.formats.lines import batched
+
     dim, stored_name = described(path)
     embed = None if encoder is None else named_encoder(chosen(path, stored_name, encoder), dim)
     done, number = 0, 0
     with writing(path, embed, quiet=as_json) as db:
         put = db.upsert if upsert else db.insert
         try:
-            for batch in _batches(_records(input_lines(file), db), batch_size):
+            for batch in batched(_records(input_lines(file), db), batch_size):
                 number = batch[0].number
                 _, ids, keys, values, payloads, texts, embeds = map(list, zip(*batch, strict=True))
                 if any(embeds) and embed is None and stored_name is not None:
@@ -149,10 +150,12 @@ def insert(
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
     """Parse JSON lines to records; skip the header line of an export. Raises BadInput with the line number."""
+    from softdb.formats.lines import no_constant
+
     exported = False
     for number, line in lines:
         try:
-            row = json.loads(line, parse_constant=_no_constant)
+            row = json.loads(line, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"line {number}: not JSON ({error}); correct or remove that line") from None
         if number == 1 and isinstance(row, dict) and row.keys() == {"softdb"}:
@@ -178,25 +181,3 @@ def _require_same_metric(header: Any, db: SoftDB | TableCluster) -> None:
             f"the export's metric is {metric}, but this database's is {db.metric}; insert it into a database of "
             "that metric, or delete the first line of the input, which names the metric"
         )
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _batches(records: Iterable[_InputRecord], size: int) -> Iterator[list[_InputRecord]]:
-    """Yield lists of up to `size` successive records; those before a bad line come before its error."""
-    failure: BadInput | None = None
-
-    def before_error() -> Iterator[_InputRecord]:
-        nonlocal failure
-        try:
-            yield from records
-        except BadInput as error:
-            failure = error
-
-    good = before_error()
-    while batch := list(itertools.islice(good, size)):
-        yield batch
-    if failure is not None:
-        raise failure

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 FAILED, USAGE, UNKNOWN, LOCKED = 1, 2, 3, 4
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as in shells: 128 + the number of SIGINT or SIGPIPE
 
-EXIT_CODES = {
-    0: "done",
-    FAILED: "an error",
-    USAGE: "the command was not typed as its --help says",
-    UNKNOWN: "a record that was asked for by its id is not stored",
-    LOCKED: "another process writes to the database: try again later",
-    INTERRUPTED: "Ctrl-C",
-    PIPE_CLOSED: "the reader of standard output has closed it",
-}
-
 
 def exit_code(error: BaseException, as_json: bool, command: click.Command | None = None) -> int:
     """Print an error as one line on standard error, and return the exit code. `command` is the command that failed."""
@@ -66,7 +56,8 @@ def as_typed(message: str, command: click.Command) -> str:
             message = re.sub(rf"\b{name}\b", typed, message) if "_" in name else message
             message = re.sub(rf"\b{name}=(?=\w)", f"{typed} ", message)
             message = re.sub(rf"\b{name}(=|\(\))", typed, message)
-            message = re.sub(about + r"(?= is\b| are both\b| and \S+ are both\b| out\b|$|;|,)", rf"\1{typed}", message)
+            follows = r"(?= is\b| continues\b| are both\b| and \S+ are both\b| out\b|$|;|,)"
+            message = re.sub(about + follows, rf"\1{typed}", message)
     return message
 
 

@@ -80,7 +80,7 @@ def train(
         read = read_pairs(file, query=query, positives=positives, weight=weight, queries=array_of(queries))
     with answering(path, read.is_text, encoder, quiet=as_json) as db:
         read.resolve(db)
-        with progress("train") as show, warnings.catch_warnings():
+        with progress("train", quiet=as_json) as show, warnings.catch_warnings():
             warnings.simplefilter("ignore", TrainingWarning)  # the printed recalls show it
             fitted = fit(
                 db, read.queries, read.positives, temperature=temperature, k=k, rtol=rtol, bias=bias, keys=keys,
@@ -94,7 +94,7 @@ def train(
     measured["temperature"] = fitted.temperature
     save(out, fitted.projection, {**facts, **measured})  # before the keys change, as they are useless without this file
     applied = keys and after[criterion] > before[criterion]
-    measured["generation"] = _rekeyed(path, out).generation if applied else None
+    measured["generation"] = _rekeyed(path, out, as_json).generation if applied else None
     if as_json:
         print_json({**measured, "history": [epoch._asdict() for epoch in fitted.history], "projection": str(out)})
         return
@@ -151,7 +151,7 @@ def reembed(
     if projection is not None:
         if not (encoder is None and field is None and missing is None and dim is None):
             raise BadInput("--projection takes no texts; leave out --encoder, --field, --missing and --dim")
-        _print_report(_rekeyed(path, projection), as_json)
+        _print_report(_rekeyed(path, projection, as_json), as_json)
         return
     if encoder is None:
         raise BadInput(
@@ -161,21 +161,21 @@ def reembed(
     embed = named_encoder(require_outside(path, encoder), dim)
     if dim is not None and getattr(embed, "dim", dim) != dim:
         raise BadInput(f"--dim {dim} is given, but {encoder} has its own width; leave --dim out")
-    with _reporting(path) as (db, show):
+    with _reporting(path, as_json) as (db, show):
         report = db.reembed(embed, field=field, missing=missing, batch_size=batch_size, progress=show)
     _print_report(report, as_json)
 
 
-def _rekeyed(path: Path, projection: Path) -> ReembedReport:
+def _rekeyed(path: Path, projection: Path, quiet: bool) -> ReembedReport:
     """Transform all stored keys by the encoder of keys in a projection's file."""
     from softdb.train import apply, load
 
-    with _reporting(path) as (db, show):
+    with _reporting(path, quiet) as (db, show):
         return apply(db, load(projection), progress=show)
 
 
 @contextlib.contextmanager
-def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
+def _reporting(path: Path, quiet: bool) -> Iterator[tuple[SoftDB, Progress]]:
     """Yield the open database and a function that shows progress; on Ctrl-C say how many records are embedded."""
     import softdb
     from softdb.opening import existing
@@ -188,7 +188,7 @@ def _reporting(path: Path) -> Iterator[tuple[SoftDB, Progress]]:
         bar(stage, count, of)
 
     try:
-        with existing(path) as db, progress("embed", rate=True) as bar:
+        with existing(path) as db, progress("embed", rate=True, quiet=quiet) as bar:
             before = db.core.reembedded
             yield db, show
     except KeyboardInterrupt:

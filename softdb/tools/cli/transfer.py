@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Argument, Context, Option
 
-from softdb.errors import BadInput, NotADatabase, SoftDBError
+from softdb.errors import BadInput, EncoderWarning, NotADatabase, SoftDBError
 from softdb.terminal import counted, print_json, print_result, progress, safe, terminal
 from softdb.tools.cli.arguments import (
     STDIN,
@@ -113,6 +114,9 @@ def import_(
     options = named(dim=dim, metric=metric, dtype=dtype)
     schema = _schema_of(first, options, num_classes) if new else options
     embed = None if name is None else named_encoder(name, dim if new else width)
+    if name is not None and encoder is None and stored_name is None:
+        ngrams = "texts are embedded as n-grams, which find similar spelling; choose a model, or ngrams, by --encoder"
+        warnings.warn(ngrams, EncoderWarning, stacklevel=1)
     seen, existed, header = 0, path.exists(), first.header
 
     def show(rows: Rows) -> None:
@@ -122,9 +126,10 @@ def import_(
 
     with (
         _destination(path, embed, schema, as_json) as db,
-        progress("import", rate=True) as bar,
+        progress("import", rate=True, quiet=as_json) as bar,
         _cleanup(db, path, new, existed),
     ):
+        before = len(db)
         if not is_table and header is not None and header.encoder is not None and name is None and not len(db):
             db.core.store.note_encoder(header.encoder, header.fingerprint)  # stores the name, and loads no model
         done = import_records(db, chain([first], batches), upsert=upsert, resume=resume, progress=show, on_error=skip)
@@ -133,10 +138,11 @@ def import_(
         if not is_table and (new or resume) and header is not None and header.fields:
             db.index_field(*header.fields)
         total = len(db)
+    new_records, was_stored = (total - before, f", {done - total + before:,} already stored") if resume else (done, "")
     print_result(
         {"imported": done, "records": total},
         as_json,
-        f"{counted(done, 'record')} imported{skipped.summary}, {total:,} in {escape(place(path))}",
+        f"{counted(new_records, 'record')} imported{was_stored}{skipped.summary}, {total:,} in {escape(place(path))}",
     )
 
 
@@ -155,12 +161,15 @@ def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys:
         words += ["--row-ids"] if name is None else ["--id", name]
     if fields.key == "key" and "key" not in row and not has_keys:
         vectors = [name for name, value in row.items() if is_vector(value)]
-        texts = [name for name, value in row.items() if isinstance(value, str) and name not in words]
+        cells = {name: cell for name, cell in row.items() if isinstance(cell, str) and name not in words}
+        texts = [name for name in cells if name == "text" or " " in cells[name].strip()]  # a single word may be a label
         text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
         by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
         words += ["--key", vectors[0]] if vectors else by_text
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
-    return f": {command}{' (or a model in place of ngrams)' if 'ngrams' in words else ''}" if words else ""
+    more = " (or a model in place of ngrams)" if "ngrams" in words else ""
+    more += ' (or --key with a column of vectors, as in "[1, 2]")' if "--keys" in words else ""
+    return f": {command}{more}" if words else ""
 
 
 class _Skipped:
@@ -247,9 +256,12 @@ def export(
         ),
     ],
     where: Where = None,
+    force: Annotated[bool, Option("--force", help="Replace FILE if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write records to a file; `import` can make the database again from JSON lines or tables. - prints records."""
+    if file.is_file() and not force and str(file) != STDIN:
+        raise BadInput(f"{file} exists already; name another file, or replace it with --force")
     from softdb.formats import export_records, write_records
 
     def note(text: str) -> None:
@@ -261,7 +273,7 @@ def export(
                 sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the locale's encoding
             write_records(db, sys.stdout, where=filter_of(where))
             return
-        with progress("export", rate=True) as bar:
+        with progress("export", rate=True, quiet=as_json) as bar:
             show = partial(bar, file.name)
             count = export_records(db, file, where=filter_of(where), progress=show, note=note)
     print_result(

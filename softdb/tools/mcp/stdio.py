@@ -15,6 +15,7 @@ from mcp.types import INVALID_REQUEST, PARSE_ERROR, ErrorData, JSONRPCError, Too
 from pydantic import ValidationError
 
 from softdb.check import shown
+from softdb.terminal import dumps, shortened
 
 
 class Server(MCPServer[Any]):
@@ -28,13 +29,18 @@ class Server(MCPServer[Any]):
         return tools
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-        """Call a tool. Raises ToolError for an argument that the tool does not have, which the SDK would ignore."""
+        """Call a tool. Raises ToolError in one line for bad arguments, also for unknown ones, which the SDK ignores."""
         for tool in await self.list_tools():
             known = tool.input_schema["properties"]
             if tool.name == name and (unknown := [argument for argument in arguments if argument not in known]):
                 takes = ", ".join(known) or "no arguments"
-                raise ToolError(f"{name} has no argument {shown(', '.join(unknown))}; it takes {takes}")
-        return await super().call_tool(name, arguments, context)
+                raise ToolError(f"{name} has no argument {', '.join(map(shown, unknown))}; it takes {takes}")
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            if isinstance(error.__cause__, ValidationError):
+                raise ToolError(_problem(name, error.__cause__.errors())) from None
+            raise
 
     async def run_stdio_async(self) -> None:
         """Answer messages until the input ends."""
@@ -43,6 +49,15 @@ class Server(MCPServer[Any]):
         async with stdio_server() as (messages, replies), anyio.create_task_group() as group:
             group.start_soon(_pass_on, messages, send, replies)
             await inner.run(receive, replies, inner.create_initialization_options())
+
+
+def _problem(name: str, details: list[Any]) -> str:
+    """Return the first problem of the arguments in one line: "search: k is 0; expected greater than or equal to 1"."""
+    argument, *index = place = details[0]["loc"][:2]
+    same = [detail["msg"] for detail in details if detail["loc"][:2] == place]  # one for each type that is allowed
+    expected = " or ".join(same).replace("or Input should be", "or").replace("Input should be", "expected")
+    element = "".join(f"[{number}]" for number in index if isinstance(number, int))
+    return f"{name}: {argument}{element} is {shortened(dumps(details[0]['input']), 80)}; {expected}"
 
 
 async def _pass_on(messages: Any, send: MemoryObjectSendStream[Any], replies: Any) -> None:

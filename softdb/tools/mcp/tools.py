@@ -14,6 +14,7 @@ from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import Field
 
 from softdb import __version__, check
+from softdb.database import SoftDB
 from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import dumps
 from softdb.tools.cli.ask import soft_answers
@@ -38,7 +39,9 @@ FILTER = (
     " on the text."
 )
 Filter = Annotated[dict[str, Any] | None, Field(description=FILTER)]
-K = Annotated[int, Field(ge=1, le=MOST, description="Number of records.")]
+K = Annotated[int, Field(ge=1, le=MOST, description="Largest number of records.")]
+Offset = Annotated[int, Field(ge=0, le=10_000, description="Number of first records to skip: the next page.")]
+Ids = Annotated[list[int | str] | None, Field(min_length=1, max_length=MOST, description='1 and "1" differ.')]
 
 
 class Tools:
@@ -87,12 +90,12 @@ class Tools:
         }  # fmt: skip
 
     def search(
-        self, text: Text = None, vector: Vector = None, k: K = 10, where: Filter = None,
-        offset: Annotated[int, Field(ge=0, le=10_000, description="Number of best records to skip.")] = 0,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, text: Text = None, vector: Vector = None, k: K = 10, where: Filter = None, offset: Offset = 0
+    ) -> dict[str, Any]:
         """Return the records nearest to a text or a vector, best first; a larger score is closer."""
-        db, query = self._served.newest(), _query(text, vector)
+        db = self._served.newest()
         by_words = text is not None and db.text_index is not None  # or hybrid, if the database has an encoder
+        query = self._query(db, text, vector, by_words)
         (hits,) = (
             db.search(texts=query, k=k, where=where, offset=offset)
             if by_words
@@ -100,15 +103,17 @@ class Tools:
         )
         return _bounded("hits", ({"id": h.id, "score": h.score, "payload": h.payload, "text": h.text} for h in hits))
 
-    def get(
-        self, ids: Annotated[list[int | str], Field(min_length=1, max_length=MOST, description="1 and \"1\" differ.")]
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return records by their ids, with payload and text; "missing" lists the ids that are not stored."""
+    def get(self, ids: Ids = None, where: Filter = None, limit: K = MOST, offset: Offset = 0) -> dict[str, Any]:
+        """Return records by their ids, or those that a filter matches, page by page; all without ids and filter.
+
+        With payload and text; "missing" lists the ids that are not stored.
+        """
         db = self._served.newest()
-        stored = db.core.stored(ids)
-        records = db.get([id_ for id_, is_stored in zip(ids, stored, strict=True) if is_stored]) if stored.any() else ()
+        stored = [] if ids is None else db.core.stored(ids).tolist()
+        known = None if ids is None else [id_ for id_, is_stored in zip(ids, stored, strict=True) if is_stored]
+        records = () if known == [] else db.get(known, where, limit=limit, offset=offset)
         shown = ({"id": record.id, "payload": record.payload, "text": record.text} for record in records)
-        missing = [id_ for id_, is_stored in zip(ids, stored, strict=True) if not is_stored]
+        missing = [id_ for id_, is_stored in zip(ids or (), stored, strict=True) if not is_stored]
         return _bounded("records", shown) | {
             "missing": [id_[:TEXT] if isinstance(id_, str) else id_ for id_ in missing]
         }
@@ -124,19 +129,24 @@ class Tools:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the soft answer over all records: the mean of their values, weighted by softmax(score / temperature).
 
-        The hits are the k records with the largest weights. If describe returns num_classes, the output is a
-        distribution over classes. effective_records is the number of equal weights that are as spread out.
+        The hits are the k records with the largest weights. The output, a distribution over classes if describe returns
+        num_classes, is absent without values. effective_records is the number of equal weights that are as spread out.
         """
         db = self._served.newest()
-        (answer,) = soft_answers(db, _query(text, vector), temperature, where=where, shown=k)
+        (answer,) = soft_answers(db, self._query(db, text, vector), temperature, where=where, shown=k)
         output, hits = answer.pop("output"), answer.pop("hits")
-        return {"output": output[:NUMBERS], "output_width": len(output), **answer} | _bounded("hits", hits)
+        if db.num_classes is not None or db.value_dim is not None:  # else it is a mean of keys, which say nothing
+            answer = {"output": output[:NUMBERS], "output_width": len(output), **answer}
+        return answer | _bounded("hits", hits)
 
-
-def _query(text: str | None, vector: list[float] | None) -> Any:
-    if (text is None) == (vector is None):
-        raise BadInput(f"text and vector are both {'missing' if text is None else 'given'}; give one of them")
-    return [text] if vector is None else [vector]
+    def _query(self, db: SoftDB, text: str | None, vector: list[float] | None, by_words: bool = False) -> Any:
+        if (text is None) == (vector is None):
+            raise BadInput(f"text and vector are both {'missing' if text is None else 'given'}; give one of them")
+        if text is not None and not (by_words or self._served.takes_text):
+            need = "an encoder" if db.encoder_name is None else f"the encoder {check.shown(db.encoder_name)}"
+            remedy = f"give vector, {db.dim} numbers, or ask for a server started with --encoder MODEL"
+            raise BadInput(f"text queries need {need}, which this server has not loaded; {remedy}")
+        return [text] if vector is None else [vector]
 
 
 def _bounded(name: str, records: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -224,12 +224,14 @@ def test_queries_are_held_out_of_a_file_of_keys(tmp_path: Path, rng: np.random.G
 
 def test_unreadable_data_is_refused_by_name(tmp_path: Path) -> None:
     keys = vecs(tmp_path / "a.fvecs", np.ones((3, 2), np.float32))
+    holey = vecs(tmp_path / "nan.fvecs", np.where(np.arange(50)[:, None] == 7, np.nan, np.ones((50, 2))).astype("f"))
     wrong: list[tuple[str, dict[str, Any], str]] = [
-        ("nowhere", {}, "there is no dataset 'nowhere'; choose one of 'clustered', 'uniform', a folder"),
+        ("nowhere", {}, "'nowhere' does not exist; choose one of 'clustered', 'uniform', a folder"),
         ("clustered", {"n": 0}, "n is 0; expected a whole number"),
         ("clustered", {"metric": "cos"}, "metric is 'cos'; choose one of 'dot'"),
         ("uniform", {"queries": keys}, "uniform makes its own queries"),
         (str(keys), {}, "holds 3 vectors, too few to hold queries out; name a file with queries"),
+        (str(holey), {}, "the vectors of .* hold NaN or infinity in 1 of 50 rows, first in row 7"),
         (str(keys), {"dim": 2}, "dim is 2, but .* has a width of its own"),
         (str(keys), {"queries": tmp_path / "no.fvecs"}, "there is no file .*no.fvecs with queries"),
         (str(keys), {"queries": keys, "n": 4}, "n is 4, but there are 3 keys"),

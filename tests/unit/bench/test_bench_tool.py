@@ -295,7 +295,7 @@ def test_the_command_measures_writes_and_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "there is no dataset 'nowhere'"),
+        (["nowhere"], "'nowhere' does not exist"),
         (["--engines", "softdb,qdrant"], "there is no engine 'qdrant'"),
         (["--recalls", "high"], "--recalls is 'high'; expected numbers with commas"),
         (["--recalls", "2"], "a recall is 2.0"),

@@ -117,7 +117,7 @@ def test_labels_need_their_number(tmp_path: Path) -> None:
 def test_an_interrupted_import_resumes(tmp_path: Path) -> None:
     file = lines(tmp_path / "r.jsonl", [{"id": i, "key": [i, 1]} for i in range(5)])
     run("import", tmp_path / "db", file)
-    assert "and resume continues an interrupted import" in fails("import", tmp_path / "db", file)
+    assert "and --resume continues an interrupted import" in fails("import", tmp_path / "db", file)
     run("import", tmp_path / "db", file, "--resume")
     assert answer("info", tmp_path / "db")["records"] == 5
 
@@ -162,3 +162,12 @@ def test_training_names_its_checkpoint(tmp_path: Path) -> None:
     run(*words, "--checkpoint", tmp_path / "run.ckpt")
     run(*words[:-4], "--epochs", 2, "--patience", 0, "--checkpoint", tmp_path / "run.ckpt", "--resume")
     assert (tmp_path / "p.pt").exists()
+
+
+def test_an_export_replaces_a_file_if_forced(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    assert " exists already; name another file, or replace it with --force" in fails("export", texts, out)
+    assert out.read_text() == "mine"
+    for words in ((tmp_path / "other.jsonl",), (out, "--force")):
+        assert run("export", texts, *words).stdout.startswith("3 records written")

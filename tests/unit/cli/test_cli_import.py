@@ -16,12 +16,14 @@ import pytest
 from doubles.clock import Clock
 from rich.console import Console
 from typed import answer, fails, lines, run
+from typer.testing import CliRunner
 
 import softdb
 import softdb.text
 from softdb.encoders import FIXED_TEXTS
 from softdb.formats import Fields, Rows, export_records, import_records, read_records
 from softdb.terminal import progress
+from softdb.tools.cli.commands import app
 
 N = 900
 
@@ -104,9 +106,9 @@ def test_a_stopped_import_resumes_to_the_same_result(tmp_path: Path, kind: str, 
         assert f"interrupted: {count} records in {tmp_path / 'db'}, on disk; the same command with --resume" in actual
     shown = fails("import", tmp_path / "db", *words, "--batch-size", 100)
     assert "is stored already" in shown
-    assert "and resume continues an interrupted import" in shown
+    assert "and --resume continues an interrupted import" in shown
     shown = run("import", tmp_path / "db", *words, "--batch-size", 100, "--resume").stdout
-    assert shown == f"{N} records imported, {N} in {tmp_path / 'db'}\n"
+    assert shown == f"{N - count} records imported, {count} already stored, {N} in {tmp_path / 'db'}\n"
     assert stored(tmp_path / "db") == stored(tmp_path / "whole")
     run("import", tmp_path / "db", *words, "--batch-size", 70, "--resume")  # nothing is left to do
     assert stored(tmp_path / "db") == stored(tmp_path / "whole")
@@ -185,3 +187,35 @@ def test_progress_is_reported_for_each_batch_of_texts(tmp_path: Path) -> None:
         batches = read_records(tmp_path / "rows.jsonl", fields=Fields(text="text"), batch_size=256)
         import_records(db, batches, progress=reports.append)
     assert list(map(len, reports)) == [256, 256, 256, 132]
+
+
+def test_a_null_key_is_a_record_without_a_key_or_with_its_texts(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": 1, "key": [1, 2], "n": 1}, {"id": 2, "key": None, "text": "a b", "n": 2}]
+    file = lines(tmp_path / "r.jsonl", rows)
+    assert run("import", tmp_path / "db", file).stdout.startswith("2 records imported")
+    with softdb.open(tmp_path / "db", mode="r") as db:
+        assert (db[1].key.tolist(), db[2].key, db[2].payload) == ([1, 2], None, {"text": "a b", "n": 2})
+    run("import", tmp_path / "texts", lines(tmp_path / "t.jsonl", rows[1:]), "--text", "text", "--encoder", "ngrams")
+    with softdb.open(tmp_path / "texts", mode="r") as db:
+        assert (db[2].key.norm() > 0, db[2].text, db[2].payload) == (True, "a b", {"n": 2})
+
+
+def test_cells_of_csv_become_numbers_and_booleans(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text('id,key,a,b,c,d\n007,"[1, 2]",True,false,TRUE,"[1]"\n')
+    run("import", tmp_path / "db", tmp_path / "r.csv")
+    with softdb.open(tmp_path / "db", mode="r") as db:
+        assert db["007"].payload == {"a": True, "b": False, "c": "TRUE", "d": "[1]"}
+
+
+def test_default_n_grams_are_a_warning(tmp_path: Path) -> None:
+    file = lines(tmp_path / "r.jsonl", [{"id": 1, "text": "a b"}])
+    words = ["import", str(tmp_path / "db"), str(file), "--text", "text"]
+    with pytest.warns(softdb.EncoderWarning, match="n-grams, which find similar spelling; choose a model.*--encoder"):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--upsert"]).exit_code == 0  # the stored name has chosen
+
+
+def test_the_error_after_one_record_is_singular(tmp_path: Path) -> None:
+    file = lines(tmp_path / "r.jsonl", [{"id": 1, "key": [1]}, {"id": 1, "key": [2]}])
+    error = fails("import", tmp_path / "db", file, "--batch-size", 1)
+    assert error.endswith("; the 1 record before is in the database")

@@ -14,7 +14,7 @@ from typed import answer, fails, lines, run
 import softdb
 import softdb.tools.demo
 from softdb.tools.cli.commands import COMMANDS
-from softdb.tools.cli.endings import EXIT_CODES
+from softdb.tools.cli.endings import FAILED, INTERRUPTED, LOCKED, PIPE_CLOSED, UNKNOWN, USAGE
 from softdb.tools.demo import DemoReport
 
 pytest_plugins = ["command_world"]
@@ -90,7 +90,7 @@ def test_index_commands_print_the_documented_json(vectors: Path) -> None:
 def test_exit_codes_are_those_of_the_page(plane: Path) -> None:
     from shapes import PAGE
 
-    for code in EXIT_CODES:
+    for code in (0, FAILED, USAGE, UNKNOWN, LOCKED, INTERRUPTED, PIPE_CLOSED):
         assert f"\n| {code} |" in PAGE
     assert "'nobody' is not stored" in fails("get", plane, "east", "nobody", code=3)
     assert "is not stored" not in run("delete", plane, "nobody").output
@@ -185,7 +185,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{oops", "line 3: not JSON"),
-        ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is no JSON number)"),
+        ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is not a JSON number)"),
         ("[1]", "line 3 has no id: [1]; expected an object such as"),
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),

@@ -180,6 +180,11 @@ def test_the_bar_has_no_total_until_one_is_known() -> None:
         show("a stage whose name is long, with 12,345 threads", 20_000, 20_001)
     assert isinstance(console.file, io.StringIO)
     assert re.search(r"  a stage…  *━+╸* 20,000/20,001 0:00:00", console.file.getvalue())
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    with progress("opening", console, quiet=True) as show:  # with --json
+        show("adding", 2_000, 9_000)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
 
 
 def test_short_arrays_may_be_looked_at_in_a_terminal(columns: int, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_text_field_must_hold_text(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_serve_are_named(tmp_path: Path) -> None:
-    with pytest.raises(softdb.BadInput, match=r"nothing.jsonl is not a file"):
+    with pytest.raises(softdb.BadInput, match=r"nothing.jsonl does not exist"):
         read_records(tmp_path / "nothing.jsonl")
     with pytest.raises(softdb.BadInput, match=r"is not a file"):
         read_records(tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner, Result
 
+from softdb.errors import EncoderWarning
 from softdb.tools.cli.commands import app
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +21,9 @@ BOOK: list[dict[str, Any]] = [
 
 
 def run(*arguments: object, code: int = 0, stdin: str | bytes | None = None) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EncoderWarning)  # most tests import texts as n-grams
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
     shown = (result.output, result.exception)
     assert result.exit_code == code, shown
     assert result.exception is None or isinstance(result.exception, SystemExit), shown

@@ -267,6 +267,8 @@ def test_a_field_named_like_an_operator_can_be_stored_but_not_filtered(db: softd
         ("year > 2020", "expected a dict"),
         ({"year": {"$near": 1}}, r"unknown operator '\$near'.*; there are \$eq \$ne"),
         ({"year": {"$gtee": 1}}, r"unknown operator '\$gtee' \(did you mean \$gte\?\)"),
+        ({"year": {"$regex": "x"}}, r"unknown operator '\$regex'; there are"),
+        ({"year": {"$not_contains": "x"}}, r"\(to negate an operator, write \{\"\$not\": \{\"\$contains\": …\}\}\)"),
         ({"year": {"$startsWith": "x"}}, r"did you mean \$startswith\?"),
         ({"$adn": []}, r"unknown operator '\$adn' \(did you mean \$and\?\)"),
         ({"$gte": 1}, r'\$gte without a field; write \{"field": \{"\$gte": …\}\}'),

@@ -115,7 +115,7 @@ def test_ids_of_a_table_become_ids_of_the_database(tmp_path: Path) -> None:
         ("p.csv", ["query,positives", "a,b,c"], "line 2: 3 cells, 2 in the header"),
         ("p.csv", ["query,positives", "a,"], "line 2: field 'positives': the cell is empty"),
         ("p.txt", ["x"], "has a name of no known kind"),
-        ("none.jsonl", None, "none.jsonl is not a file"),
+        ("none.jsonl", None, "none.jsonl does not exist"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named(name: str, lines: list[str] | None, message: str, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_the_command_resumes_and_speaks_json(stored: tuple[Path, Path], tmp_path
 def test_the_command_takes_texts_and_arrays(tmp_path: Path) -> None:
     words = ["Schumacher", "Weber", "Schuler", "Fischer", "Schneider", "Meyer", "Becker", "Wagner"]
     book = write(tmp_path / "book.jsonl", *({"id": i, "name": word} for i, word in enumerate(words)))
-    run("import", tmp_path / "book", book, "--text", "name")
+    run("import", tmp_path / "book", book, "--text", "name", "--encoder", "ngrams")
     asked = [(f"{word}{'x' * j}", i) for i, word in enumerate(words) for j in range(3)]
     table = write(tmp_path / "pairs.tsv", "query\tpositives", *(f"{text}\t{i}" for text, i in asked))
     common = ("--epochs", 1, "--patience", 0, "--json")
