@@ -119,7 +119,7 @@ class SentenceEncoder:
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
         device: torch device of the model; None leaves the choice to sentence-transformers.
-        name: the name that a database stores; by default it tells model, normalisation and projection.
+        name: the name that a database stores; by default the model's (a folder's: its path), and how vectors change.
 
     The model is loaded at the first call: from a folder, an installed package or the local cache, without the network;
     else it is downloaded, if the hub answers within `LOOKUP_SECONDS`. A call raises MissingDependency without
@@ -135,9 +135,11 @@ class SentenceEncoder:
 
     def __post_init__(self) -> None:
         check.integer(self.batch_size, "batch_size")
-        if isinstance(self.model, os.PathLike):  # always a directory; a text is one only if it has a separator
-            folder = str(check.folder(self.model, "model", "a directory, a package or the name of a model"))
-            object.__setattr__(self, "model", folder if os.sep in folder else f".{os.sep}{folder}")
+        path = isinstance(self.model, os.PathLike)  # always a directory; a text is one only if it has a separator
+        if path and not check.folder(self.model, "model", "a directory, or the name of a model").is_dir():
+            raise BadInput(f"there is no folder {self.model}; give a model's folder, or its name as a str")
+        if path or (os.sep in str(self.model) and os.path.isdir(self.model)):
+            object.__setattr__(self, "model", os.path.abspath(self.model))  # the same from every working directory
         if not isinstance(self.model, str) or not isinstance(self.name, str):
             raise BadInput(f"model is {check.shown(self.model)}, name {check.shown(self.name)}; expected text for both")
         if self.projection is not None:

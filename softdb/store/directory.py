@@ -69,9 +69,10 @@ class Directory:
         lock = files.acquire(self.path / "lock", self.descriptor)
         if lock is None:
             holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
-            raise DatabaseLocked(
-                f"{self.path} is being written by process {holder}; close it there, or open this one with mode='r'"
-            )
+            where = f"process {holder}; close it there"
+            if holder == str(os.getpid()):
+                where = f"this process ({holder}) through another handle; close that one"
+            raise DatabaseLocked(f"{self.path} is being written by {where}, or open this one with mode='r'")
         return lock
 
     # -- the catalogue's files -------------------------------------------------------------------------------------
