@@ -83,9 +83,13 @@ def test_ngrams_of_other_sizes_have_another_name() -> None:
         assert ngrams(name) is None
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngrams()", "NGRAMS", "n-grams", "ngrams(2-5)", "ngrams [2, 5]", "ngrams256"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "ngrams()", "NGRAMS", "n-grams", "ngrams(2-5)", "ngrams [2, 5]", "ngrams256"]
+)
 def test_a_name_like_ngrams_is_no_model(name: str) -> None:
-    with pytest.raises(softdb.BadInput, match=r"open: encoder is .*; did you mean 'ngrams', or with sizes 'ngrams\(2, 5"):
+    with pytest.raises(
+        softdb.BadInput, match=r"open: encoder is .*; did you mean 'ngrams', or with sizes 'ngrams\(2, 5"
+    ):
         softdb.open(None, encoder=name)
     for other in ("ngram-bert", "someone/ngrams", "./ngrams", "ngrams/"):
         assert name_of(encoder_of(other)) == other

@@ -269,6 +269,14 @@ def test_a_path_is_a_directory_wherever_it_stands(
         SentenceEncoder("tiny", name=Path("tiny"))  # type: ignore[arg-type]
 
 
+def test_an_object_of_sentence_transformers_is_adapted(model: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = SimpleNamespace(ModelEncoder=lambda model: lambda texts: model.encode(texts, batch_size=2))
+    monkeypatch.setitem(sys.modules, "softdb.integrations.sentence_transformers", adapter)
+    with softdb.open(None, encoder=model("loaded")) as db:  # type: ignore[arg-type]
+        db.insert([1], texts=["a text"])
+        assert db.search("a text").ids == [[1]]
+
+
 def test_a_path_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     monkeypatch.chdir(tmp_path)
@@ -294,7 +302,9 @@ def test_a_folder_of_a_model_may_move(model: type[Model], tmp_path: Path, monkey
     with pytest.raises(softdb.BadInput, match="their vectors differ by"):
         softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", projection=np.eye(4)[::-1]))
     for other in (SentenceEncoder("one"), SentenceEncoder(tmp_path / "copy", name="one")):
-        with pytest.raises(softdb.BadInput, match=r"by the encoder '/.*/models/one', not by 'one'; .*give yours that name"):
+        with pytest.raises(
+            softdb.BadInput, match=r"by the encoder '/.*/models/one', not by 'one'; .*give yours that name"
+        ):
             softdb.open("../db", encoder=other)
     with softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", name=str(tmp_path / "models" / "one"))) as db:
         assert db.search("a text").ids == [[1]]

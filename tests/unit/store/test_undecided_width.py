@@ -60,8 +60,10 @@ def test_settings_may_change_until_there_are_keys(tmp_path: Path) -> None:
     with softdb.open(tmp_path / "db") as db:
         assert (db.metric, db.dtype, db.value_dim, db.num_classes, len(db)) == ("cosine", "float16", 2, None, 3)
         db.insert(["d"], KEYS[:1], values=[[1, 2]])
-        assert db["d"].value is not None and db["d"].value.tolist() == [1, 2]
-        assert db["d"].key is not None and db["d"].key.dtype is torch.float16
+        assert db["d"].value is not None
+        assert db["d"].value.tolist() == [1, 2]
+        assert db["d"].key is not None
+        assert db["d"].key.dtype is torch.float16
     settings: list[dict[str, Any]] = [{"metric": "l2"}, {"dtype": "float32"}, {"num_classes": 3}]
     for setting in settings:
         with pytest.raises(softdb.BadInput, match=f"{next(iter(setting))}=.* was asked for but this database has"):
