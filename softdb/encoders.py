@@ -45,8 +45,7 @@ def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
         return named or SentenceEncoder(encoder)
     library = sys.modules.get("sentence_transformers")  # an object of it exists only if it is imported
     if library is not None and isinstance(encoder, library.SentenceTransformer):
-        adapter: Any = importlib.import_module("softdb.integrations.sentence_transformers")
-        return adapter.ModelEncoder(encoder)  # type: ignore[no-any-return]
+        return importlib.import_module("softdb.integrations.sentence_transformers").ModelEncoder(encoder)  # type: ignore[no-any-return]
     if not callable(encoder):
         raise BadInput(
             f"encoder is {shown(encoder)}; expected 'ngrams', the name or the folder of a sentence-transformers model, "
@@ -62,13 +61,9 @@ def name_of(encoder: object) -> str | None:
 
 
 def require_same(stored: str | None, encoder: Encoder, compared: bool = False) -> None:
-    """Raise BadInput if the encoder's name differs from the stored name of the encoder that made the keys.
-
-    `compared`: `require_like` compares their vectors, so a folder may have another name, as after a move.
-    """
-    name = name_of(encoder)
-    folder = str(encoder.model) if isinstance(encoder, SentenceEncoder) else ""
-    moved = compared and os.path.isabs(folder) and str(name).startswith(folder)
+    """Raise BadInput if the encoder's name differs from the stored one; `compared`: except that of a moved folder."""
+    name, folder = name_of(encoder), str(encoder.model) if isinstance(encoder, SentenceEncoder) else ""
+    moved = compared and os.path.isabs(folder) and str(name).startswith(folder)  # `require_like` compares the vectors
     if None not in (stored, name) and name != stored and not moved:
         raise BadInput(
             f"the keys of this database were made by the encoder {shown(stored)}, not by {shown(name)}; {REMEDY}"
@@ -115,8 +110,7 @@ def _sketches(encoder: Encoder, dim: int) -> Array:  # (3, SKETCH)
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
     """Return the n-gram encoder for a name like "ngrams" or "ngrams(2, 5)"; None for any other name."""
-    match = _NGRAMS.fullmatch(name)
-    if match is None:
+    if (match := _NGRAMS.fullmatch(name)) is None:
         return None
     sizes = SIZES if match[1] is None else tuple(int(size) for size in match[1].split(","))
     return HashedNGrams(WIDTH if dim is None else dim, sizes)

@@ -89,11 +89,9 @@ def open(
             try:
                 if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
                     embed, width = ngrams(encoder, store.schema.dim), None
-                if dim is None and store.schema.dim and width not in (None, store.schema.dim):
-                    raise BadInput(
-                        f"the encoder {check.shown(name_of(embed) or embed)} gives {width} numbers a text, but this "
-                        f"database's keys have {store.schema.dim}; {REMEDY}"
-                    )
+                if dim is None and (stored := store.schema.dim) and width not in (None, stored):
+                    vectors = f"the encoder {check.shown(name_of(embed) or embed)} gives {width} numbers a text"
+                    raise BadInput(f"{vectors}, but this database's keys have {stored}; {REMEDY}")
                 schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
                 _note_origin(store, store.keyed._replace(schema=schema), embed)
                 _declare(store, declared)
@@ -144,6 +142,8 @@ def _note_origin(store: FilteredStore, origin: Keyed, encoder: check.Encoder | N
             origin = origin._replace(encoder=name_of(encoder))
     if store.mode == "rw" and origin != store.keyed:
         store.note_origin(origin)
+    elif (origin.schema.described | {"dim": 0}) != (store.schema.described | {"dim": 0}):
+        raise BadInput("mode='r' changes no settings of a database; give the stored ones, or open it with mode='rw'")
 
 
 def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import re
+import sys
 import textwrap
 import threading
 import unicodedata
@@ -145,9 +145,8 @@ class SentenceEncoder:
         if self.projection is not None:
             object.__setattr__(self, "projection", check.numbers(self.projection, "projection"))
         if self.projection is not None and self.projection.ndim != 2:
-            raise BadInput(
-                f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
-            )
+            shape = self.projection.shape
+            raise BadInput(f"projection has shape {shape}; expected (width of the model, width of the keys)")
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
 
@@ -174,13 +173,9 @@ class SentenceEncoder:
                 f"projection has shape {self.projection.shape} but {self.model!r} gives {self._model_dim()} numbers; "
                 "the projection needs one row for each of them"
             )
-        vectors = self._loaded.encode(
-            plain, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True,
-            normalize_embeddings=False,
-        )  # fmt: skip
-        vectors = np.asarray(vectors, np.float32)
-        if self.normalise:
-            vectors = unit(vectors)
+        options = {"show_progress_bar": False, "convert_to_numpy": True, "normalize_embeddings": False}
+        vectors = np.asarray(self._loaded.encode(plain, batch_size=self.batch_size, **options), np.float32)
+        vectors = unit(vectors) if self.normalise else vectors
         if self.projection is not None:
             vectors = vectors @ np.asarray(self.projection, np.float32)
         return unit(vectors) if self.normalise else vectors
@@ -241,13 +236,10 @@ def _require_hub() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the progress bar that transformers draws while it loads a model, even without a terminal."""
-    try:
-        logging: Any = importlib.import_module("transformers.utils.logging")
-    except ImportError:
-        yield
-        return
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging: Any = sys.modules.get("transformers.utils.logging")  # sentence-transformers has imported it
+    shown = logging is not None and logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -55,6 +55,9 @@ def test_the_first_keys_decide_the_width(tmp_path: Path, durability: Any) -> Non
 
 def test_settings_may_change_until_there_are_keys(tmp_path: Path) -> None:
     keyless(tmp_path / "db", num_classes=3).close()
+    with pytest.raises(softdb.BadInput, match="open: mode='r' changes no settings of a database; .*mode='rw'"):
+        softdb.open(tmp_path / "db", mode="r", metric="cosine")
+    softdb.open(tmp_path / "db", mode="r", dim=3, metric="dot").close()
     with softdb.open(tmp_path / "db", metric="cosine", dtype="float16", value_dim=2) as db:
         assert db.search("red", k=1).ids == db.search([1.0]).ids == [[]]
     with softdb.open(tmp_path / "db") as db:
