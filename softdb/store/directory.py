@@ -69,10 +69,11 @@ class Directory:
         lock = files.acquire(self.path / "lock", self.descriptor)
         if lock is None:
             holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
-            where = f"process {holder}; close it there"
-            if holder == str(os.getpid()):
-                where = f"this process ({holder}) through another handle; close that one"
-            raise DatabaseLocked(f"{self.path} is being written by {where}, or open this one with mode='r'")
+            own = holder == str(os.getpid())
+            where = ", this one, through another handle; close that one" if own else "; close it there"
+            raise DatabaseLocked(
+                f"{self.path} is being written by process {holder}{where}, or open this one with mode='r'"
+            )
         return lock
 
     # -- the catalogue's files -------------------------------------------------------------------------------------
