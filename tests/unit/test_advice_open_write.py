@@ -52,7 +52,7 @@ def test_a_reader_declares_no_field(folder: Path) -> Steps:
         assert db.fields == ("year",)
 
 
-@advice("through another handle; close that one, or open this one with mode='r'")
+@advice(", this one, through another handle; close it there, or open this one with mode='r'")
 def test_two_do_not_write_at_once(folder: Path) -> Steps:
     with three(folder / "db"):
         yield lambda: softdb.open(folder / "db")
