@@ -138,7 +138,7 @@ class SentenceEncoder:
         path = isinstance(self.model, os.PathLike)  # always a directory; a text is one only if it has a separator
         if path and not check.folder(self.model, "model", "a directory, or the name of a model").is_dir():
             raise BadInput(f"there is no folder {self.model}; give a model's folder, or its name as a str")
-        if path or (os.sep in str(self.model) and os.path.isdir(self.model)):
+        if path or (isinstance(self.model, str) and os.sep in self.model and os.path.isdir(self.model)):
             object.__setattr__(self, "model", os.path.abspath(self.model))  # the same from every working directory
         if not isinstance(self.model, str) or not isinstance(self.name, str):
             raise BadInput(f"model is {check.shown(self.model)}, name {check.shown(self.name)}; expected text for both")
