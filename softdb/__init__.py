@@ -33,13 +33,14 @@ _LAZY = {  # module: its public names, imported at their first use
     "opening": ("open",),
     "salvaging": ("salvage",),
 }
+_MODULES = ("cluster", "data", "formats", "nn", "plots", "pool", "scores", "text", "train", "weights")
 
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and report unknown names
 
     def __getattr__(name: str) -> Any:
         """Import a name that needs torch at its first use: `softdb --help` must not wait for torch."""
-        if name in ("nn", "scores", "train"):
+        if name in _MODULES:
             return importlib.import_module(f"softdb.{name}")
         module = next((module for module, names in _LAZY.items() if name in names), None)
         if module is None:

@@ -10,8 +10,10 @@ items in data streams").
 from __future__ import annotations
 
 import base64
+import importlib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,14 +31,21 @@ DEFAULT = HashedNGrams()  # encoder of the texts of a database for which no enco
 FIXED_TEXTS = ["A ship sails out of the harbour at dawn.", "Zürich, 42 km", "if x: return y"]
 SKETCH = 64  # buckets of a sketch
 TOLERANCE = 0.05  # largest distance of an encoder's vectors in float32 and in bfloat16; MiniLM reaches 0.01
-_NGRAMS = re.compile(r"ngrams(?:\((\d\d?(?:, \d\d?){0,15})\))?")
+REMEDY = "open it with the encoder that made the keys, or without an encoder and compute its keys again with reembed"
+_NGRAMS = re.compile(r" *ngrams *(?:\( *(\d\d?(?: *, *\d\d?){0,15}) *\) *)?")
+_LIKE_NGRAMS = re.compile(r"\s*n[-_ ]?grams?[^a-z/]*", re.IGNORECASE)
 
 
 def encoder_of(encoder: EncoderLike, dim: int | None = None) -> Encoder:
     """Return the encoder for a name, a folder or a callable; n-grams are `dim` wide (None: 256). Raises BadInput."""
     named = ngrams(encoder, dim) if isinstance(encoder, str) else None
+    if named is None and isinstance(encoder, str) and _LIKE_NGRAMS.fullmatch(encoder):
+        raise BadInput(f"encoder is {shown(encoder)}; did you mean 'ngrams', or with sizes 'ngrams(2, 5)'?")
     if isinstance(encoder, str | os.PathLike) and encoder:
         return named or SentenceEncoder(encoder)
+    library = sys.modules.get("sentence_transformers")  # an object of it exists only if it is imported
+    if library is not None and isinstance(encoder, library.SentenceTransformer):
+        return importlib.import_module("softdb.integrations.sentence_transformers").ModelEncoder(encoder)  # type: ignore[no-any-return]
     if not callable(encoder):
         raise BadInput(
             f"encoder is {shown(encoder)}; expected 'ngrams', the name or the folder of a sentence-transformers model, "
@@ -51,13 +60,14 @@ def name_of(encoder: object) -> str | None:
     return require_name(name) if isinstance(name, str) else None
 
 
-def require_same(stored: str | None, encoder: Encoder) -> None:
-    """Raise BadInput if the encoder's name differs from the stored name of the encoder that made the keys."""
-    name = name_of(encoder)
-    if None not in (stored, name) and name != stored:
+def require_same(stored: str | None, encoder: Encoder, compared: bool = False) -> None:
+    """Raise BadInput if the encoder's name differs from the stored one; `compared`: except that of a moved folder."""
+    name, folder = name_of(encoder), str(encoder.model) if isinstance(encoder, SentenceEncoder) else ""
+    moved = compared and os.path.isabs(folder) and str(name).startswith(folder)  # `require_like` compares the vectors
+    if None not in (stored, name) and name != stored and not moved:
         raise BadInput(
-            f"the keys of this database were made by the encoder {shown(stored)}, not by {shown(name)}; open it with "
-            "that encoder, or open it without an encoder and compute its keys again with reembed"
+            f"the keys of this database were made by the encoder {shown(stored)}, not by {shown(name)}; {REMEDY}"
+            "; or, if it is the same model, give yours that name: softdb.text.SentenceEncoder(model, name=…)"
         )
 
 
@@ -85,8 +95,7 @@ def require_like(keyed: Keyed, encoder: Encoder) -> None:
     if not distances.max() <= TOLERANCE:
         raise BadInput(
             f"this encoder is not the one that made the keys: for {FIXED_TEXTS[distances.argmax()]!r} their vectors "
-            f"differ by {distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; open it with the "
-            "encoder that made the keys, or without an encoder and compute its keys again with reembed"
+            f"differ by {distances.max():.2g} of their length, one encoder's by at most {TOLERANCE}; {REMEDY}"
         )
 
 
@@ -101,10 +110,9 @@ def _sketches(encoder: Encoder, dim: int) -> Array:  # (3, SKETCH)
 
 def ngrams(name: str, dim: int | None = None) -> HashedNGrams | None:
     """Return the n-gram encoder for a name like "ngrams" or "ngrams(2, 5)"; None for any other name."""
-    match = _NGRAMS.fullmatch(name)
-    if match is None:
+    if (match := _NGRAMS.fullmatch(name)) is None:
         return None
-    sizes = SIZES if match[1] is None else tuple(int(size) for size in match[1].split(", "))
+    sizes = SIZES if match[1] is None else tuple(int(size) for size in match[1].split(","))
     return HashedNGrams(WIDTH if dim is None else dim, sizes)
 
 

@@ -12,7 +12,7 @@ import apsw
 
 from softdb import check
 from softdb.database import DatabaseCore, SoftDB
-from softdb.encoders import EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
+from softdb.encoders import REMEDY, EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.filters import FilteredStore
 from softdb.store.keyed import Keyed
@@ -62,7 +62,7 @@ def open(
         fields: payload fields to index for filters (see `SoftDB.index_field`); fields indexed before stay indexed.
         verify: first compare all stored bytes with their checksums.
 
-    Omitted settings are read from an existing database; settings that are given must agree with it.
+    Omitted settings are read from an existing database; settings that are given must agree with it, once it has keys.
 
     Raises:
         NotADatabase: nothing is at the path, or a file, another program's directory, or an unreadable directory.
@@ -89,6 +89,9 @@ def open(
             try:
                 if isinstance(encoder, str) and ngrams(encoder) and store.schema.dim and dim is None:
                     embed, width = ngrams(encoder, store.schema.dim), None
+                if dim is None and (stored := store.schema.dim) and width not in (None, stored):
+                    vectors = f"the encoder {check.shown(name_of(embed) or embed)} gives {width} numbers a text"
+                    raise BadInput(f"{vectors}, but this database's keys have {stored}; {REMEDY}")
                 schema = check.schema(width, value_dim, num_classes, dtype, metric, store.schema)
                 _note_origin(store, store.keyed._replace(schema=schema), embed)
                 _declare(store, declared)
@@ -128,9 +131,9 @@ def table_at(path: str | os.PathLike[str]) -> str | None:
 
 
 def _note_origin(store: FilteredStore, origin: Keyed, encoder: check.Encoder | None) -> None:
-    """Store widths given at opening, and in a database without keys the encoder's name. Raise BadInput for another."""
+    """Store the settings given, and in a database without keys the encoder's name. Raise BadInput for another."""
     if encoder is not None:
-        require_same(origin.encoder, encoder)
+        require_same(origin.encoder, encoder, origin.fingerprint is not None)
         try:
             require_like(origin, encoder)
         except OSError as error:  # of a service on the network
@@ -139,6 +142,8 @@ def _note_origin(store: FilteredStore, origin: Keyed, encoder: check.Encoder | N
             origin = origin._replace(encoder=name_of(encoder))
     if store.mode == "rw" and origin != store.keyed:
         store.note_origin(origin)
+    elif (origin.schema.described | {"dim": 0}) != (store.schema.described | {"dim": 0}):
+        raise BadInput("mode='r' changes no settings of a database; give the stored ones, or open it with mode='rw'")
 
 
 def _declare(store: FilteredStore, fields: tuple[str, ...]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import re
+import sys
 import textwrap
 import threading
 import unicodedata
@@ -119,7 +119,7 @@ class SentenceEncoder:
         normalise: scale the vectors to length 1.
         batch_size: texts encoded at once.
         device: torch device of the model; None leaves the choice to sentence-transformers.
-        name: the name that a database stores; by default it tells model, normalisation and projection.
+        name: the name that a database stores; by default the model's (a folder's: its path), and how vectors change.
 
     The model is loaded at the first call: from a folder, an installed package or the local cache, without the network;
     else it is downloaded, if the hub answers within `LOOKUP_SECONDS`. A call raises MissingDependency without
@@ -135,17 +135,18 @@ class SentenceEncoder:
 
     def __post_init__(self) -> None:
         check.integer(self.batch_size, "batch_size")
-        if isinstance(self.model, os.PathLike):  # always a directory; a text is one only if it has a separator
-            folder = str(check.folder(self.model, "model", "a directory, a package or the name of a model"))
-            object.__setattr__(self, "model", folder if os.sep in folder else f".{os.sep}{folder}")
+        path = isinstance(self.model, os.PathLike)  # always a directory; a text is one only if it has a separator
+        if path and not check.folder(self.model, "model", "a directory, or the name of a model").is_dir():
+            raise BadInput(f"there is no folder {self.model}; give a model's folder, or its name as a str")
+        if path or (isinstance(self.model, str) and os.sep in self.model and os.path.isdir(self.model)):
+            object.__setattr__(self, "model", os.path.abspath(self.model))  # the same from every working directory
         if not isinstance(self.model, str) or not isinstance(self.name, str):
             raise BadInput(f"model is {check.shown(self.model)}, name {check.shown(self.name)}; expected text for both")
         if self.projection is not None:
             object.__setattr__(self, "projection", check.numbers(self.projection, "projection"))
         if self.projection is not None and self.projection.ndim != 2:
-            raise BadInput(
-                f"projection has shape {np.shape(self.projection)}; expected (width of the model, width of the keys)"
-            )
+            shape = self.projection.shape
+            raise BadInput(f"projection has shape {shape}; expected (width of the model, width of the keys)")
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
 
@@ -172,13 +173,9 @@ class SentenceEncoder:
                 f"projection has shape {self.projection.shape} but {self.model!r} gives {self._model_dim()} numbers; "
                 "the projection needs one row for each of them"
             )
-        vectors = self._loaded.encode(
-            plain, batch_size=self.batch_size, show_progress_bar=False, convert_to_numpy=True,
-            normalize_embeddings=False,
-        )  # fmt: skip
-        vectors = np.asarray(vectors, np.float32)
-        if self.normalise:
-            vectors = unit(vectors)
+        options = {"show_progress_bar": False, "convert_to_numpy": True, "normalize_embeddings": False}
+        vectors = np.asarray(self._loaded.encode(plain, batch_size=self.batch_size, **options), np.float32)
+        vectors = unit(vectors) if self.normalise else vectors
         if self.projection is not None:
             vectors = vectors @ np.asarray(self.projection, np.float32)
         return unit(vectors) if self.normalise else vectors
@@ -239,13 +236,10 @@ def _require_hub() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the progress bar that transformers draws while it loads a model, even without a terminal."""
-    try:
-        logging: Any = importlib.import_module("transformers.utils.logging")
-    except ImportError:
-        yield
-        return
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging: Any = sys.modules.get("transformers.utils.logging")  # sentence-transformers has imported it
+    shown = logging is not None and logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
     try:
         yield
     finally:

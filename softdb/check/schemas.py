@@ -76,7 +76,7 @@ def schema(
 ) -> Schema:
     """Return the schema of a new database, or `stored`, which no given argument may contradict. Raises BadInput.
 
-    Arguments may decide widths that are undecided in `stored`; a new database without `dim` is undecided.
+    A new database without `dim` is undecided: until it has keys, arguments may change every setting.
     """
     wanted: dict[str, Any] = {
         "dim": None if dim is None else integer(dim, "dim", 1, MAX_DIM),
@@ -91,8 +91,8 @@ def schema(
         defaults: dict[str, Any] = {"dim": 0, "dtype": np.dtype(np.float32), "metric": Metric.DOT}
         return Schema(**wanted | {name: wanted[name] or default for name, default in defaults.items()})
     if not stored.dim:
-        values = () if stored.has_values else ("value_dim", "num_classes")
-        stored = replace(stored, **{name: wanted[name] for name in ("dim", *values) if wanted[name] is not None})
+        values = () if value_dim is None is num_classes else ("value_dim", "num_classes")  # one replaces the other
+        stored = replace(stored, **{n: new for n, new in wanted.items() if new is not None or n in values})
     for name, new in wanted.items():
         if new is not None and new != (old := getattr(stored, name)):
             plain = [setting.value if isinstance(setting, Metric) else setting for setting in (new, old)]

@@ -19,6 +19,7 @@ from softdb.answers import Hits, Records
 from softdb.attend import Request, Source
 from softdb.check import Id, Schema
 from softdb.database.incoming import Given, WriteKind
+from softdb.encoders import DEFAULT
 from softdb.errors import BadInput, DeviceFailed
 from softdb.filters import FilteredStore
 from softdb.index.choose import Progress
@@ -149,8 +150,8 @@ class Core(Protocol[S]):
 
     def as_queries(self, queries: Vectors, width: int | None = None) -> Tensor:
         """Check queries, or encode query texts, and return vectors (q, width). Raises BadInput."""
-        vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder()))
-        dim = self.schema.dim
+        dim, default = self.schema.dim, None if self.schema.dim else DEFAULT  # as `encoder_for` of the first texts
+        vectors = check.encoded(queries, "queries", lambda: check.query_encoder(self.encoder() or default))
         if width in (None, dim):
             return check.queries(vectors, dim, self.device)
         return check.queries(vectors, width, self.device, "this score takes queries")

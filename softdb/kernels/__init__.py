@@ -7,11 +7,13 @@ without a compiler, or if the processor has none of the instruction sets.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
 
-from softdb.errors import BadInput
+from softdb.errors import BadInput, MissingDependency
 
 __all__ = ["available", "in_use", "native"]
 
@@ -25,6 +27,10 @@ def loaded() -> ModuleType | None:
         from softdb.kernels import _native
     except ImportError:
         return None
+    signatures = Path(__file__).with_name("_native.pyi")  # not in wheels, whose kernels and Python always agree
+    if signatures.is_file() and hashlib.sha256(signatures.read_bytes()).hexdigest() != vars(_native).get("signatures"):
+        reason = f"the kernels in {_native.__file__} are of another version than softdb's Python files beside them"
+        raise MissingDependency(f"{reason}; run pip install again, or remove that file: then torch serves, slower")
     levels = _native.levels()
     if not levels:
         return None

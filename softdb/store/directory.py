@@ -69,8 +69,9 @@ class Directory:
         lock = files.acquire(self.path / "lock", self.descriptor)
         if lock is None:
             holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
+            own = ", this one, through another handle" if holder == str(os.getpid()) else ""
             raise DatabaseLocked(
-                f"{self.path} is being written by process {holder}; close it there, or open this one with mode='r'"
+                f"{self.path} is being written by process {holder}{own}; close it there, or open this one with mode='r'"
             )
         return lock
 

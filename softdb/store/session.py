@@ -123,7 +123,8 @@ class Session:
                 committed.require(catalog.state().generation, acknowledged, self.path)
             folder = None if self._directory is None else self._directory.descriptor
             self.columns = ColumnFiles(self.path, origin.schema, self._relaxed, folder)
-            self._reader = Reader(catalog, self.columns, origin, None if writing else self._directory, self._connect)
+            connect = functools.partial(type(self)._connect, weakref.proxy(self))  # no cycle: `del` frees the lock
+            self._reader = Reader(catalog, self.columns, origin, None if writing else self._directory, connect)
             self.loader = self._reader.loader
             opened.pop_all()
         self._reader.refresh()

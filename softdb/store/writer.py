@@ -22,7 +22,9 @@ always holds one complete state of the database, at most about a second old.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 
 import apsw
@@ -78,7 +80,7 @@ class Writer:
         self._failure: str | None = None  # why this handle takes no more writes
         self._unreported: WriteFailed | None = None  # an error of a flush in the background
         if directory is not None:
-            reader.catalog.connection.set_wal_hook(self._checkpoint)
+            reader.catalog.connection.set_wal_hook(functools.partial(type(self)._checkpoint, weakref.proxy(self)))
         self._acknowledge(reader.catalog.state().generation)
 
     # -- one operation ---------------------------------------------------------------------------------------------

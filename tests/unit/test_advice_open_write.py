@@ -92,6 +92,27 @@ def test_the_encoder_of_stored_keys_is_given_by_the_caller(folder: Path) -> Step
         assert db.search("fox", k=1).ids == [["a"]]
 
 
+@advice("changes no settings of a database; give the stored ones, or open it with mode='rw'")
+def test_a_reader_changes_no_settings(folder: Path) -> Steps:
+    softdb.open(folder / "db").close()
+    yield lambda: softdb.open(folder / "db", mode="r", metric="l2")
+    softdb.open(folder / "db", mode="r", metric="dot").close()
+    with softdb.open(folder / "db", mode="rw", metric="l2") as db:
+        assert db.metric == "l2"
+
+
+@advice("or, if it is the same model, give yours that name: softdb.text.SentenceEncoder(model, name=…)")
+def test_the_same_model_may_take_the_stored_name(folder: Path) -> Steps:
+    encoder, same = Model(), Model()
+    same.name = "model of another name"
+    with softdb.open(folder / "db", encoder=encoder) as db:
+        db.insert(["a"], texts=["a fox"])
+    yield lambda: softdb.open(folder / "db", encoder=same)
+    same.name = encoder.name
+    with softdb.open(folder / "db", encoder=same) as db:
+        assert db.search("fox", k=1).ids == [["a"]]
+
+
 @advice("open one with value_dim= or num_classes=")
 def test_values_need_a_column(folder: Path) -> Steps:
     with three() as db:

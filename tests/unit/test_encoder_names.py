@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import softdb
-from softdb.encoders import name_of, ngrams
+from softdb.encoders import encoder_of, name_of, ngrams
 from softdb.formats import export_records, import_records, read_header, read_records
 from softdb.store.format import setting_crc
 from softdb.text import HashedNGrams, SentenceEncoder
@@ -77,8 +77,22 @@ def test_the_writer_is_killed_and_the_encoder_is_still_known(tmp_path: Path) -> 
 def test_ngrams_of_other_sizes_have_another_name() -> None:
     assert ngrams("ngrams", 8) == HashedNGrams(8)
     assert ngrams(HashedNGrams(8, (1, 5)).name, 8) == HashedNGrams(8, (1, 5))
-    for name in ("ngram", "ngrams()", "ngrams(2,3)", "ngrams(2); x", "NGRAMS", "ngrams(" + "2, " * 20 + "2)"):
+    for name in ("ngrams(2,3)", " ngrams (2 ,3) ", "ngrams( 2,  3 )"):
+        assert ngrams(name, 8) == HashedNGrams(8, (2, 3))
+    for name in ("ngram", "ngrams()", "ngrams(2); x", "NGRAMS", "ngrams(" + "2, " * 20 + "2)"):
         assert ngrams(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["ngram", "ngrams()", "NGRAMS", "n-grams", "ngrams(2-5)", "ngrams [2, 5]", "ngrams256"]
+)
+def test_a_name_like_ngrams_is_no_model(name: str) -> None:
+    with pytest.raises(
+        softdb.BadInput, match=r"open: encoder is .*; did you mean 'ngrams', or with sizes 'ngrams\(2, 5"
+    ):
+        softdb.open(None, encoder=name)
+    for other in ("ngram-bert", "someone/ngrams", "./ngrams", "ngrams/"):
+        assert name_of(encoder_of(other)) == other
 
 
 def test_encoders_with_other_vectors_have_other_names() -> None:
@@ -103,8 +117,11 @@ def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
             softdb.open(tmp_path / "db", mode=mode, encoder=Letters("other"))
     with softdb.open(tmp_path / "db", encoder=Letters()) as db:
         assert db.search("Schuler", k=1).ids == [["Schuler"]]
-    with pytest.raises(softdb.BadInput, match="dim=64 was asked for but this database has 26"):
+    message = r"open: the encoder 'letters' gives 64 numbers a text, but this database's keys have 26; open it with"
+    with pytest.raises(softdb.BadInput, match=message):
         softdb.open(tmp_path / "db", encoder=Letters(dim=64))
+    with pytest.raises(softdb.BadInput, match="dim=64 was asked for but this database has 26"):
+        softdb.open(tmp_path / "db", dim=64)
 
 
 def test_an_encoder_without_a_name_is_taken_and_not_remembered(tmp_path: Path) -> None:

@@ -260,13 +260,54 @@ def test_a_path_is_a_directory_wherever_it_stands(
     for place, text in ((tmp_path / "tiny", str(tmp_path / "tiny")), (Path("tiny"), "./tiny")):
         with softdb.open(None, encoder=SentenceEncoder(place)) as db:
             db.insert([1], ["a text"])
-            assert (db.dim, db.encoder_name) == (4, SentenceEncoder(text).name) == (4, text)
-        assert model.loaded.pop() == text
+            assert (db.dim, db.encoder_name) == (4, SentenceEncoder(text).name) == (4, str(tmp_path / "tiny"))
+        assert model.loaded.pop() == str(tmp_path / "tiny")
     for odd in (3, None, b"tiny"):
         with pytest.raises(softdb.BadInput, match="expected text for both"):
             SentenceEncoder(odd)  # type: ignore[arg-type]
     with pytest.raises(softdb.BadInput, match="expected text for both"):
         SentenceEncoder("tiny", name=Path("tiny"))  # type: ignore[arg-type]
+
+
+def test_an_object_of_sentence_transformers_is_adapted(model: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = SimpleNamespace(ModelEncoder=lambda model: lambda texts: model.encode(texts, batch_size=2))
+    monkeypatch.setitem(sys.modules, "softdb.integrations.sentence_transformers", adapter)
+    with softdb.open(None, encoder=model("loaded")) as db:  # type: ignore[arg-type]
+        db.insert([1], texts=["a text"])
+        assert db.search("a text").ids == [[1]]
+
+
+def test_a_path_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    monkeypatch.chdir(tmp_path)
+    for place in (Path("models/mine"), tmp_path / "mine"):
+        with pytest.raises(softdb.BadInput, match=f"open: there is no folder {place}; give a model's folder"):
+            softdb.open(None, encoder=place)
+
+
+def test_a_folder_of_a_model_may_move(model: type[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("models/one", "copy"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with softdb.open("db", encoder=Path("models/one")) as db:
+        db.insert([1], texts=["a text"])
+    for place in (Path("models/one"), "models/one", tmp_path / "copy", "./copy"):
+        with softdb.open("db", encoder=place) as db:
+            assert db.encoder_name == str(tmp_path / "models" / "one")
+            assert db.search("a text").ids == [[1]]
+    (tmp_path / "models" / "one").rmdir()
+    monkeypatch.chdir(tmp_path / "copy")
+    with softdb.open("../db", encoder=Path("../copy")) as db:
+        assert db.search("a text").ids == [[1]]
+    with pytest.raises(softdb.BadInput, match="their vectors differ by"):
+        softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", projection=np.eye(4)[::-1]))
+    for other in (SentenceEncoder("one"), SentenceEncoder(tmp_path / "copy", name="one")):
+        with pytest.raises(
+            softdb.BadInput, match=r"by the encoder '/.*/models/one', not by 'one'; .*give yours that name"
+        ):
+            softdb.open("../db", encoder=other)
+    with softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", name=str(tmp_path / "models" / "one"))) as db:
+        assert db.search("a text").ids == [[1]]
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

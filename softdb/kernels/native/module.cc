@@ -18,6 +18,7 @@ NB_MODULE(_native, module) {
     module.def("lanes", [] { return softdb::kernels().lanes; }, "float32 of one of its vectors.");
     module.def("use", [](const std::string& level) { return softdb::use_level(level.c_str()); },
                "Use another level from now on; False if there is none of this name.");
+    module.attr("signatures") = SOFTDB_SIGNATURES;  // SHA-256 of _native.pyi
     nb::set_leak_warnings(false);  // some objects live as long as the process
     softdb::bind_attention(module);
     softdb::bind_records(module);

@@ -133,6 +133,13 @@ def test_a_view_is_evaluated_with_the_current_model(model: SentenceTransformer, 
     assert actual == pytest.approx(DatabaseEvaluator(db, QUERIES, ids)(model))
 
 
+def test_a_model_object_is_an_encoder(model: SentenceTransformer, tmp_path: Path) -> None:
+    for given in (model, ModelEncoder(model)):  # the second time, the fingerprint of the first is compared
+        with softdb.open(tmp_path / "db", encoder=given) as db:
+            db.upsert([1, 2], texts=QUERIES[:2])
+            assert db.search(QUERIES[:2], k=1).ids == [[1], [2]]
+
+
 def test_a_model_encoder_gives_the_vectors_of_the_model(model: SentenceTransformer) -> None:
     assert (ModelEncoder(model, batch_size=5)(QUERIES) == model.encode(QUERIES)).all()
     with pytest.raises(BadInput, match="expected a SentenceTransformer"):

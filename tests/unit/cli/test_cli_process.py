@@ -39,6 +39,15 @@ def test_commands_that_read_metadata_do_not_import_torch(book: Path) -> None:
     assert without_torch("verify", book) == {"records": whole}
 
 
+def test_public_modules_are_imported_at_their_first_use() -> None:
+    names = ("cluster", "data", "formats", "nn", "plots", "pool", "scores", "text", "train", "weights")
+    program = "import sys, softdb; assert not {f'softdb.{n}' for n in sys.argv} & set(sys.modules); "
+    program += "[getattr(softdb, n) for n in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", program, *names], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with pytest.raises(AttributeError, match="module 'softdb' has no attribute 'lazyy'"):
+        softdb.lazyy  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_refusals_of_the_store_are_printed_like_others(book: Path) -> None:
     unknown, where = "field 'year' is given the unknown operator '$what'", '{"year": {"$what": 0}}'
     assert fails("count", book, "--where", where).startswith(f"error: count: {unknown}")

@@ -46,8 +46,8 @@ def test_queries_that_cannot_serve(book: Path, plane: Path, tmp_path: Path) -> N
 
 def test_a_missing_encoder_package_is_named(plane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    error = fails("search", plane, "east", "--encoder", "ngram")
-    assert "the encoder 'ngram' needs sentence-transformers; pip install 'softdb[text]'" in error
+    error = fails("search", plane, "east", "--encoder", "minilm")
+    assert "the encoder 'minilm' needs sentence-transformers; pip install 'softdb[text]'" in error
 
 
 def test_searches_that_contradict_themselves(plane: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 import shutil
@@ -39,6 +40,26 @@ def test_reopening_shows_everything(path: Path) -> None:
             assert len(db) == 300
             np.testing.assert_array_equal(db.get(list(range(300))).keys.numpy(), keys)
             assert db[299].payload == {"n": 299}
+
+
+def test_a_lost_handle_frees_the_lock_at_once(path: Path) -> None:
+    make(path)
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in ("rw", "r", "rw"):
+            db = softdb.open(path, mode=mode)
+            assert db.search([1, 0, 0, 0]).ids == softdb.open(path, mode="r").search([1, 0, 0, 0]).ids
+            if mode == "rw":
+                db.delete([0])
+                db.insert([0], [[1, 0, 0, 0]])
+            with pytest.raises(AttributeError):
+                db.add(1)  # type: ignore[attr-defined]
+            del db
+    finally:
+        gc.enable()
+    with softdb.open(path) as db:
+        assert db.verify() == 300
 
 
 def test_deleted_records_stay_deleted(path: Path) -> None:
@@ -93,7 +114,7 @@ def test_hits_of_deleted_records_are_a_stale_read(path: Path) -> None:
 
 def test_a_second_writer_is_refused_by_name(path: Path) -> None:
     make(path)
-    with softdb.open(path), pytest.raises(softdb.DatabaseLocked, match=f"written by process {os.getpid()}"):
+    with softdb.open(path), pytest.raises(softdb.DatabaseLocked, match=f"written by process {os.getpid()}, this one"):
         softdb.open(path)
     softdb.open(path).close()
 

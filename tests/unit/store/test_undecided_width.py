@@ -12,6 +12,7 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
+import torch
 
 import softdb
 from softdb import nn
@@ -50,6 +51,27 @@ def test_the_first_keys_decide_the_width(tmp_path: Path, durability: Any) -> Non
     with softdb.open(tmp_path / "db", mode="r") as db:
         assert db.dim == 5
         assert db.verify() == 3
+
+
+def test_settings_may_change_until_there_are_keys(tmp_path: Path) -> None:
+    keyless(tmp_path / "db", num_classes=3).close()
+    with pytest.raises(softdb.BadInput, match=r"open: mode='r' changes no settings of a database; .*mode='rw'"):
+        softdb.open(tmp_path / "db", mode="r", metric="cosine")
+    softdb.open(tmp_path / "db", mode="r", dim=3, metric="dot").close()
+    with softdb.open(tmp_path / "db", metric="cosine", dtype="float16", value_dim=2) as db:
+        assert db.search("red", k=1).ids == db.search([1.0]).ids == [[]]
+    with softdb.open(tmp_path / "db") as db:
+        assert (db.metric, db.dtype, db.value_dim, db.num_classes, len(db)) == ("cosine", "float16", 2, None, 3)
+        db.insert(["d"], KEYS[:1], values=[[1, 2]])
+        assert torch.equal(torch.as_tensor(db["d"].value), torch.tensor([1.0, 2.0]))
+        assert db["d"].key is not None
+        assert db["d"].key.dtype is torch.float16
+    settings: list[dict[str, Any]] = [{"metric": "l2"}, {"dtype": "float32"}, {"num_classes": 3}]
+    for setting in settings:
+        with pytest.raises(softdb.BadInput, match=f"{next(iter(setting))}=.* was asked for but this database has"):
+            softdb.open(tmp_path / "db", **setting)
+    with softdb.open(tmp_path / "db") as db:
+        assert db.verify() == 4
 
 
 @pytest.mark.parametrize("path", ["db", None])
