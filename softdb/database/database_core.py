@@ -241,10 +241,7 @@ class DatabaseCore(Core[Stored]):
         return rows >= 0 if where is None else np.isin(rows, self.matching(where))
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
-        """Return the newest snapshot and the rows (n,) of ids in it; -1 for an id not stored, or without a key.
-
-        With `required`, raises UnknownId for an id not stored, and BadInput for a record without a key.
-        """
+        """Return the newest snapshot and the rows (n,) of ids in it; -1 (if `required`: an error) if there is no key."""
         snapshot, rows, *_ = (self.store.require if required else self.store.locate)(ids)
         keyless = ~snapshot.keyed(rows)
         if required and keyless.any():
@@ -334,14 +331,12 @@ class DatabaseCore(Core[Stored]):
             while ids is None:
                 keyed = self.store.keyed
                 checker = RecordChecker(keyed.schema, encoder_of)
+                records: Any = (checker.parts if change in UPDATES else checker.batch)(given, callback)
+                new = entry_for(keyed, encoder_of(), given, records.keys)
                 if change in UPDATES:
-                    parts = checker.parts(given, callback)
-                    new = entry_for(keyed, encoder_of(), given, parts.keys)
-                    ids = self.store.run(update_if, self.store, keyed, parts, change is WriteKind.MERGE, new)
+                    ids = self.store.run(update_if, self.store, keyed, records, change is WriteKind.MERGE, new)
                 else:
-                    batch = checker.batch(given, callback)
-                    new = entry_for(keyed, encoder_of(), given, batch.keys)
-                    ids = self.store.insert(batch, keyed, new, change is WriteKind.UPSERT)
+                    ids = self.store.insert(records, keyed, new, change is WriteKind.UPSERT)
         return ids
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:

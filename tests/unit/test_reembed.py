@@ -437,7 +437,7 @@ def test_threads_write_and_search_during_a_reembedding(tmp_path: Path, durabilit
             count[0] += 1
 
         def ask() -> None:
-            assert db.search(text(9), k=1, exact=True).ids[0]
+            assert db.search(text(9), k=1, exact=True).live.all()  # reading `ids` may be too late
             db.attend([text(1), text(2)], temperature=0.5)
             db.count_within(text(1), 0.5)
             db.search(text(9), k=2, where={"group": 3})
