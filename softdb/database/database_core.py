@@ -241,7 +241,7 @@ class DatabaseCore(Core[Stored]):
         return rows >= 0 if where is None else np.isin(rows, self.matching(where))
 
     def locate(self, ids: list[Id], required: bool = False) -> tuple[Snapshot, Rows]:
-        """Return the newest snapshot and the rows (n,) of ids in it; -1 (if `required`: an error) if there is no key."""
+        """Return the newest snapshot and rows (n,) of ids in it; -1 (if `required`: an error) if there is no key."""
         snapshot, rows, *_ = (self.store.require if required else self.store.locate)(ids)
         keyless = ~snapshot.keyed(rows)
         if required and keyless.any():

@@ -253,8 +253,8 @@ def _plain(operand: Any) -> object:
     if hasattr(operand, "dtype") and np.ndim(operand):
         return list(operand)
     operand = operand[()] if isinstance(operand, np.ndarray) else operand
-    kept = is_missing(operand) or isinstance(operand, dict | list | tuple | set | frozenset)
-    operand = operand if kept else json_ready(operand)
+    unchanged = is_missing(operand) or isinstance(operand, dict | list | tuple | set | frozenset)
+    operand = operand if unchanged else json_ready(operand)
     return next((kind(operand) for kind in (bool, str, int, float) if isinstance(operand, kind)), operand)
 
 
