@@ -49,8 +49,7 @@ class SoftDBAlgorithm(BaseANN):
 
     def query(self, q: NDArray[Any], n: int) -> NDArray[np.int64]:  # (d,) -> (n,)
         """Return the numbers of the nearest vectors, nearest first."""
-        rows: NDArray[np.int64] = self.db.search(q, n).rows[0].numpy()  # rows count from 0, in the order of insertion
-        return rows
+        return self.db.search(q, n).rows[0].numpy()  # rows count from 0, in the order of insertion
 
     def batch_query(self, X: NDArray[Any], n: int) -> None:
         """Search for all queries (q, d) in one call."""

@@ -113,8 +113,7 @@ class SoftDBSearchIndex:
 
     def _mteb_scores(self, scores: torch.Tensor) -> list[list[float]]:
         """Convert scores to mteb's: for l2, mteb's is minus the distance, softdb's is minus the squared distance."""
-        numbers: list[list[float]] = (-scores.neg().clamp(min=0).sqrt() if self.metric == "l2" else scores).tolist()
-        return numbers
+        return (-scores.neg().clamp(min=0).sqrt() if self.metric == "l2" else scores).tolist()
 
 
 def _tensor(embeddings: Any) -> torch.Tensor:  # (n, d) float32

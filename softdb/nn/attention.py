@@ -162,9 +162,8 @@ class Attention(torch.nn.MultiheadAttention):
             if is_causal and attn_mask is None:
                 raise BadInput("is_causal is a hint about attn_mask, which is missing; pass the causal mask too")
             inputs = self._inputs(query, key, value)
-            masks = masks_of(
-                inputs[0], inputs[1].shape[1], key_padding_mask, attn_mask, self.num_heads, query.ndim == 3
-            )
+            length, batched = inputs[1].shape[1], query.ndim == 3
+            masks = masks_of(inputs[0], length, key_padding_mask, attn_mask, self.num_heads, batched)
             heads, weights = self._over_tensors(*inputs, masks, need_weights)
             if weights is not None and average_attn_weights is not False:
                 weights = weights.mean(dim=1)

@@ -78,9 +78,8 @@ class DrawnRecords(Encoded):
             drawn = version.draw(drawing, keep)
             if drawn is None:
                 return None
-            estimated, ratios[torch.from_numpy(which).to(ratios.device)] = self._weighed(
-                request.at(which), *drawn, recent
-            )
+            estimated, ratio = self._weighed(request.at(which), *drawn, recent)
+            ratios[torch.from_numpy(which).to(ratios.device)] = ratio
             parts.append((which, np.arange(len(which)), estimated))
         return Estimated.joined(len(budgets), parts), ratios
 

@@ -62,13 +62,10 @@ class MILPooling(torch.nn.Module):
                 f"bags have shape {tuple(bags.shape)}; expected (b, n, {self.dim}); pad short bags, and pass their "
                 "lengths as valid_len"
             )
-        # keys are the scores and queries are 1, so that the dot product of query and key is the score
-        ones = bags.new_ones(len(bags), 1, 1)
-        pooled = attention(ones, self._scores(bags), bags, score=Dot(), valid_len=valid_len, details=True)
-        return pooled.output.squeeze(1), pooled.weights.squeeze(1)
-
-    def _scores(self, bags: Tensor) -> Tensor:  # (b, n, dim) -> (b, n, 1)
         units = self.content(bags).tanh()
         if self.gate is not None:
             units = units * self.gate(bags).sigmoid()
-        return self.score(units)  # type: ignore[no-any-return]
+        # keys are the scores and queries are 1, so that the dot product of query and key is the score
+        ones = bags.new_ones(len(bags), 1, 1)
+        pooled = attention(ones, self.score(units), bags, score=Dot(), valid_len=valid_len, details=True)
+        return pooled.output.squeeze(1), pooled.weights.squeeze(1)

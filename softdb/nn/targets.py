@@ -152,9 +152,7 @@ def mined(targets: Positives, count: int, skip: int, pool: int, generator: torch
     nearest = without(source.find(request.top(width)).positions, positions)
     rank = (nearest >= 0).cumsum(1) - 1
     nearest[(rank < skip) | (rank >= skip + pool)] = -1
-    order = np.zeros(nearest.shape)
-    if pool > count:
-        order = torch.rand(nearest.shape, generator=generator).numpy()
+    order = torch.rand(nearest.shape, generator=generator).numpy() if pool > count else np.zeros(nearest.shape)
     first = np.argsort(np.where(nearest < 0, 2.0, order), 1, kind="stable")[:, :count]
     return np.take_along_axis(nearest, first, 1)
 

@@ -230,7 +230,8 @@ class View(Reindexed):
         generator: torch.Generator | None = None,
     ) -> tuple[Request, DrawnRecords]:
         """Return a checked request and its source, the encoded records; with `exact` every record is compared."""
-        self.db.core.require_open()
+        core = self.db.core
+        core.require_open()
         if score is not None and not callable(score):
             raise BadInput(f"score is {shown(score)}; expected an object of softdb.scores or a callable")
         score = score_of(self.metric) if score is None else score
@@ -244,18 +245,11 @@ class View(Reindexed):
             ranked = folded is not None and folded.metric is self.metric
             wanted = (k is not None or tolerance is not None) and not exact
             version = self._current(encoding) if wanted and ranked else None
-            snapshot, allowed = self.db.core.view(where)  # after the version: it needs all the version's rows
+            snapshot, allowed = core.view(where)  # after the version: it needs all the version's rows
         if version is not None and request.plain_score is score_of(self.metric):
             self._last_queries = vectors.detach()[:RECENT_QUERIES].clone()
         source = DrawnRecords(
-            snapshot,
-            self.db.core.schema,
-            encoding,
-            self.metric,
-            version,
-            self.overfetch,
-            self.db.core.store.read,
-            encoding.stamp,
+            snapshot, core.schema, encoding, self.metric, version, self.overfetch, core.store.read, encoding.stamp
         )
         generator = check.generator(generator)
         seed = 0 if generator is None else int(torch.randint(1 << 40, (), generator=generator))

@@ -145,9 +145,8 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    console.print(
-        f"  [b]by id[/]        {record.id}: {safe(shortened(record.payload['gloss'], max(20, console.width - 33)))}"
-    )
+    gloss = safe(shortened(record.payload["gloss"], max(20, console.width - 33)))
+    console.print(f"  [b]by id[/]        {record.id}: {gloss}")
 
     spent = []
     for _ in range(2):  # the first search loads code and warms caches
@@ -156,15 +155,10 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
         spent.append((time.perf_counter() - begin) * 1e3)
     console.print(f"  [b]nearest[/]      in {spent[1]:.1f} ms, {index}")
     console.print(f"               [dim](the first search of the process took {spent[0]:.1f} ms)[/]")
-    rows = [
-        (
-            f"{hit.score:.2f}",
-            Excerpt(hit.payload["word"]),
-            "[b green]right[/]" if hit.id in right else "",
-            Excerpt(hit.payload["gloss"]),
-        )
-        for hit in hits[0]
-    ]
+    rows = []
+    for hit in hits[0]:
+        mark = "[b green]right[/]" if hit.id in right else ""
+        rows.append((f"{hit.score:.2f}", Excerpt(hit.payload["word"]), mark, Excerpt(hit.payload["gloss"])))
     print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
     console.print("  [b]soft[/]         mean of all records; nearer ones weigh more, by temperature")

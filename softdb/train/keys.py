@@ -27,12 +27,9 @@ class KeyEncoder(torch.nn.Module):
         dim = check.integer(dim, "dim", 1, check.MAX_DIM)
         width = dim if hidden is None else check.integer(hidden, "hidden", 1, check.MAX_DIM)
         draws, bound = torch.Generator().manual_seed(check.integer(seed, "seed", 0, 2**63 - 1)), 1 / math.sqrt(dim)
-        self.inner = torch.nn.Parameter(
-            torch.empty(width, dim, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
-        )
-        self.inner_bias = torch.nn.Parameter(
-            torch.empty(width, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
-        )
+        inner = torch.empty(width, dim, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
+        inner_bias = torch.empty(width, dtype=torch.float32).uniform_(-bound, bound, generator=draws)
+        self.inner, self.inner_bias = torch.nn.Parameter(inner), torch.nn.Parameter(inner_bias)
         self.outer = torch.nn.Parameter(torch.zeros(dim, width, dtype=torch.float32))
         self.outer_bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 

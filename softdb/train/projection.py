@@ -106,12 +106,10 @@ def load(path: str | os.PathLike[str]) -> QueryProjection:
     state: Any = content.get("state_dict") if content.get("format") == FORMAT else None
     if not _is_projection(state):
         raise BadInput(f"{path} is not a projection that softdb train wrote; give such a file")
-    weight = state["weight"]
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise BadInput(f"{path} holds NaN or infinity; train the projection anew, with a smaller rate")
-    projection = QueryProjection(
-        len(weight), "bias" in state, len(state["keys.inner"]) if "keys.inner" in state else None
-    )
+    hidden = len(state["keys.inner"]) if "keys.inner" in state else None
+    projection = QueryProjection(len(state["weight"]), "bias" in state, hidden)
     projection.load_state_dict(state)
     metadata = content.get("metadata")
     projection.metadata = metadata if isinstance(metadata, dict) else {}

@@ -162,15 +162,13 @@ class KernelDensity(DensityMixin, SampleEstimator):
         """Return the log density at each query; -inf where a compact kernel reaches no sample."""
         check_is_fitted(self)
         queries, kernel = self._queries(X), KERNELS[self.kernel](self.bandwidth_)
-        logs: NDArray[np.float64]
         if self.db_.value_dim is None:
-            logs = self.db_.log_density(queries, kernel, rtol=self.rtol or 0.05).value.numpy()
-            return logs.astype(np.float64)
+            return self.db_.log_density(queries, kernel, rtol=self.rtol or 0.05).value.double().numpy()
         answer = self.db_.attend(queries, score=kernel)
         with np.errstate(divide="ignore"):
             weight = np.log(means(answer.output.numpy(), False)[:, 0])
         volume = float(kernel.log_volume(queries.shape[1]))
-        logs = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
+        logs: NDArray[np.float64] = answer.lse.double().numpy() + weight - np.log(self._weight) - volume
         return logs
 
     def score(self, X: ArrayLike, y: object = None) -> float:

@@ -81,7 +81,6 @@ class _Neighbors(SampleEstimator):
         return count
 
     def _metric(self) -> str:
-        """Return the database's metric for scikit-learn's name."""
         return METRICS[one_of(self.metric, "metric", METRICS)]
 
 
@@ -177,7 +176,6 @@ class _SoftNeighbors(_Neighbors):
             self.temperature_ = self._learnt(true, weights)
 
     def _means(self, X: ArrayLike) -> NDArray[np.float64]:  # (q, d) -> (q, v)
-        """Return the weighted means of the values."""
         check_is_fitted(self)
         queries = self._queries(X)
         k = None if self.n_neighbors is None else self._count(self.n_neighbors)

@@ -275,10 +275,8 @@ class KNNLanguageModel(LogitsProcessor):
                     loss.backward()  # type: ignore[no-untyped-call]
                     adam.step()
                     total += float(loss.detach()) * len(batch)
-                    if not (
-                        math.isfinite(total)
-                        and all(bool(parameter.isfinite().all()) for parameter in mixture.parameters())
-                    ):
+                    finite = all(bool(parameter.isfinite().all()) for parameter in mixture.parameters())
+                    if not (math.isfinite(total) and finite):
                         raise BadInput(f"the loss became {total:g} in epoch {epoch + 1}; lower lr, which is {rate:g}")
                     if progress is not None:
                         progress(f"epoch {epoch + 1}", epoch * steps + step, epochs * steps)

@@ -62,15 +62,10 @@ def bench(
     if plot is not None:
         require_drawable(plot)
     names = DEFAULT if engines is None else tuple(ENGINES) if engines == "all" else tuple(engines.split(","))
-    grid = Grid(
-        engines=tuple(dict.fromkeys(names)),
-        recalls=CURVE if curve else tuple(_numbers(recalls, float, "--recalls")),
-        efforts=() if efforts is None else tuple(_numbers(efforts, int, "--efforts")),
-        k=k,
-        threads=tuple(_numbers(threads, int, "--threads")),
-        rounds=rounds,
-        construction=construction,
-    )
+    goals = CURVE if curve else tuple(_numbers(recalls, float, "--recalls"))
+    fixed = () if efforts is None else tuple(_numbers(efforts, int, "--efforts"))
+    counts = tuple(_numbers(threads, int, "--threads"))
+    grid = Grid(tuple(dict.fromkeys(names)), goals, fixed, k, counts, rounds, construction)
     grid.checked()
     console = Console(quiet=True) if as_json else terminal()
     data = load(dataset, n=n, dim=dim, queries=queries, metric=metric and metric.value)
@@ -105,17 +100,16 @@ def _show(result: dict[str, Any]) -> None:
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in leading(result["rows"]):
         title = f"{row['goal']}, {counted(row['threads'], 'thread')}"
-        tables.setdefault(title, []).append(
-            (
-                row["label"],
-                f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
-                f"{row['batch_queries_s']['median']:,.0f}",
-                f"{row['single_ms']['median']:.3f} ms",
-                f"{row['build_s']['without_tuning']:.1f} s",
-                f"{row['build_s']['with_tuning']:.1f} s",
-                *(f"{row[size] / MIB:,.1f} MiB" for size in ("beside_keys_bytes", "in_all_bytes")),
-            )
+        cells = (
+            row["label"],
+            f"{row['recall']:.3f}" + ("" if row["met"] else " missed"),
+            f"{row['batch_queries_s']['median']:,.0f}",
+            f"{row['single_ms']['median']:.3f} ms",
+            f"{row['build_s']['without_tuning']:.1f} s",
+            f"{row['build_s']['with_tuning']:.1f} s",
+            *(f"{row[size] / MIB:,.1f} MiB" for size in ("beside_keys_bytes", "in_all_bytes")),
         )
+        tables.setdefault(title, []).append(cells)
     for title, rows in tables.items():
         terminal().print(title)
         print_table(("engine", *columns), rows, numbers=columns)

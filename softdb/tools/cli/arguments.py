@@ -35,13 +35,10 @@ QueryFile = Annotated[Path | None, Option(metavar="FILE.npy", help="Typical quer
 Projection = Annotated[Path | None, Option(metavar="FILE.pt", help="Project the queries by a file of softdb train.")]
 AsJson = Annotated[bool, Option("--json", help="Print one line of JSON, for scripts.")]
 
+# `type=str`, as older releases of typer need it
 MetricName = Enum("MetricName", {"dot": "dot", "cosine": "cosine", "l2": "l2"}, type=str)
 DType = Enum("DType", {"float32": "float32", "float16": "float16"}, type=str)
-Kind = Enum(
-    "Kind",
-    {"auto": "auto", "ivf": "ivf", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"},
-    type=str,  # older releases of typer need it
-)
+Kind = Enum("Kind", {"auto": "auto", "ivf": "ivf", "ivf_sq8": "ivf-sq8", "hnsw": "hnsw", "flat": "flat"}, type=str)
 Mode = Enum("Mode", {"vector": "vector", "text": "text", "hybrid": "hybrid"}, type=str)
 TextIndex = Enum("TextIndex", {"words": "words", "trigram": "trigram", "none": "none"}, type=str)
 MetricOption = Annotated[MetricName | None, Option(help="Score of a query and a key.")]

@@ -11,16 +11,7 @@ from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe, shortened
-from softdb.tools.cli.arguments import (
-    AsJson,
-    Database,
-    EncoderName,
-    TypedIds,
-    Where,
-    filter_of,
-    input_lines,
-    typed_ids,
-)
+from softdb.tools.cli.arguments import AsJson, Database, EncoderName, TypedIds, Where, filter_of, input_lines, typed_ids
 from softdb.tools.cli.places import answering, chosen, described, named_encoder, place, read, writing
 
 if TYPE_CHECKING:
@@ -81,23 +72,17 @@ def delete(path: Database, ids: TypedIds = None, where: Where = None, as_json: A
     with writing(path, quiet=as_json) as db:
         deleted = db.delete(typed_ids(db, ids) if ids else None, filter_of(where))
         remaining = len(db)
-    print_result(
-        {"deleted": deleted, "records": remaining},
-        as_json,
-        f"{counted(deleted, 'record')} deleted, {remaining:,} in {escape(place(path))}",
-    )
+    text = f"{counted(deleted, 'record')} deleted, {remaining:,} in {escape(place(path))}"
+    print_result({"deleted": deleted, "records": remaining}, as_json, text)
 
 
 class _InputRecord(NamedTuple):
-    """A record of the input and its line number."""
-
-    number: int
+    number: int  # of the line
     id: Any
     key: Any
     value: Any
     payload: Any
     text: str | None
-
     embeds: bool  # the encoder computes the key from the text
 
 
@@ -141,11 +126,8 @@ def insert(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{counted(done, 'record')} inserted, on disk") from None
         total = len(db)
-    print_result(
-        {"inserted": done, "records": total},
-        as_json,
-        f"{counted(done, 'record')} inserted, {total:,} in {escape(place(path))}",
-    )
+    text = f"{counted(done, 'record')} inserted, {total:,} in {escape(place(path))}"
+    print_result({"inserted": done, "records": total}, as_json, text)
 
 
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:

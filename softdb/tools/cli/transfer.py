@@ -139,11 +139,8 @@ def import_(
             db.index_field(*header.fields)
         total = len(db)
     new_records, was_stored = (total - before, f", {done - total + before:,} already stored") if resume else (done, "")
-    print_result(
-        {"imported": done, "records": total},
-        as_json,
-        f"{counted(new_records, 'record')} imported{was_stored}{skipped.summary}, {total:,} in {escape(place(path))}",
-    )
+    imported = f"{counted(new_records, 'record')} imported{was_stored}{skipped.summary}"
+    print_result({"imported": done, "records": total}, as_json, f"{imported}, {total:,} in {escape(place(path))}")
 
 
 def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> str:
@@ -276,6 +273,5 @@ def export(
         with progress("export", rate=True, quiet=as_json) as bar:
             show = partial(bar, file.name)
             count = export_records(db, file, where=filter_of(where), progress=show, note=note)
-    print_result(
-        {"records": count, "file": str(file)}, as_json, f"{counted(count, 'record')} written to {escape(str(file))}"
-    )
+    text = f"{counted(count, 'record')} written to {escape(str(file))}"
+    print_result({"records": count, "file": str(file)}, as_json, text)

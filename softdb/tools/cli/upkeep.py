@@ -54,7 +54,6 @@ def info(path: Database, as_json: AsJson = False) -> None:
 
 
 def _print_report(facts: dict[str, Any]) -> None:
-    """Print the facts of a report as a table of names and values."""
     print_facts({name.replace("_", " "): safe(fact(value)) for name, value in facts.items() if value is not None})
 
 

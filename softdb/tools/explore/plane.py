@@ -76,8 +76,7 @@ class Plane:
 
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
         """Return the coordinates of vectors on the map."""
-        coordinates: Floats = (np.asarray(vectors, np.float64) - self.centre) @ self.axes
-        return coordinates
+        return (np.asarray(vectors, np.float64) - self.centre) @ self.axes
 
     def lights(self, db: SoftDB, query: Tensor | None, where: Any) -> list[float | None]:  # (1, d) -> m
         """Score the map's records for a query; None for records that the filter excludes, or without a query."""

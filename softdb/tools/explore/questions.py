@@ -42,7 +42,11 @@ class Question:
         numbers = _numbers(params["vector"]) if kinds == ["vector"] else None
         where = params.get("where", "").strip()
         if where:
-            _require_json(where)
+            try:
+                json.loads(where)
+            except (ValueError, RecursionError) as error:
+                example = '{"year": {"$gte": 2000}}'
+                raise BadInput(f"the filter is not JSON ({error}); write it like {example}") from None
         return cls(
             params["text"] if kinds == ["text"] else None, params["id"].strip() if kinds == ["id"] else None, numbers,
             where, check.one_of(params.get("ranking", "vector"), "ranking", RANKINGS), params.get("words", "").strip(),
@@ -84,13 +88,6 @@ class Weighing:
         """The arguments of `attend` that `way` stands for."""
         options: dict[str, dict[str, Any]] = {"exact": {}, "nearest": {"k": self.k}, "estimate": {"rtol": self.rtol}}
         return options[self.way]
-
-
-def _require_json(where: str) -> None:
-    try:
-        json.loads(where)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f'the filter is not JSON ({error}); write it like {{"year": {{"$gte": 2000}}}}') from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -64,7 +64,7 @@ class Desk:
                 raise Overtaken
 
         self._open += 1
-        future: asyncio.Future[Any] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
+        future: asyncio.Future[Response] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
         future.add_done_callback(self._done)
         disconnected: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
@@ -76,8 +76,7 @@ class Desk:
             future.cancel()
             self.overtaken += 1
             return Response(status_code=499)
-        answer: Response = future.result()
-        return answer
+        return future.result()
 
     def _done(self, future: asyncio.Future[Response]) -> None:
         self._open -= 1

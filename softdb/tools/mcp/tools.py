@@ -96,11 +96,8 @@ class Tools:
         db = self._served.newest()
         by_words = text is not None and db.text_index is not None  # or hybrid, if the database has an encoder
         query = self._query(db, text, vector, by_words)
-        (hits,) = (
-            db.search(texts=query, k=k, where=where, offset=offset)
-            if by_words
-            else db.search(query, k, where=where, offset=offset)
-        )
+        queries = {"texts": query} if by_words else {"queries": query}
+        (hits,) = db.search(k=k, where=where, offset=offset, **queries)
         return _bounded("hits", ({"id": h.id, "score": h.score, "payload": h.payload, "text": h.text} for h in hits))
 
     def get(self, ids: Ids = None, where: Filter = None, limit: K = MOST, offset: Offset = 0) -> dict[str, Any]:
@@ -113,10 +110,9 @@ class Tools:
         known = None if ids is None else [id_ for id_, is_stored in zip(ids, stored, strict=True) if is_stored]
         records = () if known == [] else db.get(known, where, limit=limit, offset=offset)
         shown = ({"id": record.id, "payload": record.payload, "text": record.text} for record in records)
-        missing = [id_ for id_, is_stored in zip(ids or (), stored, strict=True) if not is_stored]
-        return _bounded("records", shown) | {
-            "missing": [id_[:TEXT] if isinstance(id_, str) else id_ for id_ in missing]
-        }
+        lost = [id_ for id_, is_stored in zip(ids or (), stored, strict=True) if not is_stored]
+        missing = [id_[:TEXT] if isinstance(id_, str) else id_ for id_ in lost]
+        return _bounded("records", shown) | {"missing": missing}
 
     def count(self, where: Filter = None) -> dict[str, Any]:
         """Count all records, or those that a filter matches."""
