@@ -168,7 +168,10 @@ class _FanOut:
                     self._send(host)
         for ref in self.waiting:  # calls to actors that are stuck, or slower than another replica
             ray.cancel(ref)
-        return self._sorted()
+        answers = {owners: reply for parts in self.replies.values() for owners, reply in parts.items()}
+        failed = [(host, shard) for host, asks in self.parts.items() if host not in self.replies for shard in asks]
+        missing = {shard: self.failures.get(host, "no answer from its actor") for host, shard in failed}
+        return of_owners(answers, missing)
 
     def _send(self, host: int) -> None:
         """Send the messages for a host to its next replica; skip replicas that refuse the call."""
@@ -198,12 +201,6 @@ class _FanOut:
         host, replica = self.waiting.pop(ref)
         self.replies.setdefault(host, pickle.loads(reply))
         self.actors.first[host] = replica
-
-    def _sorted(self) -> ShardReplies:
-        answers = {owners: reply for parts in self.replies.values() for owners, reply in parts.items()}
-        failed = [(host, shard) for host, asks in self.parts.items() if host not in self.replies for shard in asks]
-        missing = {shard: self.failures.get(host, "no answer from its actor") for host, shard in failed}
-        return of_owners(answers, missing)
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:

@@ -62,9 +62,13 @@ class DatabaseShard:
 
     def answer(self, ask: messages.Message) -> Any:
         """Return the reply to a message; see `ClusterShard.answer`."""
-        reply = self._answers(ask)
-        if not isinstance(ask, messages.Describe | messages.Refresh):
-            self._require(ask)  # the database may have been refreshed meanwhile
+        if isinstance(ask, messages.Refresh):
+            self.db.refresh()
+        if isinstance(ask, messages.Describe | messages.Refresh):
+            return self._description()
+        self._require(ask)
+        reply = self._replies[type(ask)](self, ask)
+        self._require(ask)  # the database may have been refreshed meanwhile
         return reply
 
     def _require(self, ask: messages.Message) -> None:
@@ -73,15 +77,6 @@ class DatabaseShard:
             raise StaleRead(
                 f"shard {self.shard} is at version {own} but was asked for {ask.version}; refresh() and ask again"
             )
-
-    def _answers(self, ask: messages.Message) -> Any:
-        if isinstance(ask, messages.Describe):
-            return self._description()
-        if isinstance(ask, messages.Refresh):
-            self.db.refresh()
-            return self._description()
-        self._require(ask)
-        return self._replies[type(ask)](self, ask)
 
     def _description(self) -> messages.Description:
         db, version = self.db, self.version()

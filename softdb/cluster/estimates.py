@@ -164,9 +164,8 @@ class _Rounds:
         self.met[which] = met
         reshared = self._share_out(which, parts, merged)
         most = tolerance.most or np.inf
-        last = ~reshared & (self.budgets[which] >= most)
-        more = ~met & ~last
-        grows = more & ~(reshared & (self.budgets[which] >= most))
+        full = self.budgets[which] >= most
+        more, grows = ~met & (reshared | ~full), ~met & ~full
         with np.errstate(invalid="ignore", over="ignore"):
             needed = np.nan_to_num(MARGIN * self.budgets[which] * (bar / allowed) ** 2, nan=np.inf)
         wanted = np.maximum(GROWTH * self.budgets[which], np.minimum(needed, self.source.caller.count))
@@ -210,17 +209,16 @@ class _Rounds:
         states = source.states(self.posed, states, asks, book.places, used, [(shard,) for shard in shards])
         state = merge([State(*own) for own in zip(*states, strict=True)])
         exact = torch.from_numpy(np.all([book.exact[shard] for shard in shards], axis=0)).to(device)
+        drawn = torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device)
         bar, stderr, lse_stderr = self.error
         none, nothing = torch.full((len(every), 0), -1, device=device), np.zeros((len(every), 0))
         error = Estimated(
             state.output, state.lse, as_tensor(stderr), as_tensor(lse_stderr), as_tensor(bar),
-            torch.from_numpy(self.met).to(device), none, as_tensor(nothing), as_tensor(nothing),
-            torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device),
+            torch.from_numpy(self.met).to(device), none, as_tensor(nothing), as_tensor(nothing), drawn,
         )  # fmt: skip
         doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
         answer = state.output, state.lse + self.posed.shift
         pooled = answered(request, source, answer, self._finder(exact), doubt=doubt)
-        drawn = torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device)
         return replace(pooled, n_pooled=torch.where(exact, pooled.n_pooled, drawn))
 
     def _finder(self, exact: torch.Tensor) -> str:

@@ -20,11 +20,7 @@ _BYTES = 1 << 26  # approximate size in bytes of a file that a worker writes
 
 @named
 def ingest(
-    url: str | os.PathLike[str],
-    dataset: Any,
-    *,
-    upsert: bool = False,
-    storage_options: dict[str, str] | None = None,
+    url: str | os.PathLike[str], dataset: Any, *, upsert: bool = False, storage_options: dict[str, str] | None = None
 ) -> int:
     """Write a `ray.data.Dataset` into a table that `create` has made, in one commit; return the new version.
 

@@ -11,17 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from softdb.answers import Records
-from softdb.check import Id
 from softdb.cluster import shard as messages
 from softdb.cluster.shard import ShardHits
 from softdb.errors import SoftDBError
 
 _JOINED = (messages.PassOver, messages.Nearest, messages.CountWithin, messages.Explain)  # replies to these are merged
-
-
-def id_order(name: Id) -> tuple[bool, Id]:
-    """Return a sort key for the ids of hits with equal scores: numbers come before strings."""
-    return isinstance(name, str), name
 
 
 def in_order(hits: ShardHits) -> ShardHits:
@@ -36,8 +30,9 @@ def in_order(hits: ShardHits) -> ShardHits:
     ]
     same = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(same.any(1)):
+        # numbers come before strings
         names, own = ids[line], scores[line].tolist()
-        best = sorted(range(len(names)), key=lambda i: (-own[i], id_order(names[i])))
+        best = sorted(range(len(names)), key=lambda i: (-own[i], isinstance(names[i], str), names[i]))
         rows[line, : len(best)], ids[line] = rows[line, best], [names[i] for i in best]
     return hits._replace(rows=rows, scores=scores, ids=ids)
 

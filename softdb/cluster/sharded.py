@@ -246,5 +246,4 @@ class Sharded(QueriedShards):
 
 
 def _in_order(answers: messages.ShardReplies) -> list[Any]:
-    """Return the replies, sorted by shard."""
     return [reply for _, reply in sorted(answers.replies.items())]

@@ -279,16 +279,15 @@ class Truth:
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
         """Return the stored payloads. Raises UnknownId, and BadInput if a keyless record would get a key alone."""
-        names, keyed = dataset.schema.names, dict[Id, bool]()
         condition = f"id IN ({', '.join(map(literal, ids))})"
         with lance_errors(self.url):
             parts = {"id": "id", "keyed": "key IS NOT NULL", "payload": "payload"}
             table = dataset.scanner(columns=parts, filter=condition).to_table()
-        keyed.update(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
+        keyed = dict(zip(table["id"].to_pylist(), table["keyed"].to_pylist(), strict=True))
         unknown = next((id for id in ids if id not in keyed), None)
         if unknown is not None:
             raise UnknownId(f"id {shown(unknown)} is not stored; upsert adds it")
-        half = {"key", "value"} & set(names) - set(columns)
+        half = {"key", "value"} & set(dataset.schema.names) - set(columns)
         touched = {"key", "value"} & set(columns)
         if touched and half and (bare := next((id for id in ids if not keyed[id]), None)) is not None:
             raise BadInput(f"id {shown(bare)} has neither key nor value yet; give keys= and values=")
@@ -323,13 +322,7 @@ class Truth:
 
 
 def create(
-    url: str,
-    options: dict[str, str] | None,
-    schema: Schema,
-    shards: int,
-    replicas: int,
-    ids: str,
-    encoder: str | None,
+    url: str, options: dict[str, str] | None, schema: Schema, shards: int, replicas: int, ids: str, encoder: str | None
 ) -> None:
     """Create an empty table. Raises BadInput if the address holds a table already, and WriteFailed."""
     pa, lance = _arrow(), needed("lance", "cluster", "a cluster")

@@ -199,7 +199,6 @@ class _Run:
             self._advance(len(batch))
 
     def _advance(self, count: int) -> None:
-        """Add `count` records to the progress, and report the progress."""
         self.present += count
         self.total = max(self.total, self.present)
         self.track("embed", self.present, self.total)

@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 @dataclass
 class _Export:
-    """State of an export to a file."""
-
     db: Verbs
     where: dict[str, Any] | None
     size: int  # records in a batch

@@ -97,7 +97,10 @@ class Remains:
             elif isinstance(name, str) and kind == "index":
                 self.fields += format.indexed_field(name)
         self._named = "records" in self._roots
-        self._roots = {**dict(_default_roots()), **self._roots}
+        with contextlib.closing(apsw.Connection(":memory:")) as usual:  # the roots of a new or a vacuumed catalogue
+            usual.execute(format.TABLES)
+            roots: list[Any] = usual.execute("SELECT name, rootpage FROM sqlite_schema").fetchall()
+        self._roots = {**dict(roots), **self._roots}
 
     def _generation(self) -> int:
         state = self.state()
@@ -248,14 +251,3 @@ def _extents(path: Path) -> list[tuple[int, int]] | None:
 def _numbers(row: tuple[Value, ...]) -> list[int]:
     """Return the integers of a row that are not negative."""
     return [value for value in row if isinstance(value, int) and value >= 0]
-
-
-def _default_roots() -> list[tuple[str, int]]:
-    """Return the root pages of the trees of a new or a vacuumed catalogue."""
-    connection = apsw.Connection(":memory:")
-    try:
-        connection.execute(format.TABLES)
-        rows: list[Any] = connection.execute("SELECT name, rootpage FROM sqlite_schema").fetchall()
-        return rows
-    finally:
-        connection.close()

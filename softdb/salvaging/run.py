@@ -147,8 +147,6 @@ class _Placed(NamedTuple):
 
 
 class _Salvage:
-    """State of one salvage."""
-
     def __init__(self, remains: Remains, path: Path, fresh: Path, schema: Schema, notes: list[str]) -> None:
         self.remains, self.path, self.fresh, self.schema = remains, path, fresh, schema
         self.columns = columns(schema)
@@ -156,16 +154,14 @@ class _Salvage:
 
     def run(self, file: Path) -> dict[str, Any]:
         """Copy the records, and return the report; `file`: path for a temporary SQLite file that lists the records."""
-        scratch = apsw.Connection(str(file))
-        try:
+        with contextlib.closing(apsw.Connection(str(file))) as scratch:
             scratch.execute("PRAGMA journal_mode = OFF")
             scratch.execute("PRAGMA synchronous = OFF")
             sift(self.remains, scratch)
             with scratch:
                 place(self.remains, self.path, self.columns, scratch)
                 self._explain(scratch)
-            store = Store(self.fresh, "rw", self.schema)
-            try:
+            with contextlib.closing(Store(self.fresh, "rw", self.schema)) as store:
                 name, fingerprint = (self.remains.settings().get(key) for key in ("encoder", "fingerprint"))
                 if isinstance(name, str | None) and isinstance(fingerprint, str | None) and (name or fingerprint):
                     with contextlib.suppress(BadInput):
@@ -174,12 +170,8 @@ class _Salvage:
                     self._copy(scratch, store, chunk)
                 store.index_fields(self.remains.fields)
                 store.index_text(self.remains.tokenizer)
-            finally:
-                store.close()
             files.sync(self.fresh / "catalog.sqlite")
             return self._report(scratch)
-        finally:
-            scratch.close()
 
     def _explain(self, scratch: apsw.Connection) -> None:
         """Write the reason of the loss (`why`) for each record whose vectors were not found."""

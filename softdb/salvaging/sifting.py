@@ -37,20 +37,13 @@ def sift(remains: Remains, scratch: apsw.Connection) -> None:
     """
     scratch.execute(TABLES)
     with scratch:
-        _add_indexed(remains, scratch)
+        for batch in _batches((row, name) for row, name in remains.ids() if row >= 0):
+            scratch.executemany("INSERT OR IGNORE INTO indexed VALUES(?, ?)", batch)
         _add_records(remains, scratch)
         _confirm(remains, scratch)
 
 
-def _add_indexed(remains: Remains, scratch: apsw.Connection) -> None:
-    """Fill the table `indexed` with the rows and ids of the index of ids."""
-    sql = "INSERT OR IGNORE INTO indexed VALUES(?, ?)"
-    for batch in _batches((row, name) for row, name in remains.ids() if row >= 0):
-        scratch.executemany(sql, batch)
-
-
 def _add_records(remains: Remains, scratch: apsw.Connection) -> None:
-    """Fill the table `records` with the entries of the damaged table of records."""
     sql = (
         "INSERT INTO records(row, id, payload, key_crc, value_crc, why, text, keyless) VALUES(?, ?, ?, ?, ?, ?, ?, ?) "
         f"ON CONFLICT(row) DO UPDATE SET why = '{_TWICE}' WHERE records.id IS NOT excluded.id "

@@ -98,14 +98,11 @@ def _copy_catalog(catalog: Catalog, path: Path, with_index: bool) -> None:
     on_disk = occupied(source.filename) + occupied(source.filename_wal)
     if source.filename and claimed > DENSEST * on_disk:
         raise damaged_catalog(f"claims {claimed} bytes, {on_disk} are on disk")
-    target = apsw.Connection(str(path))
-    try:
+    with contextlib.closing(apsw.Connection(str(path))) as target:
         with target.backup("main", source, "main") as copying:
             copying.step(-1)
         if not with_index:
             target.execute("DELETE FROM indexes")
-    finally:
-        target.close()
 
 
 def _segment_parts(segment: Segment) -> Iterator[SegmentPart]:

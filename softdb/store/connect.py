@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 from zlib import crc32
 
@@ -38,7 +37,7 @@ def connect(path: Path | None, write: bool, immutable: bool = False) -> apsw.Con
     try:
         connection.set_busy_timeout(BUSY)
         _harden(connection)
-        connection.create_scalar_function("crc32", _crc32, 1)
+        connection.create_scalar_function("crc32", lambda *data: None if data[0] is None else crc32(data[0]), 1)
         connection.create_scalar_function("casefold", lambda *text: text[0] and str(text[0]).casefold(), 1)
     except BaseException:
         connection.close()
@@ -105,10 +104,6 @@ def _harden(connection: apsw.Connection) -> None:
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_VIEW, 0)
     connection.execute("PRAGMA cell_size_check = ON")
-
-
-def _crc32(*data: Any) -> Any:
-    return None if data[0] is None else crc32(data[0])
 
 
 def typed(error: apsw.Error) -> SoftDBError:

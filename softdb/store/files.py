@@ -60,13 +60,10 @@ def create(path: Path, head: bytes, size: int, named: bool = True, folder: int |
 
 def write_at(path: Path, data: bytes | memoryview, offset: int, synced: bool = True, folder: int | None = None) -> None:
     """Overwrite bytes of an existing file; on disk when this returns, unless `synced` is False."""
-    descriptor = disk.open(path, os.O_WRONLY, folder=folder)
-    try:
+    with _open_descriptor(path, os.O_WRONLY, folder=folder) as descriptor:
         _write(descriptor, memoryview(data), offset)
         if synced:
             disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
 
 
 @contextlib.contextmanager

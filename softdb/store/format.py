@@ -106,13 +106,10 @@ def _is_ours(kind: str, name: str, definition: tuple[str, str | None], expected:
 @cache
 def _schema(tokenizer: str | None = None) -> dict[tuple[str, str], tuple[str, str | None]]:
     """Return the schema as SQLite stores softdb's statements: {(kind, name): (table, SQL)}."""
-    connection = apsw.Connection(":memory:")
-    try:
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
         connection.execute(TABLES if tokenizer is None else TABLES + text_index_sql(tokenizer))
         rows: list[Any] = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
         return {(kind, name): (table, sql) for kind, name, table, sql in rows}
-    finally:
-        connection.close()
 
 
 def field_index(name: str) -> str:

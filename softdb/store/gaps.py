@@ -47,11 +47,6 @@ def follows(entry: SegmentEntry, row: int, gone: int) -> bool:
     return entry.first_row >= row if gone else entry.first_row == row
 
 
-def adds_up(entries: Iterable[SegmentEntry], next_row: int, gone: int) -> bool:
-    """Return True if the used slots of all segments and the `gone` removed rows add up to `next_row` assigned rows."""
-    return sum(entry.used for entry in entries) + gone == next_row
-
-
 def next_segment(catalog: Catalog) -> int:
     """Return the number for a new segment, never used before. Raises CorruptionError."""
     greatest = catalog.one("SELECT coalesce(max(segment), -1) FROM segments")[0]

@@ -102,8 +102,8 @@ class SnapshotLoader:
             segment = known.get((entry.number, entry.used)) or self._segment(entry, missing.checksums.get(entry.number))
             segments.append(segment)
             row = segment.stop_row
-        stored = sum(map(len, segments))
-        if not gaps.adds_up(entries, rows, missing.gone) or row > rows or stored > capacity:
+        stored, used = sum(map(len, segments)), sum(entry.used for entry in entries)
+        if used + missing.gone != rows or row > rows or stored > capacity:
             raise damaged_catalog(f"counts {rows} rows but {stored} in segments and {missing.gone} compacted away")
         return tuple(segment for segment in segments if len(segment))
 

@@ -6,6 +6,7 @@ can be deleted by its number alone. softdb updates it without triggers. It may b
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -74,15 +75,12 @@ def unlike(connection: apsw.Connection) -> bool:
     name = tokenizer(connection)
     if name is None:
         return False
-    fresh = apsw.Connection("")
-    try:
+    with contextlib.closing(apsw.Connection("")) as fresh:
         fresh.execute(format.text_index_sql(name))
         texts = connection.execute("SELECT row, text FROM records WHERE text NOTNULL ORDER BY row")
         with fresh:
             fresh.executemany("INSERT INTO texts(rowid, text) VALUES(?, ?)", texts)
         return any(own != other for own, other in zip_longest(_entries(connection), _entries(fresh)))
-    finally:
-        fresh.close()
 
 
 def _entries(connection: apsw.Connection) -> Iterator[tuple[object, ...]]:

@@ -42,7 +42,6 @@ def _verify(store: Store) -> int:
 
 
 def _check_records(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """Yield messages about records that differ from their checksums."""
     for segment in snapshot.segments:
         yield from map(str, damaged(store.checksums, segment))
     yield from map(str, damaged_texts(store.catalog.damaged_texts))
