@@ -126,7 +126,8 @@ class Verbs(Questions):
             BadInput: an argument does not fit; nothing was written.
             ReadOnly, WriteFailed: this handle may not, or can no longer, write.
         """
-        return self._put(WriteKind.INSERT, progress, fields, ids, keys, values, payloads, texts)
+        given = self._given(WriteKind.INSERT, fields, ids, keys, values, payloads, texts)
+        return [] if given is NO_ROWS else self.core.put(WriteKind.INSERT, given, progress)
 
     @verb
     def upsert(
@@ -141,7 +142,8 @@ class Verbs(Questions):
         progress: Progress | bool | None = None,
     ) -> list[Id]:
         """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
-        return self._put(WriteKind.UPSERT, progress, fields, ids, keys, values, payloads, texts)
+        given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
+        return [] if given is NO_ROWS else self.core.put(WriteKind.UPSERT, given, progress)
 
     @verb
     def update(
@@ -169,12 +171,11 @@ class Verbs(Questions):
         cell leaves its field out, and a column of keys, values or texts must be complete.
         """
         change = WriteKind.MERGE if merge else WriteKind.UPDATE
-        return self._put(change, progress, fields, ids, keys, values, payloads, texts)
+        given = self._given(change, fields, ids, keys, values, payloads, texts)
+        return [] if given is NO_ROWS else self.core.put(change, given, progress)
 
-    def _put(self, change: WriteKind, progress: Progress | bool | None, fields: Any, *parts: Any) -> list[Id]:
-        core = self.core
-        given = columns_of(change, Given(*parts), fields, core.schema.has_values, core.encoder)
-        return [] if given is NO_ROWS else core.put(change, given, progress)
+    def _given(self, change: WriteKind, fields: Any, *parts: Any) -> Given:
+        return columns_of(change, Given(*parts), fields, self.core.schema.has_values, self.core.encoder)
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:

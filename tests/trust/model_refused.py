@@ -42,7 +42,7 @@ def _batches(db: softdb.SoftDB, model: Records, draw: Draw) -> list[Refusal]:
         (ids[0], DuplicateId, "comes twice"),
     ]
     wrong_payloads: list[tuple[Any, str]] = [
-        (float("nan"), "cannot represent"),
+        (float("inf"), "cannot represent"),
         ({"x": [float("-inf")]}, "cannot represent"),
         ({1: 2}, "JSON keys are text"),
         ({"x": {1, 2}}, "holds a set"),

@@ -94,7 +94,7 @@ def test_a_model_in_the_databases_own_directory_is_not_loaded_even_if_named(
     model_folder(tmp_path / "mine", tmp_path / "mark")
     with opened(db, True, "./mine") as handle:
         handle.search("a text")
-    assert no_models == ["./mine"]  # what the user names is his to trust
+    assert no_models == [str(tmp_path / "mine")]  # what the user names is his to trust
 
 
 @pytest.mark.parametrize("folder", ["all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"])

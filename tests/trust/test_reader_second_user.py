@@ -59,7 +59,8 @@ def created(path: Path) -> None:
 def killed(path: Path) -> None:
     """A database whose writer was killed: its log and the log's index stay."""
     created(path)
-    code = f"import os, signal, softdb; softdb.open({str(path)!r}).delete([7]); os.kill(os.getpid(), signal.SIGKILL)"
+    code = f"import os, signal, softdb; db = softdb.open({str(path)!r}); db.delete([7]); os.kill(os.getpid(), "
+    code += "signal.SIGKILL)"
     ended = subprocess.run([sys.executable, "-c", code], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert (path / "catalog.sqlite-wal").stat().st_size

@@ -302,9 +302,7 @@ def test_a_folder_of_a_model_may_move(model: type[Model], tmp_path: Path, monkey
     with pytest.raises(softdb.BadInput, match="their vectors differ by"):
         softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", projection=np.eye(4)[::-1]))
     for other in (SentenceEncoder("one"), SentenceEncoder(tmp_path / "copy", name="one")):
-        with pytest.raises(
-            softdb.BadInput, match=r"by the encoder '/.*/models/one', not by 'one'; .*give yours that name"
-        ):
+        with pytest.raises(softdb.BadInput, match=r"by the encoder ./.*, not by .one.; .*give yours that name"):
             softdb.open("../db", encoder=other)
     with softdb.open("../db", encoder=SentenceEncoder(tmp_path / "copy", name=str(tmp_path / "models" / "one"))) as db:
         assert db.search("a text").ids == [[1]]
