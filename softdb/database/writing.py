@@ -35,7 +35,7 @@ def entry_for(keyed: Keyed, encoder: Encoder | None, given: Given, keys: Array |
     if encoder is None or not texts or keys is None or keyed.fingerprint is not None:
         return keyed
     if encoder is DEFAULT:
-        warnings.warn(_NO_ENCODER, EncoderWarning, stacklevel=6)
+        warnings.warn(_NO_ENCODER, EncoderWarning, stacklevel=5)
         keyed = keyed._replace(encoder=DEFAULT.name)
     return keyed._replace(fingerprint=fingerprint_of(encoder, keys.shape[1]))
 
