@@ -34,7 +34,7 @@ def put(db: softdb.SoftDB, first: int, count: int = 8) -> None:
 
 def stored_ids(path: Path) -> set[int]:
     """The ids of a database that opens, every byte of it sound."""
-    with softdb.open(path, verify=True) as db:
+    with softdb.open(path, mode="r", verify=True) as db:
         ids = {int(one) for records in db.scan(100) for one in records.ids}
         for one in ids:
             start = one - one % 8 if one < 1000 else 1000
