@@ -93,8 +93,9 @@ def fitted(
     far, far_constant = _poisson(gap[:, None], matches, records, _normal, NormalDist().inv_cdf(min(usual, 0.5)))
     rates = np.full(scores.shape, -np.inf)
     rates[takes_part] = facts @ weights + constant
-    rule = Rule(*map(float, (*weights, constant, *far, far_constant)))
-    return rule, float(np.exp(np.clip(-np.median(rates.max(1)), 0, 20)))
+    # rounded: sums of products in float64 depend on the number of threads in their last bits
+    rule = Rule(*map(float, np.array((*weights, constant, *far, far_constant), np.float32)))
+    return rule, float(np.float32(np.exp(np.clip(-np.median(rates.max(1)), 0, 20))))
 
 
 def _exponential(numbers: Doubles) -> tuple[Doubles, Doubles]:
