@@ -93,9 +93,9 @@ def fitted(
     far, far_constant = _poisson(gap[:, None], matches, records, _normal, NormalDist().inv_cdf(min(usual, 0.5)))
     rates = np.full(scores.shape, -np.inf)
     rates[takes_part] = facts @ weights + constant
-    # rounded: sums of products in float64 depend on the number of threads in their last bits
-    rule = Rule(*map(float, np.array((*weights, constant, *far, far_constant), np.float32)))
-    return rule, float(np.float32(np.exp(np.clip(-np.median(rates.max(1)), 0, 20))))
+    # rounded far beyond the bits in which sums depend on the number of threads
+    rule = Rule(*(round(float(number), 3) for number in (*weights, constant, *far, far_constant)))
+    return rule, round(float(np.exp(np.clip(-np.median(rates.max(1)), 0, 20))), 1)
 
 
 def _exponential(numbers: Doubles) -> tuple[Doubles, Doubles]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from blocks import run_blocks
+from blocks import blocks, run_blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for folder in ("integrations", "coming-from") for page in (DOCS / folder).glob("*.md"))
-PAGES.append(DOCS / "cluster.md")
+PAGES = [page for page in (*PAGES, DOCS / "cluster.md") if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
