@@ -72,7 +72,7 @@ class DatabaseCore(Core[Stored]):
     @property
     def header(self) -> dict[str, Any]:
         """Description of the database in an export: schema, declared fields, the encoder's name and fingerprint."""
-        return {**super().header, "fingerprint": self.store.keyed.fingerprint}
+        return super().header | ({"fingerprint": text} if (text := self.store.keyed.fingerprint) else {})
 
     @property
     def path(self) -> Path | None:
