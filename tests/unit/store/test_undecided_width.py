@@ -184,6 +184,7 @@ def test_a_reader_learns_the_width(tmp_path: Path) -> None:
 
 
 def test_copies_of_an_undecided_database_are_undecided(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="exports a table, too")
     with keyless(tmp_path / "db", metric="l2") as db:
         db.snapshot(tmp_path / "copy")
         for name in ("out.jsonl", "out.parquet"):
