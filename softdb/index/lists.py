@@ -151,7 +151,8 @@ class Lists(Sketches):
         lists[self.layout.rows[self.layout.slots]] = np.repeat(np.arange(self.lists), self.layout.sizes)
         deviations = np.maximum(sides * self.spreads, 1e-30)
         means = scores - np.square(self.spreads) if self.metric is Metric.L2 else scores
-        gaps = (means - edges) / deviations
+        with np.errstate(over="ignore"):  # a query at a centroid has no deviation: `fitted` skips infinite gaps
+            gaps = (means - edges) / deviations
         rule, least = fitted(scores, gaps, among.allowed.sizes[: self.lists].astype(np.int64), lists[truth])
         self.rule, self.effort_least = rule, max(1, round(least / 4))  # below it hardly any query scans more
         self.effort_most = max(self.effort_least, 1000 * self.count // k)  # scans lists with 1/1000 of the mean share

@@ -253,6 +253,16 @@ def test_recall_holds_under_filters_that_go_with_the_keys(share: float) -> None:
         assert actual >= 9.3
 
 
+@pytest.mark.filterwarnings("error")
+def test_queries_at_centroids_leave_the_rule_finite() -> None:
+    keys = np.zeros((1600, 8), np.float32)
+    keys[:, 0] = 100 * np.concatenate([np.arange(70), 1000 + np.arange(15), 100_000 + np.arange(15)]).repeat(16)
+    keys[:, 1] = np.tile(np.arange(16), 100)
+    with holding(keys, metric="l2") as db:
+        report = db.build_index("ivf", recall=0.9)
+        assert report.recall >= 0.9, report
+
+
 def test_an_index_of_faiss_codes_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file of an earlier version: one line is logged, and search is exact."""
     import faiss
