@@ -43,8 +43,7 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     if not bounded and estimator.sampler.hopeless(estimator.kind):
         return exact(source, request)
     passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Positions, Estimated]](), estimator.first()
-    q, spent = len(request.queries), 0.0
-    full_cost = estimator.pass_cost(q)
+    spent, waiting = 0.0, len(tasks)  # `waiting`: number of first rounds that have not run
     while tasks:
         task = tasks.pop()
         answer, *sizes = estimator.drawn(task)
@@ -53,13 +52,14 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
         if done.any():
             answers.append((task.which[done], np.flatnonzero(done), answer))
         spent += estimator.cost(task)
-        expected = estimator.cost(task) + sum(estimator.cost(more) for more in further) + full_cost * len(to_pass) / q
-        if tasks and not bounded and expected > full_cost * len(task.which) / q:  # scoring all costs less
+        is_first, waiting = len(tasks) < waiting, min(len(tasks), waiting)
+        if is_first and tasks and estimator.others_too_dear(task, further, to_pass, tasks):
             passed += [other.which for other in (*tasks, *further)]
             break
         tasks += further
     exact_queries = np.sort(np.concatenate(passed))
     if not bounded:
+        full_cost = estimator.pass_cost(len(request.queries))
         estimator.sampler.learn(estimator.kind, (spent + estimator.pass_cost(len(exact_queries))) / full_cost)
     if answers and len(exact_queries):
         answers.append((exact_queries, np.arange(len(exact_queries)), _exactly(request.at(exact_queries), source)))

@@ -142,10 +142,23 @@ class Estimator(NamedTuple):
         together = max(together, q)
         return self.tolerance.most is None and RISK * self.cost(task) > self.pass_cost(together) * q / together
 
-    def cost(self, task: Round) -> float:
-        """Return the cost of a round in bytes read (see `softdb.index.planner`)."""
+    def others_too_dear(self, task: Round, further: list[Round], to_pass: Positions, waiting: list[Round]) -> bool:
+        """Return True if a pass costs less for all queries than rounds for those of a first round and the waiting ones.
+
+        The waiting queries are expected to need as many rounds per query as those of the first round.
+        """
+        if self.tolerance.most is not None:
+            return False
+        every = len(self.queries)
+        share = (len(task.which) + sum(len(other.which) for other in waiting)) / len(task.which)
+        rounds = sum(self.cost(more, share) for more in (task, *further))
+        return rounds > self.pass_cost(every) * (len(task.which) - len(to_pass)) * share / every
+
+    def cost(self, task: Round, share: float = 1.0) -> float:
+        """Return the cost of a round with `share` times its queries, in bytes read (see `softdb.index.planner`)."""
         sampler, draws = self.sampler, min(task.budget, self.taking_part)
-        return draw_cost(len(task.which), sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
+        q = round(share * len(task.which))
+        return draw_cost(q, sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
         """Return the cost of a pass over every record for `queries` queries, in bytes read."""

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import holding
 
+from softdb.attend import rounds
 from softdb.attend.result import Estimated
 from softdb.attend.rounds import MARGIN, WRONG, Estimator, Round
 from softdb.check import Tolerance
+from softdb.index.planner import CALL
 
 BUDGET, ALLOWED = 500, 0.05
 
@@ -52,6 +55,43 @@ def test_a_bar_that_draws_do_not_explain_asks_for_a_bounded_round(bar: float) ->
 @pytest.mark.parametrize("size", [1e3, 1e200, math.inf])
 def test_a_further_round_draws_no_more_than_all_records(size: float) -> None:
     assert further(size * ALLOWED, size * ALLOWED / 2, records=30_000) == [30_000]
+
+
+@pytest.mark.parametrize(("unlucky", "dear"), [(0, False), (1, False), (4, True)])
+def test_one_dear_query_of_a_first_round_sends_no_other_to_a_pass(unlucky: int, dear: bool) -> None:
+    segment = SimpleNamespace(keys=np.zeros((1, 128), np.float32), values=None)
+    request: Any = SimpleNamespace(pools=True)
+    source: Any = SimpleNamespace(width=128, snapshot=SimpleNamespace(segments=[segment]))
+    sampler: Any = SimpleNamespace(slots=10**6, parts=32)
+    unused: Any = None
+    tolerance, queries = Tolerance(0.05, 0.0, 0.95, None), np.zeros((64, 128), np.float32)
+    estimator = Estimator(request, source, tolerance, sampler, unused, np.ones(64), queries, unused, 10**6)
+    first, waiting = Round(np.arange(4), BUDGET), Round(np.arange(4, 64), BUDGET)
+    more = [Round(np.arange(unlucky), 2 * BUDGET)] if unlucky else []
+    assert estimator.others_too_dear(first, more, np.arange(0), [waiting]) == dear
+    bounded = estimator._replace(tolerance=tolerance._replace(most=400))
+    assert not bounded.others_too_dear(first, more, np.arange(0), [waiting])
+
+
+def test_a_further_round_of_a_first_query_leaves_the_others_to_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("softdb.kernels._native")
+    keys = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
+    monkeypatch.setattr(rounds, "pass_cost", lambda queries, *_: 0.75 * CALL * queries)
+    plan, sizes = Estimator.after, list[int]()
+
+    def after(self: Estimator, task: Round, *errors: Any) -> Any:
+        met, further, passed = plan(self, task, np.array([0.0] * len(task.which)), *errors[1:])
+        if not sizes:  # the first query of the first round needs another round
+            met[0], further = False, [task._replace(which=task.which[:1], budget=16 * BUDGET)]
+        sizes.append(len(task.which))
+        return met, further, passed
+
+    monkeypatch.setattr(Estimator, "after", after)
+    with holding(keys) as db:
+        db.build_index("flat")
+        pooled = db.attend(torch.from_numpy(keys[:64]), temperature=1.0, rtol=0.05)
+    assert sizes == [4, 1, 60]
+    assert not pooled.exact.any()
 
 
 def partial(numbers: list[float], width: int) -> Estimated:
