@@ -26,7 +26,8 @@
 // a <= â + z σ, z = 5, or the certain a <= â + √d σ; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
 // of the mean square, estimated from the records drawn.
 //
-// Cost of a query over n slots: n (parts / 2 + 4) bytes of codes, 2 m d operations for exact scores of m draws.
+// Cost of a query over n slots: n (parts / 2 + 4) bytes of codes, read once for kAtOnce queries of a batch where the
+// processor permutes bytes, and 2 m d operations for exact scores of m draws.
 #include "draw.h"
 
 #include <sched.h>
@@ -107,6 +108,9 @@ struct Drawing {
     uint32_t* some_slots;
     int64_t stride, total = 0, *cuts, *ranks;
     double *weights, *chances, *doubts, *controls;  // (w,) for the query in progress
+    Query** scanners;  // queries that scan a list
+    BlockSums* ready;  // sums of a few blocks for kAtOnce queries
+    const bool at_once = adds_at_once();
     double* totals[kMostThreads];                   // (v,) for each part of its records
     float* lines[kMostThreads];                     // (v,)
     Errors* errors;                                 // of each part
@@ -115,7 +119,8 @@ struct Drawing {
     Drawing(const Draw& args, Memory& memory, bool fresh) : args(args), lists(args.lists) {
         const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
         stride = max(int64_t(1), blocks / kSome);
-        queries = memory.take<Query>(together);
+        queries = memory.take<Query>(together), scanners = memory.take<Query*>(together);
+        ready = memory.take<BlockSums>(kAtOnce * (blocks_together() / kGroup + 1));
         entries = memory.take<float>(lists.parts * kBlock);
         order = memory.take<float>(lists.count + kLanes);
         cuts = memory.take<int64_t>(kMostThreads + 1);
@@ -156,6 +161,9 @@ struct Drawing {
         }
         for (int64_t j = 0; memory.at && j < lists.count; j++) total += int64_t(args.sizes[j]);
     }
+
+    // Number of blocks whose codes stay in the L1 cache while all queries scan them.
+    int64_t blocks_together() const { return max(kCached / (lists.parts * 8) / kGroup * kGroup, int64_t(kGroup)); }
 
     static Kept kept_in(Memory& memory, int64_t room, int64_t places) {
         Kept kept{};
@@ -209,7 +217,8 @@ struct Drawing {
     // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound;
     // with caps in the place of b.
     template <bool bounded, bool caps = false, class Take>
-    SOFTDB_INLINE void look(const Query& query, int64_t list, int64_t first, int64_t last, Take take) const {
+    SOFTDB_INLINE void look(const Query& query, int64_t list, int64_t first, int64_t last, Take take,
+                            const BlockSums* ready = nullptr) const {
         const CodeView at = view(query, list);
         const float bound = bounded ? query.bounds[list] : 0;
         // whole numbers of steps, where nothing but these tells
@@ -217,7 +226,7 @@ struct Drawing {
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
         const bool whole = bounded && steps >= 0;
         auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
-        each_block(lists, args.allowed, query.tables, first, last, pass, [&](const BlockSums& sums, int64_t block, int u) {
+        each_block(lists, args.allowed, query.tables, first, last, ready, pass, [&](const BlockSums& sums, int64_t block, int u) {
             if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
@@ -497,25 +506,26 @@ struct Drawing {
         fill(query.bounds, lists.count, -__builtin_inff());
     }
 
-    void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
+    // `ready`: the sums of the blocks, or null.
+    void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready = nullptr) {
         if (query.bounds[list] == __builtin_inff()) return;
-        if (args.points > 0) return scan_caps(query, kept, list, first, last);
-        if (args.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last);
-        else scan_with<false>(query, kept, list, first, last);
+        if (args.points > 0) return scan_caps(query, kept, list, first, last, ready);
+        if (args.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last, ready);
+        else scan_with<false>(query, kept, list, first, last, ready);
     }
 
-    void scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
+    void scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
         look<true, true>(query, list, first, last, [&](Vec cap, Vec v, uint32_t slot, uint32_t bits) {
             const Vec key = cap + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & bits;
             if (__builtin_expect(!hits, 1)) return;
             append(kept, key, cap, cap, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
-        });
+        }, ready);
     }
 
     template <bool controls>
-    void scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last) {
+    void scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
         const Vec floor = everywhere(query.floor);
         Vec mass = {};
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
@@ -525,8 +535,21 @@ struct Drawing {
             if (__builtin_expect(!hits, 1)) return;
             append(kept, key, share, b, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
-        });
+        }, ready);
         if (controls) query.masses[list] += double(sum(mass));
+    }
+
+    // Scan the same blocks for some queries.
+    void scan_by(Query* const* scanners, int64_t count, int64_t list, int64_t first, int64_t last) {
+        const int64_t groups = (last - first + kGroup - 1) / kGroup;
+        int64_t i = 0;
+        for (; at_once && i + kAtOnce <= count; i += kAtOnce) {
+            const ListState* states[kAtOnce];
+            for (int u = 0; u < kAtOnce; u++) states[u] = &scanners[i + u]->tables;
+            add_up_at_once(lists.codes + first * lists.parts * 8, lists.parts * 8, args.allowed + first, last - first, states, ready);
+            for (int u = 0; u < kAtOnce; u++) scan(*scanners[i + u], scanners[i + u]->kept[0], list, first, last, ready + u * groups);
+        }
+        for (; i < count; i++) scan(*scanners[i], scanners[i]->kept[0], list, first, last);
     }
 
     bool counts() const { return args.least == args.least; }
@@ -945,15 +968,18 @@ struct Drawing {
             __atomic_store_n(&args.crew->ticket, -1, __ATOMIC_RELEASE);
             return;
         }
-        const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
+        const int64_t step = blocks_together();
         for (int64_t low = 0; low < args.queries.rows; low += kTogether) {
             const int64_t count = min(kTogether, args.queries.rows - low);
             prepare(low, count);
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
-            for (int64_t j = 0; j < lists.count; j++)
+            for (int64_t j = 0; j < lists.count; j++) {
+                int64_t scanning = 0;
+                for (int64_t i = 0; i < count; i++)
+                    if (queries[i].bounds[j] < __builtin_inff()) scanners[scanning++] = queries + i;
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
-                    for (int64_t i = 0; i < count; i++)
-                        scan(queries[i], queries[i].kept[0], j, first, min(first + step, last));
+                    scan_by(scanners, scanning, j, first, min(first + step, last));
+            }
             for (int64_t i = 0; i < count; i++) finish<Number>(queries[i], low + i);
         }
     }

@@ -126,6 +126,59 @@ SOFTDB_INLINE void add_up(const uint8_t* codes, int64_t bytes, const uint8_t* lo
     fold<count>(odd, sums.others);
 }
 
+constexpr int kAtOnce = 4;  // number of queries whose sums are computed together
+
+// True if the processor has the instructions of `add_up_at_once`: byte permutes and dot products (VBMI and VNNI).
+SOFTDB_INLINE bool adds_at_once() {
+#if defined(__AVX512BW__)
+    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
+// Sums of some blocks for kAtOnce queries; those of query i begin at sums[i * groups], groups = ⌈blocks / kGroup⌉. Groups
+// without an allowed slot are left out. In each 64 bytes of codes the four bytes of a record are brought together, so that
+// a lookup has tables of 64 entries, and one instruction adds up four entries. Queries share all that precedes lookups.
+#if defined(__AVX512BW__)
+__attribute__((target("avx512vbmi,avx512vnni"))) inline void add_up_at_once(
+    const uint8_t* codes, int64_t bytes, const uint16_t* allowed, int64_t blocks, const ListState* const* states,
+    BlockSums* sums) {
+    alignas(64) uint8_t from[64], part[64];
+    for (int i = 0; i < 64; i++) {  // byte i belongs to record i / 4
+        const int record = i / 4;
+        from[i] = uint8_t(i % 4 * kBlock + (record < 8 ? 2 * record : 2 * record - kBlock + 1));
+        part[i] = uint8_t(i % 4 * kBlock);
+    }
+    const __m512i order = _mm512_load_si512(from), parts = _mm512_load_si512(part);
+    const __m512i half = _mm512_set1_epi8(15), ones = _mm512_set1_epi8(1);
+    const int64_t groups = (blocks + kGroup - 1) / kGroup;
+    for (int64_t block = 0; block < blocks; block++) {
+        __builtin_prefetch(codes + (block + kBlocksAhead) * bytes, 0, 3);
+        if (!allowed[block]) continue;
+        __m512i totals[kAtOnce] = {};
+        for (int64_t at = 0; at < bytes; at += 64) {
+            const __m512i code = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(codes + block * bytes + at));
+            const __m512i low = _mm512_ternarylogic_epi32(code, half, parts, 0xEA);  // (code & half) | parts
+            const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(code, 4), half, parts, 0xEA);
+            for (int i = 0; i < kAtOnce; i++) {
+                const __m512i a = _mm512_loadu_si512(states[i]->low + at), b = _mm512_loadu_si512(states[i]->high + at);
+                totals[i] = _mm512_dpbusd_epi32(totals[i], _mm512_permutexvar_epi8(low, a), ones);
+                totals[i] = _mm512_dpbusd_epi32(totals[i], _mm512_permutexvar_epi8(high, b), ones);
+            }
+        }
+        for (int i = 0; i < kAtOnce; i++) {
+            const __m256i both = _mm512_cvtepi32_epi16(totals[i]);
+            BlockSums& result = sums[i * groups + block / kGroup];
+            result.first[block % kGroup] = (Eight)_mm256_castsi256_si128(both);
+            result.others[block % kGroup] = (Eight)_mm256_extracti128_si256(both, 1);
+        }
+    }
+}
+#else
+inline void add_up_at_once(const uint8_t*, int64_t, const uint16_t*, int64_t, const ListState* const*, BlockSums*) {}
+#endif
+
 // The sums for kLanes records of a block, starting at record `first`.
 SOFTDB_INLINE Vec widened(const BlockSums& sums, int block, int first) {
 #if defined(__AVX512F__)
@@ -239,26 +292,31 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
 }
 
 // Call take(sums, block, u) for each block of a list with an allowed slot; sums.first[u] belongs to the block. `pass`
-// returns true for a group of blocks to skip.
+// returns true for a group of blocks to skip. `ready`: the sums, if `add_up_at_once` has computed them.
 template <class Pass, class Take>
 SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
-                              int64_t last, Pass pass, Take take) {
+                              int64_t last, const BlockSums* ready, Pass pass, Take take) {
     const int64_t bytes = lists.parts * 8;
-    BlockSums sums;
+    BlockSums computed;
     int64_t block = first;
     for (; block + kGroup <= last; block += kGroup) {
-        fetch(lists, block + kBlocksAhead, kGroup);
         uint64_t any;
         std::memcpy(&any, allowed + block, sizeof any);
+        if (!ready) fetch(lists, block + kBlocksAhead, kGroup);
         if (!any) continue;
-        add_up<kGroup>(lists.codes + block * bytes, bytes, state.low, state.high, sums);
+        if (!ready) add_up<kGroup>(lists.codes + block * bytes, bytes, state.low, state.high, computed);
+        const BlockSums& sums = ready ? ready[(block - first) / kGroup] : computed;
         if (pass(sums)) continue;
         for (int u = 0; u < kGroup; u++) take(sums, block + u, u);
     }
-    for (; block < last; block++) {
+    for (int64_t u = 0; block < last; block++, u++) {
         if (!allowed[block]) continue;
-        add_up<1>(lists.codes + block * bytes, bytes, state.low, state.high, sums);
-        take(sums, block, 0);
+        if (ready) {
+            take(ready[(block - first) / kGroup], block, int(u));
+        } else {
+            add_up<1>(lists.codes + block * bytes, bytes, state.low, state.high, computed);
+            take(computed, block, 0);
+        }
     }
 }
 
@@ -267,7 +325,7 @@ SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, List
                                int64_t last) {
     const float step = state.step, base = state.base, unit = lists.unit;
     auto none = [](const BlockSums&) { return false; };
-    each_block(lists, allowed, state, first, last, none, [&](const BlockSums& sums, int64_t block, int u) {
+    each_block(lists, allowed, state, first, last, nullptr, none, [&](const BlockSums& sums, int64_t block, int u) {
         for (int lane = 0; lane < kBlock; lane += kLanes) {
             const int64_t slot = block * kBlock + lane;
             Vec estimate = load(lists.factors + slot) * (widened(sums, u, lane) * step + base) + score;

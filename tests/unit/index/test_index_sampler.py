@@ -271,6 +271,23 @@ def test_threads_that_share_one_query_draw_as_one_does(
         np.testing.assert_array_equal(sample.figures, shared[0].figures)  # whichever thread did which block
 
 
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("share", [1.0, 0.02])
+def test_queries_that_share_a_scan_draw_as_each_alone_does(
+    metric: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softdb.index.sampler.workers", lambda products: 1)
+    here = world(metric)
+    allowed = np.random.default_rng(1).random(N) < share
+    together = here.draw(0.5 * spread_of(here), 5, allowed=allowed)
+    assert len(here.queries) >= 4  # fewer are scanned one by one
+    for i in range(len(here.queries)):
+        alone = here._replace(queries=here.queries[i : i + 1]).draw(0.5 * spread_of(here), 5, allowed=allowed)
+        np.testing.assert_array_equal(together.positions[i], alone.positions[0])
+        for shared, single in zip(together.figures, alone.figures, strict=True):
+            np.testing.assert_array_equal(shared[i], single[0])
+
+
 # -- every level of the processor --------------------------------------------------------------------------------------
 
 
