@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ class Estimator(NamedTuple):
         """Key under which costs are remembered: queries with the same key cost about the same."""
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
-        return many, self._width, round(np.log2(self.factor.max())), rtol, atol, self.tolerance.confidence
+        return many, self._width, round(math.log2(self.factor.max())), rtol, atol, self.tolerance.confidence
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers

@@ -45,23 +45,39 @@ struct Query {
     float share;      // allowed share of the slots in these lists
 };
 
-// Σ u s over four numbers of kLanes rows (kLanes, 4): u of uint8, s the same four int8 of the query, at most 63.
-SOFTDB_INLINE IntVec products_of_four(const uint8_t* at, int32_t four) {
+// sums + Σ u s over four numbers of kLanes rows (kLanes, 4): u of uint8, s the same four int8 of the query, at most 63.
+// `dots`: the processor has dot products of bytes (VNNI), for which the compiler's options do not ask.
+template <bool dots>
+SOFTDB_INLINE IntVec with_products(IntVec sums, const uint8_t* at, int32_t four) {
 #if defined(__AVX512BW__)
+    if constexpr (dots) {
+        const __m512i numbers = _mm512_loadu_si512(at), query = _mm512_set1_epi32(four);
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(numbers), "v"(query));
+        return sums;
+    }
     __m512i pairs = _mm512_maddubs_epi16(_mm512_loadu_si512(at), _mm512_set1_epi32(four));
-    return (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    return sums + (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
     __m256i pairs = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i*)at), _mm256_set1_epi32(four));
-    return (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    return sums + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined(__aarch64__)
     uint8x16_t numbers = vld1q_u8(at);
     int16x8_t query = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
     int16x8_t low = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(numbers))), query);
     int16x8_t high = vmulq_s16(vreinterpretq_s16_u16(vmovl_high_u8(numbers)), query);
-    return (IntVec)vpaddlq_s16(vpaddq_s16(low, high));
+    return sums + (IntVec)vpaddlq_s16(vpaddq_s16(low, high));
 #else
     __m128i pairs = _mm_maddubs_epi16(_mm_loadu_si128((const __m128i*)at), _mm_set1_epi32(four));
-    return (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+    return sums + (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+#endif
+}
+
+// True if the kernels of this level use dot products of bytes where the processor has them.
+SOFTDB_INLINE bool has_dots() {
+#if defined(__AVX512BW__)
+    return __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
 #endif
 }
 
@@ -92,6 +108,7 @@ void round_off(const float* query, int64_t width, Steps& out) {
 }
 
 // Multiply a matrix with a query; the result has `rows` numbers.
+template <bool dots>
 void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
     constexpr int kVectors = kBlock / kLanes;
     const IntVec zero = IntVec{} + 128 * query.sum;  // numbers are stored with 128 added
@@ -102,7 +119,7 @@ void multiply(const ByteMatrix& matrix, const Steps& query, float* out) {
             int32_t four;
             std::memcpy(&four, query.numbers + j, 4);
             for (int u = 0; u < kVectors; u++)
-                sums[which][u] += products_of_four(at + j * kBlock + u * kLanes * 4, four);
+                sums[which][u] = with_products<dots>(sums[which][u], at + j * kBlock + u * kLanes * 4, four);
         };
         int64_t j = 0;
         for (; j + 8 <= matrix.width; j += 8) add(j, 0), add(j + 4, 1);
@@ -142,6 +159,7 @@ struct Search {
     uint64_t* visits;  // (lists,) bits of the queries that scan each list
     int64_t* positions;
     int64_t scanned = 0;
+    const bool dots = has_dots();
 
     Search(const ListSearch& args, Memory& memory) : args(args), lists(args.lists) {
         const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), d = lists.rotation.width;
@@ -208,8 +226,9 @@ struct Search {
         for (int64_t j = 0; lists.origin && j < d; j++) centred[j] -= lists.origin[j];
         query.length = summed(centred, centred, d, [](auto a, auto b) { return a * b; });
         round_off(centred, lists.rotation.width, steps);
-        multiply(lists.rotation, steps, turned);
-        multiply(lists.centroids, steps, query.scores);
+        const auto product = dots ? multiply<true> : multiply<false>;
+        product(lists.rotation, steps, turned);
+        product(lists.centroids, steps, query.scores);
         for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
             store(query.scores + j, load(query.scores + j) - load(lists.lengths + j));
         put_last(query.scores);
@@ -346,7 +365,8 @@ int64_t nearest_scratch(const NearestLists& args) {
 
 // Assign keys to their nearest centroid, argmin |k - c|² = argmax k·c - |c|² / 2, the first of equal ones. Keys are
 // rounded to integers as queries are, so sums of products are exact in any order. Cost n lists d products of int8.
-void nearest_lists(const NearestLists& args, char* scratch) {
+template <bool dots>
+void assign(const NearestLists& args, char* scratch) {
     constexpr int kVectors = kBlock / kLanes;
     const ByteMatrix& matrix = args.centroids;
     const int64_t padded = matrix.width + kLanes;
@@ -374,7 +394,7 @@ void nearest_lists(const NearestLists& args, char* scratch) {
                     int32_t four;
                     std::memcpy(&four, steps[i].numbers + j, 4);
                     for (int u = 0; u < kVectors; u++)
-                        sums[i][u] += products_of_four(at + j * kBlock + u * kLanes * 4, four);
+                        sums[i][u] = with_products<dots>(sums[i][u], at + j * kBlock + u * kLanes * 4, four);
                 }
             for (int i = 0; i < kKeys; i++)
                 for (int u = 0; u < kVectors; u++) {
@@ -394,6 +414,8 @@ void nearest_lists(const NearestLists& args, char* scratch) {
         }
     }
 }
+
+void nearest_lists(const NearestLists& args, char* scratch) { (has_dots() ? assign<true> : assign<false>)(args, scratch); }
 
 constexpr int kTurned = kLanes / 2;  // residuals that are rotated together: their sums take eight registers
 
