@@ -15,6 +15,7 @@ from softdb.database import DatabaseCore, SoftDB
 from softdb.encoders import REMEDY, EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.filters import FilteredStore
+from softdb.misnomers import known_arguments
 from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Device
@@ -24,6 +25,7 @@ __all__ = ["existing", "open", "table_at"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # one slash is enough, as pathlib turns s3:// into s3:/
 
 
+@known_arguments
 def open(
     path: str | os.PathLike[str] | None,
     *,

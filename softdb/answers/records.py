@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from softdb.answers.shaped import nested
 from softdb.check import Id, shown
 from softdb.errors import BadInput, Closed, CorruptionError, StaleRead
 from softdb.lazy import cached_property
+from softdb.misnomers import OwnNames, known_arguments
 from softdb.store.entry import RecordEntry
 from softdb.visible import table
 
@@ -58,7 +59,7 @@ _NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads
 
 
 @dataclass(frozen=True, repr=False)
-class Record:
+class Record(OwnNames):
     """A copy of one stored record."""
 
     id: Id
@@ -80,7 +81,7 @@ class Record:
 
 
 @dataclass(frozen=True, repr=False)
-class Records(Sequence[Record]):
+class Records(OwnNames, Sequence[Record]):
     """Copies of stored records, in the order of the request: a sequence of `Record`, and a column for each field."""
 
     ids: list[Id]  # n
@@ -140,13 +141,16 @@ class Hit(NamedTuple):
     payload: Any
     text: str | None = None
 
+    if not TYPE_CHECKING:
+        __getattr__ = OwnNames.__getattr__
+
     def __repr__(self) -> str:
         text = "" if self.text is None else f", text={shown(self.text)}"
         return f"Hit(id={self.id!r}, score={self.score:.6g}, row={self.row}, payload={shown(self.payload)}{text})"
 
 
 @dataclass(frozen=True, repr=False)
-class Hits(Sequence["QueryHits"]):
+class Hits(OwnNames, Sequence["QueryHits"]):
     """The k best records of each query, best first: a sequence of q `QueryHits`, and arrays.
 
     If a query has fewer than k hits, arrays are padded with row -1 and score -inf; lists and `hits[i]` are shorter.
@@ -229,6 +233,7 @@ class Hits(Sequence["QueryHits"]):
         lists = [[column[row] for row in rows if row >= 0] for rows in self.rows.flatten(0, -2).tolist()]
         return nested(lists, self.rows.shape[:-1])
 
+    @known_arguments
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """Return a pandas DataFrame with a row for each hit.
 
@@ -295,7 +300,7 @@ def _hits_table(hits: Hits, queries: range) -> str:
     return table(["query", "rank", "id", "score", "payload", "text"], lines, caption)
 
 
-class QueryHits(Sequence[Hit]):
+class QueryHits(OwnNames, Sequence[Hit]):
     """The hits of one query, best first. Ids and payloads are read together with those of the other queries."""
 
     def __init__(self, hits: Hits, query: int) -> None:

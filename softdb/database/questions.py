@@ -17,6 +17,7 @@ from softdb.attend import Source
 from softdb.database.core import Core, SearchArguments
 from softdb.errors import BadInput, SoftDBError
 from softdb.index.placement import DEVICE_ERRORS
+from softdb.misnomers import OwnNames, require_known
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.scoring.once import REFUSAL, transformed
 from softdb.typing import IdsPerQuery, Vectors
@@ -32,12 +33,14 @@ V = TypeVar("V", bound="Questions")
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
     """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
-    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]  # then (…, d) like (q, d)
+    known = inspect.signature(method).parameters
+    answers_queries = [*known][1:2] == ["queries"]  # then (…, d) like (q, d)
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files, so torch.compile must not trace the verb
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        require_known(method.__name__, kwargs, known)
         try:
             self.core.require_open()
             try:
@@ -62,7 +65,7 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
     return call
 
 
-class Questions:
+class Questions(OwnNames):
     """Methods that answer queries, which a database and a cluster share; `core` gives access to the records."""
 
     core: Core[Source]
