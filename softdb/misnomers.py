@@ -16,7 +16,7 @@ CALLS = {
     "query": "search", "query_points": "search", "find": "search", "similarity_search": "search", "set": "upsert",
     "put": "upsert", "merge_insert": "upsert", "save": "snapshot", "set_payload": "update(…, merge=True)",
     "modify": "update", "retrieve": "get", "scroll": "get(where=…, limit=…, offset=…)", "peek": "get(limit=…)",
-    "head": "get(limit=…)", "count_rows": "count", "size": "len(db)", "shape": "len(db) and dim", "create_index": "build_index",
+    "head": "get(limit=…)", "count_rows": "count", "size": "len(db)", "shape": "len(db)", "create_index": "build_index",
     "create_fts_index": "index_text", "create_scalar_index": "index_field", "create_payload_index": "index_field",
     "optimize": "compact", "vacuum": "compact", "remove": "delete", "drop": "delete(where={})",
     "reset": "delete(where={})", "clear": "delete(where={})", "info": "stats", "describe": "stats", "schema": "stats",

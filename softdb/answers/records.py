@@ -141,12 +141,13 @@ class Hit(NamedTuple):
     payload: Any
     text: str | None = None
 
-    if not TYPE_CHECKING:
-        __getattr__ = OwnNames.__getattr__
-
     def __repr__(self) -> str:
         text = "" if self.text is None else f", text={shown(self.text)}"
         return f"Hit(id={self.id!r}, score={self.score:.6g}, row={self.row}, payload={shown(self.payload)}{text})"
+
+
+if not TYPE_CHECKING:  # a NamedTuple has no other base
+    Hit.__getattr__ = OwnNames.__getattr__
 
 
 @dataclass(frozen=True, repr=False)

@@ -46,7 +46,11 @@ def test_an_unknown_argument_names_the_right_one(db: Any, call: str, arguments: 
 
 def test_answers_name_their_columns(db: Any) -> None:
     hits = db.search([1.0, 0.0], k=1)
-    for part, name, own in ((hits, "distances", "scores"), (hits[0][0], "metadata", "payload"), (db["a"], "vector", "key")):
+    for part, name, own in (
+        (hits, "distances", "scores"),
+        (hits[0][0], "metadata", "payload"),
+        (db["a"], "vector", "key"),
+    ):
         with pytest.raises(AttributeError, match=f"{name}'; in softdb it is {own}"):
             getattr(part, name)
     with pytest.raises(TypeError, match="'columns'; in softdb it is fields"):
@@ -65,7 +69,8 @@ def test_open_and_the_module_name_the_right_word() -> None:
 def test_an_attribute_without_a_relative_is_plainly_missing(db: Any) -> None:
     with pytest.raises(AttributeError, match=r"^'SoftDB' object has no attribute 'zzz'$"):
         db.zzz  # noqa: B018
-    assert not hasattr(db, "__array__") and copy.copy(db["a"]) is not None
+    assert not hasattr(db, "__array__")
+    assert copy.copy(db["a"]).id == "a"
 
 
 def test_every_name_is_foreign_and_every_answer_is_own(db: Any) -> None:

@@ -29,6 +29,7 @@ TypedIds = Annotated[
     list[str] | None,
     Argument(metavar="ID...", help='7 is the integer, or the text "7" if only that is stored; - reads one per line.'),
 ]
+Limit = Annotated[int | None, Option(min=0, help="Number of records; without IDs 10.")]
 Where = Annotated[str | None, Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
 EncoderName = Annotated[str | None, Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
 QueryFile = Annotated[Path | None, Option(metavar="FILE.npy", help="Typical queries, to measure recall with.")]
@@ -173,4 +174,5 @@ def _json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{name} is not JSON ({error}); quote it for the shell: '…'") from None
+        example = '{"year": {"$gt": 1990}}' if name == "--where" else "[0.1, 2]"
+        raise BadInput(f"{name} is not JSON ({error}); write it like '{example}', in quotes for the shell") from None
