@@ -12,39 +12,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CALLS = {
-    "add": "insert", "append": "insert", "add_texts": "insert(texts=…)", "add_documents": "insert(texts=…)",
-    "query": "search", "query_points": "search", "find": "search", "similarity_search": "search", "set": "upsert",
-    "put": "upsert", "merge_insert": "upsert", "save": "snapshot", "set_payload": "update(…, merge=True)",
-    "modify": "update", "retrieve": "get", "scroll": "get(where=…, limit=…, offset=…)", "peek": "get(limit=…)",
-    "head": "get(limit=…)", "count_rows": "count", "size": "len(db)", "shape": "len(db)", "create_index": "build_index",
-    "create_fts_index": "index_text", "create_scalar_index": "index_field", "create_payload_index": "index_field",
-    "optimize": "compact", "vacuum": "compact", "remove": "delete", "drop": "delete(where={})",
-    "reset": "delete(where={})", "clear": "delete(where={})", "info": "stats", "describe": "stats", "schema": "stats",
-    "columns": "stats().fields, or to_pandas().columns", "ids": "to_pandas(['id'])", "encoder": "encoder_name",
-    "to_df": "to_pandas", "to_polars": "to_arrow, of which polars.from_arrow makes a frame", "to_dict": "to_pandas",
-    "distances": "scores, where larger is closer", "documents": "texts", "metadatas": "payloads",
-    "document": "text", "metadata": "payload", "embeddings": "keys", "vectors": "keys", "vector": "key",
-    "embedding": "key", "distance": "score", "connect": "open", "create_collection": "open",
-    "get_or_create_collection": "open", "create_table": "open", "open_table": "open", "Client": "open",
-    "PersistentClient": "open", "EphemeralClient": "open(None)",
+    "add": "insert", "add_texts": "insert(texts=…)", "merge_insert": "upsert", "set_payload": "update(…, merge=True)",
+    "query": "search", "query_points": "search", "similarity_search": "search", "retrieve": "get",
+    "scroll": "get(where=…, limit=…, offset=…)", "peek": "get(limit=…)", "head": "get(limit=…)", "count_rows": "count",
+    "shape": "len(db)", "create_index": "build_index", "create_fts_index": "index_text", "optimize": "compact",
+    "drop": "delete(where={})", "reset": "delete(where={})", "clear": "delete(where={})", "info": "stats",
+    "describe": "stats", "schema": "stats", "columns": "to_pandas().columns", "ids": "to_pandas(['id'])",
+    "encoder": "encoder_name", "to_polars": "to_arrow, and polars.from_arrow", "to_dict": "to_pandas",
+    "distances": "scores, where larger is closer", "distance": "score, where larger is closer", "documents": "texts",
+    "document": "text", "metadatas": "payloads", "metadata": "payload", "embeddings": "keys", "embedding": "key",
+    "vectors": "keys", "vector": "key", "connect": "open", "Client": "open", "PersistentClient": "open",
+    "create_collection": "open", "get_or_create_collection": "open", "create_table": "open", "open_table": "open",
     "import_records": "formats.import_records", "read_records": "formats.read_records",
 }  # fmt: skip
 ARGUMENTS = {  # and options of a shell
     "documents": "texts", "text": "texts", "embeddings": "keys", "vectors": "keys", "vector": "keys", "key": "keys",
-    "metadatas": "payloads", "metadata": "payloads", "payload": "payloads", "id": "ids", "data": "the first argument",
-    "n_results": "k", "top_k": "k", "topk": "k", "n": "k", "limit": "k", "query_texts": "queries",
-    "query_embeddings": "queries", "query_vector": "queries", "query": "queries", "filter": "where", "filters": "where",
-    "query_filter": "where", "where_document": "where={'$text': {'$contains': …}}",
-    "include": "not needed: columns are read when you ask for them", "score_threshold": "radius",
-    "tau": "temperature", "embedding_function": "encoder", "embedder": "encoder", "model": "encoder",
+    "metadatas": "payloads", "payload": "payloads", "id": "ids", "data": "the first argument", "n_results": "k",
+    "top_k": "k", "n": "k", "limit": "k", "query_texts": "queries", "query_embeddings": "queries", "query": "queries",
+    "query_vector": "queries", "filter": "where", "query_filter": "where",
+    "where_document": "where={'$text': {'$contains': …}}", "include": "not needed: hits read columns when asked",
+    "score_threshold": "radius", "tau": "temperature", "embedding_function": "encoder", "model": "encoder",
     "space": "metric", "distance": "metric", "text_column": "fields={'text': …}", "vector_column": "fields={'key': …}",
-    "read_only": "mode='r'", "select": "to_pandas(fields=…) of the hits",
+    "read_only": "mode='r'",
 }  # fmt: skip
-
-
 COMMANDS = {
-    "ls": "get", "list": "get", "head": "get", "show": "get", "query": "search", "add": "insert", "create": "import",
-    "load": "import", "stats": "info", "describe": "info", "build-index": "index", "serve": "explore", "rm": "delete",
+    "ls": "get", "list": "get", "head": "get", "query": "search", "add": "insert", "create": "import", "stats": "info",
+    "describe": "info", "serve": "explore", "rm": "delete",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.lines import Row, batched, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
-from softdb.tables.rows import Fields, Header, OnError, Rows, fields_among, is_own, kind_of, named_in, text_in
+from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, text_in
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
@@ -200,7 +200,7 @@ def fields_of(path: Path, columns: Mapping[str, str | None], collection: str | N
         path = next(path.glob(f"{collection or '*'}.lance"), path)
     row, kind = first_row(path), _kind(path)
     header = (read_header(path) if kind in _LINES else table_in(path, kind, 1).header) if row else None
-    return fields_among(row, columns, not row or is_own(row, Fields(**columns), header))
+    return Fields.among(row, columns, not row or is_own(row, Fields(**columns), header))
 
 
 def first_row(path: Path) -> Row:

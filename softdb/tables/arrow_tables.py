@@ -14,19 +14,7 @@ from numpy.typing import NDArray
 
 from softdb.check import Array, attribute, is_missing, shown
 from softdb.errors import BadInput, MissingDependency
-from softdb.tables.rows import (
-    OWN,
-    Fields,
-    Header,
-    OnError,
-    Rows,
-    fields_among,
-    good_rows,
-    is_own,
-    readable,
-    reason,
-    require_plain,
-)
+from softdb.tables.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
 
 @dataclass(frozen=True)
@@ -149,7 +137,7 @@ def read_table(
         raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
     fields = columns if isinstance(columns, Fields) else Fields(**columns)
     own = is_own(names, fields, header)
-    fields = fields_among(names, columns, own)
+    fields = Fields.among(names, columns, own)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
     key = None if (own or table.optional) and fields.key not in names else fields.key

@@ -50,15 +50,15 @@ class Fields:
             parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
         return parts
 
+    @staticmethod
+    def among(names: Collection[str], columns: Fields | Mapping[str, str | None], own: bool) -> Fields:
+        """Return the fields of a file with these columns: `DEFAULTS` for those not in a dict, but for the value.
 
-def fields_among(names: Collection[str], columns: Fields | Mapping[str, str | None], own: bool) -> Fields:
-    """Return the fields of a file with these columns; those that a dict does not name have `DEFAULTS`, but the value.
-
-    `own`: softdb exported the file, and its reader knows the columns.
-    """
-    if isinstance(columns, Fields) or own:
-        return columns if isinstance(columns, Fields) else Fields(**columns)
-    return Fields(**Fields.roles(list(names), columns, False) | ({} if "id" in columns else {"id": "id"}))
+        `own`: softdb exported the file, and its reader knows the columns.
+        """
+        if isinstance(columns, Fields) or own:
+            return columns if isinstance(columns, Fields) else Fields(**columns)
+        return Fields(**Fields.roles(list(names), columns, False) | ({} if "id" in columns else {"id": "id"}))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ TypedIds = Annotated[
     list[str] | None,
     Argument(metavar="ID...", help='7 is the integer, or the text "7" if only that is stored; - reads one per line.'),
 ]
-Limit = Annotated[int | None, Option(min=0, help="Number of records; without IDs 10.")]
 Where = Annotated[str | None, Option(help='A filter, as JSON: \'{"year": {"$gte": 2020}}\'.')]
 EncoderName = Annotated[str | None, Option("--encoder", help="ngrams, demo, or a sentence-transformers model.")]
 QueryFile = Annotated[Path | None, Option(metavar="FILE.npy", help="Typical queries, to measure recall with.")]

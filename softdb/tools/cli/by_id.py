@@ -11,17 +11,7 @@ from typer import Argument, Option
 
 from softdb.errors import BadInput, SoftDBError
 from softdb.terminal import Excerpt, counted, print_json, print_result, print_table, safe, shortened
-from softdb.tools.cli.arguments import (
-    AsJson,
-    Database,
-    EncoderName,
-    Limit,
-    TypedIds,
-    Where,
-    filter_of,
-    input_lines,
-    typed_ids,
-)
+from softdb.tools.cli.arguments import AsJson, Database, EncoderName, TypedIds, Where, filter_of, input_lines, typed_ids
 from softdb.tools.cli.places import answering, chosen, described, named_encoder, place, read, writing
 
 if TYPE_CHECKING:
@@ -33,7 +23,6 @@ if TYPE_CHECKING:
 IDS_PER_LOOKUP = 1000
 FIRST = 10  # number of records that `get` prints without ids
 SHOWN = 4  # largest count of a vector's numbers that are printed
-EXAMPLE = '{"id": 1, "key": [1, 0]}'
 FIELDS = ("id", "key", "value", "payload", "text")
 
 
@@ -41,7 +30,7 @@ def get(
     path: Database,
     ids: TypedIds = None,
     where: Where = None,
-    limit: Limit = None,
+    limit: Annotated[int | None, Option(min=0, help=f"Number of records; without IDs {FIRST}.")] = None,
     offset: Annotated[int, Option(min=0, help="Skip this number of records.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -170,11 +159,9 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Ite
             _require_same_metric(row["softdb"], db)
             exported = True
             continue
-        if not isinstance(row, dict):
-            raise BadInput(f"line {number} is {shortened(line.strip(), 60)}; expected an object such as {EXAMPLE}")
-        if has_ids not in (None, "id" in row):
-            unlike = "has no id, unlike" if has_ids else "has an id, unlike"
-            raise BadInput(f"line {number} {unlike} the lines before; give every line an id, or none")
+        if not isinstance(row, dict) or has_ids not in (None, "id" in row):
+            expected = 'an object such as {"id": 1, "key": [1, 0]}, with an id in every line or in none'
+            raise BadInput(f"line {number} is {shortened(line.strip(), 60)}; expected {expected}")
         has_ids = "id" in row
         key_name = "key" if exported else next((field for field in DEFAULTS["key"] if field in row), "key")
         embeds = key_name not in row and isinstance(row.get("text"), str) and not exported
