@@ -86,6 +86,7 @@ def open(
         width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
         new = check.schema(width, value_dim, num_classes, dtype, metric, None)
+        created = place is not None and not (place / "catalog.sqlite").exists()
         try:
             store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
             try:
@@ -98,6 +99,7 @@ def open(
                 _note_origin(store, store.keyed._replace(schema=schema), embed)
                 _declare(store, declared)
                 db = SoftDB(DatabaseCore(store, embed, devices))
+                db.core.created = created
                 if verify:
                     db.verify()
             except BaseException:

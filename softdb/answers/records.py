@@ -264,7 +264,8 @@ class Hits(OwnNames, Sequence["QueryHits"]):
             raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
         for name in fields:
             if not isinstance(name, str) or name in columns:
-                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
+                expected = "each field of the payload once; query, rank, id and score are always columns"
+                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected {expected}")
             columns[name] = texts if name == "$text" else frames.field_cells(payloads, name)
         return pandas.DataFrame(columns)
 

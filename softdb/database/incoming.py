@@ -84,7 +84,8 @@ class RecordChecker(NamedTuple):
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
             others = "; stored payloads: update(…, merge=True); a file: softdb.formats.import_records"
             raise BadInput(
-                f"keys are missing; give keys, or texts, or keys=[None, …] for records without a key{others}"
+                "keys are missing; give keys, or texts (texts alone: insert(texts=…)), or keys=[None, …] for records "
+                f"without a key{others}"
             )
         key_column, keyed = self._keys_of(keys, strings, count, progress)
         value_column = self._values_of(values, keyed, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Samples, shaped_as
 from softdb.attend import Source
 from softdb.database.core import Core, SearchArguments
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, EmptyDatabase, SoftDBError
 from softdb.index.placement import DEVICE_ERRORS
 from softdb.misnomers import OwnNames, require_known
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
@@ -43,6 +44,7 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
         require_known(method.__name__, kwargs, known)
         try:
             self.core.require_open()
+            self._warn_if_new(method.__name__ if answers_queries else None)
             try:
                 if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     with check.precise():
@@ -69,6 +71,14 @@ class Questions(OwnNames):
     """Methods that answer queries, which a database and a cluster share; `core` gives access to the records."""
 
     core: Core[Source]
+
+    def _warn_if_new(self, query: str | None) -> None:
+        """Warn if the first query, a verb's name, asks a database that `open` has created, and that holds no records."""
+        if query and self.core.created:
+            self.core.created = False
+            if not self.core.count(None):
+                message = f"{query}: {self.core.path} holds no records, and is new; check the path"
+                warnings.warn(message, EmptyDatabase, stacklevel=3)
 
     @verb
     def search(

@@ -143,6 +143,10 @@ class Verbs(Questions):
     ) -> list[Id]:
         """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
         given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
+        embeds = given.texts is not None and (self.core.encoder() is not None or not self.dim)
+        if given is not NO_ROWS and given.ids is not None and given.keys is None and not embeds:
+            others = "update(ids, payloads=…, merge=True) changes parts, and keys=[None, …] makes records without keys"
+            raise BadInput(f"keys are missing, and whole records are replaced, keys too; {others}")
         return [] if given is NO_ROWS else self.core.put(WriteKind.UPSERT, given, progress)
 
     @verb

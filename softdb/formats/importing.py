@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.check import Array, Id
-from softdb.database import SoftDB
+from softdb.database import SoftDB, Verbs
 from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
@@ -52,6 +52,8 @@ def import_records(
     The database's encoder encodes texts. Raises BadInput for an export from a database with another metric: under
     this database's metric the nearest records would differ.
     """
+    if not isinstance(db, Verbs):
+        raise BadInput(f"db is {check.shown(db)}; expected an open softdb database, and then the source")
     is_rows = isinstance(source, Iterator) and not hasattr(source, "__arrow_c_stream__")
     batches: Iterator[Rows] = source if is_rows else read_records(source, on_error=on_error)
     done, write = 0, db.upsert if upsert else db.insert

@@ -244,7 +244,7 @@ class _TableReader:
 
     def _values(self, batch: Any, name: str, keyed: NDArray[np.bool_], bad: dict[int, str]) -> Any:
         pa, column = needed("pyarrow", "arrow", "a table"), batch.column(name)
-        if pa.types.is_integer(column.type):
+        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
             values, valid = column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(False)
         else:
             values, valid = self._vectors(column, name, bad)
