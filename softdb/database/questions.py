@@ -73,7 +73,7 @@ class Questions(OwnNames):
     core: Core[Source]
 
     def _warn_if_new(self, query: str | None) -> None:
-        """Warn if the first query, a verb's name, asks a database that `open` has created, and that holds no records."""
+        """Warn if the first query asks a database that `open` has just created, and that holds no records."""
         if query and self.core.created:
             self.core.created = False
             if not self.core.count(None):

@@ -23,10 +23,10 @@ def db() -> Any:
 
 
 def test_an_upsert_of_payloads_alone_keeps_the_key(db: Any) -> None:
-    for texts in (None, ["a text"]):  # without an encoder neither makes a key
-        with pytest.raises(BadInput, match=r"^upsert: keys are missing, and whole .*update\(ids, payloads=…"):
-            db.upsert(["a"], payloads=[{"year": 2000}], texts=texts)
+    with pytest.raises(BadInput, match=r"^upsert: keys are missing; .* stored payloads: update\(…, merge"):
+        db.upsert(["a"], payloads=[{"year": 2000}])
     assert db["a"].key.tolist() == [0, 1]
+    db.upsert(["new"], payloads=[{"year": 2000}])  # as insert does
     db.upsert(["a"], keys=[None], payloads=[{"year": 2000}])
     assert db["a"].key is None
 
