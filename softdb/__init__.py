@@ -44,6 +44,8 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and report unknown
             return importlib.import_module(f"softdb.{name}")
         module = next((module for module, names in _LAZY.items() if name in names), None)
         if module is None:
-            raise AttributeError(f"module 'softdb' has no attribute {name!r}")
+            from softdb.misnomers import CALLS, own_name
+
+            raise AttributeError(f"module 'softdb' has no attribute {name!r}{own_name(name, CALLS, __all__)}")
         value = globals()[name] = getattr(importlib.import_module(f"softdb.{module}"), name)
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BadFilter", "BadInput", "Cancelled", "Closed", "CorruptionError", "DatabaseLocked", "DeviceFailed",
-    "DuplicateId", "EncoderWarning", "FormatTooNew", "MissingDependency", "NotADatabase", "ReadOnly",
+    "DuplicateId", "EmptyDatabase", "EncoderWarning", "FormatTooNew", "MissingDependency", "NotADatabase", "ReadOnly",
     "RecallWarning", "ShardUnavailable", "SoftDBError", "StaleRead", "StorageUnavailable", "TrainingWarning",
     "UnknownField", "UnknownId", "WriteFailed",
 ]  # fmt: skip
@@ -88,6 +88,10 @@ class MissingDependency(SoftDBError, ImportError):
 
 class UnknownField(UserWarning):
     """A filter names a field that no record has, so it matches nothing; the message names the most similar field."""
+
+
+class EmptyDatabase(UserWarning):
+    """A query to a database that this handle has just created, and that holds no records; check the path."""
 
 
 class EncoderWarning(UserWarning):

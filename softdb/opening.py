@@ -15,6 +15,7 @@ from softdb.database import DatabaseCore, SoftDB
 from softdb.encoders import REMEDY, EncoderLike, encoder_of, name_of, ngrams, require_like, require_same
 from softdb.errors import BadInput, CorruptionError, DatabaseLocked, NotADatabase, SoftDBError, WriteFailed
 from softdb.filters import FilteredStore
+from softdb.misnomers import known_arguments
 from softdb.store.keyed import Keyed
 from softdb.store.paths import field_names
 from softdb.typing import Device
@@ -24,6 +25,7 @@ __all__ = ["existing", "open", "table_at"]
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://?(?=[^/])")  # one slash is enough, as pathlib turns s3:// into s3:/
 
 
+@known_arguments
 def open(
     path: str | os.PathLike[str] | None,
     *,
@@ -84,6 +86,7 @@ def open(
         width = check.attribute(embed, "dim") if dim is None else dim
         devices, declared = check.devices(device), field_names(() if fields is None else fields)
         new = check.schema(width, value_dim, num_classes, dtype, metric, None)
+        created = place is not None and not (place / "catalog.sqlite").exists()
         try:
             store = FilteredStore(place, mode, new if mode == "rw" else None, durability == "relaxed")
             try:
@@ -96,6 +99,7 @@ def open(
                 _note_origin(store, store.keyed._replace(schema=schema), embed)
                 _declare(store, declared)
                 db = SoftDB(DatabaseCore(store, embed, devices))
+                db.core.created = created
                 if verify:
                     db.verify()
             except BaseException:

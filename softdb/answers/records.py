@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from softdb.answers.shaped import nested
 from softdb.check import Id, shown
 from softdb.errors import BadInput, Closed, CorruptionError, StaleRead
 from softdb.lazy import cached_property
+from softdb.misnomers import OwnNames, known_arguments
 from softdb.store.entry import RecordEntry
 from softdb.visible import table
 
@@ -58,7 +59,7 @@ _NO_COLUMN = "[{!r}] is no position; the columns are attributes, .ids, .payloads
 
 
 @dataclass(frozen=True, repr=False)
-class Record:
+class Record(OwnNames):
     """A copy of one stored record."""
 
     id: Id
@@ -80,7 +81,7 @@ class Record:
 
 
 @dataclass(frozen=True, repr=False)
-class Records(Sequence[Record]):
+class Records(OwnNames, Sequence[Record]):
     """Copies of stored records, in the order of the request: a sequence of `Record`, and a column for each field."""
 
     ids: list[Id]  # n
@@ -145,8 +146,12 @@ class Hit(NamedTuple):
         return f"Hit(id={self.id!r}, score={self.score:.6g}, row={self.row}, payload={shown(self.payload)}{text})"
 
 
+if not TYPE_CHECKING:  # a NamedTuple has no other base
+    Hit.__getattr__ = OwnNames.__getattr__
+
+
 @dataclass(frozen=True, repr=False)
-class Hits(Sequence["QueryHits"]):
+class Hits(OwnNames, Sequence["QueryHits"]):
     """The k best records of each query, best first: a sequence of q `QueryHits`, and arrays.
 
     If a query has fewer than k hits, arrays are padded with row -1 and score -inf; lists and `hits[i]` are shorter.
@@ -229,6 +234,7 @@ class Hits(Sequence["QueryHits"]):
         lists = [[column[row] for row in rows if row >= 0] for rows in self.rows.flatten(0, -2).tolist()]
         return nested(lists, self.rows.shape[:-1])
 
+    @known_arguments
     def to_pandas(self, fields: Sequence[str] | None = None) -> Any:
         """Return a pandas DataFrame with a row for each hit.
 
@@ -258,7 +264,8 @@ class Hits(Sequence["QueryHits"]):
             raise BadInput(f'to_pandas: fields are {shown(fields)}; expected a list of names such as ["year", "lang"]')
         for name in fields:
             if not isinstance(name, str) or name in columns:
-                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected names other than {', '.join(columns)}")
+                expected = "each field of the payload once; query, rank, id and score are always columns"
+                raise BadInput(f"to_pandas: fields hold {shown(name)}; expected {expected}")
             columns[name] = texts if name == "$text" else frames.field_cells(payloads, name)
         return pandas.DataFrame(columns)
 
@@ -295,7 +302,7 @@ def _hits_table(hits: Hits, queries: range) -> str:
     return table(["query", "rank", "id", "score", "payload", "text"], lines, caption)
 
 
-class QueryHits(Sequence[Hit]):
+class QueryHits(OwnNames, Sequence[Hit]):
     """The hits of one query, best first. Ids and payloads are read together with those of the other queries."""
 
     def __init__(self, hits: Hits, query: int) -> None:

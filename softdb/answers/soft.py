@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from softdb.answers.records import Hits
 from softdb.answers.shaped import nested, reshaped
 from softdb.check import Id, integer, precise, shown
 from softdb.lazy import cached_property
+from softdb.misnomers import OwnNames
 from softdb.visible import table, visible
 
 __all__ = ["Estimate", "Explanation", "Pooled", "Samples"]
@@ -89,7 +90,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, repr=False)
-class Pooled:
+class Pooled(OwnNames):
     """The answer of a soft query, with one entry for each query."""
 
     output: Tensor  # (q, v) weighted mean of the values, or (q, num_classes) distribution; differentiable
@@ -109,6 +110,13 @@ class Pooled:
     lse_stderr: Tensor  # (q,) standard error of lse
     met: Tensor  # (q,) bool: True if the requested tolerance is met; for `k=` equal to `exact`
     missing: tuple[int, ...] = ()  # shards of a cluster that did not answer: then met is False and bar infinite
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_") and hasattr(Tensor, name):
+                raise AttributeError(f"'Pooled' object has no attribute {name!r}; its tensor has it: .output.{name}")
+            return super().__getattr__(name)
 
     def explain(self, k: int = 10) -> list[Explanation]:
         """Return for each query the k records with the largest weights, in nested lists for queries (…, d).

@@ -212,6 +212,8 @@ def values(value: object, schema: Schema, count: int) -> Array | None:
     if schema.num_classes is not None:
         return _labels(value, schema.num_classes, count)
     assert schema.value_dim is not None  # has_values without classes
+    if schema.value_dim == 1 and (array := numbers(value, "values")).ndim == 1:
+        value = array[:, None]
     return filled(matrix(value, "values", schema.value_dim, schema.dtype), "values", count)
 
 

@@ -59,7 +59,9 @@ def _identifier(value: object) -> Id:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        advice = "; pass vectors as keys=" if isinstance(value, list | np.ndarray) else ", convert it first"
+        advice = {slice: "; a page is get(limit=…, offset=…)", tuple: "; rows are dicts, or a frame"}.get(
+            type(value), "; pass vectors as keys=" if isinstance(value, list | np.ndarray) else ", convert it first"
+        )
         raise BadInput(f"id {shown(value)} is of type {type(value).__name__}; expected str or int{advice}")
     if not -(2**63) <= int(value) < 2**63:
         raise BadInput(f"id {shown(int(value))} needs more than 64 bits; store it as str")

@@ -119,4 +119,4 @@ def folder(value: object, name: str, expected: str) -> Path:
     encodable(text, name)
     if "\0" in text or any(len(component.encode()) > 255 for component in text.split(os.sep)):
         raise BadInput(f"{name} is {shown(text)}; expected names without NUL, of at most 255 bytes each")
-    return Path(text)
+    return Path(os.path.expanduser(text))

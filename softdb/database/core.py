@@ -56,6 +56,7 @@ class SearchArguments(NamedTuple):
 class Core(Protocol[S]):
     """Internal interface to the records of one database, or of all shards of a cluster."""
 
+    created: bool = False  # True until the first query, if the handle has made the database's directory
     device: torch.device | None = None  # where queries that are not tensors are answered; None: the CPU
 
     @property

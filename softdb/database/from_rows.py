@@ -32,8 +32,8 @@ def columns_of(change: WriteKind, given: Given, fields: Any, has_values: bool, e
         source = list(source)
     if type(source) is list and not source and all(batch is None for batch in given[1:]):
         return NO_ROWS
-    if isinstance(source, Mapping) and isinstance(source.get("id", source.get("text")), list):
-        raise BadInput("a dict is one row, but its id or text is a list; give a list with a dict for each row")
+    if isinstance(source, Mapping) and isinstance(source.get("id", source.get("text")), list | dict):
+        raise BadInput("a dict is one row, but its id or text is a list or dict; give a list with a dict for each row")
     rows: Any = [source] if isinstance(source, Mapping | Record) else source
     is_rows = isinstance(rows, list | tuple | Records) and len(rows) and isinstance(rows[0], Mapping | Record)
     if not (is_table or is_rows):
@@ -130,9 +130,10 @@ def _inserted(columns: Given, named: Mapping[str, str | None], encoder: Callable
     ids, keys, _, payloads, texts = columns
     if keys is None and texts is None:
         if "key" not in named:
+            names = shown(list(payloads[0]) if payloads and isinstance(payloads[0], dict) else [])
             raise BadInput(
                 "rows have no column of keys or texts; expected key, vector, embedding or text: name yours by "
-                "fields={'key': …}, or fields={'key': None} for records without a key"
+                f"fields={{'key': …}}, or fields={{'key': None}} for records without a key; other columns are {names}"
             )
         keys = [None] * len(payloads if payloads is not None else ids)
     elif keys is None and None in texts and encoder() is not None:

@@ -27,6 +27,10 @@ class WriteKind(Enum):
     MERGE = "merge"
 
 
+NO_KEYS = (
+    "keys are missing; give keys, or texts, or keys=[None, …] for records without a key; texts alone: "
+    "insert(texts=…); stored payloads: update(…, merge=True); a file: softdb.formats.import_records"
+)
 UPDATES = (WriteKind.UPDATE, WriteKind.MERGE)
 
 
@@ -82,10 +86,7 @@ class RecordChecker(NamedTuple):
         count = len(names) or _count(keys, payloads, texts)
         strings, jsons = check.texts(texts, count), check.payloads(payloads, count)
         if keys is None and texts is None and (payloads is None or self.encoder() is not None):
-            others = "; stored payloads: update(…, merge=True); a file: softdb.formats.import_records"
-            raise BadInput(
-                f"keys are missing; give keys, or texts, or keys=[None, …] for records without a key{others}"
-            )
+            raise BadInput(NO_KEYS)
         key_column, keyed = self._keys_of(keys, strings, count, progress)
         value_column = self._values_of(values, keyed, count)
         return Batch(names, key_column, value_column, jsons, strings, None if keyed.all() else keyed)

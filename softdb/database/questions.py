@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -15,8 +16,9 @@ from softdb import check
 from softdb.answers import Estimate, Hits, Pooled, Samples, shaped_as
 from softdb.attend import Source
 from softdb.database.core import Core, SearchArguments
-from softdb.errors import BadInput, SoftDBError
+from softdb.errors import BadInput, EmptyDatabase, SoftDBError
 from softdb.index.placement import DEVICE_ERRORS
+from softdb.misnomers import OwnNames, require_known
 from softdb.scoring import Kernel, Score, ScoreFunction, Weighting
 from softdb.scoring.once import REFUSAL, transformed
 from softdb.typing import IdsPerQuery, Vectors
@@ -32,14 +34,17 @@ V = TypeVar("V", bound="Questions")
 
 def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], R]:
     """Wrap a public method: a closed handle raises Closed, and every error message begins with the method's name."""
-    answers_queries = [*inspect.signature(method).parameters][1:2] == ["queries"]  # then (…, d) like (q, d)
+    known = inspect.signature(method).parameters
+    answers_queries = [*known][1:2] == ["queries"]  # then (…, d) like (q, d)
 
     @functools.wraps(method)
     def call(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # a graph cannot hold files, so torch.compile must not trace the verb
             return torch.compiler.disable(call)(self, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        require_known(method.__name__, kwargs, known)
         try:
             self.core.require_open()
+            self._warn_if_new(method.__name__ if answers_queries else None)
             try:
                 if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     with check.precise():
@@ -62,10 +67,18 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
     return call
 
 
-class Questions:
+class Questions(OwnNames):
     """Methods that answer queries, which a database and a cluster share; `core` gives access to the records."""
 
     core: Core[Source]
+
+    def _warn_if_new(self, query: str | None) -> None:
+        """Warn if the first query asks a database that `open` has just created, and that holds no records."""
+        if query and self.core.created:
+            self.core.created = False
+            if not self.core.count(None):
+                message = f"{query}: {self.core.path} holds no records, and is new; check the path"
+                warnings.warn(message, EmptyDatabase, stacklevel=3)
 
     @verb
     def search(

@@ -12,7 +12,7 @@ from softdb.answers import Record, Records, frames
 from softdb.check import Id
 from softdb.database import arrow
 from softdb.database.from_rows import NO_ROWS, columns_of
-from softdb.database.incoming import Given, WriteKind
+from softdb.database.incoming import NO_KEYS, Given, WriteKind
 from softdb.database.questions import Questions, verb
 from softdb.errors import BadInput
 from softdb.index.choose import Progress
@@ -143,6 +143,9 @@ class Verbs(Questions):
     ) -> list[Id]:
         """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
         given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
+        are_payloads = given is not NO_ROWS and given.keys is None and given.texts is None and given.ids is not None
+        if are_payloads and self.dim and any(self.core.stored(check.identifiers(given.ids))):
+            raise BadInput(NO_KEYS)  # the stored records would lose theirs
         return [] if given is NO_ROWS else self.core.put(WriteKind.UPSERT, given, progress)
 
     @verb

@@ -27,6 +27,7 @@ from softdb.store.paths import field_sql, parts_of, spelled, utf8
 from softdb.store.textindex import MATCHING, phrases
 
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+_SYMBOLS = {symbol: name for name, symbol in _ORDER.items()} | {"=": "$eq", "==": "$eq", "!=": "$ne"}
 _NEGATED = {"$ne": "$eq", "$nin": "$in"}
 _OPERATORS = ["$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$startswith", "$contains"]
 _OPERATORS += ["$icontains", "$size", "$elemMatch", "$not"]
@@ -94,10 +95,9 @@ class _Field:
     def unknown(self, operator: object) -> str:
         """Return the message for an unknown operator."""
         if isinstance(operator, str) and not operator.startswith("$"):
-            inner = shown(f"{self.name}.{operator}")
-            return (
-                f"field {shown(self.name)} has {shown(operator)}, which is no operator; write a nested field as {inner}"
-            )
+            inner, near = shown(f"{self.name}.{operator}"), _SYMBOLS.get(operator, f"${operator}")
+            advice = f"write {near}" if near in _OPERATORS else f"write a nested field as {inner}"
+            return f"field {shown(self.name)} has {shown(operator)}, which is no operator; {advice}"
         return (
             f"field {shown(self.name)} is given the unknown operator {shown(operator)}{_hint(operator, _OPERATORS)}; "
             f"there are {' '.join(_OPERATORS)}"

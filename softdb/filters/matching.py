@@ -108,7 +108,8 @@ class Matches:
             self._looked_for.add(name)
             condition, bindings = statement(parse({name: {"$exists": True}}))
             if catalog.one(f"SELECT 1 FROM records WHERE {condition} LIMIT 1", bindings) is None:
-                message = f"no record has the field {shown(name)}{_suggest(name, catalog)}"
+                own = {"id": "; the record's id is $id", "text": "; the record's text is $text"}.get(name)
+                message = f"no record has the field {shown(name)}{own or _suggest(name, catalog)}"
                 warnings.warn(message, UnknownField, stacklevel=2)
 
 

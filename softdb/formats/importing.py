@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.check import Array, Id
-from softdb.database import SoftDB
+from softdb.database import SoftDB, Verbs
 from softdb.errors import BadInput, DuplicateId, SoftDBError
 from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
@@ -52,6 +52,8 @@ def import_records(
     The database's encoder encodes texts. Raises BadInput for an export from a database with another metric: under
     this database's metric the nearest records would differ.
     """
+    if not isinstance(db, Verbs):
+        raise BadInput(f"db is {check.shown(db)}; expected an open softdb database, and then the source")
     is_rows = isinstance(source, Iterator) and not hasattr(source, "__arrow_c_stream__")
     batches: Iterator[Rows] = source if is_rows else read_records(source, on_error=on_error)
     done, write = 0, db.upsert if upsert else db.insert
@@ -59,7 +61,8 @@ def import_records(
     def put(rows: Rows) -> None:
         new = _missing(db, rows, upsert) if resume else rows
         if len(new):
-            write(new.ids, new.keys, new.values, new.payloads, texts=new.texts)
+            by_default = check.are_texts(new.keys) and not db.dim and db.core.encoder() is None
+            write(new.ids, None if by_default else new.keys, new.values, new.payloads, texts=new.texts)
 
     try:
         for rows in batches:
@@ -156,7 +159,7 @@ def read_records(
         source: a path, whose suffix gives the format (docs/formats.md lists them); or an object with an Arrow C stream:
             a frame of pandas or polars, a table or reader of pyarrow, a dataset of Hugging Face.
         fields: names of the fields or columns: a dict of some of id, key, text and value, or `Fields` for all. With a
-            dict or None, frames and tables have the defaults of `insert` for the others, except for the value.
+            dict or None, frames, tables and lines have the defaults of `insert` for the others, except for the value.
         keys: a file of vectors: the keys of the records in a `.jsonl` or `.csv` file, in the order of its lines.
         collection: name of the collection, if a folder of another database holds several.
         batch_size: number of records in a batch.
@@ -180,6 +183,8 @@ def read_records(
     has_collections = kind in COLLECTIONS or kind == "lancedb"
     if collection is not None and not has_collections:
         raise BadInput(f"{path.name} is no database of collections; leave out collection {collection!r}")
+    if not isinstance(columns, Fields) and keys is None and (kind in _LINES or kind == "lancedb"):
+        fields = fields_of(path, columns, collection)
     if has_collections or kind in VECTORS:
         return read_collection(path, kind, collection, fields, size, on_error)
     if kind in TABLES or kind in FOLDERS:
@@ -189,6 +194,28 @@ def read_records(
     if keys is not None and on_error is not None:
         raise BadInput("bad lines cannot be skipped with a file of keys, which has a row for each line; mend the lines")
     return _read_lines(path, fields, keys, size, on_error)
+
+
+def fields_of(path: Path, columns: Mapping[str, str | None], collection: str | None = None) -> Fields:
+    """Return the fields of a table or a file of lines: its columns, or the fields of its first line, by `DEFAULTS`."""
+    if _kind(path) == "lancedb":
+        path = next(path.glob(f"{collection or '*'}.lance"), path)
+    row, kind = first_row(path), _kind(path)
+    header = (read_header(path) if kind in _LINES else table_in(path, kind, 1).header) if row else None
+    return Fields.among(row, columns, not row or is_own(row, Fields(**columns), header))
+
+
+def first_row(path: Path) -> Row:
+    """Return the first record of a file of lines or of a table as a dict; {} for another file or a bad first line."""
+    try:
+        if (kind := _kind(path)) in TABLES or kind in FOLDERS:
+            rows = next(table_in(path, kind, 1).batches).slice(0, 1).to_pylist()
+        else:
+            line = next(read_rows(path, Fields()))
+            rows = [line.row | dict.fromkeys(line.empty)]
+    except (BadInput, StopIteration):
+        return {}
+    return rows[0] if rows else {}
 
 
 def _read_lines(
@@ -234,7 +261,7 @@ def _records(
         try:
             text = row.get("text") if exported else None
             if fields.text is not None:
-                text = text_in(row, fields.text, embeds, empty)
+                text = text_in(row, fields.text, embeds, (*empty, "text"))
             name = i if fields.id is None else check.identifiers([_taken(row, fields.id, "id")])[0]
             no_key = row.get(fields.key or "key", None if exported else ...) is None
             keyless = no_key and vectors is None and not embeds

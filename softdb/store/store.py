@@ -58,7 +58,11 @@ class Store(Session):
         if (rows < 0).any():
             missing = np.flatnonzero(rows < 0)
             several = f" ({len(missing)} of {len(ids)} ids are unknown)" if len(ids) > 1 else ""
-            raise UnknownId(f"id {shown(ids[missing[0]])} is not stored{several}{self._describe_lag()}")
+            name, text = ids[missing[0]], str(ids[missing[0]])
+            other = text if name != text else int(text) if text.isdecimal() and len(text) < 19 else None
+            apart = other is not None and self.locate([other]).rows[0] >= 0
+            also = f"; {shown(other)} is, and differs: ids are str or int" if apart else ""
+            raise UnknownId(f"id {shown(name)} is not stored{several}{also}{self._describe_lag()}")
         return located
 
     @on_thread

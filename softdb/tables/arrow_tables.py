@@ -137,8 +137,7 @@ def read_table(
         raise BadInput(f"{table.path.name} has several columns {repeated!r}; rename them")
     fields = columns if isinstance(columns, Fields) else Fields(**columns)
     own = is_own(names, fields, header)
-    if isinstance(columns, dict) and not own:
-        fields = Fields(**Fields.roles(names, columns, False) | ({} if "id" in columns else {"id": "id"}))
+    fields = Fields.among(names, columns, own)
     if own and fields.value is None and "value" in names:
         fields = replace(fields, value="value")
     key = None if (own or table.optional) and fields.key not in names else fields.key
@@ -245,7 +244,7 @@ class _TableReader:
 
     def _values(self, batch: Any, name: str, keyed: NDArray[np.bool_], bad: dict[int, str]) -> Any:
         pa, column = needed("pyarrow", "arrow", "a table"), batch.column(name)
-        if pa.types.is_integer(column.type):
+        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
             values, valid = column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(False)
         else:
             values, valid = self._vectors(column, name, bad)

@@ -18,6 +18,7 @@ from softdb.errors import BadInput, MissingDependency
 
 OnError: TypeAlias = Callable[[BadInput], None]  # called with the error of a bad row, which is then skipped
 DEFAULTS = {"id": ("id",), "key": ("key", "vector", "embedding"), "text": ("text",), "value": ("value",)}
+_APART = (("id", None), ("value", "value"))  # parts of a `Fields` that are no defaults of rows
 OWN = {"id", "id_is_int", "key", "value", "text", "payload"}  # columns of files that softdb exported
 
 
@@ -44,10 +45,20 @@ class Fields:
         for role in [role for role in DEFAULTS if role not in named]:
             defaults = [name for name in DEFAULTS[role] if name in columns and name not in named.values()]
             if len(defaults) > 1:
-                choice = f"fields={{{role!r}: {defaults[0]!r}}}"
+                choice = f"fields={{{role!r}: {defaults[0]!r}}}, or on a shell --{role} {defaults[0]}"
                 raise BadInput(f"columns {shown(defaults)} may each be the {role}; choose: {choice}")
             parts[role] = defaults[0] if defaults and (role != "value" or has_values) else None
         return parts
+
+    @staticmethod
+    def among(names: Collection[str], columns: Fields | Mapping[str, str | None], own: bool) -> Fields:
+        """Return the fields of a file with these columns: `DEFAULTS` for those not in a dict, but for the value.
+
+        `own`: softdb exported the file, and its reader knows the columns.
+        """
+        if isinstance(columns, Fields) or own:
+            return columns if isinstance(columns, Fields) else Fields(**columns)
+        return Fields(**Fields.roles(list(names), columns, False) | ({} if "id" in columns else {"id": "id"}))
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,8 @@ class Header:
 def named_in(fields: Any) -> dict[str, str | None]:
     """Return the columns that `fields` names, by role. Raises BadInput."""
     if isinstance(fields, Fields):
-        fields = {role: name for role, name in asdict(fields).items() if name != role and (name or role == "id")}
+        parts = asdict(fields).items()
+        fields = {role: name for role, name in parts if name not in (role, None) or (role, name) in _APART}
     named = {} if fields is None else fields
     known = isinstance(named, Mapping) and named.keys() <= DEFAULTS.keys()
     if not known or not all(isinstance(name, str | None) for name in named.values()):
@@ -172,7 +184,8 @@ def kind_of(path: Path, expected: str, *kinds: str) -> str:
         raise BadInput(f"{path} {f'is not a file; give one of {expected}' if path.exists() else 'does not exist'}")
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in kinds:
-        raise BadInput(f"{path.name} has a name of no known kind; expected {expected}")
+        lines = "; write a JSON list as lines: jq -c '.[]' FILE.json > FILE.jsonl" if kind == ".json" else ""
+        raise BadInput(f"{path.name} has a name of no known kind; expected {expected}{lines}")
     return kind
 
 

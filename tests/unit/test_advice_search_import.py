@@ -226,7 +226,7 @@ def test_another_metric_needs_another_database(folder: Path) -> Steps:
 
 @advice("name the right one")
 def test_fields_are_named(folder: Path) -> Steps:
-    (folder / "r.jsonl").write_text('{"id": "a", "vector": [1, 0]}\n')
+    (folder / "r.jsonl").write_text('{"id": "a", "vec": [1, 0]}\n')
     with softdb.open(None, dim=2) as db:
         yield lambda: import_records(db, folder / "r.jsonl")
-        assert import_records(db, read_records(folder / "r.jsonl", fields=Fields(key="vector"))) == 1
+        assert import_records(db, read_records(folder / "r.jsonl", fields=Fields(key="vec"))) == 1

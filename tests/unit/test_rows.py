@@ -536,3 +536,16 @@ def test_imports_leave_out_nan_as_inserts_do(db: SoftDB) -> None:
     table = arrow([{"id": 1, "key": [1.0, 2.0], "x": float("nan"), "y": 2.0}])
     assert import_records(db, table) == 1
     assert db[1].payload == {"y": 2.0}
+
+
+def test_an_import_of_texts_into_a_new_database_embeds_them_as_an_insert_does(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "a cat", "n": 1}\n{"id": "b", "text": "a dog", "n": 2}\n')
+    with softdb.open(None) as db:
+        with pytest.warns(softdb.EncoderWarning):
+            import_records(db, read_records(tmp_path / "rows.jsonl", batch_size=1))
+        assert (db.encoder_name, db.search("a cat", k=1).ids, db["b"].payload) == ("ngrams", [["a"]], {"n": 2})
+    with (
+        softdb.open(None, dim=2) as db,
+        pytest.raises(softdb.BadInput, match="keys are text but this database was opened without an encoder"),
+    ):
+        import_records(db, tmp_path / "rows.jsonl")

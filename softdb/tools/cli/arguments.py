@@ -173,4 +173,5 @@ def _json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{name} is not JSON ({error}); quote it for the shell: '…'") from None
+        example = '{"year": {"$gt": 1990}}' if name == "--where" else "[0.1, 2]"
+        raise BadInput(f"{name} is not JSON ({error}); write it like '{example}', in quotes for the shell") from None

@@ -21,16 +21,29 @@ if TYPE_CHECKING:
     from softdb.filters import FilteredStore
 
 IDS_PER_LOOKUP = 1000
+FIRST = 10  # number of records that `get` prints without ids
 SHOWN = 4  # largest count of a vector's numbers that are printed
 FIELDS = ("id", "key", "value", "payload", "text")
 
 
-def get(path: Database, ids: TypedIds, as_json: AsJson = False) -> None:
-    """Print records in the order of the ids; exit code 3 if an id is not stored."""
+def get(
+    path: Database,
+    ids: TypedIds = None,
+    where: Where = None,
+    limit: Annotated[int | None, Option(min=0, help=f"Number of records; without IDs {FIRST}.")] = None,
+    offset: Annotated[int, Option(min=0, help="Skip this number of records.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Print records in the order of the ids, or the first ones, or those of a filter; exit code 3 for an unknown id."""
+    filter_ = filter_of(where)
     with answering(path, quiet=as_json) as db:
-        wanted = typed_ids(db, ids)
-        lookups = (wanted[low : low + IDS_PER_LOOKUP] for low in range(0, len(wanted), IDS_PER_LOOKUP))
-        records = [record for lookup in lookups for record in db.get(lookup)]
+        if not ids:
+            records = list(db.get(where=filter_, limit=FIRST if limit is None else limit, offset=offset))
+        else:
+            wanted = typed_ids(db, ids)
+            lookups = (wanted[low : low + IDS_PER_LOOKUP] for low in range(0, len(wanted), IDS_PER_LOOKUP))
+            records = [record for lookup in lookups for record in db.get(lookup, filter_)]
+            records = records[offset:][:limit]
     facts = [record_facts(record) for record in records]
     if as_json:
         print_json(facts)
@@ -97,8 +110,8 @@ def insert(
     """Insert records from JSON lines as `get` and `export` print them: {"id": 1, "key": [1, 0], "payload": {"n": 9}}.
 
     If the database has an encoder, it computes the key of a text without a key. A record with "key": null stays
-    without a key, as does a record of an export without one. All fields other than id, key, value, payload and text
-    become the payload.
+    without a key, as does a record of an export without one. The key may be called vector or embedding. If no record
+    has an id, ids are made. All other fields than these, value, payload and text become the payload.
     """
     from softdb.formats.lines import batched
 
@@ -116,7 +129,8 @@ def insert(
                 if any(embeds) and embed is not None:
                     vectors = iter(embed([text for text, embedded in zip(texts, embeds, strict=True) if embedded]))
                     keys = [next(vectors) if embedded else key for key, embedded in zip(keys, embeds, strict=True)]
-                put(ids, keys, values if any(v is not None for v in values) else None, payloads, texts=texts)
+                columns = [keys, values if any(v is not None for v in values) else None, payloads]
+                put(None if ids[0] is None else ids, *columns, texts=texts)
                 done += len(batch)
         except SoftDBError as error:
             line = f"line {number}: " if number and not str(error).startswith("line ") else ""
@@ -133,8 +147,9 @@ def insert(
 def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Iterator[_InputRecord]:
     """Parse JSON lines to records; skip the header line of an export. Raises BadInput with the line number."""
     from softdb.formats.lines import no_constant
+    from softdb.tables.rows import DEFAULTS
 
-    exported = False
+    exported, has_ids = False, None
     for number, line in lines:
         try:
             row = json.loads(line, parse_constant=no_constant)
@@ -144,13 +159,13 @@ def _records(lines: Iterable[tuple[int, str]], db: SoftDB | TableCluster) -> Ite
             _require_same_metric(row["softdb"], db)
             exported = True
             continue
-        if not isinstance(row, dict) or "id" not in row:
-            raise BadInput(
-                f"line {number} has no id: {shortened(line.strip(), 60)}; expected an object such as "
-                '{"id": 1, "key": [1, 0]}'
-            )
-        embeds = "key" not in row and isinstance(row.get("text"), str) and not exported
-        name, key, value, text = (row.pop(field, None) for field in ("id", "key", "value", "text"))
+        if not isinstance(row, dict) or has_ids not in (None, "id" in row):
+            expected = 'an object such as {"id": 1, "key": [1, 0]}, with an id in every line or in none'
+            raise BadInput(f"line {number} is {shortened(line.strip(), 60)}; expected {expected}")
+        has_ids = "id" in row
+        key_name = "key" if exported else next((field for field in DEFAULTS["key"] if field in row), "key")
+        embeds = key_name not in row and isinstance(row.get("text"), str) and not exported
+        name, key, value, text = (row.pop(field, None) for field in ("id", key_name, "value", "text"))
         payload = row["payload"] if list(row) == ["payload"] else row or None
         yield _InputRecord(number, name, key, value, payload, text, embeds)
 

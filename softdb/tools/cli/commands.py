@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from softdb import misnomers
 from softdb.errors import SoftDBError
 from softdb.tools.cli.endings import exit_code, warn_in_one_line
 
@@ -38,6 +40,7 @@ COMMANDS = {
     "mcp": "softdb.tools.cli.serve:mcp",
     "bench": "softdb.tools.bench.command:bench",
 }
+WIDE = 60  # columns of a terminal from which on the help of a command is drawn in boxes
 HELP = """\
 Usage: softdb COMMAND DATABASE …        softdb COMMAND --help lists its options
 A vector database you can backpropagate through: a directory, no server.
@@ -45,7 +48,7 @@ A vector database you can backpropagate through: a directory, no server.
   demo               try it: store, search and train on 20,000 definitions
   import, export     make a database of files; write its records to files
   insert, delete     insert JSON lines from a pipe; delete by id or by filter
-  get, count         print records by id; count all, or those of a filter
+  get, count         print records, all or by id or filter; count them
   search             find the records nearest to a text or a vector
   attend             soft query: mean of all, weighted by softmax(score / T)
   train              learn a projection of the queries from pairs
@@ -76,9 +79,15 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, _, function = COMMANDS[cmd_name].partition(":")
-        single = typer.Typer(add_completion=False)
+        is_wide = shutil.get_terminal_size().columns >= WIDE  # narrow boxes cut the options' names
+        single = typer.Typer(add_completion=False, rich_markup_mode="rich" if is_wide else None)
         single.command(cmd_name)(getattr(import_module(module), function))
         return typer.main.get_command(single)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}{misnomers.own_name(args[0], misnomers.COMMANDS, COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(HELP)
@@ -123,6 +132,7 @@ app = typer.Typer(
     name="softdb",
     help="A durable vector database you can backpropagate through.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

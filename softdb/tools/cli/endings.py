@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from softdb.errors import DatabaseLocked, SoftDBError, UnknownId
+from softdb.misnomers import ARGUMENTS, own_name
 from softdb.terminal import dumps, safe, terminal
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ def exit_code(error: BaseException, as_json: bool, command: click.Command | None
     if hasattr(error, "format_message"):  # the parser refuses a command, an option or an argument
         context = getattr(error, "ctx", None)
         program = "softdb" if context is None else context.command_path
-        _print_error("Usage", f"{error.format_message().rstrip('.')}; see {program} --help", USAGE, as_json)
+        message = error.format_message().rstrip(".")
+        if context is not None and (typed := getattr(error, "option_name", None)):
+            message = f"No such option: {typed}{_own_option(typed, context.command)}"
+        _print_error("Usage", f"{message}; see {program} --help", USAGE, as_json)
         return USAGE
     message, code = str(error), FAILED
     if isinstance(error, OSError) and error.strerror and not isinstance(error, SoftDBError):
@@ -39,6 +43,14 @@ def exit_code(error: BaseException, as_json: bool, command: click.Command | None
         code = UNKNOWN if isinstance(error, UnknownId) else LOCKED
     _print_error(type(error).__name__, message if command is None else as_typed(message, command), code, as_json)
     return code
+
+
+def _own_option(typed: str, command: click.Command) -> str:
+    """Return the end of the message about an unknown option: the command's option for it, or the most similar."""
+    options = {str(option.name): option.opts[-1] for option in command.params if option.param_type_name == "option"}
+    dashed = {("--" if name[1:] else "-") + name.replace("_", "-"): word for name, word in ARGUMENTS.items()}
+    own = {name: options[word] for name, word in dashed.items() if word in options}
+    return own_name(typed, own, options.values())
 
 
 def as_typed(message: str, command: click.Command) -> str:

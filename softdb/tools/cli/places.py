@@ -164,7 +164,8 @@ def chosen(path: Path, stored: str | None, option: str | None, default: str | No
         raise BadInput(f"the keys of {path} were made by the model {stored!r}; {remedy}")
     name = option or stored or default
     if name is None:
-        raise BadInput(f"{path} stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers")
+        models = "--encoder (ngrams, demo or a model)"
+        raise BadInput(f"{path} stores no name of an encoder; add {models}, or give numbers: '[1, 0]'")
     return name
 
 

@@ -70,10 +70,14 @@ def import_(
     keys: Annotated[Path | None, Option(help="A .npy or .npz file with the keys, in the order of FILE.")] = None,
     id_field: Annotated[str, Option("--id", metavar="FIELD", help="Field with the id.")] = "id",
     key_field: Annotated[
-        str | None, Option("--key", metavar="FIELD", help='Field with the key, as numbers; "key" without --text.')
+        str | None,
+        Option(
+            "--key", metavar="FIELD", help="Field with the key, as numbers; key, vector or embedding without --text."
+        ),
     ] = None,
     text: Annotated[
-        str | None, Option(metavar="FIELD", help="Field with the text; encoded as the key without --key and --keys.")
+        str | None,
+        Option(metavar="FIELD", help='Field with the text, "text" without --key; encoded if there is no key.'),
     ] = None,
     value: Annotated[str | None, Option(metavar="FIELD", help="Field with the value: numbers or a label.")] = None,
     num_classes: Annotated[int | None, Option(help="New database: values are labels below this number.")] = None,
@@ -91,15 +95,20 @@ def import_(
 ) -> None:
     """Import records, and create a missing database; fields other than id, key, text and value are the payload."""
     from softdb.formats import Fields, import_records, read_records
+    from softdb.formats.importing import fields_of
     from softdb.opening import table_at
+    from softdb.tables.rows import named_in
 
     if keys is not None and len(files) > 1:
         raise BadInput(f"--keys goes with one FILE, but {len(files)} are given; import them one by one")
-    fields = Fields(None if row_ids else id_field, key_field, text, value)
     skipped = _Skipped()
     skip = skipped if on_error.value == "skip" else None
-    size = batch_size or (256 if fields.key is None and keys is None else 10_000)
+    new, width, stored_name = _present(path)
     typed, files = files, [ctx.with_resource(spooled(file, "stdin.jsonl")) for file in files]
+    fields = Fields(None if row_ids else id_field, key_field, text, value)
+    if key_field is None and text is None and keys is None:
+        fields = fields_of(files[0], named_in(fields), collection)
+    size = batch_size or (256 if fields.key is None and keys is None else 10_000)
     options: dict[str, Any] = {"fields": fields, "keys": keys, "batch_size": size, "on_error": skip}
     batches = chain.from_iterable([read_records(file, collection=collection, **options) for file in files])
     try:
@@ -108,7 +117,6 @@ def import_(
         raise BadInput(f"{error}{_remedy(path, typed, files[0], fields, keys is not None)}") from None
     if first is None:
         raise BadInput(f"{files[0].name} holds no records{skipped.summary}; nothing was imported")
-    new, width, stored_name = _present(path)
     embeds, is_table = isinstance(first.keys[0], str), table_at(path) is not None
     name = chosen(path, stored_name, encoder, "ngrams" if new else None) if embeds else None
     options = named(dim=dim, metric=metric, dtype=dtype)
@@ -145,22 +153,20 @@ def import_(
 
 def _remedy(path: Path, typed: list[Path], file: Path, fields: Fields, has_keys: bool) -> str:
     """Return a command that imports a file whose first line has no field of the id or key; empty for other files."""
-    from softdb.formats.importing import is_vector
-    from softdb.formats.lines import read_rows
+    from softdb.formats.importing import first_row, is_vector
 
-    try:
-        row = next(iter(read_rows(file, fields))).row
-    except (BadInput, StopIteration):
+    row = first_row(file)
+    if not row:
         return ""  # another format, or no good first line
-    words: list[str] = []
+    words = ["--row-ids"] if fields.id is None else []
     if fields.id == "id" and "id" not in row:
         name = next((name for name in row if name.lower().endswith(("_id", "uuid"))), None)
         words += ["--row-ids"] if name is None else ["--id", name]
     if fields.key == "key" and "key" not in row and not has_keys:
         vectors = [name for name, value in row.items() if is_vector(value)]
         cells = {name: cell for name, cell in row.items() if isinstance(cell, str) and name not in words}
-        texts = [name for name in cells if name == "text" or " " in cells[name].strip()]  # a single word may be a label
-        text = max(texts, key=lambda name: (name == "text", len(row[name])), default="")
+        texts = [name for name in cells if " " in cells[name].strip()]  # a single word may be a label
+        text = max(texts, key=lambda name: len(row[name]), default="")
         by_text = ["--text", text, "--encoder", "ngrams"] if texts else ["--keys", "KEYS.npy"]
         words += ["--key", vectors[0]] if vectors else by_text
     command = shlex.join(["softdb", "import", place(path), *map(str, typed), *words])
@@ -191,6 +197,8 @@ def _present(path: Path) -> tuple[bool, int | None, str | None]:
     """Return True if no database is there, else False; then the width of the keys and the name of their encoder."""
     from softdb.opening import table_at
 
+    if path.is_file():
+        raise BadInput(f"{path} is a file; name the database first: softdb import DATABASE {path}")
     if table_at(path) is None and not (path / "catalog.sqlite").exists():
         return True, None, None
     try:

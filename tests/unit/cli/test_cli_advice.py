@@ -50,7 +50,7 @@ def test_the_encoder_must_be_that_of_the_keys(texts: Path) -> None:
 def test_text_queries_over_keys_of_an_unknown_encoder_need_one(tmp_path: Path) -> None:
     holding(HashedNGrams(D)(["a red fox", "a blue whale"]), ids=["a", "b"], path=tmp_path / "db").close()
     error = fails("search", tmp_path / "db", "fox")
-    assert "stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers" in error
+    assert "stores no name of an encoder; add --encoder (ngrams, demo or a model), or give numbers: '[1, 0]'" in error
     assert answer("search", tmp_path / "db", "fox", "-k", 1, "--encoder", "ngrams")[0][0]["id"] == "a"
     numbers = str(HashedNGrams(D)(["fox"])[0].tolist())
     assert answer("search", tmp_path / "db", numbers, "-k", 1)[0][0]["id"] == "a"

@@ -97,7 +97,7 @@ def test_exit_codes_are_those_of_the_page(plane: Path) -> None:
     with softdb.open(plane):
         message = fails("insert", plane, code=4, stdin='{"id": 1, "key": [1, 0], "value": 1}')
         assert "is being written by process" in message
-    assert "No such command 'serch'; see softdb --help" in fails("serch", code=2)
+    assert "No such command 'serch'; did you mean search?; see softdb --help" in fails("serch", code=2)
     assert "Missing argument 'PATH'; see " in fails("count", code=2)
 
 
@@ -131,7 +131,7 @@ def test_ids_are_typed_bare_or_as_json(tmp_path: Path) -> None:
     assert answer("delete", path, "7") == {"deleted": 1, "records": 5}
     assert answer("get", path, "7")[0]["id"] == "7"
     assert "99999999999999999999" in fails("get", path, "9" * 20, code=3)
-    assert "Missing argument 'ID...'" in fails("get", path, code=2)
+    assert len(answer("get", path)) == 5
     assert answer("get", path, "-", stdin="\n") == []
     assert answer("delete", path, "-", stdin="") == {"deleted": 0, "records": 5}
     assert answer("delete", path, "--where", "{}") == {"deleted": 5, "records": 0}
@@ -186,7 +186,7 @@ def test_words_are_searched(tmp_path: Path) -> None:
     [
         ("{oops", "line 3: not JSON"),
         ('{"id": 1, "key": [NaN, 1], "value": 1}', "line 3: not JSON (NaN is not a JSON number)"),
-        ("[1]", "line 3 has no id: [1]; expected an object such as"),
+        ("[1]", "line 3 is [1]; expected an object such as"),
         ('{"key": [1, 0], "value": 1}', "expected an object such as"),
         ('{"id": 9, "key": [1], "value": 1}', "line 3: insert: keys"),
         ('{"id": "east", "key": [1, 0], "value": 1}', "line 3: insert: id 'east' is stored already"),

@@ -121,11 +121,11 @@ def test_imports_that_cannot_serve(tmp_path: Path, book: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"name": "a", "embedding": [1, 2]}, "--row-ids --key embedding"),
+        ({"name": "a", "vec": [1, 2]}, "--row-ids --key vec"),
         ({"doc_id": "d", "year": 5}, "--id doc_id --keys KEYS.npy"),
         ({"doc_id": "d", "key": [1]}, "--id doc_id"),
         ({"id": "d", "x0": 0.5, "label": "c0"}, "--keys KEYS.npy"),
-        ({"id": "d", "title": "much longer than text", "text": "t"}, "--text text --encoder ngrams"),
+        ({"id": "d", "title": "a title", "body": "a longer text"}, "--text body --encoder ngrams"),
     ],
 )
 def test_an_import_without_ids_or_keys_says_what_to_type(tmp_path: Path, row: dict[str, Any], words: str) -> None:
