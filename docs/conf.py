@@ -16,6 +16,7 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gallery import FOLDER, Gallery, write_pages
 from results import Results
 
 REPOSITORY = "https://github.com/softdb/softdb"
@@ -30,9 +31,14 @@ exclude_patterns = ["images"]
 html_theme = "furo"
 html_title = "softdb"
 html_show_sourcelink = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-brand-primary": "#8a5200", "color-brand-content": "#8a5200"},  # the explorer's
+    "dark_css_variables": {"color-brand-primary": "#ffc163", "color-brand-content": "#ffc163"},
+}
 html_math_renderer = "mathml"
-html_static_path = ["style.css"]
+html_logo = html_favicon = "../softdb/tools/explore/page/icon.svg"  # of the explorer
+html_static_path = ["site/style.css", "site/slider.js"]
 html_css_files = ["style.css"]
 
 autodoc_member_order = "bysource"
@@ -63,14 +69,14 @@ def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lin
         before = [text for text in result if text.strip()][-1:]
         opens = line.startswith("    ") and result and not result[-1].strip() and before and before[0] not in SECTIONS
         if opens and not before[0].startswith("    "):
-            result += ["::", ""]
+            result += [".. code-block:: none", ""]
         result.append(line if line.startswith("    ") else line.replace("|", "\\|"))  # |x| is no substitution
     lines[:] = result
 
 
 def inline(self: Any, node: nodes.math) -> None:
     """Write a formula as MathML."""
-    self.body.append(convert(node.astext()))
+    self.body.append(f'<span class="formula-inline">{convert(node.astext())}</span>')
     raise nodes.SkipNode
 
 
@@ -81,12 +87,31 @@ def block(self: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def landing(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the figure that moves and the cards of examples into the first page; GitHub shows a picture and a link."""
+    if page != "index":
+        return
+    figure = (Path(app.srcdir) / "site" / "slider.html").read_text()
+    text = re.sub(
+        r"^!\[.*\]\(images/temperature\.svg\)$", lambda _: f"```{{raw}} html\n{figure}```", source[0], flags=re.M
+    )
+    source[0] = re.sub(r"^<!-- gallery: (.+) -->$", r"```{gallery}\n\1\n```", text, flags=re.MULTILINE)
+
+
+def script(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
+    """Load the figure's script on the first page alone."""
+    if page == "index":
+        app.add_js_file("slider.js", loading_method="defer")
+
+
 def elsewhere(app: Sphinx, page: str, source: list[str]) -> None:
     """Change links to files outside the site into links to the repository, except pictures, which the site shows."""
     docs, folder = Path(app.srcdir), (Path(app.srcdir) / page).parent
 
     def repository(link: re.Match[str]) -> str:
         text, file = link[1], (folder / link[2]).resolve()
+        if file.parent == docs.parent / "examples" and file.suffix == ".py" and not link[3]:
+            return f"{text}](/{FOLDER}/{file.stem}.md)"
         if text.startswith("!") or file.is_relative_to(docs):
             return link[0]
         return f"{text}]({REPOSITORY}/blob/main/{file.relative_to(docs.parent).as_posix()}{link[3] or ''})"
@@ -98,7 +123,11 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the functions above with Sphinx."""
     app.connect("autodoc-process-docstring", equations, priority=400)  # before napoleon's
     app.connect("autodoc-process-docstring", fields)
+    app.connect("config-inited", write_pages)
+    app.connect("source-read", landing)
     app.connect("source-read", elsewhere)
+    app.connect("html-page-context", script)
+    app.add_directive("gallery", Gallery)
     app.add_directive("results", Results)
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
     return {"parallel_read_safe": True}
