@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
@@ -42,13 +43,17 @@ html_static_path = ["site/style.css", "site/slider.js"]
 html_css_files = ["style.css"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature has the types; docstrings have the shapes
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 72  # a longer one has a line for each parameter
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 default_role = "code"
 
+EXAMPLES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "api" / "examples.yaml").read_text())
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Attributes:")
 FIELD = re.compile(r"^    (\w+): (.+?)(?:  # (.+))?$")
 
@@ -60,6 +65,11 @@ def fields(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines:
     matches = [FIELD.match(line) for line in inspect.getsource(subject).splitlines()]
     known = [match for match in matches if match and match[1] in subject.__annotations__]
     lines += ["", *(f"* ``{match[1]}``: {match[3] or match[2]}" for match in known), ""]
+
+
+def examples(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+    """Append the example of a name whose docstring has none."""
+    lines += ["", *EXAMPLES.get(name, "").splitlines(), ""]
 
 
 def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
@@ -123,6 +133,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the functions above with Sphinx."""
     app.connect("autodoc-process-docstring", equations, priority=400)  # before napoleon's
     app.connect("autodoc-process-docstring", fields)
+    app.connect("autodoc-process-docstring", examples)
     app.connect("config-inited", write_pages)
     app.connect("source-read", landing)
     app.connect("source-read", elsewhere)
