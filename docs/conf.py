@@ -49,7 +49,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 72  # a longer one has a line for each parameter
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
-napoleon_use_rtype = False
+napoleon_use_rtype = napoleon_use_param = False  # arguments that share a line keep it
 
 default_role = "code"
 
@@ -80,8 +80,14 @@ def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lin
         opens = line.startswith("    ") and result and not result[-1].strip() and before and before[0] not in SECTIONS
         if opens and not before[0].startswith("    "):
             result += [".. code-block:: none", ""]
-        result.append(line if line.startswith("    ") else line.replace("|", "\\|"))  # |x| is no substitution
+        # |x| is no substitution, recall@10 no address
+        result.append(line if line.startswith(("    ", ">>>")) else line.replace("|", "\\|").replace("@", "\\@"))
     lines[:] = result
+
+
+def is_bare_field(app: Sphinx, what: str, name: str, subject: Any, skip: bool, options: Any) -> bool | None:
+    """Skip the members of a named tuple that say no more than their number; `fields` lists them with their comments."""
+    return True if (getattr(subject, "__doc__", "") or "").startswith("Alias for field number") else None
 
 
 def inline(self: Any, node: nodes.math) -> None:
@@ -134,6 +140,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", equations, priority=400)  # before napoleon's
     app.connect("autodoc-process-docstring", fields)
     app.connect("autodoc-process-docstring", examples)
+    app.connect("autodoc-skip-member", is_bare_field)
     app.connect("config-inited", write_pages)
     app.connect("source-read", landing)
     app.connect("source-read", elsewhere)

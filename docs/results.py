@@ -110,9 +110,9 @@ def table(
     )
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in (label, *heads))
     return (
+        f'<p class="results-title">{escape(title)}</p>'
         f'<div class="table-wrapper results" tabindex="0" role="group" aria-label="{escape(title)}">'
-        f'<table class="docutils"><caption>{escape(title)}</caption><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<table class="docutils"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
