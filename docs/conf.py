@@ -55,6 +55,7 @@ default_role = "code"
 
 EXAMPLES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "api" / "examples.yaml").read_text())
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:", "Example:", "Attributes:")
+WIDE = 84  # letters of an indented line that a page of the reference shows
 FIELD = re.compile(r"^    (\w+): (.+?)(?:  # (.+))?$")
 
 
@@ -80,9 +81,11 @@ def equations(app: Sphinx, what: str, name: str, subject: Any, options: Any, lin
         opens = line.startswith("    ") and result and not result[-1].strip() and before and before[0] not in SECTIONS
         if opens and not before[0].startswith("    "):
             result += [".. code-block:: none", ""]
+        if line.startswith("    ") and len(line) > WIDE and ",  " in line:  # several equations, each on a line then
+            line = line.replace(",  ", ",\n    ")
         # |x| is no substitution, recall@10 no address
         result.append(line if line.startswith(("    ", ">>>")) else line.replace("|", "\\|").replace("@", "\\@"))
-    lines[:] = result
+    lines[:] = "\n".join(result).split("\n")
 
 
 def is_bare_field(app: Sphinx, what: str, name: str, subject: Any, skip: bool, options: Any) -> bool | None:

@@ -16,7 +16,7 @@ __all__ = ["FOLDER", "Gallery", "write_pages"]
 DOCS = Path(__file__).parent
 FOLDER = "gallery"  # of the pages, in docs/; git ignores it
 README = DOCS.parent / "examples" / "README.md"
-ROW = re.compile(r"^\| \[(\w+)\.py\]\(\w+\.py\): (.+?) \| (.*?) ?\| (?:!\[.*?\]\(\.\./(\S+)\))? ?\|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[(\w+)\.py\]\(\w+\.py\): (.+?) \| (.*?) ?\| (?:!\[(.*?)\]\(\.\./(\S+)\))? ?\|$", re.MULTILINE)
 
 
 class Example(NamedTuple):
@@ -25,6 +25,7 @@ class Example(NamedTuple):
     name: str
     idea: str
     source: str  # "" where none is named
+    alt: str  # text for those who do not see the picture
     picture: str  # path from the repository's root, or ""
 
     @property
@@ -53,7 +54,7 @@ def page(example: Example) -> str:
         [
             f"# {example.title}",
             f"{lead}{source}",
-            *([f"![The picture that {example.name}.py draws](../../{example.picture})"] * bool(example.picture)),
+            *([f"![{example.alt or example.title}](../../{example.picture})"] * bool(example.picture)),
             *further,
             f"```console\npython examples/{example.name}.py --plot picture.png\n```",
             f"```{{literalinclude}} ../../examples/{example.name}.py\n:lines: {tree.body[1].lineno}-\n```",
