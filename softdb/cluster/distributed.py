@@ -39,6 +39,8 @@ class Ranks:
     Args:
         own: {number: shard} of this rank, possibly empty. Each shard 0 … P - 1 must be on exactly one rank.
         timeout: seconds to wait for the other ranks, except in questions, for which the handle's timeout holds.
+
+    Raises BadInput outside a job of torch.distributed, and on every rank if a shard is on none or on several.
     """
 
     collective = True

@@ -34,6 +34,8 @@ class Cluster(Verbs):
         timeout: seconds that a question may take; then it raises ShardUnavailable.
         partial: True to answer without shards that do not reply. Then `missing` names them, `met` is False and `bar`
             infinite. Losses always need all shards.
+
+    Raises BadInput for a timeout that is no number above 0.
     """
 
     core: ClusterCore

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from softdb.scoring import unit
 
+__all__ = ["DemoData", "load_wordnet"]
+
 Floats = NDArray[np.float32]
 
 

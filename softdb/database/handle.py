@@ -46,7 +46,7 @@ class SoftDB(Verbs):
 
     @property
     def mode(self) -> str:
-        """Access mode: "rw", or "r" for a handle that only reads."""
+        """Mode of access, "rw", or "r" for a handle that only reads."""
         return self._store.mode
 
     @property
@@ -167,12 +167,13 @@ class SoftDB(Verbs):
     def index_field(self, *names: str) -> None:
         """Declare fields of the payload: SQLite indexes them, and filters on them no longer read the payloads.
 
-            db.index_field("year", "lang")
-            db.search(queries, where={"year": {"$gte": 2020}, "lang": "de"})
+        >>> db.index_field("year", "lang")
+        >>> hits = db.search(queries, k=1, where={"year": {"$gte": 2000}})
 
         The declaration is stored in the database; declaring a field twice changes nothing. Answers stay the same.
         Equality, order, `$in`, `$exists` and their negations use the index, `$contains` does not. Cost: one pass over
-        the payloads now, and on every insert 1 to 3 µs and 20 to 30 bytes for each record and field.
+        the payloads now, and on every insert 1 to 3 µs and 20 to 30 bytes for each record and field. Raises
+        BadInput for anything but names and paths of fields.
         """
         self._store.index_fields(field_names(names))
 
@@ -199,7 +200,7 @@ class SoftDB(Verbs):
                 between words; words of fewer than three characters match nothing.
 
         An existing index is kept if it has this tokenizer, else rebuilt. Cost: for a record of ten words 3 µs (trigrams
-        60 µs), now and with every insert, and about as many bytes as the texts.
+        60 µs), now and with every insert, and about as many bytes as the texts. Raises BadInput for another tokenizer.
         """
         self._store.index_text(check.one_of(tokenizer, "tokenizer", ("words", "trigram")))
 
@@ -298,6 +299,7 @@ class SoftDB(Verbs):
         """Measure the index's recall, set its search effort to reach the target, and return the report.
 
         Call it after many changes, or for queries of another kind. The codes stay. Cost: exact search of 1,024 queries.
+        Raises ReadOnly for a handle that only reads, and BadInput without an index or for arguments that do not fit.
 
         Args:
             recall: share of the true k nearest to find; None: as before.
@@ -321,7 +323,7 @@ class SoftDB(Verbs):
 
         Args:
             share: time that checks may take, as a share of the time of searches; 0: no checks.
-            window: number of the latest checks that count.
+            window: number of the latest checks that count. Raises BadInput for another share than 0 … 1, or none.
         """
         self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
 
@@ -342,7 +344,7 @@ class SoftDB(Verbs):
         database is unchanged; call `reembed` again with an encoder of the same name to continue. Other threads and
         processes may read and write meanwhile; new records are embedded, too. Readers see new keys after `refresh()`.
 
-            db.reembed(SentenceEncoder("all-MiniLM-L6-v2"), progress=True)
+        >>> report = db.reembed("ngrams", progress=True)
 
         Args:
             encoder: n texts -> (n, d), or a name or a folder as in `softdb.open`. For an encoder without an attribute

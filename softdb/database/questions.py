@@ -135,10 +135,13 @@ class Questions(OwnNames):
 
         Cost: q n d without an index, or if few records match; with an index, its probes and about 100 exact scores.
 
-            db.search(queries, radius=0.8)                              # every record with cosine ≥ 0.8
-            db.search(db.get(ids).keys, exclude_ids=[[i] for i in ids])  # neighbours of stored records
-            db.search(queries, k=5, diversity=0.3)
-            db.search(queries, k=10, group_by="doc")                     # the best passage of each of 10 documents
+        >>> db.search(queries, k=2).ids
+        [['amelie', 'alien']]
+        >>> hits = db.search(queries, radius=0.8)  # every record with a score of at least 0.8
+        >>> hits = db.search(db.get(ids).keys, k=1, exclude_ids=[[i] for i in ids])  # neighbours of stored records
+        >>> hits = db.search(queries, k=2, group_by="year")  # the best record of each year
+
+        Raises BadInput for queries or arguments that do not fit, and BadFilter.
         """
         search = SearchArguments(
             queries, k, texts, mode, fusion, where, exact, radius, exclude_ids, diversity, fetch_k, offset, group_by,
@@ -199,6 +202,11 @@ class Questions(OwnNames):
                 in row order. Memory q n. With `k` and tolerances the answer always has weights.
 
         An empty set of records gives zeros and lse = -inf, with gradient zero.
+
+        Raises BadInput for arguments that do not fit, and BadFilter.
+
+        >>> db.attend(queries, temperature=0.1).output.shape
+        torch.Size([1, 2])
         """
         tolerance = check.tolerance(rtol, atol, confidence, max_draws, k)
         count = None if k is None else check.integer(k, "k")
@@ -227,6 +235,11 @@ class Questions(OwnNames):
 
         Z is the normaliser of a softmax; for a kernel see `log_density`. The estimates of Z and its gradient are
         unbiased. `bar` is the error of Ẑ / Z. Arguments as `attend`.
+
+        Raises BadInput for arguments that do not fit, and BadFilter.
+
+        >>> db.log_partition(queries).value.shape
+        torch.Size([1])
         """
         tolerance = _tolerance(rtol, 0.0, confidence, max_draws)
         request, source = self.core.request(
@@ -251,7 +264,9 @@ class Questions(OwnNames):
         Differentiable in the queries and the bandwidth. -inf if no record takes part, or K is 0 at all records.
         Estimated through the index of an "l2" database for `Gaussian`, else exact; arguments as `log_partition`.
 
-            db.log_density(queries, scores.Gaussian(0.3)).value
+        >>> density = db.log_density(queries, scores.Gaussian(0.3)).value.exp()
+
+        Raises BadInput for a score that is no kernel of `softdb.scores`, and for other arguments that do not fit.
         """
         if not isinstance(kernel, Kernel):
             raise BadInput(f"kernel is {check.shown(kernel)}; expected one of softdb.scores, such as Gaussian(0.3)")
@@ -286,6 +301,11 @@ class Questions(OwnNames):
             rtol, atol: the tolerance; the error is at most atol + rtol max(count, 1).
             confidence, max_draws, generator: as in `attend`.
             queries, where: as in `search`.
+
+        Raises BadInput for a radius or a tolerance that does not fit.
+
+        >>> db.count_within(queries, radius=0.7).value
+        tensor([2.], dtype=torch.float64)
         """
         least = check.least_score(radius, self.core.schema.metric)
         tolerance = _tolerance(rtol, atol, confidence, max_draws)
@@ -310,6 +330,11 @@ class Questions(OwnNames):
         of its coarser codes, and exact scores of some records; without an index, or if its codes are too coarse, one
         pass over all records (`scanned` is then True). If not scanned, reading `log_prob` costs a pass. Equations are
         in docs/error-bars.md. Other arguments as `attend`; without a generator torch's default generator draws.
+
+        Raises BadInput for arguments that do not fit, and BadFilter.
+
+        >>> db.sample(queries, 5).hits.rows.shape
+        torch.Size([1, 5])
         """
         request, source = self.core.request(queries, temperature, score, where=where, mask=mask)
         count = check.integer(n, "n", 1, MAX_SAMPLES // max(1, len(request.queries)))

@@ -79,7 +79,11 @@ class Verbs(Questions):
 
     @verb
     def stats(self) -> Stats:
-        """Describe the database and its size. Cost: reads its directory; `dim`, `metric` and `count()` are cheaper."""
+        """Describe the database and its size. Cost: reads its directory; `dim`, `metric` and `count()` are cheaper.
+
+        >>> db.stats().records
+        3
+        """
         return self.core.stats()
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -98,12 +102,13 @@ class Verbs(Questions):
     ) -> list[Id]:
         """Add records, all or none, and return their ids; the records are on disk when this returns.
 
-            db.insert([{"id": "heat", "text": "A thief and a cop", "year": 1995}])      # rows
-            db.insert(frame, fields={"id": "isbn", "text": "blurb", "key": "emb"})      # a DataFrame with other columns
-            db.insert(ids, keys)                              # vectors
-            db.insert(keys=keys)                              # ids are made
-            db.insert(ids, texts=texts)                       # with an encoder: stores texts and embeds them as keys
-            db.insert(ids, texts=texts, payloads=payloads)    # without an encoder: records without a key
+        >>> db.insert([{"id": "ran", "key": [0.8, 0.6], "year": 1985}])  # rows: dicts, a DataFrame, an Arrow table
+        ['ran']
+        >>> db.insert(["up", "her"], keys[:2], payloads=[{"year": 2009}, {"year": 2013}])  # columns
+        ['up', 'her']
+        >>> made = db.insert(keys=keys)  # ids are made
+        >>> db.insert(["untold"], texts=["A text"])  # without an encoder a record without a key
+        ['untold']
 
         A record without a key is found by its id, by filters and by its text, never by vector or soft query.
 
@@ -141,7 +146,13 @@ class Verbs(Questions):
         fields: Fields | Mapping[str, str | None] | None = None,
         progress: Progress | bool | None = None,
     ) -> list[Id]:
-        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`."""
+        """Insert records; a stored record of the same id is replaced, with payload and text. Arguments as `insert`.
+
+        Raises the errors of `insert` but DuplicateId for a stored id.
+
+        >>> db.upsert(["heat"], [[0.0, 1.0]])
+        ['heat']
+        """
         given = self._given(WriteKind.UPSERT, fields, ids, keys, values, payloads, texts)
         are_payloads = given is not NO_ROWS and given.keys is None and given.texts is None and given.ids is not None
         if are_payloads and self.dim and any(self.core.stored(check.identifiers(given.ids))):
@@ -163,8 +174,9 @@ class Verbs(Questions):
     ) -> list[Id]:
         """Replace the given parts of stored records, all or none, and return the ids. Raises UnknownId for another id.
 
-            db.update(["heat"], payloads=[{"seen": True}], merge=True)      # the other fields of the payload stay
-            db.update([{"id": "heat", "seen": True}], merge=True)           # rows, as `insert` takes them
+        >>> db.update(["heat"], payloads=[{"seen": True}], merge=True)  # the other fields of the payload stay
+        ['heat']
+        >>> ids = db.update([{"id": "heat", "seen": True}], merge=True)  # rows, as `insert` takes them
 
         With an encoder, texts without keys are embedded, so that key and text agree; to keep old keys, pass them, too.
         To give a record its first key in a database with values, pass its value, too. A text of None removes the text.
@@ -182,7 +194,13 @@ class Verbs(Questions):
 
     @verb
     def delete(self, ids: Ids | None = None, where: dict[str, Any] | None = None) -> int:
-        """Delete records by id (unknown ids are ignored) or by filter, and return the number of deleted records."""
+        """Delete records by id (unknown ids are ignored) or by filter, and return the number of deleted records.
+
+        Raises BadInput for ids together with a filter, BadFilter, and ReadOnly for a handle that only reads.
+
+        >>> db.delete(["heat"]), db.delete(where={"year": {"$gt": 2000}})
+        (1, 1)
+        """
         if (ids is None) == (where is None):
             raise BadInput("give ids or where, one of them; where={} deletes every record")
         names = None if ids is None else check.identifiers(ids, unique=False)
@@ -198,8 +216,9 @@ class Verbs(Questions):
     ) -> Records:
         """Return the records with these ids, in their order, or those that a filter matches, in the order of `scan`.
 
-            db.get(["a", "b"])
-            db.get(where={"year": {"$gt": 1990}}, limit=10, offset=20)
+        >>> db.get(["heat", "alien"]).ids
+        ['heat', 'alien']
+        >>> page = db.get(where={"year": {"$gt": 1990}}, limit=10, offset=20)
 
         With ids and `where`: those of the ids that match. `limit` and `offset` choose a part of them. If
         records are inserted or replaced between two pages, they come last; if deleted, later ones move forward.
@@ -223,7 +242,13 @@ class Verbs(Questions):
 
     @verb
     def count(self, where: dict[str, Any] | None = None) -> int:
-        """Return the number of records, or of records that match a filter, with a key or without."""
+        """Return the number of records, or of records that match a filter, with a key or without.
+
+        Raises BadFilter for a filter that cannot be used.
+
+        >>> db.count(), db.count({"year": {"$lt": 2000}})
+        (3, 2)
+        """
         return self.core.count(where)
 
     @verb
@@ -234,6 +259,11 @@ class Verbs(Questions):
 
         The scan yields the records that were stored when it began, except those deleted or replaced before their turn.
         `limit` and `offset` choose a part of them, as in `get`.
+
+        Raises BadInput for a batch size below 1, and BadFilter.
+
+        >>> [records.ids for records in db.scan(2)]
+        [['alien', 'heat'], ['amelie']]
         """
         return self.core.scan(check.integer(batch_size, "batch_size"), where, check.page(limit, offset))
 
@@ -259,7 +289,7 @@ class Verbs(Questions):
     ) -> Any:
         """Return all records, or those that a filter matches, as a pandas DataFrame, in the order of `scan`.
 
-            db.to_pandas(["id", "year"], where={"lang": "de"}, limit=1000)
+        >>> frame = db.to_pandas(["id", "year"], where={"year": {"$gt": 1990}}, limit=1000)
 
         `columns` are those of `to_arrow`; None: id, key, value if the database has values, text if a record has a text,
         and every field of the payloads. `key` holds arrays (d,), `value` arrays (v,) or integers; None for a record
@@ -274,8 +304,8 @@ class Verbs(Questions):
     def to_arrow(self, columns: Sequence[str] | None = None, where: dict[str, Any] | None = None) -> Any:
         """Return all records, or those that a filter matches, as a `pyarrow.Table`, in the order of `scan`.
 
-            db.to_arrow().to_pandas()
-            db.to_arrow(["id", "year"])      # fields of the payload, each a column
+        >>> db.to_arrow(["id", "year"]).column_names  # fields of the payload, each a column
+        ['id', 'year']
 
         Args:
             columns: some of id, key, value, text, payload, and names of fields of the payload; None: id, key, text and
@@ -295,5 +325,10 @@ class Verbs(Questions):
         """Return the table of `to_arrow` as a `pyarrow.RecordBatchReader`, read batch by batch in O(batch) memory.
 
         As with `scan`, later inserts are not seen, and records deleted before their turn are missing.
+
+        Raises the errors of `to_arrow`.
+
+        >>> db.scan_arrow().read_all().num_rows
+        3
         """
         return arrow.reader(self.core, self.scan(batch_size, where))

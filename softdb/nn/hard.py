@@ -132,7 +132,7 @@ class MovingBaseline(torch.nn.Module):
     section 3). In eval mode the mean does not change. The state_dict holds the mean and the number of steps.
 
     Args:
-        momentum: μ, weight of the past, at least 0 and below 1.
+        momentum: μ, weight of the past, at least 0 and below 1; another number raises BadInput.
     """
 
     mean: Tensor

@@ -135,6 +135,8 @@ class Telemetry:
         every: number of steps from one measurement to the next; the first step is measured.
         sample: number of queries of the batch to measure, drawn at random.
         seed: seed of Telemetry's random numbers.
+
+    Raises BadInput for anything but whole numbers above 0.
     """
 
     history: list[dict[str, float]]  # of each measurement: step, seconds, queries, and the means of GradientReport

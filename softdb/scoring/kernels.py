@@ -49,7 +49,8 @@ class Kernel(DistanceScore, ABC):
     def log_volume(self, d: int) -> Tensor:  # ()
         """Return log ∫ K(‖x / h‖) dx over d coordinates, in float64, with gradient to a trained bandwidth.
 
-        The density at q is the mean of K over the records, divided by this volume.
+        The density at q is the mean of K over the records, divided by this volume. Raises BadInput for a kernel without
+        one, and for as many bandwidths as coordinates if d is another number.
         """
         d = integer(d, "d")
         h = torch.zeros(1) if self.log_bandwidth is None else self.log_bandwidth.reshape(-1)

@@ -69,7 +69,7 @@ class TextTowers:
 
     @torch.no_grad()
     def encode_queries(self, texts: Sequence[str]) -> Tensor:  # (q, d)
-        """Encode the texts of q queries."""
+        """Encode the texts of q queries. Raises BadInput if the encoder returns other widths than the projection's."""
         encoder = check.query_encoder(self.encoder) or self.encoder
         queries: Tensor = self.projection(_floats(encoder(list(texts))))
         return queries

@@ -18,6 +18,8 @@ class KeyEncoder(torch.nn.Module):
         hidden: h; None: d.
         seed: seed of the random initial A and a; B and b start as zeros.
 
+    Raises BadInput for arguments that are no whole numbers above 0.
+
     >>> KeyEncoder(2)(torch.tensor([[3.0, 4.0]])).tolist()
     [[3.0, 4.0]]
     """

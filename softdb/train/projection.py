@@ -36,6 +36,8 @@ class QueryProjection(torch.nn.Linear):
         hidden: width of the hidden layer of `keys`, a `KeyEncoder`; None: no `keys`.
         seed: seed for the initial parameters of `keys`.
 
+    Raises BadInput for widths that are no whole numbers above 0, and a bias that is no bool.
+
     >>> QueryProjection(2)(torch.tensor([3.0, 4.0])).tolist()
     [3.0, 4.0]
     """

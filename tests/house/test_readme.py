@@ -14,7 +14,7 @@ from worlds import holding
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = sorted(set((ROOT / "docs").rglob("*.md")) - set((ROOT / "docs" / "gallery").glob("*.md")))  # made by a build
 RUN_ELSEWHERE = ROOT / "docs" / "integrations"  # by tests/integrations/test_pages.py, where the libraries are
 PAGES = [README, *DOCS, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import hashlib
 import io
 import math
@@ -57,12 +56,6 @@ def test_the_handle_is_no_part_of_the_module() -> None:
     assert twin.db is db
     assert twin.out_proj.weight is not mine.out_proj.weight
     assert "29 records" in repr(mine)
-
-
-def test_the_example_runs() -> None:
-    finished = doctest.testmod(softdb.nn.attention, extraglobs={"torch": torch})
-    assert finished.attempted > 0
-    assert not finished.failed
 
 
 def test_widths_come_from_the_database() -> None:

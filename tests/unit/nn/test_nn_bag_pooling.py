@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-import softdb.nn.mil
 from softdb.errors import BadInput
 from softdb.nn import MILPooling
 
@@ -120,7 +118,3 @@ def test_mismatched_shapes_are_refused() -> None:
         module([])
     with pytest.raises(BadInput, match=r"valid_len has shape \(3,\); expected \(2,\)"):
         module(torch.zeros(2, N, DIM), valid_len=[1, 2, 3])
-
-
-def test_the_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(softdb.nn.mil).failed == 0

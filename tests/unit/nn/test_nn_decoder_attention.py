@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import softdb.nn.recurrent
 from softdb.errors import BadInput
 from softdb.nn import RecurrentAttention
 from softdb.scores import Additive, General
@@ -138,7 +136,3 @@ def test_mismatched_shapes_are_refused() -> None:
         made(torch.zeros(2, 3), None)
     with pytest.raises(BadInput, match=r"query and states are of 1 and 2 sequences .*give one query"):
         made(torch.zeros(1, 3), torch.zeros(2, N, E))
-
-
-def test_the_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(softdb.nn.recurrent).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 from typing import Any
@@ -328,12 +327,6 @@ def test_a_closed_database_is_refused() -> None:
     for call in (hard_attention, straight_through):
         with pytest.raises(Closed, match="closed"):
             call(db, asking())
-
-
-def test_the_example_runs() -> None:
-    finished = doctest.testmod(softdb.nn.hard, extraglobs={"torch": torch})
-    assert finished.attempted > 0
-    assert not finished.failed
 
 
 def test_a_baseline_of_each_query_stands_in_a_column() -> None:

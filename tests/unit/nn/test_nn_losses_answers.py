@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -208,12 +207,6 @@ def test_databases_and_targets_that_cannot_be() -> None:
             call(db, asking(), [1, 2, 3, 4])
     with pytest.raises(Closed, match="closed"):
         label_loss(db, asking(), [1, 2, 0, 1])
-
-
-def test_the_example_runs() -> None:
-    finished = doctest.testmod(softdb.nn.losses, extraglobs={"torch": torch})
-    assert finished.attempted > 0
-    assert not finished.failed
 
 
 def test_info_nce_is_cold_for_cosines_and_not_for_kernels() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import io
 import pickle
 from pathlib import Path
@@ -15,8 +14,6 @@ from torch import Tensor
 from worlds import D, N, V, filled, holding
 from worlds.memories import large, stored, trained
 
-import softdb
-import softdb.nn.memory
 from softdb.errors import BadInput, ReadOnly
 from softdb.nn import Memory
 
@@ -184,10 +181,6 @@ def test_a_frozen_parameter_is_unchanged() -> None:
         assert one.keys is not None
         assert torch.equal(one.keys, before)
     assert memory.commit() > 0
-
-
-def test_the_example_runs() -> None:
-    assert doctest.testmod(softdb.nn.memory, extraglobs={"torch": torch}).failed == 0
 
 
 def test_functions_that_initialise_embeddings_leave_the_records_as_they_are() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-import softdb.nn.positions
 from softdb.errors import BadInput
 from softdb.nn import LearnedPositions, RotaryPositions, SinusoidalPositions
 
@@ -164,7 +162,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         SinusoidalPositions(4, dropout=2)
     with pytest.raises(BadInput, match=r"max_len is 0; expected a whole number"):
         SinusoidalPositions(4, max_len=0)
-
-
-def test_the_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(softdb.nn.positions).failed == 0

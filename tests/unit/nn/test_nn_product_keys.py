@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import io
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import softdb.nn.product_keys
 from softdb.errors import BadInput
 from softdb.nn import ProductKeys
 
@@ -268,7 +266,3 @@ def test_product_keys_train_in_data_parallel() -> None:
             optimiser.step()
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_the_example_runs() -> None:
-    assert doctest.testmod(softdb.nn.product_keys, extraglobs={"torch": torch}).failed == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import math
 
 import pytest
@@ -326,7 +325,3 @@ def test_places_and_settings_that_make_no_sense_are_refused() -> None:
         model(torch.ones(1, D))
     with pytest.raises(Closed, match=r"closed"):
         model.fit()
-
-
-def test_the_examples_in_docstrings_run() -> None:
-    assert doctest.testmod(regression_module).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -235,12 +234,6 @@ def test_a_closed_database_is_refused() -> None:
     db.close()
     with pytest.raises(Closed, match="closed"):
         gradient_report(db, asking())
-
-
-def test_the_example_runs() -> None:
-    finished = doctest.testmod(softdb.nn.telemetry, extraglobs={"torch": torch})
-    assert finished.attempted > 0
-    assert not finished.failed
 
 
 def test_a_seed_beyond_64_bits_is_refused() -> None:

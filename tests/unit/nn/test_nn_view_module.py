@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import io
 import pickle
 import threading
@@ -180,11 +179,6 @@ def test_float16_keys_and_a_metric_of_its_own() -> None:
     expected, _ = dense(db, view.encoder, "cosine", queries, 1.0)
     assert torch.allclose(view.attend(queries).output, expected, atol=1e-5)
     assert view.attend(queries, score=Dot()).output.shape == (3, D)
-
-
-def test_the_example_runs() -> None:
-    failed, tried = doctest.testmod(softdb.nn.view)
-    assert (failed, tried > 3) == (0, True)
 
 
 # -- precision, threads and errors -------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
-import importlib
 import math
 import re
 from collections.abc import Callable
@@ -556,11 +554,3 @@ def test_standard_scores_are_made_once() -> None:
     assert all(score_of(metric) is score_of(metric) for metric in Metric)
     assert NegativeL2(2.0).metric is Metric.L2
     assert Gaussian().metric is Metric.L2
-
-
-@pytest.mark.parametrize("name", ["additive", "bandwidth", "score", "distance", "kernels", "products"])
-def test_examples_run(name: str) -> None:
-    module = importlib.import_module(f"softdb.scoring.{name}")
-    finished = doctest.testmod(module, extraglobs={"torch": torch})
-    assert finished.failed == 0
-    assert finished.attempted >= (name != "score")

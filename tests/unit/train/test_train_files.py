@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gzip
 import hashlib
 import json
@@ -140,12 +139,6 @@ def test_a_projection_survives_its_file(bias: bool, tmp_path: Path) -> None:
     plain = torch.nn.Linear(3, 3, bias)
     plain.load_state_dict(content["state_dict"])
     assert torch.equal(plain(torch.ones(2, 3)), projection(torch.ones(2, 3)))
-
-
-def test_the_example_of_the_docstring_runs() -> None:
-    finished = doctest.testmod(softdb.train.projection, extraglobs={"torch": torch})
-    assert finished.attempted > 0
-    assert not finished.failed
 
 
 def test_files_that_hold_no_projection(tmp_path: Path) -> None:
