@@ -108,7 +108,7 @@ def learn(result: dict[str, Any], path: Path) -> None:
     ax.set(xscale="log", xlabel="seconds of training", ylabel="recall@10 of held-out queries")
     ax.xaxis.set_major_formatter("{x:g}")
     ax.set_title(f"Training with {len(split)} denominators of the loss, {result['data']['n']:,} records")
-    ax.legend()
+    ax.legend(loc=(0.27, 0.3))
     save(drawn, path)
 
 

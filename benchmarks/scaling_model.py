@@ -269,7 +269,8 @@ def draw(path: Path, fit: Fit, given: Given = DEFAULT) -> None:
     right.plot(grid, [need.hosts for need in needs], color="C2", label=f"hosts, {price:.2f} USD an hour each")
     right.axhline(ACTORS, color="0.4", linestyle=":", label=f"{ACTORS} actors; no more were measured")
     right.set(xscale="log", yscale="log", xlabel="records", ylabel="hosts", title="A model of the hosts needed")
-    left.set_ylim(top=2e5)
+    left.set_ylim(top=2e5)  # room for the legends
+    right.set_ylim(top=5e3)
     for ax in (left, right):
         ax.legend(loc="upper left")
     save(drawn, path)

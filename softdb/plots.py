@@ -19,9 +19,10 @@ __all__ = ["COLORS", "STYLE", "attention_heatmap", "figure", "save", "style", "t
 
 MAX_LABELS = 40  # largest number of records whose ids a heat map shows
 WIDTH = 7.0  # inches of a picture; a page shows it about 700 pixels wide, where text of 8 points is readable
-# any two differ by more than 20 in CIELAB, also to eyes that lack the cones for red, green or blue
+#: Colours of series: any two differ by more than 20 in CIELAB, also to eyes that lack the cones for red, green or blue.
 COLORS = ("#093f8c", "#f0941b", "#2a8c74", "#c0121c", "#8f66c9", "#5cb8e4", "#3f2214")
-STYLE: dict[Any, Any] = {  # rcParams of matplotlib
+#: The style as rcParams of matplotlib.
+STYLE: dict[Any, Any] = {
     "axes.prop_cycle": f"cycler('color', {list(COLORS)})",
     "axes.axisbelow": True,
     "axes.edgecolor": "0.3",
@@ -50,7 +51,12 @@ STYLE: dict[Any, Any] = {  # rcParams of matplotlib
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Give colours, fonts, lines and grid to all that is drawn in its block, or in a function that it decorates."""
+    """Give colours, fonts, lines and grid to all that is drawn in its block, or in a function that it decorates.
+
+    >>> with plots.style():
+    ...     drawn, (axes,) = plots.figure()
+    ...     lines = axes.plot([0.4, 0.6])
+    """
     try:
         import matplotlib
     except ImportError:
