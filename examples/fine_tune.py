@@ -71,7 +71,7 @@ def main(data: Path | None, steps: int, held: int | None, picture: str | None, q
         print("after ", after := judge(model))
     assert steps < 20 or after["recall_10"] > before["recall_10"]
     if picture:
-        bars(picture, {"before": before, "after": after}, f"Fine-tuned for {steps} steps", "of held-out queries")
+        bars(picture, {"before": before, "after": after}, f"Fine-tuned for {steps} steps", "mean over held-out queries")
 
 
 if __name__ == "__main__":
