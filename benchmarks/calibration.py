@@ -13,12 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
+import pictures
 from common import provenance, write_json
 from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
@@ -61,22 +57,21 @@ def main() -> None:
             run["accuracy"].append(float((probabilities.argmax(axis=1) == true).mean()))
             run["probabilities"].append(probabilities)
             run["true"].append(true)
-    figure, axes = plt.subplots(figsize=(4.6, 4), layout="constrained")
-    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     rows = {}
-    for (name, run), marker in zip(runs.items(), "so^v", strict=True):
+    for name, run in runs.items():
         means, right, count = reliability(np.concatenate(run.pop("probabilities")), np.concatenate(run.pop("true")))
         error = float(np.nansum(np.abs(means - right) * count) / count.sum())
-        rows[name] = {**run, "calibration_error": error}
+        bins = [
+            {"probability": float(mean), "right": float(share), "predictions": int(number)}
+            for mean, share, number in zip(means, right, count, strict=True)
+            if number
+        ]
+        rows[name] = {**run, "calibration_error": error, "bins": bins}
         loss, accuracy = np.median(run["log_loss"]), np.median(run["accuracy"])
         print(f"{name:32} log loss {loss:.3f}, accuracy {accuracy:.3f}, calibration error {error:.3f}")
-        large = count >= 10  # smaller bins say little
-        axes.plot(means[large], right[large], marker=marker, markersize=4, label=f"{name}: log loss {loss:.3f}")
-    axes.set(xlabel="probability of the predicted digit", ylabel="share of predictions that were right")
-    axes.legend(fontsize=7)
-    figure.savefig(RESULTS / "calibration-digits.png", dpi=110)
-    about = provenance(["torch", "scikit-learn"])
-    write_json(RESULTS / "calibration-digits.json", {**about, "splits": SPLITS, "rows": rows})
+    result = {**provenance(["torch", "scikit-learn"]), "splits": SPLITS, "rows": rows}
+    write_json(RESULTS / "calibration-digits.json", result)
+    pictures.calibration(result, RESULTS / "calibration-digits.png")
 
 
 if __name__ == "__main__":

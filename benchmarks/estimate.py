@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import torch
 from common import MIB, provenance, write_json
 from numpy.typing import NDArray
@@ -154,24 +155,6 @@ def compared(world: World, temperature: float, candidates: int = CANDIDATES) -> 
     return {**rows, "ladder": {"error": round(ladder_error, 5), "candidates": count}}
 
 
-def draw(curve: dict[int, dict[str, Any]], path: Path) -> None:
-    """Draw error against time, a line for each kind of answer."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in ("truncated", "top-k + uniform", "estimated"):
-        points = [curve[candidates][name] for candidates in curve]
-        axes.plot([p["ms_a_query"] for p in points], [p["error"] for p in points], marker="o", label=name)
-        for candidates, point in zip(curve, points, strict=True):
-            axes.annotate(str(candidates), (point["ms_a_query"], point["error"]), fontsize=7)
-    exact = float(np.median([row["exact"]["ms_a_query"] for row in curve.values()]))
-    axes.axvline(exact, color="grey", linestyle="--", label="exact")
-    axes.set(xscale="log", yscale="log", xlabel="milliseconds a query, in batches of 64", ylabel="mean relative error")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def _uniform(
     db: softdb.SoftDB, keys: Array, queries: torch.Tensor, temperature: float, candidates: int
 ) -> torch.Tensor:
@@ -303,8 +286,8 @@ def main() -> None:
         result["compared"] = {str(t): compared(world, t) for t in temperatures}
         print(*result["compared"].items(), sep="\n", flush=True)
         if args.plot:
-            result["curve"] = {c: compared(world, 0.05, c) for c in (50, 100, 200, 400, 800, 1600)}
-            draw(result["curve"], args.plot)
+            result["curve"] = {str(c): compared(world, 0.05, c) for c in (50, 100, 200, 400, 800, 1600)}
+            pictures.estimate(result, args.plot)
         result["quality"] = []
         for temperature in temperatures if args.draws else ():
             for kind in world.dbs:

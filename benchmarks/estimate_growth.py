@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import torch
 from common import MIB, provenance, write_json
 
@@ -64,25 +65,6 @@ def timed(db: softdb.SoftDB, batches: Sequence[torch.Tensor], turns: int) -> tup
     return round(float(np.median(times[0][2:])), 3), round(float(np.median(times[1][2:])), 3)
 
 
-def picture(sizes: list[dict[str, Any]], path: Path) -> None:
-    """Draw milliseconds against the number of records, both on logarithmic axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, label, style in (
-        ("one_ms", "one query, estimated", "C0o-"),
-        ("exact_one_ms", "one query, exact", "C0o--"),
-        ("batch_64_ms", "64 queries, estimated", "C1s-"),
-        ("exact_batch_64_ms", "64 queries, exact", "C1s--"),
-    ):
-        axes.loglog([size["n"] for size in sizes], [size[name] for size in sizes], style, label=label)
-    axes.set(xlabel="records of 128 float16 numbers", ylabel="milliseconds", title="Soft queries to 5 %")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Measure each size and write the times and their growth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +90,7 @@ def main() -> None:
     print(result["growth"])
     if args.out:
         write_json(args.out, result)
-        picture(sizes, args.out.with_suffix(".png"))
+        pictures.estimate_growth(result, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import torch
 from common import Peak, provenance, write_json
 from sentence_transformers import SentenceTransformer
@@ -310,25 +311,6 @@ def memory(world: World, records: int, folder: Path) -> dict[str, Any]:
     return {"records": records, "more_mb": round(peak.more / 1e6), "peak_mb": round(peak.bytes / 1e6)}
 
 
-def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw recall and loss against CPU seconds, a line for each run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, way in enumerate(CHOSEN):
-        for turn, run in enumerate(runs.get(way, {}).values()):
-            style = {"color": f"C{number}", "label": None if turn else way}
-            points = run["curve"]
-            left.plot([p["seconds"] for p in points], [100 * p["recall_10"] for p in points], **style)
-            values = [p["loss"] / points[1]["loss"] for p in points[1:]]
-            right.plot([p["seconds"] for p in points[1:]], values, **style)
-    left.set(xlabel="CPU seconds of training", ylabel="recall@10, held out, stored keys (%)")
-    right.set(xlabel="CPU seconds of training", ylabel="training loss / its first")
-    left.legend(frameon=False)
-    figure.savefig(path, dpi=110)
-
-
 def table(result: dict[str, Any]) -> None:
     """Print recall@10 of every run in percent, and the mean gain over the untrained model."""
     before = result["untrained"]
@@ -407,7 +389,7 @@ def main() -> None:
                 runs[way][str(seed)] = trained(world, way, seed, settings[way], args, pace.get(way))
                 print(seed, way, {k: v for k, v in runs[way][str(seed)].items() if k != "curve"}, flush=True)
                 write_json(args.out, result)
-    draw(runs, args.out.with_suffix(".png"))
+    pictures.fine_tuning(result, args.out.with_suffix(".png"))
     table(result)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pictures
 import torch
 from common import provenance, write_json
 from torch import Tensor
@@ -32,7 +33,6 @@ from softdb.tools.bench.datasets import load
 from softdb.train import ranking
 
 TEMPERATURE = 0.05
-COLOURS = {"torch": "tab:blue", "exact": "tab:orange", "drawn": "tab:green", "truncated": "tab:red"}
 Model = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, list[list[Any]]], Tensor]  # queries as the model made them, and their right ids
 
@@ -201,22 +201,6 @@ def further(world: World, args: argparse.Namespace) -> dict[str, Any]:
     return curves
 
 
-def draw(splits: list[dict[str, Any]], path: Path) -> None:
-    """Draw recall against seconds, a line for each way; a way has the same colour in every picture."""
-    from softdb.plots import figure, save
-
-    drawn, (axes,) = figure()
-    for name, curve in splits[0].items():
-        points = curve["curve"][1:]  # without the start at 0 s, which a logarithmic axis cannot show
-        seconds, recalls = [p["seconds"] for p in points], [p["recall_10"] for p in points]
-        axes.plot(seconds, recalls, marker=".", label=name, color=COLOURS[name])
-    start = next(iter(splits[0].values()))["before"]["recall_10"]
-    axes.axhline(start, color="0.5", linestyle=":", label="untrained")
-    axes.set(xscale="log", xlabel="seconds of training", ylabel="recall@10 of held-out queries")
-    axes.legend()
-    save(drawn, path)
-
-
 def main() -> None:
     """Train every way on every split and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -278,7 +262,7 @@ def main() -> None:
         world.db.close()
     if args.out:
         write_json(args.out, result)
-        draw(splits, args.out.with_suffix(".png"))
+        pictures.learn(result, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

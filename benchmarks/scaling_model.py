@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from softdb.plots import figure, save, style
+
 RESULTS = Path(__file__).with_name("results") / "cluster.json"
 ACTORS = 16  # calls from one Python process; larger numbers are far from what was measured
 MOST_SHARDS = 1 << 16  # softdb.cluster.placement.MOST
@@ -252,27 +254,26 @@ def broken(fit: Fit, given: Given = DEFAULT) -> str:
     return "\n".join(["| what breaks | from so many records on |", "| --- | --- |", *lines])
 
 
+@style()
 def draw(path: Path, fit: Fit, given: Given = DEFAULT) -> None:
     """Draw latency and hosts by the number of records."""
-    from matplotlib.figure import Figure
-
     grid = np.logspace(8, 11, 61)
     needs = [needed(float(n), fit, given) for n in grid]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, style in (("exact", "-"), ("estimate", "--")):
-        left.plot(grid, [getattr(need, f"{name}_ms") for need in needs], f"C0{style}", label=f"{name}, one query")
+    drawn, (left, right) = figure(2, height=3.8)
+    for name, color in (("exact", "C0"), ("estimate", "C1")):
+        left.plot(grid, [getattr(need, f"{name}_ms") for need in needs], color, label=f"{name} answer")
         caller_ms = [getattr(need, f"{name}_caller_ms") for need in needs]
-        left.plot(grid, caller_ms, f"C1{style}", label="of which the caller")
-    left.set(xscale="log", yscale="log", xlabel="records", ylabel="milliseconds", title="a model: latency")
-    right.plot(grid, [need.hosts for need in needs], label="hosts")
-    right.plot(grid, [need.dollars_an_hour for need in needs], "--", label="USD an hour")
-    right.axhline(ACTORS, color="grey", linewidth=0.8, linestyle=":", label=f"{ACTORS} actors")
-    right.set(xscale="log", yscale="log", xlabel="records", title="a model: hosts and cost")
-    for axes in (left, right):
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+        left.plot(grid, caller_ms, f"{color}:", label="of which the caller's work")
+    left.set(xscale="log", yscale="log", xlabel="records", ylabel="milliseconds", title="A model of one query's time")
+    price = needs[0].dollars_an_hour / needs[0].hosts
+    right.plot(grid, [need.hosts for need in needs], color="C2", label=f"hosts, {price:.2f} USD an hour each")
+    right.axhline(ACTORS, color="0.4", linestyle=":", label=f"{ACTORS} actors; no more were measured")
+    right.set(xscale="log", yscale="log", xlabel="records", ylabel="hosts", title="A model of the hosts needed")
+    left.set_ylim(top=2e5)  # room for the legends
+    right.set_ylim(top=5e3)
+    for ax in (left, right):
+        ax.legend(loc="upper left")
+    save(drawn, path)
 
 
 def main() -> None:

@@ -277,24 +277,6 @@ def read(source: str) -> bytes:
     return Path(source).read_bytes()
 
 
-def draw(runs: dict[str, Any], path: Path) -> None:
-    """Draw validation NDCG@10 against steps and against CPU seconds, a line for each loss."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axes, column, label in zip(
-        figure.subplots(1, 2, sharey=True), ("step", "seconds"), ("training steps", "CPU seconds"), strict=True
-    ):
-        for number, loss in enumerate(LOSSES):
-            if loss in runs:
-                points = runs[loss]["curve"]
-                axes.plot([p[column] for p in points], [p["ndcg_10"] for p in points], color=f"C{number}", label=loss)
-        axes.set(xlabel=label, ylim=(0, None))
-    figure.axes[0].set(ylabel="NDCG@10, validation")
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=110)
-
-
 def table(runs: dict[str, Any]) -> list[str]:
     """Return a row for each loss: the test, epochs until the best step, the same as published, seconds, ms a step."""
     rows = []
@@ -310,6 +292,8 @@ def table(runs: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Run what the result file lacks, and write it after each run."""
+    import pictures  # imports this file
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, metavar="PATH|https://…", help="lines `user item`")
     parser.add_argument("--loss", nargs="+", default=list(LOSSES), choices=LOSSES)
@@ -339,9 +323,9 @@ def main() -> None:
         result = json.loads(args.out.read_text()) if args.out.exists() else {}  # another process may have written
         runs = result.get("runs", {}) | {loss: run}
         write_json(args.out, origin | {"seed": args.seed, "data": facts, "runs": runs})
-    runs = json.loads(args.out.read_text())["runs"]
-    draw(runs, args.out.with_suffix(".png"))
-    print("\n".join(table(runs)), flush=True)
+    result = json.loads(args.out.read_text())
+    pictures.sequences(result, args.out.with_suffix(".png"))
+    print("\n".join(table(result["runs"])), flush=True)
 
 
 if __name__ == "__main__":

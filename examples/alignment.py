@@ -69,10 +69,10 @@ def main(picture: str | None = None, quick: bool = False) -> None:
     print(f"held-out dates right {correct:.3f}; digits whose largest weight is on the copied digit {aligned:.3f}")
     assert min(correct, aligned) > 0.95
     if picture:
-        drawn, (ax,) = figure()
+        drawn, (ax,) = figure(height=4.6)
         date, n = dates[5000], len(dates[5000])
-        attention_heatmap(ax, weights[0, :n, :n], [date[i] for i in origins(date)[:n]], list(date))
-        ax.set(xlabel="read", ylabel="written")
+        attention_heatmap(ax, weights[0, :n, :n], [date[i] for i in origins(date)[:n]], list(date), vmax=1)
+        ax.set(xlabel="character read", ylabel="character written", title=f"A held-out date, {date}, is written anew")
         save(drawn, picture)
 
 

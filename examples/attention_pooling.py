@@ -50,13 +50,13 @@ def main(picture: str | None) -> None:
         print(f"{name:30} error {error:.3f}")
     assert errors[2] < errors[1] < errors[0]
     if picture:
-        drawn, (ax,) = figure(1, 7, 4)
-        ax.plot(x, y, "o", color="0.7", markersize=4, label="records")
-        ax.plot(queries, curve(queries), ":", color="0.3", label="what is measured")
+        drawn, (ax,) = figure()
+        ax.plot(x, y, "o", color="0.7", markersize=4, label="records, measured with noise")
+        ax.plot(queries, curve(queries), ":", color="0.2", label="true curve")
         for name, output in pooled.items():
             ax.plot(queries, output, label=name)
-        ax.set(xlabel="x, the key", ylabel="y, the value")
-        ax.legend(frameon=False)
+        ax.set(xlabel="x, the key", ylabel="y, the value", title="A learned width comes nearest to the curve")
+        ax.legend()
         save(drawn, picture)
 
 

@@ -66,9 +66,10 @@ def compare(single: softdb.SoftDB, db: cluster.TableCluster, keys: np.ndarray, p
     assert (grads[1] - grads[0]).norm() <= 1e-4 * grads[0].norm()
     if picture:
         drawn, (ax,) = figure()
-        ax.plot(answers[0][1].flatten(), answers[1][1].flatten(), "o")
-        ax.axline((0, 0), slope=1, color="0.5")
-        ax.set(xlabel="soft answers of a single database", ylabel="of four shards")
+        ax.axline((0, 0), slope=1, color="0.6", label="equal")
+        ax.plot(answers[0][1].flatten(), answers[1][1].flatten(), "o", label="one number of a soft answer")
+        ax.set(xlabel="by a single database", ylabel="by four shards, made again", title="Four shards answer as one")
+        ax.legend()
         save(drawn, picture)
     return "answers as a single database"
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from shared import arguments
 from sklearn.datasets import load_digits
-from torch.nn.functional import pad
 
 import softdb
 from softdb.plots import figure, save
@@ -43,13 +42,19 @@ def main(picture: str | None) -> None:
     assert same > 0.75
     assert own > 8 * chance
     if picture:
-        drawn, axes = figure(8, 1.1, 3.2)
-        for ax, row in zip(axes, range(8), strict=True):
-            halves = imagined[row], candidates[rows[row, 0]], candidates[row]
-            digits_ = [torch.cat([queries[row], half]).reshape(8, 8) for half in halves]
-            ax.imshow(torch.cat([pad(digit, (1, 1, 2, 2)) for digit in digits_]).numpy(), cmap="gray_r")
-            ax.set(xticks=[], yticks=[5.5, 17.5, 29.5] if row == 0 else [])
-        axes[0].set_yticklabels(["imagined", "found", "true"])
+        drawn, axes = figure(8, 3, 3.7)
+        ways = {"imagined": imagined, "nearest": candidates[rows[:, 0]], "true": candidates}
+        for row, (name, halves) in enumerate(ways.items()):
+            for column, ax in enumerate(axes[8 * row : 8 * row + 8]):
+                shades = "Greys" if name == "true" else "Blues"
+                ax.imshow(queries[column].reshape(4, 8).numpy(), extent=(0, 8, 4, 8), cmap="Greys", vmax=1.3)
+                ax.imshow(halves[column].reshape(4, 8).numpy(), extent=(0, 8, 0, 4), cmap=shades, vmax=1.3)
+                ax.set(xlim=(0, 8), ylim=(0, 8), xticks=[], yticks=[])
+                ax.set_ylabel("" if column else name)
+                if name == "nearest":
+                    label, true = right[rows[column, 0]].item(), right[column].item()
+                    ax.set_title(f"a {label}" if label == true else f"a {label}, not {true}", loc="center", fontsize=9)
+        drawn.suptitle("Grey: the given upper half, and the true lower one.  Blue: the lower half that was found")
         save(drawn, picture)
 
 

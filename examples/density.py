@@ -38,13 +38,14 @@ def main(picture: str | None = None, quick: bool = False) -> None:
     assert within >= 0.9
     assert errors.max() < 0.5
     if picture:
-        drawn, (ax,) = figure(1, 7, 4)
+        drawn, (ax,) = figure()
         low, high = estimate.value - estimate.bar, estimate.value + estimate.bar
         ax.fill_between(walk[:, 0], low, high, alpha=0.25, label="95 % bar of the estimate")
-        ax.plot(walk, estimate.value, ".", label="estimated, 60 draws at most")
-        ax.plot(walk, exact, color="0.3", linewidth=1, label=f"exact, {n:,} records")
-        ax.set(xlabel="from one cloud to another", ylabel="log density")
-        ax.legend(frameon=False)
+        ax.plot(walk, estimate.value, "o", markersize=4, label="estimated, 60 draws at most")
+        ax.plot(walk, exact, color="0.2", linewidth=1, label=f"exact, {n:,} records")
+        ax.set(xlabel="place on the line from one cloud's centre (0) to another's (1)", ylabel="log density (nats)")
+        ax.set_title("A density estimated from a few draws stays within its error bars")
+        ax.legend()
         save(drawn, picture)
 
 

@@ -18,7 +18,7 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
 from softdb.nn import MILPooling
-from softdb.plots import figure, save
+from softdb.plots import COLORS, figure, save
 
 SIZE = 10
 Pooling = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # bags (b, n, w) -> vectors and weights
@@ -63,15 +63,13 @@ def main(picture: str | None = None, quick: bool = False) -> None:
     assert auc["attention"] > max(0.95, auc["mean"] + 0.03)
     assert hits > 0.85
     if picture:
-        drawn, _ = figure(1, 8, 4.4)
-        drawn.clear()
-        axes = drawn.subplots(5, SIZE).flat
-        drawn.suptitle("each row a bag with a 9, and what attention weighs its digits")
+        drawn, axes = figure(SIZE, 5, 4.4)
+        drawn.suptitle("Each row is a bag with one 9. Above each digit, and in orange: its attention weight")
         for digit, weight, ax in zip(test[:5].flatten(), weights[:5].flatten().tolist(), axes, strict=True):
             tile = images[digit].reshape(8, 8).numpy()
             ax.imshow(0 * tile, cmap="gray", alpha=tile)
-            ax.set(xticks=[], yticks=[], facecolor=("C1", weight))
-            ax.set_title(f"{weight:.2f}", fontsize=9)
+            ax.set(xticks=[], yticks=[], facecolor=(COLORS[1], weight))
+            ax.set_title(f"{weight:.2f}", loc="center", fontsize=9)
         save(drawn, picture)
 
 

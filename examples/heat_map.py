@@ -40,13 +40,14 @@ def main(picture: str | None) -> None:
         print(f"digit {label}: found at {tuple(place)}, true place {true}")
     assert (errors < 2).sum() >= 5
     if picture and answer.weights is not None:
-        drawn, axes = figure(6, 2.2, 2.6)
+        drawn, axes = figure(3, 2, 4.9)
         for ax, label, weights in zip(axes, places, answer.weights, strict=True):
             window = torch.ones(1, 1, WINDOW, WINDOW)  # spreads each weight over its window
             heat = torch.nn.functional.conv_transpose2d(weights.reshape(1, 1, across, across), window)[0, 0]
-            ax.imshow(scene.numpy(), cmap="gray_r")
-            ax.imshow(heat.numpy(), cmap="Reds", alpha=(heat / heat.max()).sqrt().numpy() * 0.8, vmin=0)
+            shades = ax.imshow(heat.numpy() / heat.max().item(), cmap="Reds", vmin=0, alpha=0.7)
+            ax.imshow(0 * scene.numpy(), cmap="gray", alpha=scene.numpy())
             ax.set(title=f"where is a {label}?", xticks=[], yticks=[])
+        drawn.colorbar(shades, ax=axes, label="weight, relative to the largest")
         save(drawn, picture)
 
 

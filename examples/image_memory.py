@@ -14,7 +14,7 @@ from shared import arguments
 from sklearn.datasets import load_digits
 
 import softdb
-from softdb.plots import figure, save
+from softdb.plots import COLORS, figure, save
 
 STORED = 1200
 
@@ -55,18 +55,24 @@ def main(picture: str | None) -> None:
     assert (answers["soft, all records"].argmax(1) == right).float().mean() > 0.95
     assert losses["soft, all records"] < losses["ten neighbours vote"] < losses["the nearest"]
     if picture:
-        drawn, (left, ax) = figure(2, 4.5, 4)
-        doubted = answers["soft, all records"].amax(1).argsort()[:16]
-        tiles = torch.nn.functional.pad(queries[doubted].reshape(4, 4, 8, 8), (1, 1, 1, 1))
-        left.imshow(tiles.transpose(1, 2).reshape(40, 40).numpy(), cmap="gray_r")
-        left.set(title="the most doubted of them", xticks=[], yticks=[])
+        drawn, (left, ax) = figure(2, height=3.5)
+        soft = answers["soft, all records"]
+        doubted = soft.amax(1).argsort()[:9]
+        tiles = torch.nn.functional.pad(queries[doubted].reshape(3, 3, 8, 8), (1, 1, 1, 3))
+        left.imshow(tiles.transpose(1, 2).reshape(36, 30).numpy(), cmap="Greys")
+        left.set_frame_on(False)
+        for place, query in enumerate(doubted.tolist()):
+            share, answer = soft[query].max(0)
+            text = {"ha": "center", "va": "center", "color": "black" if answer == right[query] else COLORS[3]}
+            left.text(place % 3 * 10 + 4.5, place // 3 * 12 + 10, f"{answer}: {share:.2f}", **text)
+        left.set(title="Least sure: answer, probability (red: wrong)", xticks=[], yticks=[])
         for name, shares in list(answers.items())[1:]:
             claimed, hit = shares.amax(1), (shares.argmax(1) == right).float()
             bins = list(claimed.argsort()[:180].chunk(5))
             ax.plot([claimed[b].mean() for b in bins], [hit[b].mean() for b in bins], "o-", label=name)
-        ax.plot([0.4, 1], [0.4, 1], ":", color="0.5")
-        ax.set(xlabel="claimed", ylabel="right", title="the 180 least sure, in five parts")
-        ax.legend(frameon=False)
+        ax.plot([0.5, 1], [0.5, 1], ":", color="0.3", label="calibrated")
+        ax.set(xlabel="probability of the answer", ylabel="share that is right", title="180 least sure, in five parts")
+        ax.legend(loc="lower right")
         save(drawn, picture)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import softdb
 from softdb.nn import KernelRegressor
-from softdb.plots import figure, save
+from softdb.plots import COLORS, figure, save
 
 
 def curve(x: Tensor) -> Tensor:
@@ -64,12 +64,15 @@ def main(picture: str | None) -> None:
     assert h[1] > 20 * h[0]
     assert rmse < 0.6 * min(errors.values())
     if picture:
-        drawn, axes = figure(4, 2.4, 2.4)
-        for ax, (name, model) in zip(axes, models.items(), strict=True):
-            ax.plot(x, y, ".", color="C1", markersize=3)
-            ax.plot(queries, true, ":", color="0.3")
-            ax.plot(queries, answers[name], color="C0")
-            ax.set(title=f"{name}, h = {model.kernel.bandwidth.item():.2f}", xlabel="x", ylim=(-1.5, 6))
+        drawn, axes = figure(2, 2, 5, sharex=True, sharey=True)
+        for place, (ax, (name, model)) in enumerate(zip(axes, models.items(), strict=True)):
+            ax.plot(x, y, ".", color="0.7", markersize=4, label="records, measured with noise")
+            ax.plot(queries, true, ":", color="0.2", label="true curve")
+            ax.plot(queries, answers[name], color=COLORS[0], label="soft query")
+            off = error(answers[name], true)
+            ax.set(title=f"{name}: bandwidth {model.kernel.bandwidth.item():.2f}, error {off:.2f}", ylim=(-1.5, 5))
+            ax.set(xlabel="x, the key" if place > 1 else "", ylabel="" if place % 2 else "y, the value")
+        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
         save(drawn, picture)
 
 

@@ -14,7 +14,7 @@ from shared import arguments
 
 import softdb
 from softdb import scores
-from softdb.plots import figure, save
+from softdb.plots import COLORS, figure, save
 
 KERNELS: list[scores.Kernel] = [
     scores.Gaussian(1.0), scores.Boxcar(1.0), scores.Epanechnikov(1.0), scores.Triangular(1.0), scores.Laplacian(1.0)
@@ -33,7 +33,7 @@ def main(picture: str | None) -> None:
     x = (torch.rand(40, 1) * 5).sort(dim=0).values
     y = curve(x) + 0.5 * torch.randn(40, 1)
     queries = torch.linspace(0, 5, 100).unsqueeze(1)
-    names = [*(type(k).__name__ for k in KERNELS), "Constant", *(f"Gaussian, width {width}" for width in WIDTHS)]
+    names = [*(type(k).__name__ for k in KERNELS), "Constant", *(f"Gaussian {width}" for width in WIDTHS)]
     kernels = [*KERNELS, scores.Constant(), *(scores.Gaussian(width) for width in WIDTHS)]
     with softdb.open(None, dim=1, value_dim=1, metric="l2") as db:
         db.insert(range(40), x, y)
@@ -43,21 +43,32 @@ def main(picture: str | None) -> None:
         errors[name] = (answer.output - curve(queries)).square().mean().sqrt().item()
         print(f"{name:22} error {errors[name]:.2f}")
     assert torch.allclose(answers[5].output, y.mean().expand(100, 1), atol=1e-5)  # a constant weighs all records alike
-    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 0.1"]  # the narrow kernel fits the noise
-    assert errors["Gaussian, width 0.2"] < errors["Gaussian, width 1.0"] < errors["Constant"]  # wide ones flatten
+    assert errors["Gaussian 0.2"] < errors["Gaussian 0.1"]  # the narrow kernel fits the noise
+    assert errors["Gaussian 0.2"] < errors["Gaussian 1.0"] < errors["Constant"]  # wide ones flatten
     if picture:
-        drawn, _ = figure(1, 13, 9)
-        drawn.clear()
-        axes = drawn.subplots(4, 5, sharex=True)
+        drawn, axes = figure(5, 4, 7.4, sharex=True)
         for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
-            above, below = axes[place // 5 * 2, place % 5], axes[place // 5 * 2 + 1, place % 5]
-            above.plot(queries, curve(queries), ":", color="0.5")
-            above.plot(queries, answer.output, color="C0")
-            above.plot(x, y, "o", color="C1", markersize=3, alpha=0.6)
-            above.set_title(f"{name}: error {errors[name]:.2f}", fontsize=9)
+            first = place // 5 * 10 + place % 5
+            above, below = axes[first], axes[first + 5]
+            above.plot(x, y, ".", color="0.7", markersize=4, label="records, measured with noise")
+            above.plot(queries, curve(queries), ":", color="0.2", label="true curve")
+            above.plot(queries, answer.output, color=COLORS[0], label="soft query")
+            title = f"{name}, error {errors[name]:.2f}".replace(", ", "\n", 1)
+            above.set_title(title, fontsize=9)
             assert answer.weights is not None
             below.imshow(answer.weights.T.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=(0, 5, 40, 0))
-            below.set(xlabel="x", ylabel="" if place % 5 else "weight of each record")
+            below.grid(visible=False)
+            below.set(
+                xlabel="x" if place > 4 else "",
+                ylabel="" if place % 5 else "record",
+                yticks=[0, 20, 40],
+                xticks=[0, 2, 4],
+            )
+            above.set(ylim=(-0.5, 5), ylabel="" if place % 5 else "y")
+            for ax in (above, below) if place % 5 else ():
+                ax.tick_params(labelleft=False)
+        handles, title = axes[0].get_legend_handles_labels(), "below each curve the records' weights: darker is larger"
+        drawn.legend(*handles, loc="outside upper center", ncols=3, title=title)
         save(drawn, picture)
 
 

@@ -69,9 +69,10 @@ def main(picture: str | None) -> None:
     print("learned widths: " + ", ".join(f"{width:.2f}" for width in bandwidth))
     assert bandwidth[0] < 0.5 * min(bandwidth[1:])
     if picture:
-        drawn, (ax,) = figure(1, 8, 4.5)
-        weight_bars(ax, torch.stack(shares), names, list(QUESTIONS), COLOURS)
-        ax.legend(ax.containers, names, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        drawn, (ax,) = figure()
+        weight_bars(ax, torch.stack(shares), names, [text.replace(" for", "\nfor") for text in QUESTIONS], COLOURS)
+        ax.set_title("A score that chooses coordinates answers each question")
+        ax.legend(ax.containers[::-1], names[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
         save(drawn, picture)
 
 

@@ -11,7 +11,7 @@ database are learned from some more definitions, and the others are held out.
 from __future__ import annotations
 
 import torch
-from shared import arguments, lines
+from shared import arguments, bars
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -73,7 +73,7 @@ def main(most: int, picture: str | None, quick: bool) -> None:
         assert with_memory < without
         print("written with it:", lm.generate("to", max_new_tokens=12, num_beams=3))
     if picture:
-        lines(picture, {"perplexity of held-out definitions": [without, with_memory]}, ["alone", "with memory"])
+        bars(picture, {"": {"alone": without, "with memory": with_memory}}, "Definitions held out", "perplexity")
 
 
 if __name__ == "__main__":

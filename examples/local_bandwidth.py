@@ -47,13 +47,13 @@ def main(picture: str | None) -> None:
     print(f"best single width {width:.3f}, by leave-one-out: error {errors[0]:.3f}; a width each: {errors[1]:.3f}")
     assert errors[1] < 0.8 * errors[0]
     if picture:
-        drawn, (ax,) = figure(1, 8, 4)
-        ax.plot(x, y, ".", color="0.75")
-        ax.plot(grid, curve(grid), ":", color="0.3", label="what is measured")
-        ax.plot(grid, shared, label=f"one width for all, {width:.2f}")
-        ax.plot(grid, local, label=f"a width for each record, {widths.min():.3f} to {widths.max():.2f}")
-        ax.set(xlabel="x, the key", ylabel="y, the value")
-        ax.legend(frameon=False)
+        drawn, (ax,) = figure()
+        ax.plot(x, y, ".", color="0.7", label="records, measured with noise")
+        ax.plot(grid, shared, label=f"one width for all, {width:.2f}: error {errors[0]:.2f}")
+        ax.plot(grid, local, label=f"each its own, {widths.min():.2f} to {widths.max():.2f}: error {errors[1]:.2f}")
+        ax.plot(grid, curve(grid), ":", color="0.2", label="true curve")
+        ax.set(xlabel="x, the key", ylabel="y, the value", title="Widths that follow the records' density")
+        ax.legend()
         save(drawn, picture)
 
 

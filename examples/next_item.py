@@ -68,11 +68,11 @@ def main(picture: str | None = None, quick: bool = False) -> None:
     print(f"recall@10 after {steps} steps: " + ", ".join(f"{way} {c[-1]:.3f}" for way, c in curves.items()))
     assert curves["every item"][-1] > 2 * curves["one negative"][-1] < 2 * curves["64 draws"][-1]
     if picture:
-        drawn, (axes,) = figure()
+        drawn, (ax,) = figure()
         for way, recalls in curves.items():
-            axes.plot(range(steps // 10, steps + 1, steps // 10), recalls, label=way)
-        axes.set(xlabel="training steps", ylabel="recall@10 of the last item")
-        axes.legend(frameon=False)
+            ax.plot(range(steps // 10, steps + 1, steps // 10), recalls, "o-", label=way)
+        ax.set(xlabel="training step", ylabel="recall@10 of the last item", title="More items teach more in a step")
+        ax.legend(title="denominator of the loss")
         save(drawn, picture)
 
 

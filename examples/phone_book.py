@@ -49,12 +49,13 @@ def soft(db: softdb.SoftDB, temperatures: list[float]) -> torch.Tensor:
 
 def draw(temperatures: list[float], shares: torch.Tensor, path: str) -> None:
     """Draw the weights over temperature as curves, and those of every tenth temperature as bars."""
-    picture, (left, right) = figure(columns=2)
+    picture, (left, right) = figure(2, height=3.6)
     labels = [", ".join(names) for names in BOOK]
     temperature_sweep(left, temperatures, shares, labels)
-    left.set_title('the weight of each record for "Schulz"')
+    left.set_title('The weight of each record for "Schulz"')
     weight_bars(right, shares[::10], labels, [f"{temperature:.2g}" for temperature in temperatures[::10]])
-    right.set(title="database lookup → attention → average pooling", xlabel="temperature")
+    right.set(title="lookup → attention → average pooling", xlabel="temperature")
+    right.tick_params(axis="x", labelsize=8)
     save(picture, path)
     print(f"\npicture      {path}")
 

@@ -49,10 +49,10 @@ def main(picture: str | None) -> None:
     assert torch.allclose(plain.output[first], plain.output[second], atol=1e-5)  # the same word, the same answer
     assert not torch.allclose(placed.output[first], placed.output[second], atol=0.01)  # position changes it
     if picture:
-        drawn, (left, right) = figure(2, 5.5, 4.5)
-        for ax, answer, name in ((left, plain, "without positions"), (right, placed, "with sines and cosines")):
-            attention_heatmap(ax, answer.weights, WORDS, WORDS)
-            ax.set(title=name, xlabel="is asked", ylabel="asks")
+        drawn, (left, right) = figure(2, height=3.6)
+        for ax, answer, name in ((left, plain, "Without positions"), (right, placed, "With positions")):
+            attention_heatmap(ax, answer.weights, WORDS, WORDS, vmax=1, colorbar=ax is right)
+            ax.set(title=name, xlabel="token as record (key)", ylabel="token as query" if ax is left else "")
         save(drawn, picture)
 
 

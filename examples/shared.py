@@ -1,4 +1,4 @@
-"""The command line and the plain plot that the examples share."""
+"""The command line and the plain plots that the examples share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from softdb.errors import MissingDependency
-from softdb.plots import figure, save
+from softdb.plots import STYLE, figure, save
 
 
 def arguments(doc: str | None, **own: dict[str, Any]) -> dict[str, Any]:
@@ -25,10 +25,13 @@ def arguments(doc: str | None, **own: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture(name: str) -> str:
-    """Return the name if a picture can be written there; raise argparse's error otherwise."""
+    """Return the name if a picture can be written there, and set softdb's style; raise argparse's error otherwise."""
     path = Path(name)
     try:
         drawn, _ = figure()
+        import matplotlib
+
+        matplotlib.rcParams.update(STYLE)
     except MissingDependency as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if path.suffix[1:].lower() not in drawn.canvas.get_supported_filetypes():
@@ -42,13 +45,27 @@ def picture(name: str) -> str:
     return name
 
 
-def lines(path: str, curves: Mapping[str, Sequence[float]], ticks: Sequence[str] = (), **labels: str) -> None:
-    """Draw curves over their steps, or over the names in `ticks`, and write the picture."""
-    drawn, (ax,) = figure(1, 7, 4)
-    for name, heights in curves.items():
-        ax.plot(heights, "o--" if ticks else "-", label=name)
-    if ticks:
-        ax.set_xticks(range(len(ticks)), ticks)
-    ax.set(**labels)
-    ax.legend(frameon=False)
+def lines(path: str, losses: Sequence[float], title: str, over: int = 1) -> None:
+    """Draw the loss of each step, and with `over` its mean over so many steps, and write the picture."""
+    drawn, (ax,) = figure(height=3.4)
+    ax.plot(losses, **({"color": "0.75", "linewidth": 1} if over > 1 else {}), label="each batch")
+    if over > 1:
+        means = [sum(losses[end - over : end]) / over for end in range(over, len(losses) + 1)]
+        ax.plot(range(over - 1, len(losses)), means, label=f"mean of the last {over}")
+        ax.legend()
+    ax.set(title=title, xlabel="training step", ylabel="loss (nats)")
+    save(drawn, path)
+
+
+def bars(path: str, groups: Mapping[str, Mapping[str, float]], title: str, ylabel: str) -> None:
+    """Draw a bar for each name, the groups side by side, with its height above it, and write the picture."""
+    drawn, (ax,) = figure(height=3.4)
+    for number, (group, heights) in enumerate(groups.items()):
+        places = [place + 0.8 / len(groups) * number for place in range(len(heights))]
+        ax.bar_label(ax.bar(places, heights.values(), width=0.75 / len(groups), label=group), fmt="{:.3g}")
+        ax.set_xticks([place + 0.4 - 0.4 / len(groups) for place in range(len(heights))], list(heights))
+    if len(groups) > 1:
+        ax.legend()
+    ax.set(title=title, ylabel=ylabel)
+    ax.grid(visible=False, axis="x")
     save(drawn, path)

@@ -3,9 +3,8 @@
     python examples/soft_neighbours.py [--plot PICTURE.png] [--quick]
 
 The rows are scikit-learn's 442 diabetes patients; the target is the progress of their disease. A prediction is made of
-what the other training rows hold, weighted by a softmax of how near their keys are. The four networks differ by the dot
-product or the squared distance, by the targets of the neighbours, and by a correction T(k - k_i). Each is
-a little better than the one before. `benchmarks/housing.py` trains them on 20,640 rows, beside published figures.
+what the other training rows hold, weighted by a softmax of how near their keys are. Each of the four networks exchanges
+one part of the one before. `benchmarks/housing.py` trains them on 20,640 rows, beside published figures.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ class SoftNeighbours(nn.Module):
 
 def main(picture: str | None = None, quick: bool = False) -> None:
     """Train the four networks and compare their errors on the rows that were held out."""
+    torch.set_num_threads(1)  # steps are small: threads would wait for each other
     table = load_diabetes()
     order = torch.randperm(len(table.target), generator=torch.Generator().manual_seed(0))
     features, targets = (torch.tensor(part, dtype=torch.float32)[order] for part in (table.data, table.target[:, None]))
@@ -67,11 +67,12 @@ def main(picture: str | None = None, quick: bool = False) -> None:
         print(f"{name:20} held-out error {errors[-1]:.3f} of the targets' deviation")
     assert all(errors[-1] < 0.85 for errors in curves.values())  # the mean of the targets has an error of 1
     if picture:
-        drawn, (axes,) = figure()
+        drawn, (ax,) = figure()
         for name, errors in curves.items():
-            axes.plot(errors, label=name)
-        axes.set(xlabel="steps", ylabel="held-out error, of the targets' deviation", ylim=(0.65, 1.1))
-        axes.legend()
+            ax.plot(errors, label=name)
+        ax.set(xlabel="training step", ylabel="held-out error / deviation of the targets", ylim=(0.65, 1.1))
+        ax.set_title("Each network exchanges one part of the one before")
+        ax.legend()
         save(drawn, picture)
 
 

@@ -72,7 +72,7 @@ def main(folder: Path, picture: str | None, quick: bool) -> None:
             recalls.append(rank.recall_10)
         assert recalls[1] > recalls[0] + 0.02
     if picture:
-        lines(picture, {"of each batch": losses}, xlabel="step", ylabel="loss")
+        lines(picture, losses, f"Held-out recall@10 rises from {recalls[0]:.3f} to {recalls[1]:.3f}", over=10)
 
 
 if __name__ == "__main__":

@@ -51,17 +51,22 @@ def main(picture: str | None = None, quick: bool = False) -> None:
         error = (learned - target(tests)).square().mean().item()
     assert error < 0.2 * target(tests).square().mean().item()
     if picture:
-        drawn, (left, right) = figure(2, 4.5, 4)
-        left.plot(losses)
-        left.set(xlabel="step", ylabel="loss", yscale="log")
+        drawn, (left, right) = figure(2, height=3.7, width_ratios=(2, 3))
+        left.plot(losses, linewidth=1)
+        left.set(
+            xlabel="training step", ylabel="mean squared error", yscale="log", title="The memory learns the function"
+        )
         grid = torch.stack(torch.meshgrid(*[torch.linspace(-2, 2, 80)] * 2, indexing="xy"), -1).reshape(-1, 2)
         shades = {"cmap": "RdBu", "vmin": -1.2, "vmax": 1.2}
         right.imshow(target(grid).reshape(80, 80).numpy(), extent=(-2, 2, -2, 2), origin="lower", **shades)
-        ends = torch.as_tensor(records.keys)
-        for a, b in zip(start, ends, strict=True):
-            right.plot([a[0], b[0]], [a[1], b[1]], color="0.4", linewidth=0.7)
-        right.scatter(ends[:, 0], ends[:, 1], c=torch.as_tensor(records.values)[:, 0], edgecolor="k", **shades)
-        right.set(title="where the records went, and what they hold")
+        ends, values = torch.as_tensor(records.keys), torch.as_tensor(records.values)[:, 0]
+        right.plot(*torch.stack([start, ends]).unbind(2), color="0.4", linewidth=0.7)
+        right.plot([], [], color="0.4", linewidth=0.7, label="way of a key")
+        held = right.scatter(*ends.T, c=values, s=25, edgecolor="k", linewidth=0.8, label="record at its end", **shades)
+        drawn.colorbar(held, ax=right, label="value")
+        right.set(title="Keys move to where it bends", xlabel="first coordinate", ylabel="second coordinate")
+        right.grid(visible=False)
+        drawn.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2)
         save(drawn, picture)
 
 

@@ -56,7 +56,7 @@ def main(picture: str | None = None, quick: bool = False) -> None:
     written = torch.cat([torch.full((len(pairs), 1), words.index(".")), right[:, :-1]], 1)  # one step late
     test = torch.tensor([{"cats", "dogs"} <= set(pair[0]) for pair in pairs])  # held-out sentences
     shown = pairs.index((["cats", "do", "not", "like", "dogs"], ["katzen", "mögen", "hunde", "nicht"]))
-    drawn, axes = figure(2, 5, 4)
+    drawn, axes = figure(2, height=3.5)
     for ax, score in zip(axes, ("dot", "additive"), strict=True):
         torch.manual_seed(0)
         model = Translator(len(words), score)
@@ -70,8 +70,8 @@ def main(picture: str | None = None, quick: bool = False) -> None:
         correct = (scores.argmax(-1) == right).all(1)[test].float().mean().item()
         print(f"{score:9} held-out right {correct:.2f}; 'nicht' from '{pairs[shown][0][weights[shown, 3].argmax()]}'")
         assert correct > 0.9
-        attention_heatmap(ax, weights[shown].detach(), *pairs[shown][::-1])
-        ax.set(title=score, xlabel="read", ylabel="written")
+        attention_heatmap(ax, weights[shown].detach(), *pairs[shown][::-1], vmax=1, colorbar=ax is axes[-1])
+        ax.set(title=f"{score} score", xlabel="word read", ylabel="word written" if ax is axes[0] else "")
     if picture:
         save(drawn, picture)
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}  # so that the examples run where softdb is not installed
+PATHS = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'tests' / 'checked'}:{ROOT}",
+}  # checks pictures; softdb need not be installed
 ELSEWHERE = {"cluster.py", "fine_tune.py"}  # by tests/integrations, where the libraries are
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in {*ELSEWHERE, "shared.py"})
 
@@ -72,7 +75,7 @@ def test_an_example_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sys, "argv", ["example.py", "--plot", "drawn.png"])
     from shared import arguments
 

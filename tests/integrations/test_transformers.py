@@ -412,7 +412,8 @@ def test_texts_that_make_no_sense_are_refused(tokenizer: Any) -> None:
 
 def test_the_example_prints_what_it_claims(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "language_model.py"
-    paths = {**os.environ, "PYTHONPATH": str(example.parents[1])}
+    root = example.parents[1]
+    paths = {**os.environ, "PYTHONPATH": f"{root / 'tests' / 'checked'}:{root}"}  # checks the picture
     command = [sys.executable, "-W", "error", str(example), "400", "--quick", "--plot", "drawn.png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=paths)
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +113,64 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(softdb.MissingDependency, match=r"pip install 'softdb\[plot\]'"):
         plots.figure()
+
+
+# Machado, Oliveira and Fernandes 2009: linear RGB as eyes see it that lack one kind of cones
+SIGHT = {
+    "all cones": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+def lab(color: str, sight: Any) -> Any:
+    """CIELAB of a colour #rrggbb."""
+    srgb = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
+    xyz = to_xyz @ np.clip(np.array(sight) @ linear, 0, 1) / to_xyz.sum(1)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), (903.3 * xyz + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def least_distance(colors: Sequence[str], sight: Any) -> float:
+    places = [lab(color, sight) for color in colors]
+    return min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(places, 2))
+
+
+@pytest.mark.parametrize("sight", SIGHT.values(), ids=list(SIGHT))
+def test_any_two_colours_differ_to_all_eyes(sight: Any) -> None:
+    assert least_distance(plots.COLORS, sight) > 20
+
+
+def test_the_distance_of_colours_sees_a_confusion() -> None:
+    assert lab("#ffffff", SIGHT["all cones"]) == pytest.approx([100, 0, 0], abs=0.1)
+    assert lab("#ff0000", SIGHT["all cones"]) == pytest.approx([53.2, 80.1, 67.2], abs=0.3)
+    orange_and_green = ("#ff7f0e", "#2ca02c")  # of matplotlib
+    assert least_distance(orange_and_green, SIGHT["all cones"]) > 100
+    assert least_distance(orange_and_green, SIGHT["protanopia"]) < 10
+
+
+@pytest.mark.parametrize("name", ["map.png", "map.svg", "map.pdf"])
+def test_a_picture_has_the_same_bytes_each_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, time in (("first", "1"), ("second", "2000000000")):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", time)  # matplotlib writes this date instead of today's
+        (tmp_path / folder).mkdir()
+        plots.save(plots.temperature_sweep(None, HEATS, WEIGHTS, ["near", "far"]).figure, tmp_path / folder / name)
+    assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_the_style_holds_in_its_block_alone() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    before = dict(matplotlib.rcParams)
+    drawn, axes = plots.figure(2, 3, height=5, sharex=True)
+    with plots.style():
+        assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(plots.COLORS)
+    assert dict(matplotlib.rcParams) == before
+    assert (tuple(drawn.get_size_inches()), len(axes)) == ((7, 5), 6)
+    (line,) = axes[0].plot([1, 2])
+    assert line.get_color() == plots.COLORS[0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from softdb.errors import BadInput
+from softdb.plots import COLORS, figure, save, style
 
 MIB = 1 << 20  # bytes
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -151,40 +152,56 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def require_drawable(path: Path) -> None:
     """Raise BadInput for a picture of another format, and MissingDependency without matplotlib."""
-    from softdb.plots import figure
-
     if path.suffix.lower() not in SUFFIXES:
         raise BadInput(f"the picture's name ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}")
     figure()
 
 
+@style()
 def draw(result: dict[str, Any], path: Path) -> None:
     """Plot recall against speed, build times and sizes of a report, for its first number of threads."""
-    from softdb.plots import figure, save
-
     threads = result["setup"]["threads"][0]
     rows = [row for row in result["rows"] if row["threads"] == threads]
-    plot, axes = figure(columns=4, width=4.6)
-    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(row["engine"] for row in rows))}
-    for ax, speed, title in ((axes[0], _rate, f"in batches, {threads} threads"), (axes[1], _rate_alone, "one by one")):
-        for name, colour in colours.items():
+    looks = _looks(row["engine"] for row in rows)
+    plot, axes = figure(2, 2, height=5 + len(looks) / 3)
+    for ax, speed, title in ((axes[0], _rate, f"In batches, {threads} threads"), (axes[1], _rate_alone, "One by one")):
+        for name, look in looks.items():
             recalls, speeds = zip(*frontier([row for row in rows if row["engine"] == name], speed), strict=True)
-            ax.plot(recalls, speeds, marker="o", color=colour, label=name, linewidth=2.5 if "softdb" in name else 1.2)
-        ax.set(yscale="log", xlabel="recall", title=f"queries/s {title}")
-        ax.grid(True, which="both", color="0.92")
-    axes[0].legend(frameon=False, fontsize="small")
+            ax.plot(recalls, speeds, label=name, linewidth=2.8 if "softdb" in name else 1.4, **look)
+        ax.set(yscale="log", xlabel="recall", ylabel="queries per second", title=title)
+    plot.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     last = [row for row in _best(rows, _rate) if row["goal"] == rows[-1]["goal"]]
-    names, shades = [row["label"] for row in last], [colours[row["engine"]] for row in last]
-    for stages, shade in (("with_tuning", "0.75"), ("without_tuning", shades)):  # tuning in grey
-        axes[2].barh(names, [row["build_s"][stages] for row in last], color=shade)
-    for size, shade in (("in_all_bytes", "0.75"), ("beside_keys_bytes", shades)):  # keys in grey
-        axes[3].barh(names, [row[size] / MIB for row in last], color=shade)
-    for ax, unit, title in ((axes[2], "seconds", "build"), (axes[3], "MiB", "index (keys in grey)")):
+    last.sort(key=lambda row: list(looks).index(row["engine"]))
+    names, shades = [row["label"].replace(" ", "\n") for row in last], [looks[row["engine"]]["color"] for row in last]
+    for ax, few, many, unit, title in (
+        (axes[2], "without_tuning", "with_tuning", "seconds", "Build (with tuning: grey)"),
+        (axes[3], "beside_keys_bytes", "in_all_bytes", "MiB", "Index (with keys: grey)"),
+    ):
+        for amount, shade in ((many, "0.82"), (few, shades)):
+            ax.barh(
+                names, [row["build_s"][amount] if ax is axes[2] else row[amount] / MIB for row in last], color=shade
+            )
         ax.invert_yaxis()
         ax.set(xlabel=unit, title=title)
+        ax.tick_params(axis="y", labelsize=8, labelleft=ax is axes[2])
+        ax.grid(visible=False, axis="y")
     data = result["data"]
     plot.suptitle(f"{data['name']}: {data['n']:,} × {data['dim']}, {data['metric']}, k = {result['setup']['k']}")
     save(plot, path)
+
+
+def _looks(engines: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the colour, marker and line of each engine; the first colour is softdb's alone."""
+    ordered = sorted(dict.fromkeys(engines), key=lambda name: "softdb" not in name)
+    peers = len(COLORS) - 1
+    return {
+        name: {
+            "color": COLORS[1 + (i - 1) % peers if i else 0],
+            "marker": "osDv^<>PX*"[i % 10],
+            "linestyle": "--" if i > peers else "-",
+        }
+        for i, name in enumerate(ordered)
+    }
 
 
 def frontier(rows: Sequence[Row], speed: Callable[[Row], float] = _rate) -> list[tuple[float, float]]:
