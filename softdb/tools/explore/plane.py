@@ -92,9 +92,12 @@ class Plane:
 
     def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
         """Return the coordinates of a query on the map, scaled to `length`."""
-        vector = query.double().numpy()
-        norm = float(np.linalg.norm(vector))
-        return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
+        return self.at(query.double().numpy() * self.drawn_scale(query))
+
+    def drawn_scale(self, query: Tensor) -> float:  # (d,)
+        """Return the factor that scales a query to `length`."""
+        norm = float(query.norm())
+        return 1.0 if self.length is None or not norm else self.length / norm
 
 
 def _hashed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:

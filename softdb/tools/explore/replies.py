@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,11 @@ from softdb.scoring import score_of
 from softdb.tools.cli.arguments import parsed_ids
 from softdb.tools.cli.served import Served
 from softdb.tools.explore.display import fields_of, named_id, record, title
+from softdb.tools.explore.gradient import Place
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
+from softdb.tools.explore.regions import colours, region_names, value_at
+from softdb.tools.explore.training import Trainer
 
 CACHED = 32  # number of questions whose hits are cached, for queries at other temperatures
 NUMBERS, CLASSES = 12, 8  # largest counts of numbers and of classes that the page shows of an output
@@ -73,6 +76,7 @@ class Answers:
         self._plane: Plane | None = None
         self._notes: OrderedDict[str, list[str]] = OrderedDict()
         self._cache: OrderedDict[tuple[Question, int, int], SearchResult] = OrderedDict()
+        self.trainer = Trainer(served)
 
     def about(self) -> dict[str, Any]:
         """Return the database's statistics, fields and examples, and the kinds of queries that it answers."""
@@ -91,6 +95,7 @@ class Answers:
                 for entry, payload in zip(plane.entries[:200], payloads, strict=False)
             ],
             "temperatures": vars(plane.temperatures), "first": self._first,
+            "trainable": self.trainer.fits(db),
             "way": "exact" if len(db) * db.core.schema.dim <= EXACT or index is None else "estimate",
             "values": "classes" if db.num_classes is not None else "keys" if db.value_dim is None else "numbers",
         }  # fmt: skip
@@ -100,14 +105,47 @@ class Answers:
         db = self._served.newest()
         plane = self._plane_of(db)
         payloads = parsed([entry.payload for entry in plane.entries])
+        places = plane.at(plane.keys)
         return {
-            "generation": plane.generation, "of": db.core.keyed, "share": plane.share,
-            "points": [[round(x, 5), round(y, 5)] for x, y in plane.at(plane.keys).tolist()],
+            "generation": plane.generation, "of": db.core.keyed, "share": plane.share, "dim": db.dim,
+            "points": [[round(x, 5), round(y, 5)] for x, y in places.tolist()],
+            "names": region_names(places, payloads, [entry.text for entry in plane.entries]),
             "records": [
                 [named_id(entry.id), title(payload, entry.text)]
                 for entry, payload in zip(plane.entries, payloads, strict=True)
             ],
         }  # fmt: skip
+
+    def colours(self, field: str) -> dict[str, Any]:
+        """Return the values of a payload field for the map's records."""
+        plane = self._plane_of(self._served.newest())
+        payloads = parsed([entry.payload for entry in plane.entries])
+        return {"generation": plane.generation, **colours([value_at(payload, field) for payload in payloads])}
+
+    def gradient(self, right: str | None, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
+        """Return how the answer responds to the query; with a right record's id also the loss and its gradient."""
+        db = self._served.newest()
+        matches = self._matches(db, question, wanted)
+        if matches.query is None:
+            raise BadInput("a search by words alone has no gradient; rank by vector")
+        place, names = (
+            Place(db, matches.plane, matches.query, weighing, question.filter),
+            parsed_ids(db, [right or "0"]),
+        )
+        answer = {"generation": matches.generation, "response": place.response()}
+        wanted()
+        return answer if right is None else answer | place.lesson(names[0], matches.ids)
+
+    def trail(self, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
+        """Return the answer's places on the map at temperatures over the slider's whole range."""
+        db = self._served.newest()
+        matches = self._matches(db, question, wanted)
+        place = (
+            matches.query
+            if matches.query is None
+            else Place(db, matches.plane, matches.query, weighing, question.filter)
+        )
+        return {"generation": matches.generation, "trail": [] if place is None else place.trail()}
 
     def ask(self, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
         """Return the nearest records, and their weights in a soft query."""
@@ -174,6 +212,12 @@ class Answers:
         begin = time.perf_counter()
         query_id = None if question.id is None else parsed_ids(db, [question.id])[0]
         query, generation = self._query(db, question, query_id), db.generation
+        if question.moves:
+            before = self._matches(db, replace(question, moves=question.moves[:-1]), wanted).query
+            right, t = question.moves[-1]
+            if before is not None:
+                place = Place(db, plane, before, Weighing.exact(t), question.filter)
+                query = place.moved(parsed_ids(db, [right])[0])
         wanted()
         hits = self._hits(db, question, query)
         ids, spent = hits.ids[0], _since(begin)
@@ -212,7 +256,8 @@ class Answers:
         if question.text is not None:
             with contextlib.nullcontext() if question.ranking != "text" else contextlib.suppress(SoftDBError):
                 if self._served.takes_text:
-                    return db.core.as_queries([question.text])
+                    query = db.core.as_queries([question.text])
+                    return self.trainer.run(db).projected(query, question.trained) if question.trained else query
             if question.ranking == "text":
                 return None  # a search by words needs no vector
             raise BadInput(

@@ -29,7 +29,8 @@ WAITING = 32  # largest number of requests in the queue
 _FILES = {
     "index.html": "text/html; charset=utf-8", "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml", **dict.fromkeys(
-        ("page.js", "map.js", "filters.js", "results.js", "panels.js"), "text/javascript; charset=utf-8"
+        ("page.js", "map.js", "filters.js", "results.js", "panels.js", "gradient.js", "train.js"),
+        "text/javascript; charset=utf-8",
     ),
 }  # fmt: skip
 _log = logging.getLogger("softdb")
@@ -44,6 +45,7 @@ class Desk:
 
     def __init__(self, answers: Answers) -> None:
         self._pool, self._open = ThreadPoolExecutor(THREADS, "explore"), 0
+        self._training = ThreadPoolExecutor(1, "train")  # so that training never keeps a question waiting for a thread
         self.overtaken = 0  # number of dropped requests
         self.calls: dict[str, Callable[[dict[str, str], Wanted], dict[str, Any]]] = {
             "about": lambda params, wanted: answers.about(),
@@ -51,6 +53,12 @@ class Desk:
             "ask": lambda params, wanted: answers.ask(Question.of(params), Weighing.of(params), wanted),
             "weigh": lambda params, wanted: answers.weigh(Question.of(params), Weighing.of(params), wanted),
             "compare": lambda params, wanted: answers.compare(Question.of(params), wanted),
+            "colours": lambda params, wanted: answers.colours(params.get("field", "")),
+            "gradient": lambda params, wanted: answers.gradient(
+                params.pop("right", None), Question.of(params), Weighing.of(params), wanted
+            ),
+            "trail": lambda params, wanted: answers.trail(Question.of(params), Weighing.of(params), wanted),
+            "train": answers.trainer.train,
         }
 
     async def answered(self, request: Request) -> Response:
@@ -64,7 +72,8 @@ class Desk:
                 raise Overtaken
 
         self._open += 1
-        future: asyncio.Future[Response] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
+        pool = self._training if call == self.calls["train"] else self._pool
+        future: asyncio.Future[Response] = asyncio.wrap_future(pool.submit(_answer, call, request, wanted))
         future.add_done_callback(self._done)
         disconnected: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
@@ -83,7 +92,8 @@ class Desk:
 
     def close(self) -> None:
         """Cancel the requests in the queue, and wait for those in progress."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._training):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:

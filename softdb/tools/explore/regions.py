@@ -1,0 +1,79 @@
+"""Names for regions of the map: in each, the word that is frequent there and rare elsewhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from softdb.store.paths import parts_of
+from softdb.tools.explore.display import VALUES, title
+from softdb.tools.explore.plane import Floats
+
+HALVINGS = (3, 5)  # numbers of halvings of the map: 8 large regions, and 32 small ones for a closer view
+FEW = 3  # smallest number of records that share a name
+_WORD = re.compile(r"[^\W\d_]{3,30}")
+
+
+def _words(payload: Any, text: str | None) -> set[str]:
+    """Return a record's words, and its numbers and other short values with the names of their fields."""
+    fields = payload.items() if isinstance(payload, dict) else ()
+    numbers = {f"{name} {value}" for name, value in fields if isinstance(value, int) and len(str(value)) < 20}
+    return numbers | set(_WORD.findall(f"{title(payload, text)} {text or ''}".lower()))
+
+
+def region_names(places: Floats, payloads: Sequence[Any], texts: Sequence[str | None]) -> list[list[Any]]:
+    """Return [name, x, y, level] for regions of the map, larger regions first. Cost of some passes over the words.
+
+    A region's name is the word w with the largest n log(p / p_all): n of its records have it, a share p of them and
+    p_all of all records. It stands at the mean place of those records.
+    """
+    words = [_words(payload, text) for payload, text in zip(payloads, texts, strict=True)]
+    all_counts, names, used = Counter(word for own in words for word in own), [], set[str]()
+    for level, halvings in enumerate(HALVINGS):
+        for members in _halves(places, np.arange(len(places)), halvings):
+            counts = Counter(word for i in members.tolist() for word in words[i] if word not in used)
+            common = [(n * math.log(n / len(members) / (all_counts[word] / len(words))), word)
+                      for word, n in counts.items() if n >= FEW]  # fmt: skip
+            if not common or max(common)[0] <= 0:
+                continue
+            name = max(common)[1]
+            used.add(name)
+            x, y = places[[i for i in members.tolist() if name in words[i]]].mean(0).tolist()
+            names.append([name, x, y, level])
+    return names
+
+
+def _halves(places: Floats, members: np.ndarray, halvings: int) -> list[np.ndarray]:
+    """Halve the records at the median of their wider axis, again and again."""
+    if not halvings or len(members) < 2 * FEW:
+        return [members]
+    axis = int(np.ptp(places[members], axis=0).argmax())
+    order = members[places[members, axis].argsort(kind="stable")]
+    return [part for half in np.array_split(order, 2) for part in _halves(places, half, halvings - 1)]
+
+
+def value_at(payload: Any, field: str) -> Any:
+    """Return the value of a field, named as in a filter; None if there is none."""
+    for name in parts_of(field):
+        payload = payload.get(name) if isinstance(payload, dict) else None
+    return payload
+
+
+def colours(values: Sequence[Any]) -> dict[str, Any]:
+    """Return a field's values for the map: numbers, or the VALUES most frequent ones by their number, -1 for others."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) == sum(value is not None for value in values) and len(set(numbers)) > VALUES:
+        return {
+            "numbers": [value if isinstance(value, int | float) and math.isfinite(value) else None for value in values]
+        }
+    shown = [
+        None if value is None else str(value[0] if isinstance(value, list) and value else value) for value in values
+    ]
+    names = [name for name, _ in Counter(name for name in shown if name is not None).most_common(VALUES)]
+    place = {name: i for i, name in enumerate(names)}
+    return {"names": names, "classes": [-1 if name is None else place.get(name, -1) for name in shown]}
