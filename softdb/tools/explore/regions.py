@@ -16,7 +16,8 @@ from softdb.tools.explore.plane import Floats
 
 HALVINGS = (3, 5)  # numbers of halvings of the map: 8 large regions, and 32 small ones for a closer view
 FEW = 3  # smallest number of records that share a name
-_WORD = re.compile(r"[^\W\d_]{3,30}")
+COMMON = 0.04  # share of all records above which a word names no region: most are words such as "with"
+_WORD = re.compile(r"[^\W\d_]{4,30}")
 
 
 def _words(payload: Any, text: str | None) -> set[str]:
@@ -38,7 +39,7 @@ def region_names(places: Floats, payloads: Sequence[Any], texts: Sequence[str | 
         for members in _halves(places, np.arange(len(places)), halvings):
             counts = Counter(word for i in members.tolist() for word in words[i] if word not in used)
             common = [(n * math.log(n / len(members) / (all_counts[word] / len(words))), word)
-                      for word, n in counts.items() if n >= FEW]  # fmt: skip
+                      for word, n in counts.items() if n >= FEW and all_counts[word] < COMMON * len(words)]  # fmt: skip
             if not common or max(common)[0] <= 0:
                 continue
             name = max(common)[1]
