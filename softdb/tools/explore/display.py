@@ -83,10 +83,15 @@ def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) 
         {
             "name": name, "kinds": sorted(kinds), "indexed": name in indexed,
             "values": [value for value, _ in values.most_common(VALUES)],
+            "repeated": "number" in kinds or 1 < len(values) <= values.total() // 2,
         }
         for name, (kinds, values) in sorted(seen.items())
     ]  # fmt: skip
-    return [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": []}] if has_text else fields
+    return (
+        [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": [], "repeated": False}]
+        if has_text
+        else fields
+    )
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softdb.answers.records import parsed
 from softdb.check import Id, Metric
 from softdb.database import SoftDB
 from softdb.nn import retrieval_loss
@@ -107,7 +106,7 @@ class Place:
         step = self.plane.query_at(self.query[0] - rate * slope) - self.plane.query_at(self.query[0])
         moves = (parts.double().numpy() @ self.plane.axes * scale).tolist()
         return {
-            "right": named_id(right), "title": title(parsed(records.payloads[:1])[0], records.texts[0]),
+            "right": named_id(right), "title": title(records.payloads[0], records.texts[0]),
             "loss": loss, "rate": rate, "length": float(slope.norm()),
             "gradient": [float(f"{number:.3g}") for number in slope.tolist()],
             "step": step.tolist(), "place": self.plane.at(keys[0].double()).tolist(),

@@ -15,7 +15,7 @@ from softdb.tools.explore.training import STEPS
 MAX_SHOWN = 50  # largest number of records in an answer
 MOVES = 40  # largest number of steps of gradient descent on a query
 RANKINGS, WAYS = ("vector", "hybrid", "text"), ("exact", "nearest", "estimate")
-_OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown", "moves", "trained"}
+_OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown", "moves", "trained", "right"}
 _OF_WEIGHING = {"temperature", "way", "k", "rtol"}
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from softdb.store.paths import parts_of
-from softdb.tools.explore.display import VALUES, title
+from softdb.tools.explore.display import title
 from softdb.tools.explore.plane import Floats
 
 HALVINGS = (3, 5)  # numbers of halvings of the map: 8 large regions, and 32 small ones for a closer view
+KINDS = 7  # largest number of colours
 FEW = 3  # smallest number of records that share a name
 COMMON = 0.04  # share of all records above which a word names no region: most are words such as "with"
 _WORD = re.compile(r"[^\W\d_]{4,30}")
@@ -66,15 +67,15 @@ def value_at(payload: Any, field: str) -> Any:
 
 
 def colours(values: Sequence[Any]) -> dict[str, Any]:
-    """Return a field's values for the map: numbers, or the VALUES most frequent ones by their number, -1 for others."""
+    """Return a field's values for the map: numbers, or the KINDS most frequent ones by their number, -1 for others."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) == sum(value is not None for value in values) and len(set(numbers)) > VALUES:
+    if len(numbers) == sum(value is not None for value in values) and len(set(numbers)) > KINDS:
         return {
             "numbers": [value if isinstance(value, int | float) and math.isfinite(value) else None for value in values]
         }
     shown = [
         None if value is None else str(value[0] if isinstance(value, list) and value else value) for value in values
     ]
-    names = [name for name, _ in Counter(name for name in shown if name is not None).most_common(VALUES)]
+    names = [name for name, _ in Counter(name for name in shown if name is not None).most_common(KINDS)]
     place = {name: i for i, name in enumerate(names)}
     return {"names": names, "classes": [-1 if name is None else place.get(name, -1) for name in shown]}

@@ -1,8 +1,8 @@
 // What stands in the address after #: an answered question and its settings, one entry of the history a question.
 
-const TEXTS = ["text", "id", "vector", "words"], CHOICES = ["ranking", "way", "shown"];
+const TEXTS = ["text", "id", "vector", "words", "right"], CHOICES = ["ranking", "way", "shown"];
 const isNumber = (most) => (value) => Number(value) > 0 && Number(value) <= most;
-const NUMBERS = { temperature: isNumber(Number.MAX_VALUE), k: (value) => isNumber(1e6)(value) && Number.isInteger(Number(value)), rtol: isNumber(1) };
+const NUMBERS = { temperature: isNumber(Number.MAX_VALUE), k: (value) => isNumber(1e6)(value) && Number.isInteger(Number(value)), rtol: isNumber(1), trained: (value) => isNumber(1e4)(value) && Number.isInteger(Number(value)) };
 
 const isFilter = (text) => {
   try {
@@ -16,7 +16,7 @@ const isFilter = (text) => {
 export function recalled(hash, isChoice) {
   const given = {}, wrong = [];
   for (const [name, value] of new URLSearchParams(hash.slice(1))) {
-    const good = TEXTS.includes(name) || (CHOICES.includes(name) && isChoice(name, value)) || (name === "where" && isFilter(value)) || (Object.hasOwn(NUMBERS, name) && NUMBERS[name](value));
+    const good = TEXTS.includes(name) || (CHOICES.includes(name) && isChoice(name, value)) || (["where", "moves"].includes(name) && isFilter(value)) || (Object.hasOwn(NUMBERS, name) && NUMBERS[name](value));
     if (good && value.trim()) given[name] = value;
     else wrong.push(name);
   }

@@ -2,17 +2,20 @@
 
 import { recalled, Trail } from "./address.js";
 import { Filters } from "./filters.js";
+import { Lesson } from "./gradient.js";
 import { Sky } from "./map.js";
 import { showPanels } from "./panels.js";
 import { Channel, Problem } from "./requests.js";
 import { count, make, share, short, showHits, showSoft, verdict, weigh } from "./results.js";
 import { Sweep } from "./sweep.js";
 import { kept, themed } from "./theme.js";
+import { Training } from "./train.js";
 
 const $ = (id) => document.getElementById(id);
 const STEPS = 1000, PATIENCE = 250; // of the slider; milliseconds that a newer temperature waits for an older one
 const state = { about: null, map: null, answer: null, soft: null, given: null, note: "", mapAsked: 0 };
-const sky = new Sky($("map"), $("tip"), visit);
+const sky = new Sky($("map"), $("tip"), { visit, picked });
+const lesson = new Lesson($, sky, () => ask("link")), training = new Training($, () => ask("link"));
 const filters = new Filters($, () => Boolean(state.about?.text_index), () => {
   options();
   ask();
@@ -76,7 +79,7 @@ function parameters() {
   if (filters.value) given.where = filters.value;
   if ($("ranking").value !== "vector") given.ranking = $("ranking").value;
   if ($("ranking").value !== "vector" && $("words").value.trim() && !$("words-option").hidden) given.words = $("words").value;
-  return { ...given, way: $("way").value, ...($("way").value === "nearest" ? { k: $("k").value } : $("way").value === "estimate" ? { rtol: $("rtol").value } : {}) };
+  return { ...given, ...lesson.settings(kind(), given[kind()]), ...training.settings(kind()), way: $("way").value, ...($("way").value === "nearest" ? { k: $("k").value } : $("way").value === "estimate" ? { rtol: $("rtol").value } : {}) };
 }
 
 // Ask what stands in the box; `by`: "act", a click or a key that asks; "typed", while it is typed; "link", from the address.
@@ -119,7 +122,7 @@ function answered(answer, text) {
   document.title = `${short_} · ${state.about.name} · softdb`;
   $("hits-title").textContent = answer.hits.length ? `Nearest to “${short_}”` : "Nearest records";
   $("answer").classList.remove("old");
-  showHits($("hits"), answer, visit);
+  showHits($("hits"), answer, visit, (id) => lesson.teach(id));
   if (!state.about.records) $("hits").firstChild.textContent = "This database holds no record yet. Insert some; this page sees them with the next question.";
   $("spent").textContent = answer.hits.length ? `Found in ${short(answer.milliseconds)} ms.` : "";
   $("compared").textContent = "";
@@ -127,7 +130,7 @@ function answered(answer, text) {
   $("notes").hidden = !notes.length;
   $("notes").textContent = notes.join(" ");
   examples();
-  shown(answer);
+  shown(answer, true);
   const [what, more] = verdict(answer.soft, answer.hits);
   $("spoken").textContent = `${answer.hits.length} records. ${what}: ${more}`;
 }
@@ -149,7 +152,7 @@ async function reweigh() {
   }
 }
 
-function shown(answer) {
+function shown(answer, fresh = false) {
   const soft = (state.soft = answer.soft);
   weigh($("hits"), $("rest"), soft);
   showSoft($("soft"), soft);
@@ -160,6 +163,7 @@ function shown(answer) {
   $("legend-answer").hidden = !soft?.answer;
   for (const stop of document.querySelectorAll(".stops button")) stop.classList.toggle("on", stop.textContent === what);
   sky.show(state.map, state.answer, soft);
+  lesson.follow(state.answer.at && state.given, temperature(), fresh);
   if (state.map?.generation !== answer.generation || answer.map !== state.map?.generation) redrawMap();
 }
 
@@ -170,9 +174,27 @@ async function redrawMap() {
   if (!map) return;
   const first = !state.map;
   state.map = map;
-  $("map-share").textContent = map.points.length ? `${map.points.length < map.of ? `${count(map.points.length)} of ${count(map.of)}` : count(map.of)} keys. The two axes carry ${share(map.share)} of the variance, so what is near here need not be near.` : "no keys yet";
+  $("map-share").textContent = map.points.length ? `${map.points.length < map.of ? `${count(map.points.length)} of ${count(map.of)}` : count(map.of)} keys. ${map.dim <= 2 ? "A key is two numbers or fewer, so the map shows all of it." : map.share > 0.9995 ? "These two axes show all of the keys' variance." : `These two axes hold ${share(map.share)} of the keys' variance: what is near here may be far in the other ${count(map.dim - 2)}.`}` : "no keys yet";
   if (first) sky.show(map, state.answer, state.soft);
   else await introduce().then(() => ask("link"), tell);
+}
+
+function picked(record, text) {
+  $("walked").textContent = record ? text : "Walk through the map by light.";
+  $("visit").disabled = $("teach").disabled = !record?.id;
+}
+
+async function colour() {
+  const field = $("colour").value;
+  try {
+    const reply = field ? await new Channel(true).get("colours", { field }) : null;
+    if (field !== $("colour").value) return;
+    sky.colours.set(reply && reply.generation === state.map?.generation ? reply : null);
+    sky.colours.legend($("colours"), sky.theme);
+    sky.draw();
+  } catch (error) {
+    tell(error);
+  }
 }
 
 function visit(id) {
@@ -216,7 +238,10 @@ function recall(hash) {
   const name = ["text", "id", "vector"].find((one) => given[one]) ?? first?.[0] ?? (about.text_index || about.takes_text ? "text" : "id");
   choose(name);
   box().value = given[name] ?? first?.[1] ?? "";
-  return ask("link");
+  lesson.recall(`${kind()} ${box().value.trim()}`, given);
+  const trained = Number(given.trained ?? 0);
+  if (trained === training.steps) return ask("link");
+  return training.recall(trained, kind() === "text" ? box().value : "").then(() => ask("link"));
 }
 
 // -- the database
@@ -233,6 +258,13 @@ async function introduce() {
   document.querySelector(".stops [data-stop=start]").style.left = `${Math.min(78, Math.max(22, stepOf(about.temperatures.start) / 10))}%`;
   filters.know(about.filters);
   showPanels($, about);
+  training.know(about);
+  const fields = about.filters.filter((one) => one.kinds.length && one.kinds.every((kind) => ["number", "text", "boolean"].includes(kind)) && one.repeated);
+  $("colour-by").hidden = !fields.length;
+  const was = $("colour").value;
+  $("colour").replaceChildren(...["", ...fields.map((one) => one.name)].map((name) => Object.assign(make("option", "", name || "nothing"), { value: name })));
+  $("colour").value = fields.some((one) => one.name === was) ? was : "";
+  if (was) colour();
 }
 
 async function begin() {
@@ -325,10 +357,12 @@ $("compare").addEventListener("click", async () => {
 $("brighter").addEventListener("click", () => walk(-1));
 $("dimmer").addEventListener("click", () => walk(1));
 $("visit").addEventListener("click", () => sky.chosen && visit(sky.chosen.id));
-function walk(by) {
-  $("walked").textContent = sky.step(by);
-  $("visit").disabled = !sky.chosen?.id;
-}
+$("teach").addEventListener("click", () => sky.chosen && lesson.teach(sky.chosen.id));
+$("zoom-in").addEventListener("click", () => sky.magnify(1.6));
+$("zoom-out").addEventListener("click", () => sky.magnify(1 / 1.6));
+$("zoom-fit").addEventListener("click", () => sky.fit());
+$("colour").addEventListener("change", colour);
+const walk = (by) => sky.step(by);
 function copies(button, text) {
   const before = button.textContent;
   button.addEventListener("click", async () => {
@@ -350,6 +384,9 @@ window.addEventListener("hashchange", () => recall(location.hash));
 new ResizeObserver(([one]) => document.documentElement.style.setProperty("--heat", `${Math.round(one.borderBoxSize[0].blockSize)}px`)).observe(document.querySelector(".heat"));
 themed($("theme"), (theme) => {
   sky.theme = theme;
+  sky.colours.legend($("colours"), theme);
+  lesson.render();
+  training.render();
   sky.draw();
 });
 begin();

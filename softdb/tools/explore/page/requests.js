@@ -14,11 +14,15 @@ function busy(by) {
 export class Problem extends Error {}
 
 export class Channel {
+  constructor(quiet = false) {
+    this.quiet = quiet; // a quiet one does not mark the answer as waiting
+  }
+
   async get(call, parameters) {
     this.controller?.abort();
     const mine = (this.controller = new AbortController());
     this.since = performance.now();
-    busy(1);
+    if (!this.quiet) busy(1);
     try {
       const response = await fetch(`api/${call}?${new URLSearchParams(parameters)}`, { signal: mine.signal });
       if (response.status === 403) throw new Problem("This address is no longer valid. Open the one that softdb explore printed last.");
@@ -31,7 +35,7 @@ export class Channel {
       throw error instanceof Problem ? error : new Problem("The server does not answer. Has it ended? Start softdb explore again.");
     } finally {
       if (mine === this.controller) this.controller = null;
-      busy(-1);
+      if (!this.quiet) busy(-1);
     }
   }
 

@@ -25,12 +25,12 @@ const bar = (weight) => {
 };
 
 // The list of hits, made once a question; `weigh` then changes the weights in place.
-export function showHits(list, answer, onVisit) {
-  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], answer.places[i] !== null, i, onVisit)));
+export function showHits(list, answer, onVisit, onRight) {
+  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], answer.places[i] !== null, i, onVisit, onRight)));
   if (!answer.hits.length) list.append(make("li", "empty", "No record matches. Loosen the filter, or ask otherwise."));
 }
 
-function hitLine(hit, score, keyed, i, onVisit) {
+function hitLine(hit, score, keyed, i, onVisit, onRight) {
   const line = make("li"), middle = make("div", "middle"), head = make("p", "head"), weight = make("div", "weight"), parts = make("ul", "parts");
   const name = hit.title || hit.shown_id, fields = hit.payload.filter(([, value]) => value !== hit.title);
   line.dataset.id = hit.id;
@@ -39,6 +39,11 @@ function hitLine(hit, score, keyed, i, onVisit) {
   const text = hit.text !== null && hit.text !== hit.title ? hit.text : fields.map((pair) => pair.filter(Boolean).join(": ")).join(" · ");
   const actions = make("span", "actions");
   if (hit.id && keyed) actions.append(button("Ask by this", `Ask by this: ${name}`, () => onVisit(hit.id)));
+  if (hit.id && keyed) {
+    const right = button("◎ Right answer", `This should be the answer: ${name}`, () => onRight(hit.id));
+    right.className = "teach";
+    actions.append(right);
+  }
   const more = button("More", `More of ${name}`, () => more.setAttribute("aria-expanded", String(line.classList.toggle("whole"))));
   more.setAttribute("aria-expanded", "false");
   actions.append(more);
