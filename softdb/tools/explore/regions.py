@@ -11,36 +11,40 @@ from typing import Any
 import numpy as np
 
 from softdb.store.paths import parts_of
-from softdb.tools.explore.display import title
 from softdb.tools.explore.plane import Floats
 
 HALVINGS = (3, 5)  # numbers of halvings of the map: 8 large regions, and 32 small ones for a closer view
 KINDS = 7  # largest number of colours
 FEW = 3  # smallest number of records that share a name
-COMMON = 0.04  # share of all records above which a word names no region: most are words such as "with"
+COMMON, RARE = 0.04, 20  # a word in more records than this share of them, and this number, names no region
 _WORD = re.compile(r"[^\W\d_]{4,30}")
 
 
-def _words(payload: Any, text: str | None) -> set[str]:
-    """Return a record's words, and its numbers and other short values with the names of their fields."""
-    fields = payload.items() if isinstance(payload, dict) else ()
-    numbers = {f"{name} {value}" for name, value in fields if isinstance(value, int) and len(str(value)) < 20}
-    return numbers | set(_WORD.findall(f"{title(payload, text)} {text or ''}".lower()))
-
-
-def region_names(places: Floats, payloads: Sequence[Any], texts: Sequence[str | None]) -> list[list[Any]]:
+def region_names(
+    places: Floats,  # (m, 2)
+    titles: Sequence[str],  # m
+    payloads: Sequence[Any],
+    texts: Sequence[str | None],
+) -> list[list[Any]]:
     """Return [name, x, y, level] for regions of the map, larger regions first. Cost of some passes over the words.
 
-    A region's name is the word w with the largest n log(p / p_all): n of its records have it, a share p of them and
-    p_all of all records. It stands at the mean place of those records.
+    The name of a region is the word out of any title, or the number of a field, with the largest n log(p / p_all): n of
+    its records, a share p of them, have it, and p_all of all records. It stands at the mean place of those records.
     """
-    words = [_words(payload, text) for payload, text in zip(payloads, texts, strict=True)]
+    known = {word for line in titles for word in _WORD.findall(line.lower())}
+    words = [
+        known.intersection(_WORD.findall(f"{line} {text or ''}".lower()))
+        | {f"{name} {value}" for name, value in (payload.items() if isinstance(payload, dict) else ())
+           if isinstance(value, int) and abs(value) < 10**9}
+        for line, payload, text in zip(titles, payloads, texts, strict=True)
+    ]  # fmt: skip
     all_counts, names, used = Counter(word for own in words for word in own), [], set[str]()
+    most = max(RARE, COMMON * len(words))
     for level, halvings in enumerate(HALVINGS):
         for members in _halves(places, np.arange(len(places)), halvings):
             counts = Counter(word for i in members.tolist() for word in words[i] if word not in used)
             common = [(n * math.log(n / len(members) / (all_counts[word] / len(words))), word)
-                      for word, n in counts.items() if n >= FEW and all_counts[word] < COMMON * len(words)]  # fmt: skip
+                      for word, n in counts.items() if n >= FEW and all_counts[word] <= most]  # fmt: skip
             if not common or max(common)[0] <= 0:
                 continue
             name = max(common)[1]

@@ -110,7 +110,9 @@ class Answers:
         return {
             "generation": plane.generation, "of": db.core.keyed, "share": plane.share, "dim": db.dim,
             "points": [[round(x, 5), round(y, 5)] for x, y in places.tolist()],
-            "names": region_names(places, payloads, [entry.text for entry in plane.entries]),
+            "names": region_names(
+                places, [line for _, line in plane.names], payloads, [entry.text for entry in plane.entries]
+            ),
             "records": plane.names,
         }  # fmt: skip
 

@@ -54,8 +54,8 @@ export function drawLesson(pen, colours, sky, to) {
   const [[, ...own], ...others] = lesson.pulls;
   for (const [, ...move] of others) arrow(pen, from, screen(move), colours.push, 1.2);
   arrow(pen, from, screen(lesson.step.map((sum, i) => sum - own[i])), colours.push, 2);
-  arrow(pen, from, screen(own), colours.pull, 2);
-  arrow(pen, from, screen(lesson.step), colours.ink, 3.2);
+  arrow(pen, from, screen(own), colours.pull, 4.5);
+  arrow(pen, from, screen(lesson.step), colours.ink, 1.8);
   const move = follows(lesson);
   if (move && sky.soft?.answer) arrow(pen, to(sky.soft.answer), screen(move), colours.answer, 2.6);
 }

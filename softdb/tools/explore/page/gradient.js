@@ -1,6 +1,7 @@
 // A lesson: the reader says which record should be the answer, and the gradient of the loss moves the question.
 
 import { enlarged, follows } from "./arrows.js";
+import { THEMES } from "./map.js";
 import { Channel, Problem } from "./requests.js";
 import { make, share, short } from "./results.js";
 
@@ -11,6 +12,7 @@ export class Lesson {
     Object.assign(this, { $, sky, ask, right: null, of: "", moves: [], path: [], losses: [], sloping: new Channel(), trailing: new Channel() });
     $("step").addEventListener("click", () => this.step());
     $("undo").addEventListener("click", () => this.undo());
+    $("to-train").addEventListener("click", () => $("train").scrollIntoView({ behavior: "smooth", block: "center" }));
     $("done").addEventListener("click", () => this.end());
   }
 
@@ -94,9 +96,18 @@ export class Lesson {
     this.losses.length = Math.min(this.losses.length, n);
     this.path.length = Math.min(this.path.length, n);
     if (reply) this.losses[n] = reply.loss;
+    if (reply && this.asks && this.sky.answer?.at) this.sky.focus([this.sky.answer.at, reply.place, this.sky.soft?.answer ?? reply.place]);
     this.sky.lesson = reply && { ...reply, path: this.path.filter(Boolean) };
     this.sky.draw();
     this.render();
+    if (reply && this.asks) this.bring();
+    this.asks &&= !reply;
+  }
+
+  // The map, should the reader have scrolled it away.
+  bring() {
+    const { canvas } = this.sky, { top, bottom } = canvas.getBoundingClientRect();
+    if (top < 0 || bottom > window.innerHeight) canvas.scrollIntoView({ block: "start" });
   }
 
   render() {
@@ -105,6 +116,7 @@ export class Lesson {
     $("lesson-lead").hidden = on;
     $("legend-map").hidden = on;
     $("undo").disabled = !n;
+    $("to-train").hidden = !n || $("train").hidden;
     $("step").disabled = n >= MOST;
     for (const line of document.querySelectorAll("#hits > li")) line.classList.toggle("right", on && line.dataset.id === reply.right);
     if (!on) {
@@ -115,13 +127,13 @@ export class Lesson {
     this.places ??= {};
     const where = place ? `place ${place}` : `below place ${document.querySelectorAll("#hits > li").length}`;
     if (!n) this.first = where;
-    const weight = share(Math.exp(-reply.loss));
-    $("lesson-says").replaceChildren(make("b", "right", reply.title || reply.right), ` should be the answer but has ${weight} of it: loss = −log ${weight} = `, make("b", "", reply.loss.toFixed(2)), n && this.first && this.first !== where ? `. ${this.first} → ` : ". ", make("b", "", `${n && this.first !== where ? "" : "It is at "}${where}`), ".");
+    const weight = share(Math.exp(-reply.loss)).replace(" ", "\u00a0");
+    $("lesson-says").replaceChildren(make("b", "right", reply.title || reply.right), ` should be the answer but has ${weight} of it: loss = −log ${weight} = `, make("b", "", reply.loss.toFixed(2)), n && this.first && this.first !== where ? `; ${this.first} → ` : "; ", make("b", "", where), ".");
     const move = follows(reply), ratio = move ? Math.hypot(...move) / (Math.hypot(...reply.step) || 1) : 1;
     const still = ratio < 0.02 ? " Here the answer hardly follows (a look-up has almost no gradient): warm it up." : "";
-    $("lesson-why").textContent = `Its gradient says which way to move the question: the right record pulls, every other pushes by its share.${still}`;
+    $("lesson-why").textContent = `The gradient says how to change the question so that the loss falls: the right record pulls, every other pushes by its share.${still}`;
     const factor = enlarged(this.sky);
-    $("lesson-more").textContent = `Gradient: ${reply.gradient.length} numbers, length ${short(reply.length)}, by torch's autograd; a step is −${short(reply.rate)} times it${factor > 1.05 ? `, its arrow enlarged ${factor.toFixed(1)} times` : ""}.`;
+    $("lesson-more").textContent = `Gradient: ${reply.gradient.length} numbers, length ${short(reply.length)}, by autograd: retrieval_loss(db, question, right).backward(). A step is −${short(reply.rate)} times it${factor > 1.05 ? `, its arrow enlarged ${factor.toFixed(1)} times` : ""}.`;
     this.bars(reply.gradient);
     this.curve();
     $("lesson-spoken").textContent = `Loss ${reply.loss.toFixed(2)} after ${n} steps; ${reply.title || reply.right} is at ${where}, with ${weight} of the answer.`;
@@ -129,22 +141,19 @@ export class Lesson {
 
   // Every number of the gradient, up or down.
   bars(numbers) {
-    const canvas = this.$("numbers-of"), pen = this.pen(canvas), { clientWidth: width, clientHeight: height } = canvas, most = Math.max(...numbers.map(Math.abs), 1e-300), wide = width / numbers.length;
-    const style = getComputedStyle(canvas);
+    const canvas = this.$("numbers-of"), pen = penOf(canvas), { clientWidth: width, clientHeight: height } = canvas, most = Math.max(...numbers.map(Math.abs), 1e-300), wide = width / numbers.length;
+    const colours = THEMES[this.sky.theme];
     numbers.forEach((x, i) => {
-      pen.fillStyle = style.getPropertyValue(x < 0 ? "--pull" : "--push"); // the question moves against its gradient
+      pen.fillStyle = colours[x < 0 ? "pull" : "push"]; // the question moves against its gradient
       const tall = (Math.abs(x) / most) * (height / 2 - 1);
       pen.fillRect(i * wide, x < 0 ? height / 2 - tall : height / 2, Math.max(0.7, wide - 1), Math.max(0.5, tall));
     });
   }
 
   curve() {
-    drawCurve(this.$("lesson-curve"), [{ values: this.losses, colour: "--light-ink", dots: true }]);
-    this.$("lesson-steps").textContent = this.losses.length > 1 ? `loss ${this.losses.filter((x) => x !== undefined).slice(-4).map((x) => x.toFixed(2)).join(" → ")}` : "no step yet";
-  }
-
-  pen(canvas) {
-    return penOf(canvas);
+    this.$("lesson-curve").hidden = this.losses.length < 2;
+    drawCurve(this.$("lesson-curve"), [{ values: this.losses, colour: THEMES[this.sky.theme].line, dots: true }]);
+    this.$("lesson-steps").textContent = this.losses.length > 1 && this.losses[0] !== undefined ? `${this.losses[0].toFixed(2)} → ${this.losses.at(-1).toFixed(2)}` : "";
   }
 }
 
@@ -159,13 +168,13 @@ export function penOf(canvas) {
 
 // Lines of numbers, from 0 or their least to their most.
 export function drawCurve(canvas, lines) {
-  const pen = penOf(canvas), { clientWidth: width, clientHeight: height } = canvas, style = getComputedStyle(canvas);
+  const pen = penOf(canvas), { clientWidth: width, clientHeight: height } = canvas;
   for (const { values, colour, dots, opacity = 1 } of lines) {
     const known = values.map((y, x) => [x, y]).filter(([, y]) => Number.isFinite(y));
     if (!known.length) continue;
     const ys = lines.flatMap((line) => line.values).filter(Number.isFinite), low = Math.min(...ys), high = Math.max(...ys), last = Math.max(1, values.length - 1);
     const at = ([x, y]) => [4 + (x / last) * (width - 8), height - 4 - ((y - low) / (high - low || 1)) * (height - 8)];
-    pen.strokeStyle = pen.fillStyle = style.getPropertyValue(colour);
+    pen.strokeStyle = pen.fillStyle = colour;
     pen.globalAlpha = opacity;
     pen.lineWidth = 2;
     pen.beginPath();

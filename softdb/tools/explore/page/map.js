@@ -1,14 +1,14 @@
 // The map: a sample of the keys on a plane. A record's light is its share of the answer, so all light together is one.
 
 import { Colours, PALE } from "./colours.js";
-import { arrow, drawLesson } from "./arrows.js";
+import { drawLesson } from "./arrows.js";
 import { share, short } from "./results.js";
 
 export const THEMES = {
-  dark: { dot: "150, 160, 195", glow: "255, 178, 62", core: "#ffe2ae", query: "#7cc4ff", answer: "#ff8a9b", pull: "#5fdca9", push: "#b9a3ff", ink: "#ebe8e1", paper: "#0f1118", blend: "lighter", trail: ["#4f8fe0", "#a58fd0", "#f4a62a", "#ffe3ad"] },
-  light: { dot: "120, 110, 90", glow: "224, 142, 11", core: "#a65c00", query: "#14619f", answer: "#b3264a", pull: "#0a7a55", push: "#6a4bc4", ink: "#1f1c16", paper: "#f8f5ee", blend: "source-over", trail: ["#2a66bd", "#7a5fb0", "#c77700", "#8a5200"] },
+  dark: { dot: "150, 160, 195", glow: "255, 178, 62", core: "#ffe2ae", query: "#7cc4ff", answer: "#ff8a9b", pull: "#5fdca9", push: "#b9a3ff", line: "#ffc163", ink: "#ebe8e1", paper: "#0f1118", blend: "lighter", trail: ["#4f8fe0", "#a58fd0", "#f4a62a", "#ffe3ad"] },
+  light: { dot: "120, 110, 90", glow: "224, 142, 11", core: "#a65c00", query: "#14619f", answer: "#b3264a", pull: "#0a7a55", push: "#6a4bc4", line: "#8a5200", ink: "#1f1c16", paper: "#f8f5ee", blend: "source-over", trail: ["#2a66bd", "#7a5fb0", "#c77700", "#8a5200"] },
 };
-const GLIDE = 350, MOST = 60; // milliseconds of a moving question; largest zoom
+const GLIDE = 350, LEAST = 0.6, MOST = 60; // milliseconds of a moving question; range of the zoom
 const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 export class Sky {
@@ -36,7 +36,7 @@ export class Sky {
     canvas.addEventListener("pointerleave", () => this.hover(null));
     canvas.addEventListener("dblclick", () => this.chosen?.id && visit(this.chosen.id));
     canvas.addEventListener("wheel", (event) => {
-      if (event.deltaY > 0 && this.zoom <= 1) return; // the whole map is in view, so the page scrolls on
+      if (event.deltaY > 0 && this.zoom <= LEAST) return; // the whole map is in view, so the page scrolls on
       event.preventDefault();
       this.magnify(Math.exp(-Math.sign(event.deltaY) * Math.min(60, Math.abs(event.deltaY)) / 250), here(event));
     }, { passive: false });
@@ -49,7 +49,7 @@ export class Sky {
   }
 
   magnify(factor, [px, py] = [this.canvas.clientWidth / 2, this.canvas.clientHeight / 2]) {
-    const zoom = Math.min(MOST, Math.max(1, this.zoom * factor)), by = zoom / this.zoom;
+    const zoom = Math.min(MOST, Math.max(LEAST, this.zoom * factor)), by = zoom / this.zoom;
     const cx = this.canvas.clientWidth / 2, cy = this.canvas.clientHeight / 2, [x, y] = this.shift;
     this.shift = [(px - cx) * (1 - by) + x * by, (py - cy) * (1 - by) + y * by];
     this.zoom = zoom;
@@ -57,10 +57,19 @@ export class Sky {
   }
 
   pan(dx, dy) {
-    const limit = (size, x) => Math.min(1, Math.max(-1, x / (size * (this.zoom - 0.6) / 2 || 1))) * (size * (this.zoom - 0.6) / 2);
+    const limit = (size, x) => Math.max(-size * this.zoom / 2, Math.min(size * this.zoom / 2, x));
     this.shift = [limit(this.canvas.clientWidth, this.shift[0] + dx), limit(this.canvas.clientHeight, this.shift[1] + dy)];
-    if (this.zoom === 1 && !dx && !dy) this.shift = [0, 0];
     this.draw();
+  }
+
+  // Bring places of the map into view, as large as they fit.
+  focus(places) {
+    const to = this.scale(), xs = places.map((one) => to(one)[0]), ys = places.map((one) => to(one)[1]), { clientWidth: width, clientHeight: height } = this.canvas;
+    const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+    const factor = Math.min((width - 190) / (right - left || 1), (height - 110) / (bottom - top || 1), 7 / this.zoom);
+    this.magnify(factor, [width / 2, height / 2]);
+    const [x, y] = this.scale()([places.reduce((sum, one) => sum + one[0], 0) / places.length, places.reduce((sum, one) => sum + one[1], 0) / places.length]);
+    this.pan(width / 2 - x, height / 2 - 12 - y);
   }
 
   fit() {
@@ -123,9 +132,13 @@ export class Sky {
   scale() {
     const { clientWidth: width, clientHeight: height } = this.canvas, { zoom, shift } = this;
     const xs = this.all.map((one) => one.x), ys = this.all.map((one) => one.y);
-    for (const at of [this.answer?.at, this.soft?.answer]) if (at) { xs.push(at[0]); ys.push(at[1]); }
-    const reach = (values) => { const low = Math.min(...values), high = Math.max(...values); return [(low + high) / 2, Math.max(high - low, 1e-9)]; };
-    const [cx, w] = reach(xs), [cy, h] = reach(ys);
+    const extra = [this.answer?.at, this.soft?.answer, ...this.all.filter(({ hit }) => hit).map(({ x, y }) => [x, y])].filter(Boolean);
+    const reach = (values, axis) => { // without the outermost records, which a smaller zoom shows
+      values.sort((a, b) => a - b);
+      const cut = Math.floor(0.015 * values.length), inner = [values[cut], values[values.length - 1 - cut], ...extra.map((one) => one[axis])], low = Math.min(...inner), high = Math.max(...inner);
+      return [(low + high) / 2, Math.max(high - low, 1e-9)];
+    };
+    const [cx, w] = reach(xs, 0), [cy, h] = reach(ys, 1);
     this.unit = Math.min((width - 40) / w, (height - 62) / h) * zoom;
     return ([x, y]) => [width / 2 + shift[0] + (x - cx) * this.unit, height / 2 - 12 + shift[1] - (y - cy) * this.unit];
   }
@@ -160,7 +173,7 @@ export class Sky {
   // Radius² × opacity is in proportion to the weight, so the light of a record is its share, whatever the others have.
   lit(pen, colours, { xy: [x, y], weight }) {
     if (weight < 1e-6) return;
-    const radius = Math.max(1.6, 46 * weight ** 0.4), opacity = Math.min(0.95, (1900 * weight) / radius ** 2);
+    const radius = Math.max(2, 58 * Math.sqrt(weight)), opacity = Math.min(0.92, (3100 * weight) / radius ** 2);
     const glow = pen.createRadialGradient(x, y, 0, x, y, radius);
     glow.addColorStop(0, `rgba(${colours.glow}, ${opacity})`);
     glow.addColorStop(0.4, `rgba(${colours.glow}, ${0.3 * opacity})`);

@@ -15,7 +15,7 @@ const $ = (id) => document.getElementById(id);
 const STEPS = 1000, PATIENCE = 250; // of the slider; milliseconds that a newer temperature waits for an older one
 const state = { about: null, map: null, answer: null, soft: null, given: null, note: "", mapAsked: 0 };
 const sky = new Sky($("map"), $("tip"), { visit, picked });
-const lesson = new Lesson($, sky, () => ask("link")), training = new Training($, () => ask("link"));
+const lesson = new Lesson($, sky, () => ask("link")), training = new Training($, sky, () => ask("link"));
 const filters = new Filters($, () => Boolean(state.about?.text_index), () => {
   options();
   ask();

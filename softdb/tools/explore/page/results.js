@@ -40,8 +40,9 @@ function hitLine(hit, score, keyed, i, onVisit, onRight) {
   const actions = make("span", "actions");
   if (hit.id && keyed) actions.append(button("Ask by this", `Ask by this: ${name}`, () => onVisit(hit.id)));
   if (hit.id && keyed) {
-    const right = button("◎ Right answer", `This should be the answer: ${name}`, () => onRight(hit.id));
+    const right = button("◎", `This should be the answer: ${name}`, () => onRight(hit.id));
     right.className = "teach";
+    right.append(make("span", "", " Right answer"));
     actions.append(right);
   }
   const more = button("More", `More of ${name}`, () => more.setAttribute("aria-expanded", String(line.classList.toggle("whole"))));

@@ -1,6 +1,7 @@
 // Training, live: each request is a number of steps, and the server's run is a function of that number.
 
 import { drawCurve } from "./gradient.js";
+import { THEMES } from "./map.js";
 import { Channel, Problem } from "./requests.js";
 import { count, make } from "./results.js";
 
@@ -8,8 +9,8 @@ const BURST = 20, SMOOTH = 0.85; // steps of one press; share of the old mean in
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
 export class Training {
-  constructor($, ask) {
-    Object.assign(this, { $, ask, steps: 0, marks: [], channel: new Channel(true), running: false });
+  constructor($, sky, ask) {
+    Object.assign(this, { $, sky, ask, steps: 0, marks: [], channel: new Channel(true), running: false });
     $("train-run").addEventListener("click", () => (this.running ? this.stop() : this.run(this.steps + BURST)));
     $("train-undo").addEventListener("click", () => this.go(this.marks.pop() ?? 0));
     $("train-reset").addEventListener("click", () => {
@@ -95,9 +96,10 @@ export class Training {
     $("train-step").textContent = steps ? `${count(steps)} steps` : "not trained";
     $("train-facts").hidden = !reply || !steps;
     if ($("train-facts").hidden) return drawCurve($("train-curve"), []);
+    const colours = THEMES[this.sky.theme];
     let mean = reply.losses[0];
     const smooth = reply.losses.map((loss) => (mean = SMOOTH * mean + (1 - SMOOTH) * loss));
-    drawCurve($("train-curve"), [{ values: reply.losses, colour: "--soft", opacity: 0.35 }, { values: smooth, colour: "--light-ink" }]);
+    drawCurve($("train-curve"), [{ values: reply.losses, colour: colours.ink, opacity: 0.3 }, { values: smooth, colour: colours.line }]);
     $("train-curve").setAttribute("aria-label", `Loss of ${steps} steps, smoothed: from ${smooth[0]?.toFixed(2)} to ${smooth.at(-1)?.toFixed(2)}`);
     const { place, recalls, words } = reply, at = (n) => (n ? `place ${n}` : "below place 100"), lines = [];
     const change = (name, before, now, better) => {
