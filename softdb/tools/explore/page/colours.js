@@ -2,9 +2,9 @@
 
 import { count, make, short } from "./results.js";
 
-const KINDS = { // Okabe and Ito 2008, darker on paper
-  dark: ["#56b4e9", "#e69f00", "#2bc79a", "#f0e442", "#e08bbd", "#ff7a3d", "#9aa5ff"],
-  light: ["#0072b2", "#b97700", "#008060", "#8f8000", "#b5508c", "#c24a00", "#5046b8"],
+const KINDS = { // after Okabe and Ito 2008, without the amber of the light
+  dark: ["#56b4e9", "#ff7a3d", "#2bc79a", "#f0e442", "#e08bbd", "#9aa5ff", "#c4c4c4"],
+  light: ["#0072b2", "#c24a00", "#008060", "#8f8000", "#b5508c", "#5046b8", "#555555"],
 };
 const SCALE = { dark: [[72, 95, 180], [60, 160, 160], [150, 205, 95], [253, 231, 37]], light: [[225, 190, 20], [85, 170, 90], [35, 110, 140], [60, 10, 90]] };
 export const PALE = { dark: "#5b6070", light: "#b3ab9b" };

@@ -127,7 +127,7 @@ export class Lesson {
     this.places ??= {};
     const where = place ? `place ${place}` : `below place ${document.querySelectorAll("#hits > li").length}`;
     if (!n) this.first = where;
-    const weight = share(Math.exp(-reply.loss)).replace(" ", "\u00a0");
+    const part = Math.exp(-reply.loss), weight = part < 1e-5 ? part.toExponential(1) : share(part).replace(" ", "\u00a0");
     $("lesson-says").replaceChildren(make("b", "right", reply.title || reply.right), ` should be the answer but has ${weight} of it: loss = −log ${weight} = `, make("b", "", reply.loss.toFixed(2)), n && this.first && this.first !== where ? `; ${this.first} → ` : "; ", make("b", "", where), ".");
     const move = follows(reply), ratio = move ? Math.hypot(...move) / (Math.hypot(...reply.step) || 1) : 1;
     const still = ratio < 0.02 ? " Here the answer hardly follows (a look-up has almost no gradient): warm it up." : "";

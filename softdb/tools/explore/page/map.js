@@ -5,8 +5,8 @@ import { drawLesson } from "./arrows.js";
 import { share, short } from "./results.js";
 
 export const THEMES = {
-  dark: { dot: "150, 160, 195", glow: "255, 178, 62", core: "#ffe2ae", query: "#7cc4ff", answer: "#ff8a9b", pull: "#5fdca9", push: "#b9a3ff", line: "#ffc163", ink: "#ebe8e1", paper: "#0f1118", blend: "lighter", trail: ["#4f8fe0", "#a58fd0", "#f4a62a", "#ffe3ad"] },
-  light: { dot: "120, 110, 90", glow: "224, 142, 11", core: "#a65c00", query: "#14619f", answer: "#b3264a", pull: "#0a7a55", push: "#6a4bc4", line: "#8a5200", ink: "#1f1c16", paper: "#f8f5ee", blend: "source-over", trail: ["#2a66bd", "#7a5fb0", "#c77700", "#8a5200"] },
+  dark: { dot: "150, 160, 195", glow: "255, 178, 62", core: "#ffe2ae", query: "#7cc4ff", answer: "#ff8a9b", pull: "#5fdca9", push: "#b9a3ff", line: "#ffc163", ink: "#ebe8e1", paper: "#0f1118", half: 0.3, blend: "lighter", trail: ["#4f8fe0", "#a58fd0", "#f4a62a", "#ffe3ad"] },
+  light: { dot: "120, 110, 90", glow: "224, 142, 11", core: "#a65c00", query: "#14619f", answer: "#b3264a", pull: "#0a7a55", push: "#6a4bc4", line: "#8a5200", ink: "#1f1c16", paper: "#f8f5ee", half: 0.5, blend: "source-over", trail: ["#2a66bd", "#7a5fb0", "#c77700", "#8a5200"] },
 };
 const GLIDE = 350, LEAST = 0.6, MOST = 60; // milliseconds of a moving question; range of the zoom
 const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -154,7 +154,7 @@ export class Sky {
     const to = (this.to = this.scale()), grown = Math.min(2.2, this.zoom ** 0.35);
     for (const one of this.all) {
       const [x, y] = (one.xy = to([one.x, one.y])), own = this.colours.of(one.i, theme);
-      pen.globalAlpha = one.dim ? 0.18 : own && own !== PALE[theme] ? 0.9 : 0.55;
+      pen.globalAlpha = one.dim ? 0.18 : own && own !== PALE[theme] ? 0.75 : 0.55;
       pen.fillStyle = own ?? `rgb(${colours.dot})`;
       pen.beginPath();
       pen.arc(x, y, (own ? 1.9 : 1.3) * grown, 0, 7);
@@ -176,7 +176,7 @@ export class Sky {
     const radius = Math.max(2, 58 * Math.sqrt(weight)), opacity = Math.min(0.92, (3100 * weight) / radius ** 2);
     const glow = pen.createRadialGradient(x, y, 0, x, y, radius);
     glow.addColorStop(0, `rgba(${colours.glow}, ${opacity})`);
-    glow.addColorStop(0.4, `rgba(${colours.glow}, ${0.3 * opacity})`);
+    glow.addColorStop(0.4, `rgba(${colours.glow}, ${colours.half * opacity})`);
     glow.addColorStop(1, `rgba(${colours.glow}, 0)`);
     pen.fillStyle = glow;
     pen.fillRect(x - radius, y - radius, 2 * radius, 2 * radius);
@@ -268,7 +268,7 @@ export class Sky {
     const shown = [...(right ? [right] : []), ...this.all.filter((one) => one.hit && one !== right).slice(0, 4)];
     if (this.zoom > 3) shown.push(...this.all.filter((one) => !shown.includes(one) && inside(one)).slice(0, 30));
     for (const one of shown) if (one !== this.chosen && one !== this.hovered) place(cut(one.title), ...one.xy, `${one === right ? "600 " : ""}12px system-ui, sans-serif`, one === right ? colours.pull : colours.ink, one.hit || one === right ? 1 : 0.75, false);
-    for (const [name, x, y, level] of this.map.names) if (level <= (this.zoom > 1.7 ? 1 : 0)) place(cut(name), ...to([x, y]), `italic ${level ? 13 : 15}px Georgia, serif`, `rgb(${colours.dot})`, 0.95, true);
+    for (const [name, x, y, level] of this.map.names) if (level <= (this.zoom > 1.7 ? 1 : 0)) place(cut(name), ...to([x, y]), `italic ${level ? 13 : 15}px Georgia, serif`, colours.ink, 0.75, true);
   }
 
   nearest([mx, my]) {
@@ -294,9 +294,10 @@ export class Sky {
 
   describe() {
     const one = this.hovered ?? this.chosen;
-    this.tip.hidden = !one?.xy;
-    if (!one?.xy) return;
-    const [x, y] = one.xy, right = x > this.canvas.clientWidth / 2;
+    const [x, y] = one?.xy ?? [-1, -1], { clientWidth: width, clientHeight: height } = this.canvas;
+    this.tip.hidden = x < 0 || y < 0 || x > width || y > height;
+    if (this.tip.hidden) return;
+    const right = x > width / 2;
     this.tip.textContent = `${one.title} · ${share(one.weight)} of the answer`;
     Object.assign(this.tip.style, { top: `${y + 10}px`, left: right ? "auto" : `${x + 10}px`, right: right ? `calc(100% - ${x - 10}px)` : "auto" });
   }

@@ -181,6 +181,7 @@ async function redrawMap() {
 
 function picked(record, text) {
   $("walked").textContent = record ? text : "Walk through the map by light.";
+  $("walked").classList.toggle("long", Boolean(record));
   $("visit").disabled = $("teach").disabled = !record?.id;
 }
 
