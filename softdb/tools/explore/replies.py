@@ -30,6 +30,7 @@ from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.regions import colours, region_names, value_at
 from softdb.tools.explore.suggestions import completions, examples, known_words
 from softdb.tools.explore.training import Trainer
+from softdb.visible import visible
 
 CACHED = 32  # number of questions whose hits are cached, for queries at other temperatures
 NUMBERS, CLASSES = 12, 8  # largest counts of numbers and of classes that the page shows of an output
@@ -239,8 +240,9 @@ class Answers:
                 scores = [number if has_key else None for number, has_key in zip(score, keyed, strict=True)]
         shown = [record(*fields) for fields in zip(ids, hits.payloads[0], hits.texts[0], strict=True)]
         if by_words:
-            source = f"{question.search_words[:NOTED]!r} has no vector here, so these records are found by their words"
-            notes = [f"{source}, and weighed as near to the first of them" if ids else source, *notes]
+            words = f"“{visible(question.search_words[:NOTED])}” has no vector here"
+            matched = "these records have the word, and weigh by their nearness to the first of them"
+            notes = [f"{words}: {matched}." if ids else f"{words}, and no text has it.", *notes]
         lights = plane.lights(db, query, question.filter)
         return SearchResult(
             generation, query, shown, scores, ids, query_id, by_words, plane, places, lights, spent, notes

@@ -30,13 +30,16 @@ def examples(db: SoftDB, plane: Plane, takes_text: bool) -> list[list[str]]:
 
 
 def completions(db: SoftDB, plane: Plane, kind: str, typed: str) -> list[list[str]]:
-    """Return known texts or, of kind "id", ids with titles that begin as typed; or else known words spelt alike."""
+    """Return known texts or, of kind "id", ids with titles that begin as typed; or else known words that are alike."""
     words = known_words(db) if kind == "text" and typed else []
     if words:
         low = bisect.bisect_left(words, typed)
         matches = [word for word in words[low : low + COMPLETIONS] if word.startswith(typed)]
-        alike = [] if matches else [word for word in words if word[0] == typed[0]]
-        return [[word, ""] for word in matches or difflib.get_close_matches(typed, alike, COMPLETIONS, ALIKE)]
+        if not matches:
+            alike = [word for word in words if word[0] == typed[0]]
+            begun = [word for word in alike if len(word) > 2 and typed.startswith(word)]
+            matches = [*difflib.get_close_matches(typed, alike, COMPLETIONS, ALIKE), *reversed(begun)]
+        return [[word, ""] for word in dict.fromkeys(matches)][:COMPLETIONS]
     names = [[id_, title] for id_, title in plane.names if typed in title.lower() or id_.lower().startswith(typed)]
     if kind == "text":
         names = [[title, ""] for title in dict.fromkeys(title for _, title in names if title)]

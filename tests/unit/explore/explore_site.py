@@ -24,14 +24,20 @@ TOKEN = "a-token_of_tests"
 class Site:
     """A page that is served, and its answers as a browser gets them."""
 
-    def __init__(self, port: int, desk: Desk) -> None:
-        self.port, self.desk, self.address = port, desk, f"http://127.0.0.1:{port}/{TOKEN}/"
+    def __init__(self, port: int, desk: Desk | None, token: str = TOKEN) -> None:
+        self.port, self.token, self.address = port, token, f"http://127.0.0.1:{port}/{token}/"
+        self.answering = desk
+
+    @property
+    def desk(self) -> Desk:
+        assert self.answering is not None
+        return self.answering
 
     def fetch(self, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
             connection.request(
-                method, f"/{TOKEN}{path}", headers={one.replace("_", "-"): value for one, value in headers.items()}
+                method, f"/{self.token}{path}", headers={one.replace("_", "-"): value for one, value in headers.items()}
             )
             response = connection.getresponse()
             return response, response.read()

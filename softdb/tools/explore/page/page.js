@@ -14,6 +14,7 @@ import { Training } from "./train.js";
 const $ = (id) => document.getElementById(id);
 const STEPS = 1000, PATIENCE = 250; // of the slider; milliseconds that a newer temperature waits for an older one
 const state = { about: null, map: null, answer: null, soft: null, given: null, note: "", mapAsked: 0 };
+const opened = location.hash; // the address holds the answered question later
 const sky = new Sky($("map"), $("tip"), { visit, picked });
 const lesson = new Lesson($, sky, () => ask("link")), training = new Training($, sky, () => ask("link"));
 const filters = new Filters($, () => Boolean(state.about?.text_index), () => {
@@ -64,8 +65,7 @@ function heated() {
 }
 
 const sweep = new Sweep($("sweep"), (step) => {
-  $("temperature").value = String(step);
-  $("exactly").value = String(atStep(step));
+  heat(step === null ? state.about.temperatures.start : atStep(step));
   heated();
 }, () => stepOf(state.about.temperatures.start));
 
@@ -82,6 +82,12 @@ function parameters() {
   return { ...given, ...lesson.settings(kind(), given[kind()]), ...training.settings(kind()), way: $("way").value, ...($("way").value === "nearest" ? { k: $("k").value } : $("way").value === "estimate" ? { rtol: $("rtol").value } : {}) };
 }
 
+// The settings that an address needs: those that are not the usual ones.
+function linked(given, t) {
+  const usual = { shown: "10", way: state.about.way };
+  return { ...Object.fromEntries(Object.entries(given).filter(([name, value]) => usual[name] !== value)), temperature: t };
+}
+
 // Ask what stands in the box; `by`: "act", a click or a key that asks; "typed", while it is typed; "link", from the address.
 async function ask(by = "act") {
   const given = parameters(), t = temperature(), text = given[kind()];
@@ -94,12 +100,12 @@ async function ask(by = "act") {
     if (by === "typed" && !answer.hits.length && !given.where) return old(text);
     Object.assign(state, { answer, given, note: by === "link" ? state.note : "" });
     answered(answer, text);
-    trail.add({ ...given, temperature: t }, by);
+    trail.add(linked(given, t), by);
     if (temperature() !== t) reweigh();
   } catch (error) {
     if (by === "typed" && error instanceof Problem) return old(text, error.message);
     if (by === "link" && error instanceof Problem && location.hash) {
-      state.note = `${error.message}. This is an example instead.`;
+      state.note = `${error.message} This is an example instead.`;
       return recall("");
     }
     tell(error);
@@ -110,20 +116,19 @@ async function ask(by = "act") {
 function old(text, message = "") {
   $("answer").classList.toggle("old", Boolean(text && state.answer));
   if (!text) return examples();
-  const names = state.completions ?? [], known = state.about.known_words;
+  const names = state.completions ?? [], known = state.about.known_words, begun = names[0]?.[0].startsWith(text.toLowerCase());
   if (kind() === "id") hint(names.length ? "Records:" : "No record has this id.", names.slice(0, 4).map(([id, title]) => ["id", id, title || id]));
-  else if (known) hint(`“${text}” is none of ${count(known)} known words${names.length ? ":" : ", and no text has it."}`, names.slice(0, 6).map(([word]) => ["text", word, word]));
+  else if (known) hint(begun ? "Known words:" : `“${text}” is not among the ${count(known)} known words${names.length ? ":" : ", and in no text."}`, names.slice(0, 6).map(([word]) => ["text", word, word]));
   else hint(message || `No text has “${text}”.`, []);
 }
 
 function answered(answer, text) {
   const title = kind() === "id" ? answer.hits.find((hit) => hit.id === text)?.title || text : text;
-  const short_ = title.length > 40 ? `${title.slice(0, 39)}…` : title;
-  document.title = `${short_} · ${state.about.name} · softdb`;
-  $("hits-title").textContent = answer.hits.length ? `Nearest to “${short_}”` : "Nearest records";
+  const name = title.length > 40 ? `${title.slice(0, 39)}…` : title;
+  document.title = `${name} · ${state.about.name} · softdb`;
+  $("hits-title").textContent = answer.hits.length ? `Nearest to “${name}”` : "Nearest records";
   $("answer").classList.remove("old");
   showHits($("hits"), answer, visit, (id) => lesson.teach(id));
-  if (!state.about.records) $("hits").firstChild.textContent = "This database holds no record yet. Insert some; this page sees them with the next question.";
   $("spent").textContent = answer.hits.length ? `Found in ${short(answer.milliseconds)} ms.` : "";
   $("compared").textContent = "";
   const notes = [state.note, ...answer.notes].filter(Boolean);
@@ -145,7 +150,7 @@ async function reweigh() {
     tell(null);
     if (answer.generation !== state.answer.generation) return ask("link"); // someone wrote meanwhile
     shown(answer);
-    trail.heat({ ...given, temperature: t });
+    trail.heat(linked(given, t));
     if (temperature() !== t) reweigh();
   } catch (error) {
     tell(error);
@@ -251,7 +256,7 @@ async function introduce() {
   const about = await new Channel().get("about", {});
   state.about = about;
   $("name").textContent = about.name;
-  $("facts").textContent = `${count(about.records)} records · ${count(about.dim)} numbers a key · ${about.metric}${about.encoder ? ` · ${about.encoder}` : ""}`;
+  $("facts").textContent = `A vector database of ${count(about.records)} ${about.known_words ? "dictionary definitions" : "records"} · ${count(about.dim)} numbers a key · ${about.metric}`;
   $("version").textContent = `softdb ${about.version}`;
   const text = document.querySelector("input[value=text]"), takes = about.takes_text || Boolean(about.text_index);
   text.disabled = !takes;
@@ -271,13 +276,12 @@ async function introduce() {
 async function begin() {
   try {
     await introduce();
-    await Promise.all([redrawMap(), recall(location.hash)]);
-    if (!state.answer && !state.about.records) {
+    await Promise.all([redrawMap(), recall(opened)]);
+    if (!state.about.records) {
       showHits($("hits"), { hits: [], scores: [], places: [] }, visit);
       $("hits").firstChild.textContent = "This database holds no record yet. Insert some; this page sees them with the next question.";
     }
-    if (state.soft && !location.hash.includes("temperature") && !kept("swept")) sweep.first();
-    else kept("swept", "yes");
+    if (state.soft && !opened && !kept("swept")) sweep.first();
   } catch (error) {
     tell(error);
   }
@@ -310,7 +314,8 @@ async function typed() {
     Object.assign(option, label ? { value, label } : { value });
     return option;
   }));
-  ask("typed");
+  if (text.length === 1 && state.about.known_words && !state.completions.some(([word]) => word === text)) old(text);
+  else ask("typed");
 }
 $("numbers").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey) return;

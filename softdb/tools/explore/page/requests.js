@@ -11,6 +11,9 @@ function busy(by) {
   else patience = setTimeout(() => document.body.classList.add("waiting"), VISIBLE);
 }
 
+// An error of a call without its verb: "get: id 5 …" is "Id 5 …."
+const sentence = (message) => message.replace(/^[a-z_]+: /, "").replace(/^./, (first) => first.toUpperCase()).replace(/[^.!?]$/, "$&.");
+
 export class Problem extends Error {}
 
 export class Channel {
@@ -28,7 +31,7 @@ export class Channel {
       if (response.status === 403) throw new Problem("This address is no longer valid. Open the one that softdb explore printed last.");
       if (response.status >= 400 && !response.headers.get("content-type")?.includes("json")) throw new Problem("The question is longer than this server takes.");
       const answer = await response.json();
-      if (answer.error) throw new Problem(answer.error.message);
+      if (answer.error) throw new Problem(sentence(answer.error.message));
       return answer;
     } catch (error) {
       if (error.name === "AbortError" || mine !== this.controller) return null;

@@ -26,9 +26,14 @@ export class Sweep {
       const spent = now - begin, back = spent - RISE - REST, home = this.start();
       this.move(Math.round(spent < RISE ? 1000 * ease(Math.max(0, spent) / RISE) : back < 0 ? 1000 : 1000 + (home - 1000) * ease(Math.min(1, back / FALL))));
       if (back < FALL) this.timer = requestAnimationFrame(frame);
-      else this.stop();
+      else this.end();
     };
     this.timer = requestAnimationFrame(frame);
+  }
+
+  end() {
+    this.stop();
+    this.move(null); // exactly where it starts
   }
 
   stop() {
