@@ -146,12 +146,16 @@ def test_regions_are_named_by_what_is_frequent_in_them_alone() -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo() -> Any:
+def _demo() -> softdb.SoftDB:
     data = load_wordnet()
     db = softdb.open(None, dim=96, metric="cosine", encoder=KnownWords(data))
     db.insert(data.ids, data.keys, texts=[payload["gloss"] for payload in data.payloads])
-    with served(None, db=db) as site:
+    return db
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    with _demo() as db, served(None, db=db) as site:
         yield site, db
 
 
@@ -180,8 +184,8 @@ def test_training_lowers_the_loss_and_helps_words_that_it_has_not_seen(demo: Any
 
 
 def test_the_projection_of_a_number_of_steps_is_the_same_in_every_run(demo: Any) -> None:
-    site, db = demo
-    with served(None, db=db) as other:
+    site, _ = demo
+    with served(None, db=_demo()) as other:
         for one in (site, other):
             while one.call("train", steps=5)["steps"] < 5:
                 pass
