@@ -36,7 +36,10 @@ def _answering(question: Question, weighing: Weighing, matches: SearchResult) ->
     ranking = "text" if matches.by_words else question.ranking
     words = f"texts={[question.words or question.text]!r}, mode={ranking!r}, "
     lines = []
-    if matches.query_id is not None:
+    if matches.query is not None and (question.trained or question.moves):
+        done = f"{question.trained} steps of training, {len(question.moves)} of gradient descent on the query itself"
+        lines = [f"# after {done}", f"query = {[[float(f'{number:.7g}') for number in matches.query[0].tolist()]]}"]
+    elif matches.query_id is not None:
         lines = [f"query = db.get({[matches.query_id]!r}).keys"]
     elif matches.query is not None and question.text is not None:
         lines = [f"query = {[question.text]!r}"]
