@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 from common import provenance, write_json
@@ -59,11 +59,12 @@ def measured(path: Path) -> dict[str, dict[str, float]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            connection = HTTPConnection("127.0.0.1", int(server.stdout.readline().split(":")[3].split("/")[0]))
+            address = urlsplit(server.stdout.readline().split()[2])
+            connection = HTTPConnection("127.0.0.1", address.port)
 
             def request_ms(call: str, **parameters: object) -> float:
                 begin = time.perf_counter()
-                connection.request("GET", f"/api/{call}?{urlencode(parameters)}")
+                connection.request("GET", f"{address.path}api/{call}?{urlencode(parameters)}")
                 answer = json.loads(connection.getresponse().read())
                 spent = 1e3 * (time.perf_counter() - begin)
                 if "error" in answer:
