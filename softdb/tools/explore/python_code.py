@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from softdb.database import SoftDB
+from softdb.tools.explore.matches import SearchResult
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.suggestions import known_words
-
-if TYPE_CHECKING:
-    from softdb.tools.explore.replies import SearchResult
 
 
 def code(db: SoftDB, encoder: str | None, question: Question, weighing: Weighing, matches: SearchResult) -> str:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from softdb.tools.cli.served import Served
 from softdb.tools.explore import python_code
 from softdb.tools.explore.display import fields_of, named_id, record
 from softdb.tools.explore.gradient import Place
+from softdb.tools.explore.matches import SearchResult
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.regions import colours, region_names, value_at
@@ -39,24 +40,6 @@ COLD = 1e5  # |lse| from which float32 rounds lse by 0.01, and so each weight by
 MAX_WARNINGS = 20
 NOTED = 60  # largest number of characters of a question in a note
 Wanted = Callable[[], None]  # raises if the browser has dropped the request
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The part of a reply that does not depend on the temperature."""
-
-    generation: int
-    query: Tensor | None  # (1, d); None for a search by words alone, which has no weights
-    hits: list[dict[str, Any]]
-    scores: list[float | None]  # scores of the hits' keys; None for a hit without a key
-    ids: list[str | int]
-    query_id: str | int | None  # id of the record whose key is the query
-    by_words: bool  # True: the text has no vector, so words find the hits; the first one's key is the query
-    plane: Plane
-    places: list[list[float] | None]  # coordinates of the hits on the map
-    lights: list[float | None]  # scores of the map's records; None if the filter excludes them
-    milliseconds: float
-    notes: list[str]
 
 
 _WARNINGS: list[str] = []  # warnings of all threads since the last answer

@@ -44,7 +44,8 @@ function hint(text, questions) {
     return chip;
   }));
 }
-const examples = () => hint("Try", state.about.examples);
+const takesText = () => state.about.takes_text || Boolean(state.about.text_index);
+const examples = () => hint(takesText() ? "Try" : "Text needs an encoder (--encoder MODEL) or an index of words (index_text). Try", state.about.examples);
 
 // -- the temperature: the slider is logarithmic, the number beside it is what is asked
 
@@ -241,7 +242,7 @@ function recall(hash) {
   for (const [name, value] of Object.entries(defaults)) $(name).value = given[name] ?? value;
   filters.set(given.where ?? "", true);
   heat(Number(given.temperature ?? about.temperatures.start));
-  const name = ["text", "id", "vector"].find((one) => given[one]) ?? first?.[0] ?? (about.text_index || about.takes_text ? "text" : "id");
+  const name = ["text", "id", "vector"].find((one) => given[one]) ?? first?.[0] ?? (takesText() ? "text" : "id");
   choose(name);
   box().value = given[name] ?? first?.[1] ?? "";
   lesson.recall(`${kind()} ${box().value.trim()}`, given);
@@ -258,9 +259,7 @@ async function introduce() {
   $("name").textContent = about.name;
   $("facts").textContent = `A vector database of ${count(about.records)} ${about.known_words ? "dictionary definitions" : "records"} · ${count(about.dim)} numbers a key · ${about.metric}`;
   $("version").textContent = `softdb ${about.version}`;
-  const text = document.querySelector("input[value=text]"), takes = about.takes_text || Boolean(about.text_index);
-  text.disabled = !takes;
-  text.parentElement.title = takes ? "" : "This database has no encoder and no index of words. Name a model by --encoder, or call db.index_text().";
+  document.querySelector("input[value=text]").disabled = !takesText();
   document.querySelector(".stops [data-stop=start]").style.left = `${Math.min(78, Math.max(22, stepOf(about.temperatures.start) / 10))}%`;
   filters.know(about.filters);
   showPanels($, about);

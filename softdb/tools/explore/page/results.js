@@ -50,7 +50,7 @@ function hitLine(hit, score, keyed, i, onVisit, onRight) {
   actions.append(more);
   middle.append(head);
   if (text) middle.append(make("p", "body", text));
-  weight.append(make("b"), " ", make("small", "", !keyed ? "no key" : score === null ? "" : `score ${short(score)}`));
+  weight.append(make("b"), " ", make("small", "", !keyed ? "no key" : score === null ? "" : `score ${Number(score.toPrecision(3))}`));
   for (const [field, value] of fields) {
     const part = make("li");
     if (field) part.append(make("b", "", field), " ");
@@ -93,10 +93,10 @@ export function verdict(soft, hits = []) {
   const n = soft.exact ? soft.candidates : soft.of, e = soft.effective, best = soft.weights.indexOf(Math.max(...soft.weights));
   const name = hits[best] ? hits[best].title || hits[best].shown_id : "", led = name ? `, led by “${name}” with ${share(soft.weights[best])}` : "";
   const [label, sure] = soft.classes[0] ?? [];
-  const says = label === undefined ? "" : ` It says class ${label}, with ${share(sure)}.`;
+  const says = label === undefined ? "" : ` It is class ${label} with ${share(sure)}.`;
   if (e < 1.5) return ["Look-up", `one record is the answer${name ? `, “${name}”` : ""}.${says}`];
-  if (e > 0.8 * n) return ["Average", `the answer is the mean of all ${count(n)} records, whatever the question.${says}`];
-  return ["Soft query", `the answer is the mean of about ${about(e)} of ${count(n)} records${led}.${says}`];
+  if (e > 0.8 * n) return ["Average", `a mean of all ${count(n)} records, whatever the question.${says}`];
+  return ["Soft query", `a mean of about ${about(e)} of ${count(n)} records${led}.${says}`];
 }
 
 const facts = (list, pairs) => {
