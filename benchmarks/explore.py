@@ -99,8 +99,8 @@ def measured(path: Path, records: int) -> dict[str, dict[str, float]]:
             for name, way in ways.items():
                 measure(f"{name}, new question", asks(**way))
                 measure(f"{name}, temperature", weighs(**way))
-                slopes = [partial(request_ms, "gradient", id=7, right=8, temperature=t, **way) for t in temperatures]
-                measure(f"{name}, gradient", slopes)
+                slopes = partial(request_ms, "gradient", id=7, right=8, **way)
+                measure(f"{name}, gradient", [partial(slopes, temperature=t) for t in temperatures])
                 ids = itertools.islice(fresh_ids, QUESTIONS + 1)
                 measure(f"{name}, trail", [partial(request_ms, "trail", id=record, **way) for record in ids])
             moves = [json.dumps([[8, 0.05]] * count) for count in range(1, QUESTIONS + 2)]

@@ -68,19 +68,21 @@ def test_loss_gradient_pulls_and_response_are_those_of_the_equations(metric: str
     lse = float(torch.logsumexp(scores / T, 0))
     np.testing.assert_allclose(spot.pulls(keys, scores, lse).sum(0), -slope, rtol=1e-3, atol=1e-4)  # of all records
 
-    def answer(at: np.ndarray) -> np.ndarray:
+    def answer(at: np.ndarray) -> Any:
         return spot.plane.at(db.attend(torch.tensor(at[None], dtype=torch.float32), temperature=T).output.double())[0]
 
     step = 1e-2
     moved = [(answer(query + step * axis) - answer(query - step * axis)) / (2 * step) for axis in spot.plane.axes.T]
     expected = np.array(moved) / spot.plane.drawn_scale(spot.query[0])
-    np.testing.assert_allclose(spot.response(), expected, rtol=0.02, atol=2e-3)
+    np.testing.assert_allclose(np.array(spot.response()), expected, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_steps_of_descent_lower_the_loss_until_the_record_is_first(metric: str) -> None:
     with served(None, db=holding(_keys(), metric=metric)) as site:
-        vector, moves, losses = json.dumps([0.5] * D), [], []
+        vector = json.dumps([0.5] * D)
+        moves: list[Any] = []
+        losses: list[float] = []
         last = site.call("ask", vector=vector, temperature=T, shown=N)["hits"][-1]["id"]
         for _ in range(20):
             reply = site.call("gradient", vector=vector, temperature=T, right=last, moves=json.dumps(moves))
@@ -190,7 +192,7 @@ def test_the_projection_of_a_number_of_steps_is_the_same_in_every_run(demo: Any)
             while one.call("train", steps=5)["steps"] < 5:
                 pass
         shown = [one.call("ask", text="kettle", trained=5)["scores"] for one in (site, other)]
-        np.testing.assert_allclose(*shown, rtol=1e-4)
+        np.testing.assert_allclose(shown[0], shown[1], rtol=1e-4)
         refused = other.call("ask", 400, text="kettle", trained=STEPS)
         assert "train it to that step first" in refused["message"]
         assert f"0 to {STEPS}" in other.call("train", 400, steps=STEPS + 1)["message"]

@@ -50,6 +50,7 @@ def page(chromium: Any, demo: Site) -> Iterator[Any]:
     page.on("request", lambda one: asked.append(one.url))
     page.goto(f"{demo.address}#text=kettle&temperature=0.072")
     page.wait_for_selector(f"#hits li[data-id='{KETTLE}']")
+    page.wait_for_selector("#map[aria-label^='Map of 2']")
     yield page
     assert complaints == []
     assert [url for url in asked if not url.startswith(demo.address)] == []

@@ -304,7 +304,6 @@ export class Sky {
 
   // The next one by light, for those who walk by keyboard; brought into view.
   step(by) {
-    if (!this.all.length) return;
     const now = this.chosen ? this.all.indexOf(this.chosen) : by > 0 ? -1 : 0;
     const one = this.all[Math.min(this.all.length - 1, Math.max(0, now + by))], { clientWidth: width, clientHeight: height } = this.canvas;
     if (one.xy && (one.xy[0] < 0 || one.xy[1] < 0 || one.xy[0] > width || one.xy[1] > height - 26)) this.pan(width / 2 - one.xy[0], height / 2 - one.xy[1]);

@@ -367,7 +367,10 @@ $("zoom-in").addEventListener("click", () => sky.magnify(1.6));
 $("zoom-out").addEventListener("click", () => sky.magnify(1 / 1.6));
 $("zoom-fit").addEventListener("click", () => sky.fit());
 $("colour").addEventListener("change", colour);
-const walk = (by) => sky.step(by);
+function walk(by) {
+  if (sky.all.length) sky.step(by);
+  else $("walked").textContent = "There is nothing on the map.";
+}
 function copies(button, text) {
   const before = button.textContent;
   button.addEventListener("click", async () => {
