@@ -388,6 +388,33 @@ def test_focus_is_never_covered(chromium: Any, site: Site) -> None:
         one.page.context.close()
 
 
+def test_a_database_of_numbers_has_reasons_and_names(chromium: Any, tmp_path: Path) -> None:
+    with softdb.open(tmp_path / "db", dim=2) as db:
+        db.insert(["a", "b"], np.eye(2), payloads=[{"at": [0.1 + 0.2, 1]}, {"at": [1 / 3]}])
+    with served(tmp_path / "db") as site:
+        one = opened(chromium, site, "#id=a")
+        assert one.page.is_disabled("input[value=text]")
+        assert "Text needs an encoder (--encoder MODEL) or an index of words" in one.page.inner_text("#hint")
+        assert one.page.inner_text("#hits > li:first-child .head") == "a"
+        assert one.page.inner_text("#hits > li:first-child .body") == "at: [0.3, 1]"
+        one.page.fill("#asked", "nobod")
+        sync_api.expect(one.page.locator("#hint")).to_have_text("Enter asks by this id.")
+        assert one.complaints == []  # nothing was asked that has no answer
+        one.page.click("#more summary")
+        one.page.fill("#where", '{"at": 5}')
+        one.page.press("#where", "Tab")
+        sync_api.expect(one.page.locator("#hits > li.empty")).to_have_text(
+            "No record matches. Loosen the filter, or ask otherwise."
+        )
+        assert one.page.locator("#hits > li.empty").bounding_box()["height"] < 100  # not one word a line
+        one.page.context.close()
+
+
+def test_names_and_ids_are_apart(visit: Visit) -> None:
+    text = visit.page.evaluate("document.querySelector('#hits .head').textContent")
+    assert re.fullmatch(r"\w+ cat \d+", text)
+
+
 def test_theme_follows_other_tabs_and_a_link_is_copied(chromium: Any, site: Site) -> None:
     one = opened(chromium, site, "#text=cat", permissions=["clipboard-read", "clipboard-write"])
     other = one.page.context.new_page()

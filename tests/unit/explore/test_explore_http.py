@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -602,6 +603,26 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(place: Path) -> None:
         process.kill()
         process.wait()
     assert (process.returncode, out, errors) == (0, "", "")
+
+
+def test_the_browser_gets_the_address_in_a_private_file(place: Path, tmp_path: Path) -> None:
+    script, seen = tmp_path / "browser", tmp_path / "seen"
+    script.write_text(
+        f'#!/bin/sh\ncp "${{1#file://}}" {seen}\nstat -c %a "$(dirname "${{1#file://}}")" > {tmp_path}/mode\n'
+    )
+    script.chmod(0o755)
+    words = [sys.executable, "-m", "softdb", "explore", str(place), "--port", "0", "--open"]
+    environment = {**os.environ, "BROWSER": f"{script} %s"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[2]
+            until(lambda: (tmp_path / "mode").exists() and (tmp_path / "mode").read_text().strip() != "")
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    assert (tmp_path / "mode").read_text() == "700\n"
+    assert f'url={address}"' in seen.read_text()
 
 
 def test_the_command_refuses_paths_without_a_database(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ export class Sky {
     const right = this.lesson && this.all.find(({ id }) => id === this.lesson.right);
     const inside = ({ xy: [x, y] }) => x > 0 && y > 0 && x < width && y < height - 26;
     const shown = [...(right ? [right] : []), ...this.all.filter((one) => one.hit && one !== right).slice(0, 4)];
-    if (this.zoom > 3) shown.push(...this.all.filter((one) => !shown.includes(one) && inside(one)).slice(0, 30));
+    if (this.zoom > 3 && !this.lesson) shown.push(...this.all.filter((one) => !shown.includes(one) && inside(one)).slice(0, 30));
     for (const one of shown) if (one !== this.chosen && one !== this.hovered) place(cut(one.title), ...one.xy, `${one === right ? "600 " : ""}12px system-ui, sans-serif`, one === right ? colours.pull : colours.ink, one.hit || one === right ? 1 : 0.75, false);
     for (const [name, x, y, level] of this.map.names) if (level <= (this.zoom > 1.7 ? 1 : 0)) place(cut(name), ...to([x, y]), `italic ${level ? 13 : 15}px Georgia, serif`, colours.ink, 0.75, true);
   }

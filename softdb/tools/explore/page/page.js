@@ -17,10 +17,7 @@ const state = { about: null, map: null, answer: null, soft: null, given: null, n
 const opened = location.hash; // the address holds the answered question later
 const sky = new Sky($("map"), $("tip"), { visit, picked });
 const lesson = new Lesson($, sky, () => ask("link")), training = new Training($, sky, () => ask("link"));
-const filters = new Filters($, () => Boolean(state.about?.text_index), () => {
-  options();
-  ask();
-});
+const filters = new Filters($, () => Boolean(state.about?.text_index), again);
 const trail = new Trail();
 const asking = new Channel(), weighing = new Channel(), comparing = new Channel(), mapping = new Channel(), completing = new Channel();
 
@@ -118,7 +115,7 @@ function old(text, message = "") {
   $("answer").classList.toggle("old", Boolean(text && state.answer));
   if (!text) return examples();
   const names = state.completions ?? [], known = state.about.known_words, begun = names[0]?.[0].startsWith(text.toLowerCase());
-  if (kind() === "id") hint(names.length ? "Records:" : "No record has this id.", names.slice(0, 4).map(([id, title]) => ["id", id, title || id]));
+  if (kind() === "id") hint(names.length ? "Records:" : "Enter asks by this id.", names.slice(0, 4).map(([id, title]) => ["id", id, title || id]));
   else if (known) hint(begun ? "Known words:" : `“${text}” is not among the ${count(known)} known words${names.length ? ":" : ", and in no text."}`, names.slice(0, 6).map(([word]) => ["text", word, word]));
   else hint(message || `No text has “${text}”.`, []);
 }
@@ -219,7 +216,7 @@ function choose(name) {
   const text = name === "text";
   $("numbers").hidden = name !== "vector";
   $("asked").hidden = name === "vector";
-  $("asked").placeholder = text ? "Type a word, and see what is near to it" : "The id of a record, such as one of the list";
+  $("asked").placeholder = text ? `Type a ${state.about.known_words ? "word" : "text"}, and see what is near to it` : "The id of a record, such as one of the list";
   $("asked-label").textContent = text ? "Text to ask by" : "Id of the record to ask by";
   options();
 }
@@ -231,6 +228,17 @@ function options() {
   $("rtol-option").hidden = $("way").value !== "estimate";
   const changed = [filters.value && "a filter", $("way").value !== state.about.way && $("way").selectedOptions[0].text, $("ranking").value !== "vector" && $("ranking").selectedOptions[0].text];
   $("more-state").textContent = changed.filter(Boolean).join(", ");
+}
+
+// Ask with other options; where the box holds no answered question, the last one.
+function again() {
+  const last = ["text", "id", "vector"].find((name) => state.given?.[name]);
+  if (last && ($("answer").classList.contains("old") || !box().value.trim())) {
+    choose(last);
+    box().value = state.given[last];
+  }
+  options();
+  ask();
 }
 
 // Set the page as an address says, and ask.
@@ -313,7 +321,8 @@ async function typed() {
     Object.assign(option, label ? { value, label } : { value });
     return option;
   }));
-  if (text.length === 1 && state.about.known_words && !state.completions.some(([word]) => word === text)) old(text);
+  const known = state.completions.some(([value]) => value === text), begun = kind() === "id" || (state.about.known_words && text.length === 1);
+  if (begun && !known) old(text);
   else ask("typed");
 }
 $("numbers").addEventListener("keydown", (event) => {
@@ -328,10 +337,7 @@ for (const radio of document.querySelectorAll("input[name=kind]")) {
   });
 }
 for (const name of ["ranking", "way", "k", "rtol", "shown", "words"]) {
-  $(name).addEventListener("change", () => {
-    options();
-    ask();
-  });
+  $(name).addEventListener("change", again);
 }
 $("temperature").addEventListener("input", () => {
   $("exactly").value = String(atStep(Number($("temperature").value)));
@@ -386,6 +392,7 @@ for (const sheet of document.querySelectorAll("details")) {
     sheet.open = false;
     sheet.querySelector("summary").focus();
   });
+  sheet.addEventListener("focusout", (event) => event.relatedTarget && !sheet.contains(event.relatedTarget) && (sheet.open = false));
   document.addEventListener("pointerdown", (event) => !sheet.contains(event.target) && (sheet.open = false));
 }
 window.addEventListener("hashchange", () => recall(location.hash));
