@@ -106,16 +106,16 @@ class Answers:
         payloads = parsed([entry.payload for entry in plane.entries])
         return {"generation": plane.generation, **colours([value_at(payload, field) for payload in payloads])}
 
-    def gradient(self, right: str | None, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
-        """Return how the answer responds to the query; with a right record's id also the loss and its gradient."""
+    def gradient(self, right: str, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
+        """Return the loss of a query whose right record has the id `right`, its gradient, and the answer's response."""
         db = self._served.newest()
-        matches = self._matches(db, question, wanted)
+        (name,), matches = parsed_ids(db, [right]), self._matches(db, question, wanted)
         if matches.query is None:
-            raise BadInput("a search by words alone has no gradient; rank by vector")
+            raise BadInput("a search without a vector has no gradient; query by a record or a vector")
         place = Place(db, matches.plane, matches.query, weighing, question.filter)
-        answer = {"generation": matches.generation, "response": place.response()}
+        answer = place.lesson(name, matches.ids)
         wanted()
-        return answer if right is None else answer | place.lesson(parsed_ids(db, [right])[0], matches.ids)
+        return answer | {"generation": matches.generation, "response": place.response()}
 
     def trail(self, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
         """Return the answer's places on the map at temperatures over the slider's whole range."""

@@ -51,7 +51,7 @@ class Desk:
             "compare": lambda params, wanted: answers.compare(Question.of(params), wanted),
             "colours": lambda params, wanted: answers.colours(params.get("field", "")),
             "gradient": lambda params, wanted: answers.gradient(
-                params.get("right"), Question.of(params), Weighing.of(params), wanted
+                params.get("right", ""), Question.of(params), Weighing.of(params), wanted
             ),
             "trail": lambda params, wanted: answers.trail(Question.of(params), Weighing.of(params), wanted),
             "train": answers.trainer.train,

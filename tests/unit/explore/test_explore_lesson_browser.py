@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from explore_site import Site, served
+from worlds import holding
 
 import softdb
 from softdb.data import load_wordnet
@@ -171,6 +172,19 @@ def test_light_is_the_share_of_the_whole(page: Any) -> None:
         page.evaluate("scrollTo(0, 0)")
         amber.append(page.evaluate(light))
     assert amber[2] < amber[0]  # where all weigh alike, no record blazes
+
+
+def test_keys_of_two_numbers_are_wholly_on_the_map(chromium: Any) -> None:
+    with served(None, db=holding([[0, 0], [1, 0], [0, 2]], metric="l2", num_classes=2, values=[0, 1, 1])) as site:
+        page = chromium.new_page()
+        page.goto(f"{site.address}#id=1")
+        sync_api.expect(page.locator("#map-share")).to_contain_text("the map shows all of it")
+        assert page.is_hidden("#train")
+        page.click("#hits li:nth-child(3) .teach")  # classes: a loss and a step, but no answer on the map
+        sync_api.expect(page.locator("#lesson-says")).to_contain_text("loss")
+        page.click("#step")
+        sync_api.expect(page.locator("#lesson-spoken")).to_contain_text("after 1 steps")
+        page.close()
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

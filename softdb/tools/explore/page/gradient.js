@@ -66,11 +66,10 @@ export class Lesson {
     clearTimeout(this.timer);
     if (!given) return;
     this.timer = setTimeout(() => this.fetch(given, t, fresh), fresh ? 0 : REST);
-    this.stale ||= fresh;
   }
 
   async fetch(given, t) {
-    const { right, ...question } = given, key = JSON.stringify(question);
+    const { right, ...question } = given, key = JSON.stringify([question, this.sky.answer?.generation]);
     try {
       if (right) {
         const reply = await this.sloping.get("gradient", { ...given, temperature: t });
@@ -81,6 +80,7 @@ export class Lesson {
         if (!reply) return;
         this.trailOf = key;
         this.sky.trail = reply.trail;
+        this.$("legend-trail").hidden = !reply.trail.length;
         this.sky.draw();
       }
     } catch (error) {
