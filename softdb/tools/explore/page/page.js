@@ -33,6 +33,7 @@ function hint(text, questions) {
   $("chips").replaceChildren(...questions.map(([name, value, label]) => {
     const chip = make("button", "chip", label);
     chip.type = "button";
+    if (name === kind() && value === box().value) chip.setAttribute("aria-current", "true");
     chip.addEventListener("click", () => {
       choose(name);
       $("asked").value = value;
