@@ -60,7 +60,7 @@ def _halves(places: Floats, members: np.ndarray, halvings: int) -> list[np.ndarr
         return [members]
     axis = int(np.ptp(places[members], axis=0).argmax())
     order = members[places[members, axis].argsort(kind="stable")]
-    return [part for half in np.array_split(order, 2) for part in _halves(places, half, halvings - 1)]
+    return [cell for half in np.array_split(order, 2) for cell in _halves(places, half, halvings - 1)]
 
 
 def value_at(payload: Any, field: str) -> Any:
