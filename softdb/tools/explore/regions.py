@@ -16,7 +16,7 @@ from softdb.tools.explore.plane import Floats
 HALVINGS = (3, 5)  # numbers of halvings of the map: 8 large regions, and 32 small ones for a closer view
 KINDS = 7  # largest number of colours
 FEW = 3  # smallest number of records that share a name
-COMMON, RARE = 0.04, 20  # a word in more records than this share of them, and this number, names no region
+LIFT = 2  # a name is so many times as frequent in its region as on the whole map
 _WORD = re.compile(r"[^\W\d_]{4,30}")
 
 
@@ -28,8 +28,8 @@ def region_names(
 ) -> list[list[Any]]:
     """Return [name, x, y, level] for regions of the map, larger regions first. Cost of some passes over the words.
 
-    The name of a region is the word out of any title, or the number of a field, with the largest n log(p / p_all): n of
-    its records, a share p of them, have it, and p_all of all records. It stands at the mean place of those records.
+    The name of a region is the word out of any title, or else the number of a field, with the largest n log(p / p_all):
+    n of its records, a share p of them, have it, and p_all of all records. It stands at the mean place of those.
     """
     known = {word for line in titles for word in _WORD.findall(line.lower())}
     words = [
@@ -39,15 +39,16 @@ def region_names(
         for line, payload, text in zip(titles, payloads, texts, strict=True)
     ]  # fmt: skip
     all_counts, names, used = Counter(word for own in words for word in own), [], set[str]()
-    most = max(RARE, COMMON * len(words))
     for level, halvings in enumerate(HALVINGS):
         for members in _halves(places, np.arange(len(places)), halvings):
             counts = Counter(word for i in members.tolist() for word in words[i] if word not in used)
-            common = [(n * math.log(n / len(members) / (all_counts[word] / len(words))), word)
-                      for word, n in counts.items() if n >= FEW and all_counts[word] <= most]  # fmt: skip
-            if not common or max(common)[0] <= 0:
+            lifts = {word: n / len(members) / (all_counts[word] / len(words)) for word, n in counts.items() if n >= FEW}
+            common = [
+                (" " not in word, counts[word] * math.log(lift), word) for word, lift in lifts.items() if lift > LIFT
+            ]
+            if not common:
                 continue
-            name = max(common)[1]
+            name = max(common)[2]
             used.add(name)
             x, y = places[[i for i in members.tolist() if name in words[i]]].mean(0).tolist()
             names.append([name, x, y, level])

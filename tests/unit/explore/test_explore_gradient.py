@@ -136,11 +136,10 @@ def test_regions_are_named_by_what_is_frequent_in_them_alone() -> None:
     centres = {"whale": (-1, -1), "horse": (-1, 1), "eagle": (1, -1), "snake": (1, 1)}
     places = np.concatenate([np.add(centre, 0.1 * rng.standard_normal((50, 2))) for centre in centres.values()])
     titles = [f"{name} with the number {i}" for name in centres for i in range(50)]
-    names = region_names(places, titles, [None] * 200, [None] * 200)
-    assert {name for name, *_ in names} == set()  # each is in a quarter of all records: 50 of 200 is more than RARE
-    few = [i for i in range(200) if i % 50 < 15]
-    names = region_names(places[few], [titles[i] for i in few], [None] * 60, [None] * 60)
+    names = region_names(places, titles, [{"number": i} for i in range(200)], [None] * 200)
     assert {name for name, *_ in names} == set(centres)
+    numbered = region_names(places, [""] * 200, [{"size": i // 50} for i in range(200)], [None] * 200)
+    assert {name for name, *_ in numbered} == {f"size {i}" for i in range(4)}
     for name, x, y, _ in names:
         np.testing.assert_allclose((x, y), centres[name], atol=0.2)
 
