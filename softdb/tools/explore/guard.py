@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -50,10 +50,10 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *HEADERS]}
             await send(message)
 
-        token, _, path = scope["path"].removeprefix("/").partition("/")
+        token, slash, path = scope["path"].removeprefix("/").partition("/")
         if scope["path"].startswith("/") and hmac.compare_digest(token.encode(), self._token):
             scope = {**scope, "path": f"/{path}"}
-            refusal = self._refusal(scope)
+            refusal = self._refusal(scope) or (None if slash else RedirectResponse(f"/{token}/"))
         else:
             refusal = self._refusal(scope) or PlainTextResponse(STRANGER, 403)
         await (self._app if refusal is None else refusal)(scope, receive, guarded)

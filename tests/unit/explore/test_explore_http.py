@@ -270,6 +270,8 @@ def test_without_the_token_nothing_is_answered(site: Site) -> None:
                 b"This address lacks the explorer's token. Open the address that softdb explore printed"
             )
             assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
+    response, _ = Site(site.port, None, TOKEN).fetch("")
+    assert (response.status, response.headers["Location"]) == (307, f"/{TOKEN}/")
     assert "Set-Cookie" not in site.fetch("/")[0].headers  # browsers send cookies to all ports of a host
     assert site.fetch("/api/about")[0].status == 200
 
