@@ -226,7 +226,7 @@ def backward(
     attention = layout.attention(seen, centre)
     floats = attention.scratch(layout.value_width)
     empty = sums.total == 0
-    output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32)
+    output_grad = np.where(empty[:, None], 0, output_grad).astype(np.float32, order="C")
     offset = np.where(empty, 0, lse_grad - (output_grad * sums.output).sum(1, dtype=np.float64)).astype(np.float32)
     inverse_total = np.where(empty, 0, 1 / np.where(empty, 1, sums.total)).astype(np.float32)
     top = np.where(empty, np.float32(np.inf), sums.top)  # so that all weights are 0

@@ -22,37 +22,42 @@ class KnownWords:
 
     name = DEMO
 
-    def __init__(self, data: DemoData, weight: NDArray[np.float32] | None = None) -> None:
-        """`weight`: (d, d), a projection of the vectors; None: none."""
+    def __init__(self, data: DemoData, weight: NDArray[np.float32] | None = None, has_model: bool = True) -> None:
+        """`weight`: (d, d), a projection of the vectors; None: none. `has_model`: load the model for other texts."""
         self.dim, self._weight = data.query_keys.shape[1], weight
         self._vectors = {word.lower(): key for word, key in zip(data.query_texts, data.query_keys, strict=True)}
-        self._model = SentenceEncoder(projection=data.projection, name=DEMO)
+        self.words = sorted(self._vectors)
+        self._model = SentenceEncoder(projection=data.projection, name=DEMO) if has_model else None
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
         """Encode texts. Without the model, raises MissingDependency or BadInput for a text that is no known word."""
         words = [text.strip().lower() for text in texts]
         known = bool(words) and all(word in self._vectors for word in words)
-        try:
-            vectors = np.stack([self._vectors[word] for word in words]) if known else self._model(list(texts))
-        except (BadInput, MissingDependency) as error:
-            raise type(error)(
-                f"the demo has vectors of {len(self._vectors):,} words, such as kettle, helmet and echo; other "
-                f"texts need the model of these vectors ({error}). Type one word, or rank by words"
-            ) from None
+        vectors = np.stack([self._vectors[word] for word in words]) if known else self._by_model(list(texts))
         return vectors if self._weight is None else vectors @ self._weight.T
 
+    def _by_model(self, texts: list[str]) -> Vectors:
+        words = f"the demo has vectors of {len(self._vectors):,} words, such as kettle, violin and echo"
+        if self._model is None:
+            raise BadInput(f"{words}, and no model is loaded for other texts; type one of its words, or rank by words")
+        try:
+            return self._model(texts)
+        except (BadInput, MissingDependency) as error:
+            message = f"{words}; other texts need the model of these vectors ({error}). Type one word, or rank by words"
+            raise type(error)(message) from None
 
-def demo_encoder(path: Path | None = None) -> Encoder:
+
+def demo_encoder(path: str | Path | None = None, has_model: bool = True) -> Encoder:
     """Return the encoder of the demo's keys; given the path of a demo database, the encoder of its queries."""
     from softdb.train import load
 
     data = load_wordnet()
-    if path is None or not (path / PROJECTION).is_file():
-        return KnownWords(data)
+    if path is None or not (file := Path(path) / PROJECTION).is_file():
+        return KnownWords(data, None, has_model)
     try:
-        weight = load(path / PROJECTION).weight.detach().numpy()
+        weight = load(file).weight.detach().numpy()
     except BadInput:
         weight = None
     if weight is None or len(weight) != data.query_keys.shape[1]:
-        raise BadInput(f"{path / PROJECTION} was not saved by the demo; create the demo again by softdb demo --fresh")
-    return KnownWords(data, weight)
+        raise BadInput(f"{file} was not saved by the demo; create the demo again by softdb demo --fresh")
+    return KnownWords(data, weight, has_model)

@@ -11,6 +11,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ TEMPERATURE = 0.05  # scores are cosines, so the softmax needs a small one
 TEMPERATURES = (0.01, 0.05, 0.5)
 WORDS = ("kettle", "helmet", "echo")  # the demo queries with the first of them that is held out
 RECORDS_PER_COMMIT = 2000
+SETTINGS: dict[str, Any] = {"dim": 96, "metric": "cosine", "fields": ["pos"]}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def run_demo(
     console = console or Console(highlight=False)
     _clear(path, fresh)
     data = data or load_wordnet()
-    with softdb.open(path, dim=data.keys.shape[1]) as db:
+    with softdb.open(path, **SETTINGS) as db:
         (path / MARK).write_text(json.dumps({"records": len(data.ids), "seed": seed}) + "\n")
         db.core.store.note_encoder(DEMO)
         _fill(db, data, console)
@@ -108,15 +110,22 @@ def _clear(path: Path, fresh: bool) -> None:
     remove_database(path.resolve(), *_OURS)
 
 
+def insert(db: SoftDB, data: DemoData, batch: slice) -> None:
+    """Insert a batch of the glosses as texts, with their vectors and the other fields as payloads."""
+    payloads = [{name: payload[name] for name in ("word", "lemmas", "pos")} for payload in data.payloads[batch]]
+    glosses = [payload["gloss"] for payload in data.payloads[batch]]
+    db.insert(data.ids[batch], data.keys[batch], texts=glosses, payloads=payloads)
+
+
 def _fill(db: SoftDB, data: DemoData, console: Console) -> None:
     _step(console, 1, "Store", "every commit is on disk before the next begins")
     begin, count = time.perf_counter(), len(data.ids)
     with progress("insert", console) as show:
         for start in range(0, count, RECORDS_PER_COMMIT):
-            batch = slice(start, start + RECORDS_PER_COMMIT)
-            db.insert(data.ids[batch], data.keys[batch], payloads=data.payloads[batch])
+            insert(db, data, slice(start, start + RECORDS_PER_COMMIT))
             show("insert", min(count, start + RECORDS_PER_COMMIT), count)
     seconds, width = time.perf_counter() - begin, data.keys.shape[1]
+    db.index_text()
     console.print(f"  {count:,} definitions, {width} numbers each: {seconds:.1f} s, {count / seconds:,.0f} records/s")
 
 
@@ -145,7 +154,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     _step(console, 2, "Query", f'in three ways, for the word "{data.query_texts[query]}"')
 
     record = db[data.ids[data.answers[query][0]]]
-    gloss = safe(shortened(record.payload["gloss"], max(20, console.width - 33)))
+    gloss = safe(shortened(record.text or "", max(20, console.width - 33)))
     console.print(f"  [b]by id[/]        {record.id}: {gloss}")
 
     spent = []
@@ -158,7 +167,7 @@ def _query(db: SoftDB, data: DemoData, query: int, index: str, console: Console)
     rows = []
     for hit in hits[0]:
         mark = "[b green]right[/]" if hit.id in right else ""
-        rows.append((f"{hit.score:.2f}", Excerpt(hit.payload["word"]), mark, Excerpt(hit.payload["gloss"])))
+        rows.append((f"{hit.score:.2f}", Excerpt(hit.payload["word"]), mark, Excerpt(hit.text or "")))
     print_table(("score", "word", "", "definition"), rows, console=console, indent=4)
 
     console.print("  [b]soft[/]         mean of all records; nearer ones weigh more, by temperature")
@@ -211,7 +220,7 @@ def _reopen(path: Path, data: DemoData, console: Console) -> None:
     with softdb.open(path, mode="r") as db:
         count, records = db.verify(), db.get([data.ids[i] for i in sample])
     same = np.array_equal(records.keys.numpy(), data.keys[sample])
-    if count != len(data.ids) or not same or records.payloads != [data.payloads[i] for i in sample]:
+    if count != len(data.ids) or not same or records.texts != [data.payloads[i]["gloss"] for i in sample]:
         raise CorruptionError(f"{path} lacks inserted records; please report this with the output of softdb verify")
     console.print(f"  {count:,} records, nothing lost; {len(sample)} of them compared with the inserted ones")
 

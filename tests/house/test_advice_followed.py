@@ -22,6 +22,7 @@ WITHOUT = {  # a part of the message: why no test of advice follows it
     "needs the GPU build of FAISS": "needs a device",
     "its CUDA and the driver do not fit": "needs a device",
     "give the directory of a database, or --demo": "tests/unit/explore/test_explore_http.py gives both, and each",
+    "the keys of --demo were made by 'demo'": "tests/unit/explore/test_explore_demo.py leaves the option out",
     "is outside the filter; every positive": "says what was expected, and advises nothing",
     "the digests of ids in a memory's state_dict()": "says what was expected, and advises nothing",
     "is not a checkpoint that softdb train wrote": "says what was expected",

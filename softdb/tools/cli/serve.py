@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +16,6 @@ from softdb.tools.cli.served import HOST, PORT, Served
 
 if TYPE_CHECKING:
     from softdb.database import SoftDB
-
-FIRST = "violin"  # the first query of --demo
 
 
 def explore(
@@ -38,20 +38,25 @@ def explore(
     if (path is None) != demo:
         raise BadInput("explore needs either PATH or --demo; give the directory of a database, or --demo")
     with (
-        Served(path, encoder) if path is not None else Served(None, db=_demo_database()) as served,
+        Served(path, encoder) if path is not None else Served(None, db=_demo_database(encoder)) as served,
         listening(port) as listener,
+        tempfile.TemporaryDirectory(prefix="softdb-explore-") as folder,
     ):
         number = listener.getsockname()[1]
         note_warnings()
-        answers = Answers(served, FIRST if demo else None)
+        answers = Answers(served)
         answers.map()  # computed now: a failure shows here, and the first page need not wait
-        app, desk = application(answers, frozenset({f"{HOST}:{number}", f"localhost:{number}"}))
-        address = f"http://{HOST}:{number}/"
+        token = secrets.token_urlsafe(16)
+        app, desk = application(answers, frozenset({f"{HOST}:{number}", f"localhost:{number}"}), token)
+        address = f"http://{HOST}:{number}/{token}/"
         terminal().print(f"softdb explore: {address} (Ctrl-C ends it)", soft_wrap=True)
         if open_:
             import webbrowser
 
-            webbrowser.open(address)
+            # other accounts can list the browser's arguments, but cannot read this file
+            page = Path(folder) / "open.html"
+            page.write_text(f'<meta http-equiv="refresh" content="0; url={address}">')
+            webbrowser.open(page.as_uri())
         try:
             uvicorn.Server(configured(app)).run(sockets=[listener])
         except KeyboardInterrupt:
@@ -60,18 +65,18 @@ def explore(
             desk.close()
 
 
-def _demo_database() -> SoftDB:
-    """Return a database in memory with WordNet's definitions, their vectors and texts."""
+def _demo_database(encoder: str | None) -> SoftDB:
+    """Return the database of `softdb demo` in memory; `encoder`: the option --encoder, which may name its model."""
     import softdb
     from softdb.data import load_wordnet
-    from softdb.data.encoder import KnownWords
+    from softdb.data.encoder import DEMO, KnownWords
+    from softdb.tools.demo import SETTINGS, insert
 
+    if encoder not in (None, DEMO):
+        raise BadInput(f"--encoder is {encoder!r}, but the keys of --demo were made by 'demo'; leave it out")
     data = load_wordnet()
-    db = softdb.open(None, dim=data.keys.shape[1], metric="cosine", encoder=KnownWords(data), fields=["pos"])
-    db.insert(
-        data.ids, data.keys, texts=[payload["gloss"] for payload in data.payloads],
-        payloads=[{name: payload[name] for name in ("word", "lemmas", "pos")} for payload in data.payloads],
-    )  # fmt: skip
+    db = softdb.open(None, encoder=KnownWords(data, has_model=encoder is not None), **SETTINGS)
+    insert(db, data, slice(None))
     db.index_text()
     return db
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softdb.errors import BadInput, MissingDependency
-from softdb.tools.cli.places import opened
+from softdb.tools.cli.places import chosen, described, named_encoder, opened
 
 if TYPE_CHECKING:
     from softdb.database import SoftDB
@@ -19,7 +19,7 @@ class Served:
     """The database at a path, kept open for reading; or, without a path, an open database that is given."""
 
     def __init__(self, path: Path | None, encoder: str | None = None, db: SoftDB | None = None) -> None:
-        self._path, self._encoder, self._lock = path, encoder, threading.Lock()
+        self._path, self.encoder, self._lock = path, encoder, threading.Lock()
         if path is not None:
             self._open(path)
         elif db is not None:
@@ -33,12 +33,22 @@ class Served:
 
     def _open(self, path: Path) -> None:
         try:
-            self._db, self.takes_text = opened(path, True, self._encoder), True
+            self._db, self.takes_text = self._opened(path), True
         except (BadInput, MissingDependency):  # without a known, installed encoder, or one that --encoder must name
-            if self._encoder is not None:
+            if self.encoder is not None:
                 raise
             self._db, self.takes_text = opened(path), False
         self._file = _identity(path)
+
+    def _opened(self, path: Path) -> SoftDB:
+        """Open the database with its encoder. The demo's loads a model only if `--encoder demo` names it."""
+        import softdb
+        from softdb.data.encoder import DEMO, demo_encoder
+
+        dim, stored = described(path)
+        name = chosen(path, stored, self.encoder)
+        encoder = demo_encoder(path, self.encoder is not None) if name == DEMO else named_encoder(name, dim, path)
+        return softdb.open(path, mode="r", encoder=encoder)
 
     def newest(self) -> SoftDB:
         """Return the database at its newest commit; open the path again if another database is there now.

@@ -30,15 +30,24 @@ def _cut(text: str, length: int) -> str:
 
 
 def _line(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(_rounded(value), ensure_ascii=False)
+
+
+def _rounded(value: Any) -> Any:
+    """Return the value with six digits of each float."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def title(payload: Any, text: str | None) -> str:
-    """Return a one-line title of a record, from a field such as "title", its text or its payload; "" without these."""
-    fields = payload if isinstance(payload, dict) else {}
-    titles = [fields[name] for name in _TITLES if isinstance(fields.get(name), str)]
-    texts = [*titles, text, *(field for field in fields.values() if isinstance(field, str)), payload]
-    return _cut(_line(next((candidate for candidate in texts if candidate is not None), "")), TITLE)
+    """Return a one-line title of a record: a field such as "title", its text, or another text; "" without these."""
+    fields = payload if isinstance(payload, dict) else {"": payload}
+    titles = [fields.get(name) for name in _TITLES]
+    texts = [candidate for candidate in (*titles, text, *fields.values()) if isinstance(candidate, str)]
+    return _cut(next(iter(texts), ""), TITLE)
 
 
 def record(name: Id, payload: Any, text: str | None) -> dict[str, Any]:
@@ -74,10 +83,15 @@ def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) 
         {
             "name": name, "kinds": sorted(kinds), "indexed": name in indexed,
             "values": [value for value, _ in values.most_common(VALUES)],
+            "repeated": "number" in kinds or 1 < len(values) <= values.total() // 2,
         }
         for name, (kinds, values) in sorted(seen.items())
     ]  # fmt: skip
-    return [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": []}] if has_text else fields
+    return (
+        [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": [], "repeated": False}]
+        if has_text
+        else fields
+    )
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

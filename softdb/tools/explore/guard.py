@@ -1,10 +1,11 @@
-"""Refuse requests that are no GET, come from other pages or name other hosts; close slow connections; add headers."""
+"""Refuse requests without the token, from other pages or to other hosts; close slow connections; add headers."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,6 +23,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+STRANGER = "This address lacks the explorer's token. Open the address that softdb explore printed in its terminal.\n"
 HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
 
@@ -31,10 +33,14 @@ def failure(kind: str, message: str, status: int) -> JSONResponse:
 
 
 class Guard:
-    """Refuse requests other than GET, requests to another host name (DNS rebinding), and requests from other pages."""
+    """Refuse requests other than GET, to another host name (DNS rebinding), from other pages, or without the token.
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self._app, self._hosts = app, hosts
+    The token is the first folder of every address, which keeps out other accounts of this machine. The application
+    sees the rest of the address. No cookie holds it: browsers send cookies to all ports of a host.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: str) -> None:
+        self._app, self._hosts, self._token = app, hosts, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request to the application, or refuse it; add the security headers to the response."""
@@ -44,7 +50,12 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *HEADERS]}
             await send(message)
 
-        refusal = self._refusal(scope)
+        token, slash, path = scope["path"].removeprefix("/").partition("/")
+        if scope["path"].startswith("/") and hmac.compare_digest(token.encode(), self._token):
+            scope = {**scope, "path": f"/{path}"}
+            refusal = self._refusal(scope) or (None if slash else RedirectResponse(f"/{token}/"))
+        else:
+            refusal = self._refusal(scope) or PlainTextResponse(STRANGER, 403)
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from softdb.answers.records import parsed
 from softdb.database import SoftDB
 from softdb.scoring import score_of
 from softdb.store.entry import RecordEntry
+from softdb.tools.explore.display import named_id, title
 
 SAMPLE = 2000  # largest number of records on the map
 FEW = 3  # effective number of records with which the slider starts, for stored keys as queries
@@ -74,6 +77,13 @@ class Plane:
         generations = snapshot.generation, db.core.reembedded
         return cls(*generations, entries, rows[stored], keys, centre, axes, share, length, range_)
 
+    @cached_property
+    def names(self) -> list[list[str]]:  # m of [id, title]
+        """The records' ids as users type them, and their titles."""
+        payloads = parsed([entry.payload for entry in self.entries])
+        pairs = zip(self.entries, payloads, strict=True)
+        return [[named_id(entry.id), title(payload, entry.text)] for entry, payload in pairs]
+
     def at(self, vectors: Any) -> Floats:  # (…, d) -> (…, 2)
         """Return the coordinates of vectors on the map."""
         return (np.asarray(vectors, np.float64) - self.centre) @ self.axes
@@ -92,9 +102,12 @@ class Plane:
 
     def query_at(self, query: Tensor) -> Floats:  # (d,) -> (2,)
         """Return the coordinates of a query on the map, scaled to `length`."""
-        vector = query.double().numpy()
-        norm = float(np.linalg.norm(vector))
-        return self.at(vector if self.length is None or not norm else vector * (self.length / norm))
+        return self.at(query.double().numpy() * self.drawn_scale(query))
+
+    def drawn_scale(self, query: Tensor) -> float:  # (d,)
+        """Return the factor that scales a query to `length`."""
+        norm = float(query.norm())
+        return 1.0 if self.length is None or not norm else self.length / norm
 
 
 def _hashed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -10,10 +10,12 @@ from typing import Any
 
 from softdb import check
 from softdb.errors import BadInput
+from softdb.tools.explore.training import STEPS
 
 MAX_SHOWN = 50  # largest number of records in an answer
+MOVES = 40  # largest number of steps of gradient descent on a query
 RANKINGS, WAYS = ("vector", "hybrid", "text"), ("exact", "nearest", "estimate")
-_OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown"}
+_OF_QUESTION = {"text", "id", "vector", "where", "ranking", "words", "shown", "moves", "trained", "right"}
 _OF_WEIGHING = {"temperature", "way", "k", "rtol"}
 
 
@@ -28,6 +30,8 @@ class Question:
     ranking: str
     words: str  # words to search for, if they differ from `text`
     shown: int  # number of records in the answer
+    moves: tuple[tuple[str, float], ...] = ()  # steps of gradient descent: a right record's id as typed, a temperature
+    trained: int = 0  # number of training steps of the projection that a text goes through
 
     @classmethod
     def of(cls, params: Mapping[str, str]) -> Question:
@@ -50,7 +54,8 @@ class Question:
         return cls(
             params["text"] if kinds == ["text"] else None, params["id"].strip() if kinds == ["id"] else None, numbers,
             where, check.one_of(params.get("ranking", "vector"), "ranking", RANKINGS), params.get("words", "").strip(),
-            _integer(params, "shown", 10, MAX_SHOWN),
+            _integer(params, "shown", 10, MAX_SHOWN), _moves(params.get("moves", "")),
+            _integer(params, "trained", 1, STEPS) if "trained" in params else 0,
         )  # fmt: skip
 
     @property
@@ -83,6 +88,11 @@ class Weighing:
         temperature, rtol = _number(params, "temperature", 1.0), _number(params, "rtol", 0.05)
         return cls(temperature, way, _integer(params, "k", 100, 10**6), rtol)
 
+    @classmethod
+    def exact(cls, temperature: float) -> Weighing:
+        """Weigh all records."""
+        return cls.of({"temperature": repr(temperature)})
+
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `attend` that `way` stands for."""
@@ -114,3 +124,15 @@ def _integer(params: Mapping[str, str], name: str, default: int, most: int) -> i
     if number != int(number) or number > most:
         raise BadInput(f"{name} is {check.shown(params[name])}; expected a whole number from 1 to {most:,}")
     return int(number)
+
+
+def _moves(text: str) -> tuple[tuple[str, float], ...]:
+    """Parse a JSON list of [id, temperature]."""
+    try:
+        moves = tuple((str(right), float(t)) for right, t in json.loads(text or "[]"))
+    except (ValueError, TypeError, RecursionError):
+        moves = (("", 0.0),)
+    if len(moves) > MOVES or not all(right and 0 < t < math.inf for right, t in moves):
+        expected = f"at most {MOVES} of [id, temperature above 0]"
+        raise BadInput(f"moves is {check.shown(text)}; expected a JSON list of {expected}")
+    return moves

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,33 +22,24 @@ from softdb.errors import BadInput, SoftDBError
 from softdb.scoring import score_of
 from softdb.tools.cli.arguments import parsed_ids
 from softdb.tools.cli.served import Served
-from softdb.tools.explore.display import fields_of, named_id, record, title
+from softdb.tools.explore import python_code
+from softdb.tools.explore.display import fields_of, named_id, record
+from softdb.tools.explore.gradient import Place
+from softdb.tools.explore.matches import SearchResult
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
+from softdb.tools.explore.regions import colours, region_names, value_at
+from softdb.tools.explore.suggestions import completions, examples, known_words
+from softdb.tools.explore.training import Trainer
+from softdb.visible import visible
 
 CACHED = 32  # number of questions whose hits are cached, for queries at other temperatures
 NUMBERS, CLASSES = 12, 8  # largest counts of numbers and of classes that the page shows of an output
 EXACT = 1 << 28  # up to this count of numbers in all keys, soft queries weigh all records by default
 COLD = 1e5  # |lse| from which float32 rounds lse by 0.01, and so each weight by 1 %
 MAX_WARNINGS = 20
+NOTED = 60  # largest number of characters of a question in a note
 Wanted = Callable[[], None]  # raises if the browser has dropped the request
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The part of a reply that does not depend on the temperature."""
-
-    generation: int
-    query: Tensor | None  # (1, d); None for a search by words alone, which has no weights
-    hits: list[dict[str, Any]]
-    scores: list[float | None]  # scores of the hits' keys; None for a hit without a key
-    ids: list[str | int]
-    query_id: str | int | None  # id of the record whose key is the query
-    plane: Plane
-    places: list[list[float] | None]  # coordinates of the hits on the map
-    lights: list[float | None]  # scores of the map's records; None if the filter excludes them
-    milliseconds: float
-    notes: list[str]
 
 
 _WARNINGS: list[str] = []  # warnings of all threads since the last answer
@@ -68,11 +59,12 @@ def note_warnings() -> None:
 class Answers:
     """Answer the page's requests about one database, as dicts for JSON. Several threads may call the methods."""
 
-    def __init__(self, served: Served, first: str | None = None) -> None:
-        self._served, self._lock, self._first = served, threading.Lock(), first
+    def __init__(self, served: Served) -> None:
+        self._served, self._lock = served, threading.Lock()
         self._plane: Plane | None = None
         self._notes: OrderedDict[str, list[str]] = OrderedDict()
         self._cache: OrderedDict[tuple[Question, int, int], SearchResult] = OrderedDict()
+        self.trainer = Trainer(served)
 
     def about(self) -> dict[str, Any]:
         """Return the database's statistics, fields and examples, and the kinds of queries that it answers."""
@@ -86,11 +78,9 @@ class Answers:
             **facts, "name": db.path.name if db.path else "demo", "index": index,
             "takes_text": self._served.takes_text, "text_index": db.text_index, "version": __version__,
             "filters": fields_of(payloads, db.fields, has_text),
-            "examples": [
-                [named_id(entry.id), title(payload, entry.text)]
-                for entry, payload in zip(plane.entries[:200], payloads, strict=False)
-            ],
-            "temperatures": vars(plane.temperatures), "first": self._first,
+            "examples": examples(db, plane, self._served.takes_text),
+            "known_words": len(known_words(db)), "temperatures": vars(plane.temperatures),
+            "trainable": self.trainer.fits(db),
             "way": "exact" if len(db) * db.core.schema.dim <= EXACT or index is None else "estimate",
             "values": "classes" if db.num_classes is not None else "keys" if db.value_dim is None else "numbers",
         }  # fmt: skip
@@ -100,14 +90,45 @@ class Answers:
         db = self._served.newest()
         plane = self._plane_of(db)
         payloads = parsed([entry.payload for entry in plane.entries])
+        places = plane.at(plane.keys)
         return {
-            "generation": plane.generation, "of": db.core.keyed, "share": plane.share,
-            "points": [[round(x, 5), round(y, 5)] for x, y in plane.at(plane.keys).tolist()],
-            "records": [
-                [named_id(entry.id), title(payload, entry.text)]
-                for entry, payload in zip(plane.entries, payloads, strict=True)
-            ],
+            "generation": plane.generation, "of": db.core.keyed, "share": plane.share, "dim": db.dim,
+            "points": [[round(x, 5), round(y, 5)] for x, y in places.tolist()],
+            "names": region_names(
+                places, [line for _, line in plane.names], payloads, [entry.text for entry in plane.entries]
+            ),
+            "records": plane.names,
         }  # fmt: skip
+
+    def colours(self, field: str) -> dict[str, Any]:
+        """Return the values of a payload field for the map's records."""
+        plane = self._plane_of(self._served.newest())
+        payloads = parsed([entry.payload for entry in plane.entries])
+        return {"generation": plane.generation, **colours([value_at(payload, field) for payload in payloads])}
+
+    def gradient(self, right: str, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
+        """Return the loss of a query whose right record has the id `right`, its gradient, and the answer's response."""
+        db = self._served.newest()
+        (name,), matches = parsed_ids(db, [right]), self._matches(db, question, wanted)
+        if matches.query is None:
+            raise BadInput("a search without a vector has no gradient; query by a record or a vector")
+        place = Place(db, matches.plane, matches.query, weighing, question.filter)
+        answer = place.lesson(name, matches.ids)
+        wanted()
+        return answer | {"generation": matches.generation, "response": place.response()}
+
+    def trail(self, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
+        """Return the answer's places on the map at temperatures over the slider's whole range."""
+        db = self._served.newest()
+        matches = self._matches(db, question, wanted)
+        if matches.query is None:
+            return {"trail": []}
+        return {"trail": Place(db, matches.plane, matches.query, weighing, question.filter).trail()}
+
+    def complete(self, kind: str, typed: str) -> dict[str, Any]:
+        """Return a few known texts, or ids with their titles, that begin as typed."""
+        db = self._served.newest()
+        return {"completions": completions(db, self._plane_of(db), kind, typed.strip().lower())}
 
     def ask(self, question: Question, weighing: Weighing, wanted: Wanted) -> dict[str, Any]:
         """Return the nearest records, and their weights in a soft query."""
@@ -128,7 +149,8 @@ class Answers:
         reply = {
             "generation": matches.generation, "map": matches.plane.generation,
             "soft": self._weighed(db, question, matches, weighing, wanted),
-            "python": _python(question, weighing, matches), "notes": matches.notes,
+            "python": python_code.code(db, self._served.encoder, question, weighing, matches),
+            "notes": matches.notes,
         }  # fmt: skip
         return reply, matches
 
@@ -174,8 +196,16 @@ class Answers:
         begin = time.perf_counter()
         query_id = None if question.id is None else parsed_ids(db, [question.id])[0]
         query, generation = self._query(db, question, query_id), db.generation
+        if question.trained and question.text and query is not None:
+            query = self.trainer.run(db).projected(query, question.trained)
+        if question.moves:
+            before = self._matches(db, replace(question, moves=question.moves[:-1]), wanted).query
+            right, t = question.moves[-1]
+            if before is not None:
+                place = Place(db, plane, before, Weighing.exact(t), question.filter)
+                query = place.moved(parsed_ids(db, [right])[0])
         wanted()
-        hits = self._hits(db, question, query)
+        hits, notes, by_words = self._hits(db, question, query), self._notes_of(question), query is None
         ids, spent = hits.ids[0], _since(begin)
         wanted()
         scores: list[float | None] = [None] * len(ids)
@@ -185,15 +215,21 @@ class Answers:
             keyed = records.keyed.tolist()
             places = plane.at(records.keys.double()).tolist()
             places = [place if has_key else None for place, has_key in zip(places, keyed, strict=True)]
+            if query is None and any(keyed):
+                query_id, query = ids[keyed.index(True)], records.keys[keyed.index(True)][None].float()
             if query is not None:
                 score = score_of(db.core.schema.metric)(query, records.keys.float())[0].tolist()
-                score = hits.scores[0, : len(ids)].tolist() if question.ranking == "vector" else score
+                score = hits.scores[0, : len(ids)].tolist() if question.ranking == "vector" and not by_words else score
                 scores = [number if has_key else None for number, has_key in zip(score, keyed, strict=True)]
         shown = [record(*fields) for fields in zip(ids, hits.payloads[0], hits.texts[0], strict=True)]
+        if by_words:
+            words = f"“{visible(question.search_words[:NOTED])}” has no vector here"
+            matched = "these records have the word, and weigh by their nearness to the first of them"
+            notes = [f"{words}: {matched}." if ids else f"{words}, and no text has it.", *notes]
         lights = plane.lights(db, query, question.filter)
         return SearchResult(
-            generation, query, shown, scores, ids, query_id, plane, places, lights, spent, self._notes_of(question)
-        )
+            generation, query, shown, scores, ids, query_id, by_words, plane, places, lights, spent, notes
+        )  # fmt: skip
 
     def _notes_of(self, question: Question) -> list[str]:
         """Return the warnings that this filter has caused, cached because a handle gives each warning only once."""
@@ -210,14 +246,14 @@ class Answers:
         if question.vector is not None:
             return db.core.as_queries([question.vector])
         if question.text is not None:
-            with contextlib.nullcontext() if question.ranking != "text" else contextlib.suppress(SoftDBError):
+            with contextlib.nullcontext() if db.text_index is None else contextlib.suppress(SoftDBError):
                 if self._served.takes_text:
                     return db.core.as_queries([question.text])
-            if question.ranking == "text":
+            if db.text_index is not None or question.ranking == "text":
                 return None  # a search by words needs no vector
             raise BadInput(
                 "this database cannot turn text into a vector: its encoder is unknown, or is a model, which must "
-                "be named (softdb explore PATH --encoder MODEL). Rank by words, or query by a record or a vector"
+                "be named (softdb explore PATH --encoder MODEL). Query by a record or a vector"
             )
         if query_id is None:
             return None
@@ -311,26 +347,6 @@ def _output(db: SoftDB, plane: Plane, output: Tensor | None) -> dict[str, Any]:
     answer = plane.at(output.double()).tolist() if db.value_dim is None else None
     numbers, width = output[:NUMBERS].tolist(), len(output)
     return {"output": numbers, "width": width, "classes": [], "norm": output.norm().item(), "answer": answer}
-
-
-def _python(question: Question, weighing: Weighing, matches: SearchResult) -> str:
-    """Return Python code that gives the same answer."""
-    where = f", where={question.filter!r}" if question.where else ""
-    words = f"texts={[question.words or question.text]!r}, mode={question.ranking!r}, "
-    lines = []
-    if question.text is not None:
-        lines = [f"query = {[question.text]!r}"]
-    elif matches.query_id is not None:
-        lines = [f"query = db.get({[matches.query_id]!r}).keys"]
-    elif question.vector is not None:
-        numbers = ", ".join(f"{number:g}" for number in question.vector[:NUMBERS])
-        lines = [f"query = [[{numbers}{', …' if len(question.vector) > NUMBERS else ''}]]"]
-    first = "" if question.ranking == "text" else "query, "
-    lines.append(f"hits = db.search({first}{words if question.ranking != 'vector' else ''}k={question.shown}{where})")
-    if matches.query is not None:
-        more = "".join(f", {name}={value!r}" for name, value in weighing.options.items())
-        lines.append(f"answer = db.attend(query, temperature={weighing.temperature:g}{more}{where})")
-    return "\n".join(lines if first or matches.query is not None else lines[-1:])
 
 
 def _since(begin: float) -> float:

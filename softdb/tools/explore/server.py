@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import uvicorn
@@ -26,12 +27,7 @@ from softdb.tools.explore.replies import Answers, Wanted
 
 THREADS = 2  # number of requests answered at once
 WAITING = 32  # largest number of requests in the queue
-_FILES = {
-    "index.html": "text/html; charset=utf-8", "style.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml", **dict.fromkeys(
-        ("page.js", "map.js", "filters.js", "results.js", "panels.js"), "text/javascript; charset=utf-8"
-    ),
-}  # fmt: skip
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _log = logging.getLogger("softdb")
 
 
@@ -44,13 +40,21 @@ class Desk:
 
     def __init__(self, answers: Answers) -> None:
         self._pool, self._open = ThreadPoolExecutor(THREADS, "explore"), 0
+        self._training = ThreadPoolExecutor(1, "train")  # so that training never keeps a question waiting for a thread
         self.overtaken = 0  # number of dropped requests
         self.calls: dict[str, Callable[[dict[str, str], Wanted], dict[str, Any]]] = {
             "about": lambda params, wanted: answers.about(),
             "map": lambda params, wanted: answers.map(),
+            "complete": lambda params, wanted: answers.complete(params.get("kind", ""), params.get("text", "")),
             "ask": lambda params, wanted: answers.ask(Question.of(params), Weighing.of(params), wanted),
             "weigh": lambda params, wanted: answers.weigh(Question.of(params), Weighing.of(params), wanted),
             "compare": lambda params, wanted: answers.compare(Question.of(params), wanted),
+            "colours": lambda params, wanted: answers.colours(params.get("field", "")),
+            "gradient": lambda params, wanted: answers.gradient(
+                params.get("right", ""), Question.of(params), Weighing.of(params), wanted
+            ),
+            "trail": lambda params, wanted: answers.trail(Question.of(params), Weighing.of(params), wanted),
+            "train": answers.trainer.train,
         }
 
     async def answered(self, request: Request) -> Response:
@@ -64,7 +68,8 @@ class Desk:
                 raise Overtaken
 
         self._open += 1
-        future: asyncio.Future[Response] = asyncio.wrap_future(self._pool.submit(_answer, call, request, wanted))
+        pool = self._training if call == self.calls["train"] else self._pool
+        future: asyncio.Future[Response] = asyncio.wrap_future(pool.submit(_answer, call, request, wanted))
         future.add_done_callback(self._done)
         disconnected: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
@@ -83,22 +88,23 @@ class Desk:
 
     def close(self) -> None:
         """Cancel the requests in the queue, and wait for those in progress."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._training):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def application(answers: Answers, hosts: frozenset[str]) -> tuple[Guard, Desk]:
-    """Return the ASGI application, which refuses requests to any host but `hosts`, and its pool of threads."""
-    desk, pages = Desk(answers), {name: (files(__package__) / "page" / name).read_bytes() for name in _FILES}
+def application(answers: Answers, hosts: frozenset[str], token: str) -> tuple[Guard, Desk]:
+    """Return the ASGI application and its pool of threads; it answers at `hosts` only, below the folder `token`."""
+    desk, pages = Desk(answers), {file.name: file.read_bytes() for file in (files(__package__) / "page").iterdir()}
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in pages:
             return failure("NotFound", f"there is no file {name[:80]!a}; open /", 404)
-        return Response(pages[name], media_type=_FILES[name])
+        return Response(pages[name], media_type=_TYPES[PurePath(name).suffix])
 
     routes = [Route(f"/api/{name}", desk.answered, methods=["GET"]) for name in desk.calls]
     routes += [Route("/", file, methods=["GET"]), Route("/{name:path}", file, methods=["GET"])]
-    return Guard(Starlette(routes=routes), hosts), desk
+    return Guard(Starlette(routes=routes), hosts, token), desk
 
 
 def configured(app: Guard) -> uvicorn.Config:

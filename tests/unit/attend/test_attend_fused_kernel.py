@@ -13,6 +13,7 @@ from torch import Tensor
 from with_kernels import NEEDS_KERNELS
 from worlds import snapshot
 
+import softdb
 from softdb import kernels
 from softdb.attend import Columns, fused
 from softdb.attend import blocks as exact
@@ -381,3 +382,14 @@ def test_a_forked_child_answers_too(used: list[str], rng: np.random.Generator, m
             again, _ = stream(queries, stored, Dot(), 1.0)
             os._exit(0 if np.allclose(again.numpy(), output.numpy(), atol=1e-6) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_gradient_in_column_order_is_as_good_as_one_in_row_order() -> None:
+    keys = torch.randn(5000, 96, generator=torch.Generator().manual_seed(0))  # enough for the fused pass
+    db = softdb.open(None, dim=96)
+    db.insert(range(5000), keys)
+    factors = torch.randn(96, 3, generator=torch.Generator().manual_seed(1))
+    expected, actual = keys[:3].clone().requires_grad_(), keys[:3].clone().requires_grad_()
+    torch.autograd.backward(db.attend(expected).output, factors.T.contiguous())
+    torch.autograd.backward(db.attend(actual).output, factors.T)
+    torch.testing.assert_close(actual.grad, expected.grad)

@@ -85,7 +85,8 @@ def test_a_small_demo_runs_every_step(tmp_path: Path, small: DemoData) -> None:
     assert report.after != pytest.approx(recalls(small, weight.T))
     with softdb.open(tmp_path / "demo", mode="r") as db:
         assert db.verify() == 600
-        assert db[small.ids[5]].payload == small.payloads[5]
+        assert db[small.ids[5]].payload | {"gloss": db[small.ids[5]].text} == small.payloads[5]
+        assert (db.metric, db.fields, db.text_index) == ("cosine", ("pos",), "words")
 
 
 def test_training_is_the_same_for_the_same_seed_and_falls_with_the_loss(tmp_path: Path, small: DemoData) -> None:

@@ -18,17 +18,27 @@ from softdb.tools.cli.served import Served
 from softdb.tools.explore.replies import Answers
 from softdb.tools.explore.server import Desk, application, configured, listening
 
+TOKEN = "a-token_of_tests"
+
 
 class Site:
     """A page that is served, and its answers as a browser gets them."""
 
-    def __init__(self, port: int, desk: Desk) -> None:
-        self.port, self.desk, self.address = port, desk, f"http://127.0.0.1:{port}/"
+    def __init__(self, port: int, desk: Desk | None, token: str = TOKEN) -> None:
+        self.port, self.token, self.address = port, token, f"http://127.0.0.1:{port}/{token}/"
+        self.answering = desk
+
+    @property
+    def desk(self) -> Desk:
+        assert self.answering is not None
+        return self.answering
 
     def fetch(self, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
-            connection.request(method, path, headers={one.replace("_", "-"): value for one, value in headers.items()})
+            connection.request(
+                method, f"/{self.token}{path}", headers={one.replace("_", "-"): value for one, value in headers.items()}
+            )
             response = connection.getresponse()
             return response, response.read()
 
@@ -40,10 +50,10 @@ class Site:
 
 
 @contextlib.contextmanager
-def served(path: Path | None, encoder: str | None = None, db: Any = None, first: str | None = None) -> Iterator[Site]:
+def served(path: Path | None, encoder: str | None = None, db: Any = None) -> Iterator[Site]:
     with Served(path, encoder, db) as database, listening(0) as listener:
         port = listener.getsockname()[1]
-        app, desk = application(Answers(database, first), frozenset({f"127.0.0.1:{port}"}))
+        app, desk = application(Answers(database), frozenset({f"127.0.0.1:{port}"}), TOKEN)
         server = uvicorn.Server(configured(app))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import re
 import shutil
 import signal
 import socket
@@ -20,19 +22,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from explore_site import Site, served
+from explore_site import TOKEN, Site, served
 from worlds import holding
 
 import softdb
 from softdb.text import HashedNGrams
 from softdb.tools.cli.served import Served
-from softdb.tools.explore.display import fields_of, named_id, title
+from softdb.tools.explore.display import fields_of, named_id, record, title
 from softdb.tools.explore.guard import LONGEST, WAITING
 from softdb.tools.explore.plane import Plane
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.replies import Answers
 from softdb.tools.explore.server import listening
 
+BELOW = f"/{TOKEN}/".encode()
 ROOT = Path(softdb.__file__).parents[1]
 HOSTILE = '<img src=x onerror="alert(1)"></script>\x1b[2J\u202e{{1}}'
 WORDS = ["call me ishmael", "down the rabbit hole", "the hound of the moor", HOSTILE]
@@ -175,11 +178,11 @@ def test_at_any_temperature_weights_are_weights(metric: Any, way: str, rng: np.r
     ],
     ids=lambda one: str(one)[:30],
 )
-def test_the_python_of_an_answer_gives_the_answer(site: Site, place: Path, asked: dict[str, str]) -> None:
+def test_the_python_of_an_answer_gives_the_answer(site: Site, asked: dict[str, str]) -> None:
     actual = site.call("ask", shown=3, temperature=0.3, where='{"year": {"$lt": 1900}}', **asked)
-    with softdb.open(place, mode="r") as db:
-        scope: dict[str, Any] = {"db": db}
-        exec(actual["python"], scope)
+    scope: dict[str, Any] = {}
+    exec(actual["python"], scope)
+    with scope["db"]:
         assert [named_id(one) for one in scope["hits"].ids[0]] == [hit["id"] for hit in actual["hits"]]
         assert scope["answer"].lse[0].item() == pytest.approx(actual["soft"]["lse"], rel=1e-5)
 
@@ -257,6 +260,22 @@ def test_only_the_page_itself_is_answered(site: Site) -> None:
         assert "server" not in headers
 
 
+def test_without_the_token_nothing_is_answered(site: Site) -> None:
+    for token in ("", "b" + TOKEN[1:], TOKEN[:-1], TOKEN + "x", "%ff", f"x/{TOKEN}"):
+        stranger = Site(site.port, None, token)
+        for path in ("/", "/page.js", "/api/about", "/api/ask?text=a"):
+            response, body = stranger.fetch(path)
+            assert (response.status, response.headers["Content-Type"]) == (403, "text/plain; charset=utf-8")
+            assert body.startswith(
+                b"This address lacks the explorer's token. Open the address that softdb explore printed"
+            )
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
+    response, _ = Site(site.port, None, TOKEN).fetch("")
+    assert (response.status, response.headers["Location"]) == (307, f"/{TOKEN}/")
+    assert "Set-Cookie" not in site.fetch("/")[0].headers  # browsers send cookies to all ports of a host
+    assert site.fetch("/api/about")[0].status == 200
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -279,7 +298,9 @@ def test_the_page_has_no_inline_code_and_no_remote_address(site: Site) -> None:
     html = site.fetch("/")[1].decode()
     for word in ("<script>", "<style", " style=", " onclick=", "http://", "https://", "//"):
         assert word not in html
-    for name in ("page.js", "map.js", "results.js", "filters.js", "panels.js", "style.css"):
+    names = [file.name for file in (ROOT / "softdb/tools/explore/page").iterdir() if file.suffix != ".svg"]
+    assert {"page.js", "style.css"} < set(names)
+    for name in names:
         source = site.fetch(f"/{name}")[1].decode()
         for word in (
             "innerHTML",
@@ -298,7 +319,9 @@ def test_the_page_has_no_inline_code_and_no_remote_address(site: Site) -> None:
 def test_a_request_that_is_too_long_is_refused(site: Site) -> None:
     for length in (LONGEST + 1, 10_000_000):
         with socket.create_connection(("127.0.0.1", site.port), timeout=120) as raw, contextlib.suppress(OSError):
-            raw.sendall(b"GET /api/ask?text=%b HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (b"x" * length, site.port))
+            raw.sendall(
+                b"GET %bapi/ask?text=%b HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (BELOW, b"x" * length, site.port)
+            )
             assert raw.recv(100).startswith((b"HTTP/1.1 414", b"HTTP/1.1 400"))  # or it has hung up before the end
     assert site.call("ask", 400, vector="0 " * 10_000)["message"].startswith("queries are 10000 wide")
     assert site.call("about")["records"] == 6
@@ -311,13 +334,13 @@ def test_a_header_that_decides_comes_once(site: Site, name: str, second: str) ->
     host = b"" if name == "Host" else b"Host: 127.0.0.1:%d\r\n" % site.port
     pair = f"{name}: {first}\r\n{name.upper()}: {second}\r\n".encode()
     with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
-        raw.sendall(b"GET /api/about HTTP/1.1\r\n%b%b\r\n" % (host, pair))
+        raw.sendall(b"GET %bapi/about HTTP/1.1\r\n%b%b\r\n" % (BELOW, host, pair))
         assert raw.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
 def test_half_sent_requests_neither_lock_the_page_out_nor_stay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softdb.tools.explore.guard.SECONDS", 600.0)
-    half = b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nX: " % site.port
+    half = b"GET %bapi/about HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nX: " % (BELOW, site.port)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", site.port))) for _ in range(600)]
         for one in strangers:
@@ -374,7 +397,7 @@ def test_overtaken_questions_are_not_answered(site: Site, monkeypatch: pytest.Mo
     before, raw = site.desk.overtaken, []
     for text in ("first", "second", "third", "fourth"):  # two run, two wait
         one = socket.create_connection(("127.0.0.1", site.port))
-        one.sendall(f"GET /api/ask?text={text} HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\n\r\n".encode())
+        one.sendall(f"GET /{TOKEN}/api/ask?text={text} HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\n\r\n".encode())
         raw.append(one)
         until(lambda: len(begun) == min(2, len(raw)))
     for one in raw:
@@ -484,9 +507,16 @@ def test_a_database_cannot_make_the_explorer_load_a_model(tmp_path: Path) -> Non
         db.index_text()
     with served(tmp_path / "db") as site:
         assert not site.call("about")["takes_text"]
+        actual = site.call("ask", text="space")
+        assert (actual["hits"][0]["id"], actual["soft"]["weights"]) == ("1", [1.0])
+        assert actual["notes"][0].startswith("“space” has no vector here: these records have the word")
+        assert "query = db.get([1]).keys\nhits = db.search(texts=['space'], mode='text'" in actual["python"]
+        missing = site.call("ask", text="sea")
+        assert (missing["hits"], missing["soft"], missing["lights"]) == ([], None, [None])
+    with softdb.open(tmp_path / "db") as db:
+        db.drop_text_index()
+    with served(tmp_path / "db") as site:
         assert "--encoder MODEL" in site.call("ask", 400, text="space")["message"]
-        actual = site.call("ask", text="space", ranking="text")
-        assert (actual["hits"][0]["id"], actual["soft"], actual["lights"]) == ("1", None, [None])
 
 
 def test_the_plane_is_that_of_pca(rng: np.random.Generator) -> None:
@@ -547,8 +577,10 @@ def test_names_of_records_and_fields() -> None:
         "n",
         "t",
         "",
-        "5",
+        "",
     ]
+    assert title({"b": [1]}, None) == ""  # so the id stands in its place
+    assert record(1, {"b": [0.1 + 0.2, 1]}, None)["payload"] == [["b", "[0.3, 1]"]]
     assert [title({"a": "x"}, one) for one in ("t", None)] == ["t", "x"]
     actual = fields_of([{"a.b": 1, "c": {"d": ["x", "y"]}, "": 2}, {"a.b": True}, 5], ["e"], True)
     kinds = {one["name"]: one["kinds"] for one in actual}
@@ -562,10 +594,10 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(place: Path) -> None:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line.startswith("softdb explore: http://127.0.0.1:")
-        port = int(line.split(":")[3].split("/")[0])
-        assert Site(port, None).call("about")["records"] == 6  # type: ignore[arg-type]
-        taken = subprocess.run([*words[:-1], str(port)], capture_output=True, text=True, check=False, cwd=ROOT)
+        port, token = re.fullmatch(r"softdb explore: http://127.0.0.1:(\d+)/([\w-]{22})/ .*\n", line).groups()  # type: ignore[union-attr]
+        assert Site(int(port), None, token).call("about")["records"] == 6
+        assert Site(int(port), None, "").fetch("/api/about")[0].status == 403
+        taken = subprocess.run([*words[:-1], port], capture_output=True, text=True, check=False, cwd=ROOT)
         assert (taken.returncode, f"port {port} cannot be used" in taken.stderr) == (1, True)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=120)
@@ -573,6 +605,26 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(place: Path) -> None:
         process.kill()
         process.wait()
     assert (process.returncode, out, errors) == (0, "", "")
+
+
+def test_the_browser_gets_the_address_in_a_private_file(place: Path, tmp_path: Path) -> None:
+    script, seen = tmp_path / "browser", tmp_path / "seen"
+    script.write_text(
+        f'#!/bin/sh\ncp "${{1#file://}}" {seen}\nstat -c %a "$(dirname "${{1#file://}}")" > {tmp_path}/mode\n'
+    )
+    script.chmod(0o755)
+    words = [sys.executable, "-m", "softdb", "explore", str(place), "--port", "0", "--open"]
+    environment = {**os.environ, "BROWSER": f"{script} %s"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[2]
+            until(lambda: (tmp_path / "mode").exists() and (tmp_path / "mode").read_text().strip() != "")
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    assert (tmp_path / "mode").read_text() == "700\n"
+    assert f'url={address}"' in seen.read_text()
 
 
 def test_the_command_refuses_paths_without_a_database(tmp_path: Path) -> None:

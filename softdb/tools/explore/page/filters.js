@@ -85,7 +85,6 @@ export class Filters {
 
   set(text, quiet = false) {
     this.$("where").value = text;
-    this.$("filter-state").textContent = text || "none";
     if (!quiet) this.onChange();
   }
 

@@ -9,7 +9,7 @@ export const make = (tag, name = "", text = null) => {
 
 const counts = new Intl.NumberFormat("en");
 export const count = (n) => counts.format(n);
-export const about = (x) => (x >= 100 ? count(Math.round(x)) : x >= 10 ? x.toFixed(1) : x.toFixed(2));
+export const about = (x) => (x >= 10 ? count(Math.round(x)) : x.toFixed(1));
 export const share = (w) => {
   if (!w) return "0 %";
   return w >= 0.9995 && w < 1 ? "> 99.9 %" : w >= 0.01 ? `${(100 * w).toFixed(1)} %` : w >= 1e-5 ? `${(100 * w).toPrecision(2)} %` : "≈ 0 %";
@@ -25,68 +25,78 @@ const bar = (weight) => {
 };
 
 // The list of hits, made once a question; `weigh` then changes the weights in place.
-export function showHits(list, answer, onVisit) {
-  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], answer.places[i] !== null, i, onVisit)));
+export function showHits(list, answer, onVisit, onRight) {
+  list.replaceChildren(...answer.hits.map((hit, i) => hitLine(hit, answer.scores[i], answer.places[i] !== null, i, onVisit, onRight)));
   if (!answer.hits.length) list.append(make("li", "empty", "No record matches. Loosen the filter, or ask otherwise."));
 }
 
-function hitLine(hit, score, keyed, i, onVisit) {
-  const line = make("li"), middle = make("div"), weight = make("div", "weight"), parts = make("ul", "parts");
+function hitLine(hit, score, keyed, i, onVisit, onRight) {
+  const line = make("li"), middle = make("div", "middle"), head = make("p", "head"), weight = make("div", "weight"), parts = make("ul", "parts");
+  const name = hit.title || hit.shown_id, fields = hit.payload.filter(([, value]) => value !== hit.title);
   line.dataset.id = hit.id;
-  middle.append(make("span", "name", hit.title || hit.shown_id), make("span", "own-id", hit.title ? hit.shown_id : ""));
-  if (hit.text !== null && hit.text !== hit.title) middle.append(make("p", "body", hit.text));
-  weight.append(make("b"), make("small", "", !keyed ? "no key" : score === null ? "" : `score ${short(score)}`));
-  for (const [name, value] of hit.payload) {
-    if (value === hit.title) continue;
+  head.append(make("span", "name", name));
+  if (hit.title) head.append(" ", make("span", "own-id", hit.shown_id));
+  const text = hit.text !== null && hit.text !== hit.title ? hit.text : fields.map((pair) => pair.filter(Boolean).join(": ")).join(" · ");
+  const actions = make("span", "actions");
+  if (hit.id && keyed) actions.append(button("Ask by this", `Ask by this: ${name}`, () => onVisit(hit.id)));
+  if (hit.id && keyed) {
+    const right = button("◎", `This should be the answer: ${name}`, () => onRight(hit.id));
+    right.className = "teach";
+    right.append(make("span", "", " Right answer"));
+    actions.append(right);
+  }
+  const more = button("More", `More of ${name}`, () => more.setAttribute("aria-expanded", String(line.classList.toggle("whole"))));
+  more.setAttribute("aria-expanded", "false");
+  actions.append(more);
+  middle.append(head);
+  if (text) middle.append(make("p", "body", text));
+  weight.append(make("b"), " ", make("small", "", !keyed ? "no key" : score === null ? "" : `score ${Number(score.toPrecision(3))}`));
+  for (const [field, value] of fields) {
     const part = make("li");
-    if (name) part.append(make("b", "", name));
+    if (field) part.append(make("b", "", field), " ");
     part.append(value);
     parts.append(part);
   }
   if (hit.more) parts.append(make("li", "", `and ${count(hit.more)} more fields`));
-  if (hit.id && keyed) parts.append(button("Ask by this", `Ask by ${hit.title || hit.shown_id}`, () => onVisit(hit.id)));
-  if ((hit.text ?? "").length > 220) parts.append(button("Whole text", "Show the whole text", () => line.classList.toggle("whole")));
-  line.append(make("span", "rank", String(i + 1)), middle, weight, bar(0), parts);
+  line.append(make("span", "rank", String(i + 1)), middle, actions, weight, bar(0), make("p", "why"), parts);
   return line;
 }
 
 function button(text, label, act) {
-  const item = make("li"), one = make("button", "", text);
+  const one = make("button", "", text);
   one.type = "button";
   one.setAttribute("aria-label", label);
   one.addEventListener("click", act);
-  item.append(one);
-  return item;
+  return one;
 }
 
-export function weigh(list, strip, rest, soft) {
+export function weigh(list, rest, soft) {
   const lines = [...list.children].filter((line) => line.dataset.id !== undefined);
   lines.forEach((line, i) => {
     const weight = soft ? soft.weights[i] : null;
     line.dataset.weight = weight ?? "";
     line.querySelector(".weight b").textContent = weight === null ? "" : share(weight);
     line.querySelector(".bar i").style.width = `${100 * (weight ?? 0)}%`;
+    const score = line.querySelector(".weight small").textContent.replace("score ", "");
+    line.querySelector(".why").textContent = weight === null || !Number(score) ? "" : `Weight ${share(weight)} = exp(${score} / ${short(soft.temperature)}), divided by the sum of the same for ${count(soft.candidates)} records.`;
   });
-  strip.hidden = rest.hidden = !soft || !lines.length;
-  if (strip.hidden) return;
-  strip.replaceChildren(...soft.weights.map((w) => {
-    const part = make("i");
-    part.style.width = `${100 * w}%`;
-    return part;
-  }));
+  rest.hidden = !soft || !lines.length;
+  if (rest.hidden) return;
   const others = Math.max(0, (soft.exact || soft.bar !== null ? soft.of : soft.candidates) - lines.length);
-  const said = `${share(soft.rest)} of the weight is with ${others ? `the ${count(others)} others that take part at most` : "no other"}`;
-  rest.textContent = `${share(soft.rest)} of all weight lies with records that are not in this list.`;
-  strip.setAttribute("aria-label", `Of the weight ${share(1 - soft.rest)} is with the ${lines.length} records of the list; ${said}`);
+  rest.replaceChildren(make("span", "", others ? `${count(others)} other records` : "no other record"), make("b", "", share(soft.rest)), bar(soft.rest));
 }
 
-export function verdict(soft) {
-  if (!soft) return ["", "Words alone have no vector, so there are no weights. Ask by one of the records found."];
-  if (!soft.candidates) return ["nothing", "No record takes part, so there is no answer."];
-  const n = soft.exact ? soft.candidates : soft.of, e = soft.effective;
-  if (e < 1.5) return ["a look-up", "one record is the answer"];
-  if (e > 0.8 * n) return ["average pooling", `all ${count(n)} records count nearly alike`];
-  return ["a soft query", `a mean of about ${about(e)} of ${count(n)} records`];
+// The answer in a sentence: its kind, and what it is a mean of.
+export function verdict(soft, hits = []) {
+  if (!soft) return ["No answer yet", "nothing here has a vector to weigh records by."];
+  if (!soft.candidates) return ["No answer", "no record takes part."];
+  const n = soft.exact ? soft.candidates : soft.of, e = soft.effective, best = soft.weights.indexOf(Math.max(...soft.weights));
+  const name = hits[best] ? hits[best].title || hits[best].shown_id : "", led = name ? `, led by “${name}” with ${share(soft.weights[best])}` : "";
+  const [label, sure] = soft.classes[0] ?? [];
+  const says = label === undefined ? "" : ` It is class ${label} with ${share(sure)}.`;
+  if (e < 1.5) return ["Look-up", `one record is the answer${name ? `, “${name}”` : ""}.${says}`];
+  if (e > 0.8 * n) return ["Average", `a mean of all ${count(n)} records, whatever the question.${says}`];
+  return ["Soft query", `a mean of about ${about(e)} of ${count(n)} records${led}.${says}`];
 }
 
 const facts = (list, pairs) => {
@@ -97,7 +107,7 @@ export { facts };
 
 export function showSoft(place, soft) {
   if (!soft) {
-    place.replaceChildren(make("p", "", "A soft query compares vectors. Ask by a record or a vector, or where the database has an encoder by a text."));
+    place.replaceChildren(make("p", "", "A soft query compares vectors, and nothing found here has one."));
     return;
   }
   const number = make("p", "effective", `${!soft.exact && soft.bar !== null ? "about " : ""}${about(soft.effective)}`);
