@@ -29,7 +29,8 @@ MODULES = (
 TYPED = {*errors.__all__, "check"} - {"MissingDependency"}  # which docs/api/errors.md describes for every extra
 # methods that torch and softdb call, or that a subclass implements: their classes' docstrings say how
 CALLED = {
-    "after_fork", "after_step", "anyone", "ask", "check", "distances", "entropy", "extra_repr", "fold", "forward",
+    "after_fork", "after_step", "among", "anyone", "ask", "check", "distances", "entropy", "extra_repr", "fold",
+    "forward",
     "indexed_nearest", "log", "log_value", "measure", "negative_squares", "of", "request", "reset_parameters",
     "answer", "at", "log_volume", "roles", "root_step", "run", "some", "source", "start", "step", "stop", "value",
     "weigh",
