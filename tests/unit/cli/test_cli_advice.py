@@ -122,6 +122,12 @@ def test_an_interrupted_import_resumes(tmp_path: Path) -> None:
     assert answer("info", tmp_path / "db")["records"] == 5
 
 
+def test_an_import_names_the_database_first(tmp_path: Path) -> None:
+    file = lines(tmp_path / "rows.jsonl", TEXTS)
+    assert "is a file; name the database first: softdb import DATABASE " in fails("import", file, tmp_path / "db")
+    assert answer("import", tmp_path / "db", file)["imported"] == 3
+
+
 def test_an_export_of_another_encoder_is_embedded_again(tmp_path: Path, texts: Path) -> None:
     with softdb.open(by_model(tmp_path / "model")) as db:
         export_records(db, tmp_path / "model.jsonl")
