@@ -31,7 +31,9 @@ def assert_readable(figure: Any) -> None:
                 assert axis.get_label().get_text(), f"the {axis.axis_name} axis of {_name(ax)} has no label"
         series = {_look(artist) for artist in (*ax.lines, *ax.collections, *ax.containers)}
         if len(series) > 1 and ax.get_label() != "<colorbar>":
-            assert ax.get_legend() or figure.legends, f"{len(series)} series and no legend"
+            names = {artist.get_label() for artist in (*ax.lines, *ax.collections, *ax.containers)}
+            elsewhere = names and names <= _in_legends(figure)  # the axes beside it name the same series
+            assert ax.get_legend() or figure.legends or elsewhere, f"{len(series)} series and no legend"
         for line in ax.lines:
             color = to_rgb(line.get_color())
             assert len(set(color)) == 1 or any(same_color(color, own) for own in COLORS), f"a line in {color}"
@@ -58,6 +60,11 @@ def _titles(figure: Any) -> Iterator[Text]:
         yield from (ax.title, ax._left_title)
     if figure._suptitle is not None:
         yield figure._suptitle
+
+
+def _in_legends(figure: Any) -> set[str]:
+    legends = (ax.get_legend() for ax in figure.axes)
+    return {text.get_text() for legend in legends if legend for text in legend.get_texts()}
 
 
 def _ticks(axis: Any) -> list[Text]:
