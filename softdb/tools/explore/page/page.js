@@ -1,6 +1,7 @@
 // The page: what is asked, the newest question wins, and every answer is shown as text.
 
 import { recalled, Trail } from "./address.js";
+import { copies, sheets } from "./controls.js";
 import { Filters } from "./filters.js";
 import { Lesson } from "./gradient.js";
 import { Sky } from "./map.js";
@@ -378,24 +379,9 @@ function walk(by) {
   if (sky.all.length) sky.step(by);
   else $("walked").textContent = "There is nothing on the map.";
 }
-function copies(button, text) {
-  const before = button.textContent;
-  button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text()).then(() => (button.textContent = "Copied"), () => (button.textContent = "Not allowed"));
-    setTimeout(() => (button.textContent = before), 1500);
-  });
-}
 copies($("copy"), () => $("python").textContent);
 copies($("link"), () => trail.here());
-for (const sheet of document.querySelectorAll("details")) {
-  sheet.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
-    sheet.open = false;
-    sheet.querySelector("summary").focus();
-  });
-  sheet.addEventListener("focusout", (event) => event.relatedTarget && !sheet.contains(event.relatedTarget) && (sheet.open = false));
-  document.addEventListener("pointerdown", (event) => !sheet.contains(event.target) && (sheet.open = false));
-}
+sheets();
 window.addEventListener("hashchange", () => recall(location.hash));
 new ResizeObserver(([one]) => document.documentElement.style.setProperty("--heat", `${Math.round(one.borderBoxSize[0].blockSize)}px`)).observe(document.querySelector(".heat"));
 themed($("theme"), (theme) => {
