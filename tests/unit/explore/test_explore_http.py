@@ -435,6 +435,8 @@ def test_writes_are_seen_and_a_removed_database_is_reported(tmp_path: Path) -> N
             "generation": about["generation"],
             "of": 0,
             "share": 0.0,
+            "dim": 2,
+            "names": [],
             "points": [],
             "records": [],
         }
