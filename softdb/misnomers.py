@@ -47,10 +47,10 @@ def own_name(name: str, names: Mapping[str, str], known: Iterable[str]) -> str:
     return f"; in softdb it is {names[name]}" if name in names else f"; did you mean {similar[0]}?" if similar else ""
 
 
-def require_known(call: str, given: Iterable[str], known: Mapping[str, Any]) -> None:
+def require_known(call: str, given: Iterable[str], known: Mapping[str, inspect.Parameter]) -> None:
     """Raise TypeError for the first of the given arguments that a call does not have."""
     for name in given:
-        if name not in known:
+        if name not in known and not any(own.kind is own.VAR_KEYWORD for own in known.values()):
             own = {**ARGUMENTS, "columns": "fields"} if "fields" in known else {**ARGUMENTS, "fields": "columns"}
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{own_name(name, own, known)}")
 

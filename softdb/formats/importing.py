@@ -20,7 +20,7 @@ from softdb.formats.arrays import COLUMNS, KeyColumns, columns_in
 from softdb.formats.collections import COLLECTIONS, MARKS, VECTORS, read_collection
 from softdb.formats.lines import Row, batched, csv_header, csv_rows, raise_error, read_header, read_rows, text_lines
 from softdb.tables.arrow_tables import FOLDERS, TABLES, read_table, table_in, table_of
-from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, text_in
+from softdb.tables.rows import Fields, Header, OnError, Rows, is_own, kind_of, named_in, require_plain, text_in
 
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _KINDS = ", ".join((*_LINES, *TABLES, *COLUMNS, *(kind for kind in VECTORS if kind not in COLUMNS)))
@@ -199,6 +199,7 @@ def read_records(
 def fields_of(path: Path, columns: Mapping[str, str | None], collection: str | None = None) -> Fields:
     """Return the fields of a table or a file of lines: its columns, or the fields of its first line, by `DEFAULTS`."""
     if _kind(path) == "lancedb":
+        require_plain(path)
         path = next(path.glob(f"{collection or '*'}.lance"), path)
     row, kind = first_row(path), _kind(path)
     header = (read_header(path) if kind in _LINES else table_in(path, kind, 1).header) if row else None
