@@ -44,7 +44,7 @@ def verb(method: Callable[Concatenate[V, P], R]) -> Callable[Concatenate[V, P], 
         require_known(method.__name__, kwargs, known)
         try:
             self.core.require_open()
-            self._warn_if_new(method.__name__ if answers_queries else None)
+            self._warn_if_new(method.__name__, answers_queries)
             try:
                 if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     with check.precise():
@@ -72,12 +72,12 @@ class Questions(OwnNames):
 
     core: Core[Source]
 
-    def _warn_if_new(self, query: str | None) -> None:
-        """Warn if the first query asks a database that `open` has just created, and that holds no records."""
-        if query and self.core.created:
+    def _warn_if_new(self, verb: str, answers_queries: bool) -> None:
+        """Warn if a database that `open` has created is queried before records are inserted; check this once."""
+        if self.core.created and (answers_queries or verb in ("insert", "upsert")):
             self.core.created = False
-            if not self.core.count(None):
-                message = f"{query}: {self.core.path} holds no records, and is new; check the path"
+            if answers_queries and not self.core.count(None):
+                message = f"{verb}: {self.core.path} holds no records, and is new; check the path"
                 warnings.warn(message, EmptyDatabase, stacklevel=3)
 
     @verb
