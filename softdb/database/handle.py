@@ -319,11 +319,12 @@ class SoftDB(Verbs):
 
         Now and then a query of a batch is also searched exactly, after the batch was answered. `stats().index` shows
         the measured recall (`live_recall`) and the number of checked queries. A `RecallWarning` is given if the recall
-        is significantly below the target, but only once until the index is built or tuned again.
+        is significantly below the target, but only once until the index is built or tuned again. Raises BadInput for
+        a share that is not in 0 … 1, or a window below 1.
 
         Args:
             share: time that checks may take, as a share of the time of searches; 0: no checks.
-            window: number of the latest checks that count. Raises BadInput for another share than 0 … 1, or none.
+            window: number of the latest checks that count.
         """
         self._finder.watch.change(check.share(share, "share"), check.integer(window, "window", 1, 10**6))
 
