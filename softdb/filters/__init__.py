@@ -8,5 +8,6 @@ from softdb.filters.filtered import ByText, FilteredStore
 from softdb.filters.fulltext import TextScores
 from softdb.filters.grammar import parse
 from softdb.filters.grouping import Grouping
+from softdb.filters.pinned import PinnedStore
 
-__all__ = ["ByText", "FilteredStore", "Grouping", "TextScores", "parse"]
+__all__ = ["ByText", "FilteredStore", "Grouping", "PinnedStore", "TextScores", "parse"]

@@ -77,6 +77,13 @@ class Finder:
         if self._build is not None:
             self._build.after_fork()
 
+    def pinned(self, store: Store) -> Finder:
+        """Return a finder for a pinned store, which keeps the index that this finder has now."""
+        self._current(store.snapshot)
+        twin = copy.copy(self)
+        twin._store = store
+        return twin
+
     def find(self, snapshot: Snapshot, query: Query) -> FinderResult:  # (q, k)
         """Find the k nearest records of each query, by the index or by comparing all records.
 

@@ -113,6 +113,12 @@ class Snapshot:
         rows = self.rows(np.flatnonzero(self.live))
         return np.sort(np.concatenate([rows, self.keyless])) if len(self.keyless) else rows
 
+    @property
+    def stop_row(self) -> int:
+        """The row after the last one, with a key or without."""
+        ends = [segment.stop_row for segment in self.segments[-1:]] + [int(row) + 1 for row in self.keyless[-1:]]
+        return max(ends, default=0)
+
     def keyed(self, rows: Rows) -> Live:
         """Return a mask of rows (m,), True for a row with a key that lies in a slot of this generation."""
         in_slots: Live = self.positions(rows) >= 0

@@ -92,6 +92,12 @@ class Store(Session):
         with typed_errors():
             return self.catalog.damaged_texts(column, among)
 
+    @on_thread
+    def retain(self, since: int) -> None:
+        """Keep records that are deleted after generation `since` readable for pinned stores; see `Catalog.retain`."""
+        with typed_errors():
+            self.catalog.retain(since)
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @on_thread
