@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,8 +15,17 @@ from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh
 from softdb.errors import BadInput, ShardUnavailable, StaleRead
 
 
+class Known(dict[int, Description]):
+    """Descriptions of the shards at one version, by shard. Answers at that version refer to this object."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class Caller:
-    """The shards as one handle sees them: `known` has the last description of each shard, with its version."""
+    """The shards as one handle sees them: `known` has the last description of each shard, with its version.
+
+    The shards keep the versions of all `Known` that an answer, a hit or a pending backward still refers to.
+    """
 
     def __init__(
         self,
@@ -23,7 +35,8 @@ class Caller:
         intact: Callable[[Mapping[int, Description]], bool] = lambda _: False,  # True if they have all records
     ) -> None:
         self.transport, self.timeout, self.partial, self._intact = transport, timeout, partial, intact
-        self.known: dict[int, Description] = {}  # {shard: description}
+        self.known = Known()
+        self._reader, self._held = secrets.randbits(62) + 1, weakref.WeakSet[Known]()
         self.look(lambda _: Describe(NEWEST))
 
     @property
@@ -47,24 +60,34 @@ class Caller:
         squares = sum(shard.keyed * shard.value_size**2 for shard in self.known.values())
         return float(np.sqrt(squares / max(1, self.count)))
 
+    def now(self) -> Caller:
+        """Return a copy that goes on to ask for the versions of this moment, whatever this caller sees later."""
+        return copy.copy(self)
+
     def complete(self) -> Caller:
         """Return a copy that raises ShardUnavailable if a shard does not reply, even if `partial` was True."""
         caller = copy.copy(self)
         caller.partial = False
         return caller
 
-    def look(self, make: Callable[[int], Describe | Refresh]) -> None:
+    def look(self, make: Callable[[int], Describe]) -> None:
         """Ask all shards for descriptions, and store the descriptions in `known`. Raises the errors of `described`."""
         self.known = self.described(make)
+        self._held.add(self.known)
 
-    def described(self, make: Callable[[int], Describe | Refresh]) -> dict[int, Description]:
+    def described(self, make: Callable[[int], Describe]) -> Known:
         """Send `make(shard)` to every shard, and return the shards' descriptions.
 
         Raises BadInput if a shard has another number than expected or the schemas differ, and StaleRead if a shard is
         at an older version than this handle has seen.
         """
-        answers = self._replies({shard: make(shard) for shard in range(self.shards)}, self.partial)
-        descriptions: dict[int, Description] = answers.replies
+        versions = {of_records(shard.version) for known in list(self._held) for shard in known.values()}
+        held = tuple(sorted(versions))
+        asks: dict[int, Message] = {
+            shard: replace(make(shard), reader=self._reader, held=held) for shard in range(self.shards)
+        }
+        answers = self._replies(asks, self.partial)
+        descriptions = Known(answers.replies)
         schema = next(iter(descriptions.values())).schema
         for shard, description in descriptions.items():
             number, shards = description.shard, description.shards

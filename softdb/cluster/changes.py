@@ -2,66 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from softdb.check import Id
 from softdb.cluster.storage import LANCE, require_storage
 from softdb.tables.arrow_tables import needed
 
-LARGEST = 1 << 28  # largest size of changes in bytes; if changes are larger, shards are rebuilt from the table
+LARGEST = 1 << 28  # largest size in bytes of changes that are read into memory and applied in one transaction
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta reports
 _COMPARED = {"Update", "Merge", "BaseOperation"}  # transactions that the delta may report: `_tracked` compares files
 _AT_ONCE = 1000  # largest number of row ids in one filter condition
 
 
 class Changes(NamedTuple):
-    """Rows that have changed between two versions."""
+    """Rows that have changed between two versions: read into memory, or to be read batch by batch if they are large."""
 
-    removed: list[Id]  # ids (of records) whose rows were deleted or replaced
-    added: Any  # pyarrow.Table of new rows, and of the new content of replaced rows
+    removed: Iterable[list[Id]]  # ids (of records) whose rows were deleted or replaced
+    added: Iterable[Any]  # pyarrow tables of new rows, and of the new content of replaced rows
+    large: bool  # True if they exceed LARGEST bytes
 
 
 def changes_between(url: str, since: int, dataset: Any, id_column: str, columns: list[str] | None) -> Changes | None:
-    """Return the changes from version `since` to `dataset`; None if Lance does not know all, or they exceed LARGEST."""
+    """Return the changes from version `since` to `dataset`; None if Lance does not know all."""
     if not dataset.has_stable_row_ids:
         return None
     try:
         if not all(_tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
             return None
-        delta = dataset.delta(compared_against=since)
-        row_ids = delta.get_deleted_row_ids().read_all()["_rowid"].to_pylist()
-        updated, inserted = map(_bounded, written_since(dataset, since, columns))
-        if updated is None or inserted is None:
-            return None
-        row_ids += updated["_rowid"].to_pylist()
-        removed = _ids(dataset.checkout_version(since), row_ids, id_column)  # an update may change the id, too
-        names = [name for name in dataset.schema.names if name in inserted.column_names]
-        pa = needed("pyarrow", "cluster", "a cluster")
-        return Changes(removed, pa.concat_tables([inserted.select(names), updated.select(names)]))
+        before = dataset.checkout_version(since)
+        tables, size = list[Any](), 0
+        for table in _added(dataset, since, columns):
+            tables.append(table)
+            size += table.nbytes
+            if size > LARGEST:
+                return Changes(_removed(before, dataset, since, id_column), _added(dataset, since, columns), True)
+        return Changes([*_removed(before, dataset, since, id_column)], tables, False)
     except LANCE as error:  # the version `since` was cleaned up
         require_storage(url, error)
         return None
 
 
-def _ids(dataset: Any, rows: list[int], column: str) -> list[Id]:
-    """Return the records' ids, read from `column`, of the rows that have these row ids of Lance."""
-    ids = list[Id]()
-    for low in range(0, len(rows), _AT_ONCE):
-        condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
-        ids += dataset.to_table(columns=[column], filter=condition)[column].to_pylist()
-    return ids
+def _removed(before: Any, dataset: Any, since: int, id_column: str) -> Iterator[list[Id]]:
+    """Yield the ids, in version `since`, of rows that were deleted or updated later: an update may change the id."""
+    deleted = dataset.delta(compared_against=since).get_deleted_row_ids()
+    for batch in itertools.chain(deleted, written_since(dataset, since, [])[0]):
+        rows = batch["_rowid"].to_pylist()
+        for low in range(0, len(rows), _AT_ONCE):
+            condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
+            yield before.to_table(columns=[id_column], filter=condition)[id_column].to_pylist()
 
 
-def _bounded(reader: Any) -> Any:
-    """Read all batches into one table; return None if they exceed LARGEST bytes."""
+def _added(dataset: Any, since: int, columns: list[str] | None) -> Iterator[Any]:
+    """Yield tables of the rows that were inserted or updated since a version."""
     pa = needed("pyarrow", "cluster", "a cluster")
-    batches, size = [], 0
-    for batch in reader:
-        batches.append(batch)
-        size += batch.nbytes
-        if size > LARGEST:
-            return None
-    return pa.Table.from_batches(batches, reader.schema)
+    for batch in itertools.chain(*reversed(written_since(dataset, since, columns))):
+        names = [name for name in dataset.schema.names if name in batch.schema.names]
+        if len(batch):
+            yield pa.Table.from_batches([batch]).select(names)
 
 
 def written_since(dataset: Any, version: int, columns: list[str] | None) -> tuple[Any, Any]:

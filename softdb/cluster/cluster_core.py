@@ -114,7 +114,7 @@ class ClusterCore(Core[Sharded]):
 
     def get(self, ids: list[Id] | None, where: dict[str, Any] | None = None, page: slice = ALL) -> Records:
         """Return a part of the records with these ids, or of all, that `where` matches; see `Core.get`."""
-        caller = self.caller  # one caller for all messages: `grow` replaces it
+        caller = self.caller.now()  # one version for all messages
         if ids is None:
             batches = [*self.scan(10_000, where, page), *self._called("get", {"ids": []}, caller)[:1]]
             return joined_records(batches, np.arange(sum(map(len, batches))))
@@ -149,7 +149,7 @@ class ClusterCore(Core[Sharded]):
 
     def scan(self, size: int, where: dict[str, Any] | None, page: slice = ALL) -> Iterator[Records]:
         """Yield records that match a filter, shard by shard. Raises StaleRead if a shard moves to another version."""
-        caller = self.caller  # one caller for all messages: `grow` replaces it
+        caller = self.caller.now()  # one version for all messages
         skip, remaining = page.start, sys.maxsize if page.stop is None else page.stop - page.start
         counts = self._called("count", {"where": where}, caller) if skip else [1] * caller.shards
         for shard, count in enumerate(counts):
@@ -180,7 +180,7 @@ class ClusterCore(Core[Sharded]):
 
     def sample_keys(self, count: int) -> Tensor:
         """Return about `count` keys (n, d): the first ⌈count / shards⌉ of each shard."""
-        caller = self.caller
+        caller = self.caller.now()
         per_shard = -(-count // caller.shards)
         answers = caller.ask(lambda _, version: messages.ScanRows(version, -1, per_shard), complete=True)
         return torch.cat([batch.keys for _, (batch, _) in sorted(answers.replies.items())])

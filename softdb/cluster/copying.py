@@ -39,7 +39,7 @@ def copied(path: Path, make: Callable[[Path], SoftDB]) -> SnapshotReport:
 
 def of_table(truth: Truth, version: int, folder: Path) -> SoftDB:
     """Copy all rows of one version of a table to a new database. Raises StaleRead if the version was cleaned up."""
-    return Hydrated(truth.with_shards(1), folder, [0], version).databases[0]
+    return Hydrated(truth.with_shards(1), folder, [0], version, beside={}).databases[0]
 
 
 def of_records(batches: Iterator[Records], schema: Schema, encoder: str | None, folder: Path) -> SoftDB:

@@ -1,4 +1,8 @@
-"""Open the directories of shards on this machine, replace unusable directories, and split them when shards double."""
+"""Open the directories of shards on this machine, replace unusable directories, and split them when shards double.
+
+A directory is named "<shard>-of-<shards>", or "<shard>-of-<shards>.<n>" if it was built beside an older one. When a
+folder is opened, the complete directory of the newest version counts, and the others are removed.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ import json
 import logging
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from softdb import opening
 from softdb.cluster.placement import MOST, parts_of, shard_of
-from softdb.cluster.shard import VERSION_BITS, LeftOut
+from softdb.cluster.shard import NEWEST, VERSION_BITS, Describe, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import (
@@ -32,45 +38,20 @@ from softdb.errors import (
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
 
-
-class Gate:
-    """A readers-writer lock that prefers writers: it admits many answers at once, or one change to the records."""
-
-    def __init__(self) -> None:
-        self._condition, self._passing, self._closing = threading.Condition(), 0, 0
-
-    @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Hold the lock while an answer is computed. Waits until no change is running or waiting."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closing)
-            self._passing += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._passing -= 1
-                self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """Hold the lock while records change. Waits until no answer and no other change is running."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closing)
-            self._closing = 1
-            self._condition.wait_for(lambda: not self._passing)
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._closing = 0
-                self._condition.notify_all()
-
-
 _log = logging.getLogger("softdb")
 _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors after which a directory is rebuilt
+RECENT = 8  # number of newest versions that are served even if nobody holds them: a refresh may overtake another
+MOST_SERVED = 256  # largest number of versions that are served; the oldest is dropped, and its readers get StaleRead
+LEASE = 3600.0  # seconds after its last refresh for which a reader holds versions
 _MOVED = 10_000  # number of records read at once when a shard is split
 _writers = weakref.WeakValueDictionary[Path, SoftDB]()  # path -> open database of this process
+
+
+class _Held(NamedTuple):
+    """Versions that a reader needs, and the time (`time.monotonic`) of its last message."""
+
+    at: float
+    versions: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -100,13 +81,25 @@ class ShardOrigin:
         return None
 
 
+class Served(NamedTuple):
+    """A version of a shard that answers questions."""
+
+    db: SoftDB  # pinned: it reads this version, whatever is written later
+    base: SoftDB  # the database that was pinned
+    origin: ShardOrigin
+    tag: int  # the version, with the directory's random number in the high bits
+
+
 class Directories:
     """Databases of some shards of a table, in one folder on this machine. Only one process may open each database."""
 
     def __init__(self, truth: Truth, folder: Path, own_shards: Sequence[int]) -> None:
         """Open or create the shards' directories. Raises DatabaseLocked if another process has them open."""
         self.truth, self.folder, self.own_shards = truth, folder, list(own_shards)
-        self.gates = {shard: Gate() for shard in self.own_shards}
+        self.served: dict[int, dict[int, Served]] = {shard: {} for shard in self.own_shards}  # by version, ascending
+        self._readers: dict[int, dict[int, _Held]] = {shard: {} for shard in self.own_shards}
+        self._replaced: dict[int, list[SoftDB]] = {shard: [] for shard in self.own_shards}  # older, but still read
+        self._serving = threading.Lock()  # held while `served` changes
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.own_shards, 0)
         self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # shard -> cached origin
@@ -147,17 +140,70 @@ class Directories:
         version = self.version(shard)
         return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
-    def path(self, shard: int, shards: int | None = None) -> Path:
-        """Return the path of a shard's directory, "<shard>-of-<shards>"; `shards` None: as many as the table has."""
-        return self.folder / f"{shard}-of-{shards or self.truth.shards}"
+    def path(self, shard: int, shards: int | None = None, later: int = 0) -> Path:
+        """Return the path of a shard's newest directory; `shards` None: as many as the table has; `later`: after it."""
+        name = f"{shard}-of-{shards or self.truth.shards}"
+        number = max((_number(path) for path in self.folder.glob(f"{name}.*")), default=0) + later
+        return self.folder / (f"{name}.{number}" if number else name)
 
     def close(self) -> None:
         """Close the databases; keep the directories. A failed flush is only logged: the next open reads the table."""
-        for shard, db in self.databases.items():
+        replaced = [(shard, db) for shard, databases in self._replaced.items() for db in databases]
+        for shard, db in [*replaced, *self.databases.items()]:
             try:
                 db.close()
             except SoftDBError as error:
                 _log.warning("shard %s was not flushed: %s", shard, error)
+
+    # -- the versions that answer ----------------------------------------------------------------------------------
+
+    def serve(self, shard: int) -> None:
+        """Let questions read a shard's newest version, beside the older versions that readers still hold."""
+        db, version, origin = self.databases[shard], self.version(shard), self.origin(shard)
+        if version < 0 or origin is None:
+            return
+        own = Served(SoftDB(db.core.pinned()), db, origin, self.tagged(shard))
+        with self._serving:
+            self.served[shard].pop(version, None)
+            self.served[shard][version] = own
+        self._release(shard)
+
+    def at(self, shard: int, version: int) -> Served | None:
+        """Return what answers for a version of a shard (NEWEST: the newest); None if the version is not served."""
+        served = self.served[shard]
+        own = served.get(max(served, default=version) if version == NEWEST else version)
+        if own is None or own.base.closed or own.base.generation < own.db.generation:  # a failed flush undid it
+            return None
+        return own
+
+    def held(self, shard: int, ask: Describe, version: int) -> None:
+        """Note which versions a reader needs from now on: `version`, which it is told, and those in its message."""
+        if ask.reader:
+            with self._serving:
+                self._readers[shard][ask.reader] = _Held(time.monotonic(), frozenset({version, *ask.held}))
+            self._release(shard)
+
+    def _release(self, shard: int) -> None:
+        """Drop the versions that no reader holds, except the RECENT newest; a reader counts for LEASE seconds."""
+        with self._serving:
+            readers, served = self._readers[shard], self.served[shard]
+            for reader in [r for r, own in readers.items() if own.at < time.monotonic() - LEASE]:
+                del readers[reader]
+            needed = set[int]().union(*(own.versions for own in readers.values()))
+            unneeded = [version for version in [*served][:-RECENT] if version not in needed]
+            unneeded = unneeded or [*served][: max(0, len(served) - MOST_SERVED)]
+            for version in unneeded:
+                del served[version]
+            base, bases = self.databases[shard], [own.base for own in served.values()]
+            left = [db for db in self._replaced[shard] if db not in bases]
+            self._replaced[shard] = [db for db in self._replaced[shard] if db in bases]
+        since = [own.db.generation for own in served.values() if own.base is base]
+        if since:
+            base.core.store.retain(min(since))
+        for db in left:
+            with contextlib.suppress(SoftDBError):
+                db.close()
+            _removed(Path(str(db.core.path)))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -183,27 +229,41 @@ class Directories:
             require_ours(self.path(shard))
             remove_database(self.path(shard))
             self.databases[shard] = self._opened(self.path(shard))
+        self._note_making(shard)
+
+    def _note_making(self, shard: int) -> None:
         origin = self.origin(shard)
         self._making[shard] = secrets.randbits(20) if origin is None else origin.making
 
     def _reopen(self, shard: int) -> None:
         """Close and open a shard's database after a failed write, which returns to the last version on disk."""
-        with self._closed(shard):
-            self._open(shard)
+        self._closed(shard)
+        self._open(shard)
+        self._making[shard] = secrets.randbits(20)  # rows that were not flushed get other numbers
 
     def _anew(self, shard: int) -> None:
         """Replace a shard's directory by an empty one."""
-        with self._closed(shard):
-            remove_database(self.path(shard))
-            self._open(shard)
+        self._closed(shard)
+        remove_database(self.path(shard))
+        self._open(shard)
 
-    @contextlib.contextmanager
-    def _closed(self, shard: int) -> Iterator[None]:
-        """Close a shard's database at the start of a `with` block, and let no question read it during the block."""
-        with self.gates[shard].closed():
-            with contextlib.suppress(SoftDBError):
-                self.databases[shard].close()
-            yield
+    def _closed(self, shard: int) -> None:
+        """Close a shard's database, which then serves no version any more. Running answers raise StaleRead."""
+        base = self.databases[shard]
+        with self._serving:
+            served = self.served[shard]
+            self.served[shard] = {version: own for version, own in served.items() if own.base is not base}
+        with contextlib.suppress(SoftDBError):
+            base.close()
+
+    def _swap(self, shard: int, built: Path) -> None:
+        """Answer from a directory that was built beside the old one, which goes when nobody needs its versions."""
+        path = self.path(shard, later=1)
+        files.publish(built, path)
+        self._replaced[shard].append(self.databases[shard])
+        self.databases[shard] = self._opened(path)
+        self._note_making(shard)
+        self.serve(shard)
 
     def _opened(self, path: Path) -> SoftDB:
         db = opening.open(path, durability="relaxed", **self.truth.described)
@@ -219,17 +279,13 @@ class Directories:
         return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
 
     def _tidy(self) -> None:
-        """Remove directories from before the number of shards grew, unless a handle has them open."""
-        older = [path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards]
-        if not older or not self.truth.own or self.truth.stored_shards() != self.truth.shards:
-            return
+        """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
+        older = {path for shard in self.own_shards for path in self.folder.glob(f"{shard}-of-{self.truth.shards}*")}
+        older -= {self.path(shard) for shard in self.own_shards}
+        if self.truth.own and self.truth.stored_shards() == self.truth.shards:
+            older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:
-            with contextlib.suppress(OSError, BadInput):  # a folder of that name may belong to another program
-                require_ours(path)
-                lock = files.acquire(path / "lock")
-                if lock is not None:
-                    remove_database(path)
-                    lock.release()
+            _removed(path)
 
     # -- splitting -------------------------------------------------------------------------------------------------
 
@@ -278,6 +334,22 @@ class Directories:
 
 
 def _shards(path: Path) -> int:
-    """Return the number P from a directory's name "s-of-P"; MOST + 1 if there is no number."""
-    shards = path.name.rpartition("-of-")[2]
+    """Return the number P from a directory's name "s-of-P" or "s-of-P.n"; MOST + 1 if there is no number."""
+    shards = path.name.partition("-of-")[2].partition(".")[0]
     return int(shards) if shards.isdecimal() else MOST + 1
+
+
+def _number(path: Path) -> int:
+    """Return the number n from a directory's name "s-of-P.n"; 0 if there is no number."""
+    number = path.name.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _removed(path: Path) -> None:
+    """Remove a shard's directory, unless a handle has it open, or it belongs to another program."""
+    with contextlib.suppress(OSError, BadInput):
+        require_ours(path)
+        lock = files.acquire(path / "lock")
+        if lock is not None:
+            remove_database(path)
+            lock.release()

@@ -2,16 +2,19 @@
 
 Guarantee: a directory's version is committed in the same transaction as its records, so a kill at any moment leaves it
 at one version or the other. An incomplete directory stores how many rows of the table were read into it; the next call
-continues with the following row. A directory that is lost, damaged or from another table is rebuilt. A reader never
-sees part of a version, because a lock separates changes from answers (`Gate`). A row that cannot be stored is left out;
-the directory keeps the row's id.
+continues with the following row. A directory that is lost, damaged or from another table is rebuilt. Questions read a
+pinned version (`Served`), so they never see part of a version, and wait for no change. Where the changes between two
+versions are large or unknown, the new version is built in a directory beside the old one, which answers meanwhile.
+A row that cannot be stored is left out; the directory keeps the row's id.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Id, shown
+from softdb.cluster.changes import Changes
 from softdb.cluster.directories import Directories, ShardOrigin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
@@ -27,11 +31,16 @@ from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
-from softdb.store import Batch
+from softdb.reports import IndexReport
+from softdb.store import Batch, files
+from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Rows as Read
+
+IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once
+PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
 
 
@@ -69,16 +78,20 @@ class Hydrated(Directories):
         own_shards: Sequence[int],
         version: int | None = None,
         report: Progress | None = None,
+        beside: Mapping[int, IndexWords] | None = None,
     ) -> None:
         """Open the shards, and bring them to `version`; None: only build missing shards, at the newest version.
 
-        While shards are built, calls `report("shards", number of rows read, number of all rows)`.
+        While shards are built, calls `report("shards", number of rows read, number of all rows)`. `beside` (shard ->
+        arguments of its index) is given for directories that answer no questions, so that changes may be applied part
+        by part; None: these directories answer.
 
         Raises DatabaseLocked if another process has the folder open, BadInput if a column cannot be stored, and
         StaleRead if the version was cleaned up.
         """
         super().__init__(truth, folder, own_shards)
         self._moving, self._counting, self._report = threading.Lock(), threading.Lock(), report
+        self._serves, self._indexes = beside is None, beside or {}
         try:
             for at in {self.version(shard) for shard in self.own_shards} - {-1}:
                 shards = [shard for shard in self.own_shards if self.version(shard) == at]
@@ -87,6 +100,9 @@ class Hydrated(Directories):
             if version is not None or any(self.version(shard) < 0 for shard in self.own_shards):
                 self.follow(truth.newest() if version is None else version)
             self._tidy()
+            for shard in self.own_shards if self._serves else ():
+                if self.version(shard) not in self.served[shard]:
+                    self.serve(shard)
         except BaseException:
             self.close()
             raise
@@ -131,14 +147,33 @@ class Hydrated(Directories):
                 dataset = self.truth.now() if was < 0 else self.truth.at(was)
             except StaleRead:
                 dataset = self.truth.now()
-            self._make(pool, [shard], dataset)
+            self._rebuild(pool, [shard], dataset)
+
+    def _rebuild(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any, copies: bool = False) -> None:
+        """Build a version of shards beside the version that answers; with `copies` from copies of the directories."""
+        beside = self.folder / "beside"
+        if not self._serves:
+            self._make(pool, shards, dataset)
+            return
+        files.make_directory(beside)
+        for shard in shards if copies else ():
+            with contextlib.suppress(BadInput):  # a copy or directory that an interrupted call has left
+                self.databases[shard].snapshot(beside / self.path(shard).name.partition(".")[0])
+        indexes = {shard: words for shard in shards if (words := self._index_words(shard, dataset)) is not None}
+        built = Hydrated(self.truth, beside, shards, int(dataset.version), self._report, indexes)
+        built.close()
+        for shard in shards:
+            self._swap(shard, built.path(shard))
+            _log.warning("shard %s of %s was rebuilt at version %s", shard, self.truth.url, dataset.version)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
         """Complete partly built shards whose version still exists; empty the other incomplete shards."""
         incomplete: dict[int, list[int]] = {}
         for shard in self.own_shards:
             origin = self.origin(shard)
-            if origin is not None and origin.rows is not None:
+            if origin is not None and origin.rows == PARTLY:
+                self._anew(shard)
+            elif origin is not None and origin.rows is not None:
                 incomplete.setdefault(origin.version, []).append(shard)
         for version, shards in incomplete.items():
             dataset = self._same(shards, version)
@@ -165,19 +200,54 @@ class Hydrated(Directories):
         """Bring shards from version `since` to `dataset`: apply the changes, or rebuild if these are unknown."""
         same = since >= 0 and self._same(shards, since) is not None
         changes = self.truth.changes(since, dataset) if same else None
-        if changes is None:
+        if since < 0:
             self._make(pool, shards, dataset)
-            return
-        origin, removed = self._origin(dataset), parts_of(changes.removed, self.truth.shards)
-        added = parts_of(changes.added[self.truth.fields.id].to_pylist(), self.truth.shards)
-        removed_ids = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
-        unclear = [shard for shard in shards if self._unclear(shard, removed_ids[shard])]
+        elif changes is None or (changes.large and self._serves):
+            self._rebuild(pool, shards, dataset, copies=changes is not None)
+        else:
+            self._apply_changes(pool, shards, changes, dataset)
 
-        def apply(shard: int) -> None:
-            self._apply(shard, removed_ids[shard], changes.added.take(np.flatnonzero(added == shard)), origin)
+    def _apply_changes(self, pool: ThreadPoolExecutor, shards: list[int], changes: Changes, dataset: Any) -> None:
+        """Apply changes in one transaction of each shard, or large ones part by part."""
+        unclear, id_column = set[int](), str(self.truth.fields.id)
+        for ids, rows, origin in _steps(changes, self._origin(dataset)):
+            removed = parts_of(ids, self.truth.shards)
+            added = None if rows is None else parts_of(rows[id_column].to_pylist(), self.truth.shards)
+            own = {shard: [ids[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
+            unclear |= {shard for shard in own if self._unclear(shard, own[shard])}
 
-        list(pool.map(apply, set(shards) - set(unclear)))
-        self._make(pool, unclear, dataset)
+            def apply(shard: int) -> None:
+                own_rows = None if rows is None else rows.take(np.flatnonzero(added == shard))  # noqa: B023
+                self._apply(shard, own[shard], own_rows, origin)  # noqa: B023
+
+            list(pool.map(apply, set(shards) - unclear))
+        if unclear:
+            self._rebuild(pool, [*unclear], dataset)
+
+    # -- indexes ---------------------------------------------------------------------------------------------------
+
+    def indexed(self, shard: int, words: IndexWords) -> IndexReport:
+        """Build an index over a shard's newest version; arguments as in `SoftDB.build_index`."""
+        report: IndexReport = self.databases[shard].build_index(**words)
+        with self._moving:
+            self.serve(shard)
+        return report
+
+    def _index_words(self, shard: int, dataset: Any) -> IndexWords | None:
+        """Return the arguments of a new directory's index: those in the table's configuration, else the old one's."""
+        words, index = self.truth.index(dataset), self.databases[shard].core.finder.index
+        if words is None and index is not None:
+            return {"kind": index.kind, "recall": index.report["target"], "k": index.report["k"]}
+        return words
+
+    def _index(self, shard: int, dataset: Any) -> None:
+        """Build the index of a new directory."""
+        words = self._index_words(shard, dataset) if self._serves else self._indexes.get(shard)
+        try:
+            if words is not None:
+                self.databases[shard].build_index(**words)
+        except BadInput as error:  # too few records, for example
+            _log.warning("shard %s of %s has no index: %s", shard, self.truth.url, error)
 
     def _unclear(self, shard: int, removed: list[Id]) -> bool:
         """Return True if a row was removed whose id has other rows: only the table knows which row remains."""
@@ -206,6 +276,7 @@ class Hydrated(Directories):
             elif len(own_rows):
                 self._scan(pool, dataset, own, (int(own_rows[0]), int(own_rows[-1]) + 1), origin)
         for shard in shards:
+            self._index(shard, dataset)
             self._apply(shard, [], None, origin)
 
     def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
@@ -242,19 +313,20 @@ class Hydrated(Directories):
         read = len(left_out)
         batches = [] if records is None else storable(self.truth, records, left_out)
         origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
-        with self.gates[shard].closed():
+        try:
             try:
-                try:
-                    db.core.store.apply(removed, batches, self._noted(origin, left_out))
-                except DuplicateId:
-                    assert records is not None
-                    del left_out[read:]
-                    own = {records.ids[i] for i in np.flatnonzero(db.core.stored(records.ids))}
-                    batches = storable(self.truth, _once(records, own - removed_ids, left_out), left_out)
-                    db.core.store.apply(removed, batches, self._noted(origin, left_out))
-            except (WriteFailed, CorruptionError) as error:
-                self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
-                raise
+                db.core.store.apply(removed, batches, self._noted(origin, left_out))
+            except DuplicateId:
+                assert records is not None
+                del left_out[read:]
+                own = {records.ids[i] for i in np.flatnonzero(db.core.stored(records.ids))}
+                batches = storable(self.truth, _once(records, own - removed_ids, left_out), left_out)
+                db.core.store.apply(removed, batches, self._noted(origin, left_out))
+        except (WriteFailed, CorruptionError) as error:
+            self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
+            raise
+        if self._serves and origin.rows is None:
+            self.serve(shard)
         for id, reason in left_out[known:]:
             _log.warning("%s: the row with id %s is left out: %s", self.truth.url, shown(id), reason)
 
@@ -285,14 +357,16 @@ class Hydrated(Directories):
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
         return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
 
-    def guarded(self, shard: int, answer: Callable[[], Any]) -> Any:
-        """Call `answer` while no change of the shard runs. If the directory is damaged, rebuild it and call again."""
-        gate = self.gates[shard]
-        try:
-            with gate.passing():
-                return answer()
-        except CorruptionError as error:
-            _log.warning("shard %s is rebuilt: %s", shard, error)
-        self.remake(shard)
-        with gate.passing():
-            return answer()
+
+def _steps(changes: Changes, origin: ShardOrigin) -> Iterator[tuple[list[Id], Any, ShardOrigin]]:
+    """Yield removed ids, added rows and the origin to store, for each transaction in which changes are applied."""
+    pa = needed("pyarrow", "cluster", "a cluster")
+    if not changes.large:
+        tables = [*changes.added]
+        yield [*itertools.chain(*changes.removed)], pa.concat_tables(tables) if tables else None, origin
+        return
+    for ids in changes.removed:
+        yield ids, None, replace(origin, rows=PARTLY)
+    for table in changes.added:
+        yield [], table, replace(origin, rows=PARTLY)
+    yield [], None, origin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,19 @@ from typing import Any
 
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.shard import NEWEST, ClusterShard, Describe, Message, Refresh, ShardReplies, of_records
-from softdb.errors import Closed, SoftDBError, StaleRead
+from softdb.cluster.shard import (
+    NEWEST,
+    CallVerb,
+    ClusterShard,
+    Describe,
+    Message,
+    Refresh,
+    ShardReplies,
+    of_records,
+)
+from softdb.errors import Closed, CorruptionError, SoftDBError, StaleRead
+
+_log = logging.getLogger("softdb")
 
 
 class Local:
@@ -54,38 +66,47 @@ class Local:
 
 
 class HydratedShard:
-    """A shard of a table, in a directory of this machine. `answer` rebuilds a damaged directory, and tries again."""
+    """A shard of a table, in a directory of this machine, which answers at every version that its readers hold."""
 
     def __init__(self, hydrated: Hydrated, shard: int) -> None:
         self.hydrated, self.shard = hydrated, shard
 
     def answer(self, ask: Message) -> Any:
-        """Return the reply to a message; see `ClusterShard.answer`."""
+        """Return the reply to a message; see `ClusterShard.answer`. Rebuilds a damaged directory, and tries again."""
+        hydrated, shard, version = self.hydrated, self.shard, ask.version
         if isinstance(ask, Refresh):
-            version = self.hydrated.truth.newest() if ask.version == NEWEST else ask.version
+            version = hydrated.truth.newest() if version == NEWEST else version
             if ask.rebuild:
-                self.hydrated.remake(self.shard)
-            self.hydrated.follow(version)
-            ask = Describe(NEWEST)
-        elif not isinstance(ask, Describe) and 0 <= self.hydrated.version(self.shard) < of_records(ask.version):
-            self.hydrated.follow(of_records(ask.version))  # an idle replica may be at an older version
-        return self.hydrated.guarded(self.shard, lambda: self._answered(ask))
+                hydrated.remake(shard)
+            if hydrated.at(shard, version) is None:
+                hydrated.follow(version)
+        elif version != NEWEST and hydrated.version(shard) < of_records(version):
+            hydrated.follow(of_records(version))  # an idle replica may be at an older version
+        try:
+            return self._answered(ask, version)
+        except CorruptionError as error:
+            _log.warning("shard %s of %s is rebuilt: %s", shard, hydrated.truth.url, error)
+        hydrated.remake(shard)
+        return self._answered(ask, version)
 
-    def _answered(self, ask: Message) -> Any:
-        db, own = self.hydrated.databases[self.shard], self.hydrated.tagged(self.shard)
-        if db.closed:
-            raise StaleRead(f"shard {self.shard} could not be reopened after a failed write; refresh()")
-        if not isinstance(ask, Describe) and not ask.fits(own):
-            version, wanted = of_records(own), of_records(ask.version)
-            reason = "was rebuilt, or a replica answers"
-            if own >= 0 and version != wanted:
-                reason = f"is at version {version} and was asked for {wanted}"
-            raise StaleRead(f"shard {self.shard} {reason}; refresh() and ask again")
-        shards = self.hydrated.truth.shards
-        reply = DatabaseShard(db, self.shard, shards, lambda: self.hydrated.tagged(self.shard)).answer(ask)
-        origin = self.hydrated.origin(self.shard)
-        if isinstance(ask, Describe) and own >= 0 and origin is not None:
-            return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
+    def _answered(self, ask: Message, version: int) -> Any:
+        hydrated, shard = self.hydrated, self.shard
+        own = hydrated.at(shard, version if version == NEWEST else of_records(version))
+        if isinstance(ask, Describe):
+            own = own or hydrated.at(shard, NEWEST)
+        if own is None or not (isinstance(ask, Describe) or ask.fits(own.tag)):
+            reason = "is served by another directory now" if own else "is not served here any more"
+            raise StaleRead(f"version {of_records(version)} of shard {shard} {reason}; refresh() and ask again")
+        if isinstance(ask, CallVerb) and ask.verb == "build_index":
+            return hydrated.indexed(shard, ask.arguments)
+        try:
+            whole = Describe(NEWEST) if isinstance(ask, Describe) else ask
+            reply = DatabaseShard(own.db, shard, hydrated.truth.shards, lambda: own.tag).answer(whole)
+        except Closed:
+            raise StaleRead(f"shard {shard} was replaced while it answered; refresh() and ask again") from None
+        if isinstance(ask, Describe):
+            hydrated.held(shard, ask, of_records(own.tag))
+            return reply._replace(identity=own.origin.identity, left_out=tuple(own.origin.left_out))
         return reply
 
 

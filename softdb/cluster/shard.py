@@ -1,8 +1,9 @@
 """Protocol between a caller and the shards of a cluster: messages, shards, and transports.
 
 Messages are frozen dataclasses of numpy arrays and plain values. They pickle, so any transport can carry them. Each
-message names the version of the records that it expects; a shard at another version raises StaleRead. A shard keeps no
-state between messages and gives equal messages equal replies, so a message may be retried, or sent to a replica.
+message names the version of the records that it expects. A shard of a table answers at every version that a caller
+holds; any other version raises StaleRead. Equal messages get equal replies, so a message may be retried, or sent to a
+replica.
 
 Row numbers in messages are unique in the cluster: row = directory << ROW_BITS | local row * shards + shard, where
 `directory` is a random number of the shard's directory on disk. Two directories of the same records number their rows
@@ -69,12 +70,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Describe(Message):
-    """Describe the shard, whatever its version -> `Description`."""
+    """Describe the shard at its newest version -> `Description`. The caller holds that version from now on."""
+
+    reader: int = 0  # random number of the caller; 0: hold no version for it
+    held: tuple[int, ...] = ()  # versions that the caller's answers still need
 
 
 @dataclass(frozen=True)
-class Refresh(Message):
-    """Bring the shard to `version` of its table or database; NEWEST is the newest -> `Description`."""
+class Refresh(Describe):
+    """Bring the shard to `version` of its table or database; NEWEST is the newest -> `Description`.
+
+    The reply describes `version` if the shard still serves it, else a later version.
+    """
 
     rebuild: bool = False  # True: rebuild the shard from the table first
 

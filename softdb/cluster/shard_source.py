@@ -25,7 +25,7 @@ class QueriedShards(Source):
     """Source of the records on all shards that match a filter."""
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
-        self.caller, self.where = caller, where
+        self.caller, self.where = caller.now(), where
         self._count: int | None = None if where else caller.count
 
     @property

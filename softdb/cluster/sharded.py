@@ -37,7 +37,6 @@ class Sharded(QueriedShards):
 
     def __init__(self, caller: Caller, where: dict[str, Any] | None) -> None:
         super().__init__(caller, where)
-        self._descriptions = caller.known  # descriptions of the shards when the request was made
         self.known: dict[int, RecordEntry] = {}  # row -> id of a hit; in a collective call also payload and text
 
     # -- a pass ----------------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class Sharded(QueriedShards):
 
         def message(shard: int, version: int) -> messages.Gather:
             own_rows = rows[shard_of == shard]
-            return messages.Gather(version, own_rows, keys, values, self._names(shard, version, own_rows))
+            return messages.Gather(version, own_rows, keys, values, self._names(own_rows))
 
         answers = self.caller.ask(message, np.unique(shard_of[rows >= 0]).tolist(), complete=True)
         columns, schema = [], self.schema
@@ -169,17 +168,14 @@ class Sharded(QueriedShards):
 
         def message(shard: int, version: int) -> messages.ResolveRows:
             own_rows = rows[shard_of == shard]
-            return messages.ResolveRows(version, own_rows, payloads, texts, self._names(shard, version, own_rows))
+            return messages.ResolveRows(version, own_rows, payloads, texts, self._names(own_rows))
 
         answers = self.caller.ask(message, np.unique(shard_of).tolist(), complete=True)
         return {entry.row: entry for entries in answers.replies.values() for entry in entries}
 
-    def _names(self, shard: int, version: int, rows: Rows) -> list[Id] | None:
-        """Return the ids of rows from `known`; None if an id is missing, or the shard is at another version now."""
-        description = self._descriptions.get(shard)
+    def _names(self, rows: Rows) -> list[Id] | None:
+        """Return the ids of rows from `known`; None if an id is missing."""
         known = [self.known.get(row) for row in rows.tolist()]
-        if description is None or messages.of_records(description.version) != messages.of_records(version):
-            return None
         return None if None in known else [entry.id for entry in known if entry is not None]
 
     def _fetched(self, rows: Positions) -> None:

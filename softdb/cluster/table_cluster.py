@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from softdb import check
 from softdb.cluster import shard as messages
@@ -14,7 +15,7 @@ from softdb.cluster.storage import occupied
 from softdb.cluster.table_core import TableCore
 from softdb.cluster.truth import Truth
 from softdb.database.questions import verb
-from softdb.reports import CompactReport, SnapshotReport
+from softdb.reports import CompactReport, IndexReport, SnapshotReport
 
 
 class TableCluster(Cluster):
@@ -90,6 +91,18 @@ class TableCluster(Cluster):
         """
         with self.core.moving:
             return verified(self, self.table, self.version, self.left_out)
+
+    @verb
+    def build_index(self, /, kind: str = "auto", **words: Any) -> list[IndexReport]:
+        """Build an index in every shard, as `Cluster.build_index` does, and let shards that are built later have one.
+
+        The table's configuration keeps the arguments (without `queries`) if this handle may write.
+        """
+        reports = super().build_index(kind, **words)
+        if self.mode == "rw" and self.table.own:
+            self.table.put_index({"kind": kind, **{name: word for name, word in words.items() if name != "queries"}})
+            self.core.seen()
+        return reports
 
     @verb
     def grow(self) -> int:

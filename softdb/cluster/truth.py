@@ -236,6 +236,16 @@ class Truth:
         """Return a copy of this object with another number of shards. The table is not changed."""
         return replace(self, shards=shards)
 
+    def index(self, dataset: Any) -> dict[str, Any] | None:
+        """Return the arguments of `build_index` that the table's configuration names; None if there are none."""
+        text = dataset.config().get("softdb.index")
+        return None if text is None else json.loads(text)
+
+    def put_index(self, words: Mapping[str, Any]) -> int:
+        """Store the arguments of `build_index` for shards that are built later; return the new version."""
+        newest = self.now()
+        return self._written(newest, lambda: newest.update_config({"softdb.index": json.dumps(words)}))
+
     def put_shards(self, shards: int) -> int:
         """Store another number of shards; return the new version. Raises DatabaseLocked if another handle writes."""
         newest = self.now()
