@@ -280,8 +280,12 @@ class Directories:
 
     def _tidy(self) -> None:
         """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
-        older = {path for shard in self.own_shards for path in self.folder.glob(f"{shard}-of-{self.truth.shards}*")}
-        older -= {self.path(shard) for shard in self.own_shards}
+        older = {
+            path
+            for name in (f"{shard}-of-{self.truth.shards}" for shard in self.own_shards)
+            for path in self.folder.glob(f"{name}*")
+            if path.name == name or _number(path)
+        } - {self.path(shard) for shard in self.own_shards}
         if self.truth.own and self.truth.stored_shards() == self.truth.shards:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:

@@ -95,8 +95,8 @@ class HydratedShard:
         if isinstance(ask, Describe):
             own = own or hydrated.at(shard, NEWEST)
         if own is None or not (isinstance(ask, Describe) or ask.fits(own.tag)):
-            reason = "is served by another directory now" if own else "is not served here any more"
-            raise StaleRead(f"version {of_records(version)} of shard {shard} {reason}; refresh() and ask again")
+            reason = "was rebuilt, or a replica answers" if own else f"no longer serves version {of_records(version)}"
+            raise StaleRead(f"shard {shard} {reason}; refresh() and ask again")
         if isinstance(ask, CallVerb) and ask.verb == "build_index":
             return hydrated.indexed(shard, ask.arguments)
         try:

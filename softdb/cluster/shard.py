@@ -13,7 +13,7 @@ differently. A directory that gets rows of another raises StaleRead, unless the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -72,8 +72,8 @@ class Message:
 class Describe(Message):
     """Describe the shard at its newest version -> `Description`. The caller holds that version from now on."""
 
-    reader: int = 0  # random number of the caller; 0: hold no version for it
-    held: tuple[int, ...] = ()  # versions that the caller's answers still need
+    reader: int = field(default=0, kw_only=True)  # random number of the caller; 0: hold no version for it
+    held: tuple[int, ...] = field(default=(), kw_only=True)  # versions that the caller's answers still need
 
 
 @dataclass(frozen=True)

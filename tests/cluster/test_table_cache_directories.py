@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,12 @@ import pyarrow as pa
 from lance_tables import DIM, batch, contents, hydrated, made, told
 
 import softdb
-from softdb import cluster, errors
+from softdb import cluster
+from softdb.cluster import hydrate
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.local import HydratedShard
 from softdb.cluster.placement import parts_of
-from softdb.cluster.shard import directory_of
+from softdb.cluster.shard import CallVerb, directory_of
 from softdb.cluster.truth import Truth
 
 
@@ -90,17 +93,27 @@ def test_tables_of_others_are_answered_by_any_number_of_shards(tmp_path: Path) -
     assert [*(tmp_path / "cache").rglob("0-of-2")], "nobody said that the other number is no more asked for"
 
 
-def test_a_directory_is_rebuilt_once_no_reader_uses_it(truth: Truth, tmp_path: Path) -> None:
+def test_a_directory_is_rebuilt_beside_the_one_that_answers(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
-    old = followed.databases[0]
-    again = threading.Thread(target=followed.remake, args=(0,))
-    with followed.gates[0].passing():
-        again.start()
-        again.join(0.3)
-        assert again.is_alive()
-        assert len(old)
-    again.join(60)
-    with pytest.raises(errors.Closed):
-        len(old)
+    old, during = followed.databases[0], list[int]()
+    shard, version = HydratedShard(followed, 0), followed.version(0)
+    count = shard.answer(CallVerb(version, "count", {}))
+
+    class Watched(Hydrated):
+        def _fill(self, *arguments: Any) -> None:
+            super()._fill(*arguments)
+            during.append(shard.answer(CallVerb(version, "count", {})))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydrate, "Hydrated", Watched)
+        followed.remake(0)
+    assert during == [count] == [shard.answer(CallVerb(version, "count", {}))]
+    assert followed.path(0).name == "0-of-2.1"
+    assert old.closed
+    assert not Path(str(old.path)).exists()
     assert contents(followed) == told(truth)
     followed.close()
+    again = hydrated(truth, tmp_path / "cache")
+    assert again.databases[0].path == followed.path(0)
+    assert contents(again) == told(truth)
+    again.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import pyarrow as pa
 from lance_tables import DIM, held, rewrite, rows, told
 
 from softdb import cluster, errors
+from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import shard_of
 from softdb.cluster.table_cluster import TableCluster
 
@@ -131,10 +133,13 @@ def test_an_invalid_row_of_another_writer_is_left_out_and_named(db: TableCluster
     assert held(db) == told(db.table)
 
 
-def shard_with(db: TableCluster, name: str) -> Any:
-    """The database of the shard that a record lies in."""
-    transport: Any = db.caller.transport
-    return next(database for database in transport.hydrated.databases.values() if name in database)
+@contextlib.contextmanager
+def tampered(db: TableCluster, name: str) -> Iterator[Any]:
+    """The database of the shard that a record lies in; afterwards the shard serves what was written there."""
+    hydrated = cast(LocalTable, db.caller.transport).hydrated
+    shard = next(shard for shard, database in hydrated.databases.items() if name in database)
+    yield hydrated.databases[shard]
+    hydrated.serve(shard)
 
 
 def test_a_shard_with_more_or_fewer_records_than_the_table_is_rebuilt(db: TableCluster) -> None:
@@ -143,18 +148,19 @@ def test_a_shard_with_more_or_fewer_records_than_the_table_is_rebuilt(db: TableC
         lambda shard: shard.insert(["no"], KEYS[:1]),
     ]
     for change in changes:
-        change(shard_with(db, "r1"))
+        with tampered(db, "r1") as shard:
+            change(shard)
         db.refresh()
         assert held(db) == told(db.table)
 
 
 def test_a_shard_with_other_records_than_the_table_is_named_and_rebuilt(db: TableCluster) -> None:
-    shard = shard_with(db, "r1")
-    other = next(name for name in IDS[2:] if name in shard)
     added = next(f"no row {i}" for i in range(99) if shard_of([f"no row {i}"], 2) == shard_of(["r1"], 2))
-    shard.delete(["r1"])
-    shard.insert([added], KEYS[:1])
-    shard.update([other], payloads=["changed"])
+    with tampered(db, "r1") as shard:
+        other = next(name for name in IDS[2:] if name in shard)
+        shard.delete(["r1"])
+        shard.insert([added], KEYS[:1])
+        shard.update([other], payloads=["changed"])
     expected = rf"3 records differ from .* shard \d, id .*'{other}': its payload differs.*1 shards are being rebuilt"
     with pytest.raises(errors.CorruptionError, match=expected) as error:
         db.verify()

@@ -23,10 +23,11 @@ from lance_tables import batch, contents, hydrated, made, told
 from softdb import errors
 from softdb.answers import Records
 from softdb.cluster import hydrate
+from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.placement import power_of_two, shard_of
-from softdb.cluster.shard import NEWEST, CallVerb, Describe, Refresh, ScanRows
+from softdb.cluster.shard import NEWEST, CallVerb, Describe, Message, Refresh, ScanRows
 from softdb.cluster.truth import Truth, stored
 from softdb.store.store import Store
 
@@ -228,10 +229,11 @@ def test_a_shard_at_another_version_or_rebuilt_refuses(truth: Truth, tmp_path: P
     followed = hydrated(truth, tmp_path / "cache")
     shard = HydratedShard(followed, 0)
     before = shard.answer(Describe(NEWEST)).version
-    truth.delete(["r0"])
+    truth.delete([followed.databases[0].get()[0].id])
     assert shard.answer(Refresh(NEWEST)).version == before + 1
-    with pytest.raises(errors.StaleRead, match=r"shard 0 is at version 5 and was asked for 4; refresh\(\)"):
-        shard.answer(CallVerb(before, "count", {}))
+    assert shard.answer(CallVerb(before, "count", {})) == shard.answer(CallVerb(before + 1, "count", {})) + 1
+    with pytest.raises(errors.StaleRead, match=r"shard 0 no longer serves version 2; refresh\(\)"):
+        shard.answer(CallVerb(2, "count", {}))
     followed.remake(0)
     assert shard.answer(CallVerb(before + 1, "count", {})) == shard.answer(Describe(NEWEST)).keyed
     with pytest.raises(errors.StaleRead, match=r"shard 0 was rebuilt, or a replica answers; refresh\(\)"):
@@ -328,24 +330,29 @@ def test_more_rows_than_a_few_that_are_no_records_are_refused(
     followed.close()
 
 
-def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(truth: Truth, tmp_path: Path) -> None:
+def test_a_question_that_meets_damage_is_repeated_on_a_rebuilt_shard(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The question is repeated once; damage in the rebuilt shard is raised."""
     followed = hydrated(truth, tmp_path / "cache")
-    seen = list[int]()
+    shard, seen, real = HydratedShard(followed, 1), list[int](), DatabaseShard.answer
+    count, times = len(followed.databases[1]), 1
 
-    def damaged(times: int) -> int:
-        seen.append(followed.tagged(1))
+    def damaged(own: DatabaseShard, ask: Message) -> Any:
+        seen.append(own.version())
         if len(seen) <= times:
             raise errors.CorruptionError("a page is damaged")
-        return len(followed.databases[1])
+        return real(own, ask)
 
-    count = len(followed.databases[1])
-    assert followed.guarded(1, lambda: damaged(1)) == count
+    monkeypatch.setattr(DatabaseShard, "answer", damaged)
+    ask = CallVerb(followed.version(1), "count", {})
+    assert shard.answer(ask) == count
     assert len({*seen}) == 2
     assert contents(followed) == told(truth)
     seen.clear()
+    times = 9
     with pytest.raises(errors.CorruptionError, match="a page is damaged"):
-        followed.guarded(1, lambda: damaged(9))
+        shard.answer(ask)
     assert (len({*seen}), followed.tagged(1)) == (2, seen[-1])
     followed.close()
 

@@ -171,7 +171,7 @@ def test_many_files_are_merged_into_few(truth: Truth) -> None:
     assert (len(truth.now().get_fragments()), told(truth)) == (1, before)
     changes = truth.changes(since, truth.now())
     assert changes is not None
-    assert (changes.removed, len(changes.added)) == ([], 0)
+    assert ([*changes.removed], [*changes.added]) == ([], [])
     with pytest.raises(errors.DuplicateId, match='id "3" is stored already'):
         truth.write(truth.table(batch(truth, ["3"])), upsert=False)
 
@@ -261,12 +261,20 @@ def test_files_of_a_job_overtaken_too_often_are_given_up(truth: Truth, monkeypat
         appended(truth, ["a"], workers=2)
 
 
-def test_too_many_changes_to_hold_are_not_listed(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_changes_are_read_batch_by_batch(truth: Truth, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth.write(truth.table(batch(truth, ["a", "b", "c"])), upsert=False)
     since = truth.newest()
-    truth.write(truth.table(batch(truth, ["a"])), upsert=False)
-    assert truth.changes(since, truth.now()) is not None
-    monkeypatch.setattr(held, "LARGEST", 1)
-    assert truth.changes(since, truth.now()) is None
+    truth.write(truth.table(batch(truth, ["a", "d"])), upsert=True)
+    truth.delete(["b"])
+    seen = []
+    for largest in (held.LARGEST, 1):
+        monkeypatch.setattr(held, "LARGEST", largest)
+        changes = truth.changes(since, truth.now())
+        assert changes is not None
+        removed = sorted(name for ids in changes.removed for name in ids)
+        added = sorted(name for table in changes.added for name in table["id"].to_pylist())
+        seen.append((changes.large, removed, added))
+    assert seen == [(False, ["a", "b"], ["a", "d"]), (True, ["a", "b"], ["a", "d"])]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
