@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
 import time
@@ -12,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh, ShardReplies, Transport, of_records
-from softdb.errors import BadInput, ShardUnavailable, StaleRead
+from softdb.errors import BadInput, ShardUnavailable, SoftDBError, StaleRead
+
+LEAVING = 1.0  # seconds that `close` waits for shards
 
 
 class Known(dict[int, Description]):
@@ -63,6 +66,13 @@ class Caller:
     def now(self) -> Caller:
         """Return a copy that goes on to ask for the versions of this moment, whatever this caller sees later."""
         return copy.copy(self)
+
+    def leave(self) -> None:
+        """Tell the shards that this caller needs no version any more; wait LEAVING seconds at most."""
+        if not self.transport.collective:
+            with contextlib.suppress(SoftDBError):
+                asks: dict[int, Message] = {shard: Describe(NEWEST, reader=-self._reader) for shard in self.known}
+                self.transport.ask(asks, LEAVING)
 
     def complete(self) -> Caller:
         """Return a copy that raises ShardUnavailable if a shard does not reply, even if `partial` was True."""

@@ -13,6 +13,7 @@ from softdb.tables.arrow_tables import needed
 LARGEST = 1 << 28  # largest size in bytes of changes that are read into memory and applied in one transaction
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta reports
 _COMPARED = {"Update", "Merge", "BaseOperation"}  # transactions that the delta may report: `_tracked` compares files
+_ID_BYTES = 100  # approximate memory of an id in Python
 _AT_ONCE = 1000  # largest number of row ids in one filter condition
 
 
@@ -32,13 +33,17 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         if not all(_tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
             return None
         before = dataset.checkout_version(since)
-        tables, size = list[Any](), 0
-        for table in _added(dataset, since, columns):
-            tables.append(table)
-            size += table.nbytes
+
+        def parts() -> tuple[Iterator[list[Id]], Iterator[Any]]:
+            return _removed(before, dataset, since, id_column), _added(dataset, since, columns)
+
+        removed, added, size = list[list[Id]](), list[Any](), 0
+        for part in itertools.chain(*parts()):
+            (removed if isinstance(part, list) else added).append(part)
+            size += _ID_BYTES * len(part) if isinstance(part, list) else part.nbytes
             if size > LARGEST:
-                return Changes(_removed(before, dataset, since, id_column), _added(dataset, since, columns), True)
-        return Changes([*_removed(before, dataset, since, id_column)], tables, False)
+                return Changes(*parts(), True)
+        return Changes(removed, added, False)
     except LANCE as error:  # the version `since` was cleaned up
         require_storage(url, error)
         return None

@@ -59,6 +59,7 @@ class ClusterCore(Core[Sharded]):
         """Close the transport. Calling `close` twice is allowed."""
         if not self._closed:
             self._closed = True
+            self.caller.leave()
             self.caller.transport.close()
 
     @property

@@ -177,10 +177,13 @@ class Directories:
         return own
 
     def held(self, shard: int, ask: Describe, version: int) -> None:
-        """Note which versions a reader needs from now on: `version`, which it is told, and those in its message."""
+        """Note which versions a reader needs: `version`, which the reply describes, and those in its message."""
         if ask.reader:
             with self._serving:
-                self._readers[shard][ask.reader] = _Held(time.monotonic(), frozenset({version, *ask.held}))
+                readers = self._readers[shard]
+                readers.pop(abs(ask.reader), None)
+                if ask.reader > 0:
+                    readers[ask.reader] = _Held(time.monotonic(), frozenset({version, *ask.held}))
             self._release(shard)
 
     def _release(self, shard: int) -> None:
@@ -190,10 +193,9 @@ class Directories:
             for reader in [r for r, own in readers.items() if own.at < time.monotonic() - LEASE]:
                 del readers[reader]
             needed = set[int]().union(*(own.versions for own in readers.values()))
-            unneeded = [version for version in [*served][:-RECENT] if version not in needed]
-            unneeded = unneeded or [*served][: max(0, len(served) - MOST_SERVED)]
-            for version in unneeded:
-                del served[version]
+            for version in [*served][:-RECENT]:
+                if version not in needed or len(served) > MOST_SERVED:
+                    del served[version]
             base, bases = self.databases[shard], [own.base for own in served.values()]
             left = [db for db in self._replaced[shard] if db not in bases]
             self._replaced[shard] = [db for db in self._replaced[shard] if db in bases]

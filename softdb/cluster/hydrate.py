@@ -41,6 +41,7 @@ IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once
 PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
+MOST_DEAD = 10_000  # a directory is compacted if it has more dead rows than this, and more dead rows than records
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
 
 
@@ -118,12 +119,16 @@ class Hydrated(Directories):
 
         Raises StaleRead, BadInput, WriteFailed, CorruptionError.
         """
+        repaired = set[int]()
         with self._moving:
-            try:
-                self._follow(version)
-            except (WriteFailed, CorruptionError) as error:
-                _log.warning("shards %s are repaired: %s", [*self._unfit], error)
-                self._follow(version)
+            while True:
+                try:
+                    return self._follow(version)
+                except (WriteFailed, CorruptionError) as error:
+                    if repaired >= self._unfit.keys():
+                        raise
+                    repaired |= self._unfit.keys()
+                    _log.warning("shards %s of %s are repaired: %s", [*self._unfit], self.truth.url, error)
 
     def _follow(self, version: int) -> None:
         with ThreadPoolExecutor(max(1, len(self.own_shards))) as pool:  # waits for every shard when the block ends
@@ -138,6 +143,10 @@ class Hydrated(Directories):
                 shards = [shard for shard in self.own_shards if self.version(shard) == since]
                 if since < version:
                     self._catch_up(pool, shards, since, dataset)
+            for db in self.databases.values():
+                snapshot = db.core.store.snapshot
+                if snapshot.size - snapshot.count > max(MOST_DEAD, snapshot.count):
+                    db.compact()
 
     def remake(self, shard: int) -> None:
         """Rebuild a shard at its version, or at the newest version if its version was cleaned up."""

@@ -72,7 +72,7 @@ class Message:
 class Describe(Message):
     """Describe the shard at its newest version -> `Description`. The caller holds that version from now on."""
 
-    reader: int = field(default=0, kw_only=True)  # random number of the caller; 0: hold no version for it
+    reader: int = field(default=0, kw_only=True)  # random number of the caller; 0: none; negative: it leaves
     held: tuple[int, ...] = field(default=(), kw_only=True)  # versions that the caller's answers still need
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, S
 from softdb.index.choose import Progress
 from softdb.reports import Stats
 
+_log = logging.getLogger("softdb")
 PATIENCE = 3600.0  # least timeout for building new shards, in seconds
 _TRIES = 20  # number of attempts to refresh while other handles refresh, too
 
@@ -78,6 +81,24 @@ class TableCore(ClusterCore):
             caller = self.caller if shards == self.table.shards else self._joined(shards, self.caller.timeout)
             self._go_on(caller)
             self._take(caller)
+
+    def keep_refreshing(self, seconds: float) -> None:
+        """Refresh every `seconds` in a thread, until this handle is closed or deleted. Errors are logged."""
+        handle = weakref.ref(self)
+
+        def run() -> None:
+            while True:
+                time.sleep(seconds)
+                core = handle()
+                if core is None or core.closed:
+                    return
+                try:
+                    core.refresh()
+                except SoftDBError as error:
+                    _log.warning("%s stays at version %s: %s", core.table.url, core.version, error)
+                del core
+
+        threading.Thread(target=run, name="softdb-refresh", daemon=True).start()
 
     def _go_on(self, caller: Caller) -> None:
         """Bring shards to the newest version; rebuild them if their records differ in number from the table's."""

@@ -85,6 +85,7 @@ def open(
     *,
     timeout: float = 30.0,
     partial: bool = False,
+    refresh: float | None = None,
     on: Place = "here",
     cache: str | os.PathLike[str] | None = None,
     encoder: EncoderLike | None = None,
@@ -99,6 +100,8 @@ def open(
         timeout: seconds to wait for a shard's answer.
         partial: True to answer without shards that exceed the timeout, and to name them; False to raise
             ShardUnavailable.
+        refresh: seconds after which the handle moves to the newest version by itself, again and again, in a thread;
+            None: only `refresh()` moves it. Until it moves, it answers at its version while others commit.
         on: "here" for all shards in this process, without Ray. "ray" for actors on the hosts of the Ray cluster that
             this process is connected to, or of a new one on this machine. Actors run, for other handles, too, until
             `softdb.cluster.stop(url)`.
@@ -116,7 +119,7 @@ def open(
     """
     check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
-    return _opened(truth, mode, timeout, partial, on, cache, encoder, progress)
+    return _opened(truth, mode, timeout, partial, refresh, on, cache, encoder, progress)
 
 
 @named
@@ -133,6 +136,7 @@ def serve(
     replicas: int = 1,
     timeout: float = 30.0,
     partial: bool = False,
+    refresh: float | None = None,
     on: Place = "here",
     cache: str | os.PathLike[str] | None = None,
     encoder: EncoderLike | None = None,
@@ -161,7 +165,7 @@ def serve(
     shards, replicas = power_of_two(shards), check.integer(replicas, "replicas", 1, 16)
     with lance_errors(place := address(url)):
         truth = served(place, storage_options, fields, metric, num_classes, shards, replicas, payload)
-    return _opened(truth, "r", timeout, partial, on, cache, encoder, progress)
+    return _opened(truth, "r", timeout, partial, refresh, on, cache, encoder, progress)
 
 
 def _opened(
@@ -169,12 +173,14 @@ def _opened(
     mode: str,
     timeout: float,
     partial: bool,
+    refresh: float | None,
     on: Place,
     cache: str | os.PathLike[str] | None,
     encoder: EncoderLike | None,
     progress: Progress | bool | None,
 ) -> TableCluster:
     check.one_of(on, "on", ("here", "ray"))
+    interval = None if refresh is None else check.positive(refresh, "refresh")
     embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
     if embed is not None:
         require_same(truth.encoder, embed)
@@ -190,6 +196,8 @@ def _opened(
         report = sink
         cluster = TableCluster(connect, truth, seconds, partial, mode, embed)
     report = None
+    if interval is not None:
+        cluster.core.keep_refreshing(interval)
     return cluster
 
 
