@@ -13,6 +13,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +32,7 @@ from softdb.cluster.directories import Directories, ShardOrigin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
-from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DuplicateId, SoftDBError, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
 from softdb.reports import IndexReport
@@ -41,6 +45,7 @@ IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once
 PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
+APART = 50_000  # with at least so many records, directories are built by another process, so that answers do not wait
 MOST_DEAD = 10_000  # a directory is compacted if it has more dead rows than this, and more dead rows than records
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
 
@@ -167,12 +172,13 @@ class Hydrated(Directories):
         files.make_directory(beside)
         for shard in shards if copies else ():
             with contextlib.suppress(BadInput):  # a copy or directory that an interrupted call has left
-                self.databases[shard].snapshot(beside / self.path(shard).name.partition(".")[0])
+                self.databases[shard].snapshot(beside / f"{shard}-of-{self.truth.shards}")
         indexes = {shard: words for shard in shards if (words := self._index_words(shard, dataset)) is not None}
-        built = Hydrated(self.truth, beside, shards, int(dataset.version), self._report, indexes)
-        built.close()
+        arguments = self.truth, beside, shards, int(dataset.version), None, indexes
+        if dataset.count_rows() * len(shards) < APART * self.truth.shards or not _built_apart(arguments):
+            Hydrated(*arguments).close()
         for shard in shards:
-            self._swap(shard, built.path(shard))
+            self._swap(shard, beside / f"{shard}-of-{self.truth.shards}")
             _log.warning("shard %s of %s was rebuilt at version %s", shard, self.truth.url, dataset.version)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
@@ -365,6 +371,32 @@ class Hydrated(Directories):
         """Return the origin that names a version of the table; `_apply` adds the shard's number."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
         return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
+
+
+def build(sent: bytes) -> bytes:
+    """Build directories with the pickled arguments of `Hydrated`; return the pickled error, or b""."""
+    os.nice(10)
+    try:
+        Hydrated(*pickle.loads(sent)).close()
+    except SoftDBError as error:
+        return pickle.dumps(error)
+    return b""
+
+
+_BUILDER = (
+    "import sys; from softdb.cluster import hydrate as h; sys.stdout.buffer.write(h.build(sys.stdin.buffer.read()))"
+)
+
+
+def _built_apart(arguments: tuple[Any, ...]) -> bool:
+    """Build directories in another process, of low priority; return False if the process failed to work."""
+    made = subprocess.run([sys.executable, "-c", _BUILDER], input=pickle.dumps(arguments), capture_output=True)
+    if made.returncode:
+        _log.warning("directories are built in this process: %s", made.stderr.decode(errors="replace")[-500:])
+        return False
+    if made.stdout:
+        raise pickle.loads(made.stdout)
+    return True
 
 
 def _steps(changes: Changes, origin: ShardOrigin) -> Iterator[tuple[list[Id], Any, ShardOrigin]]:

@@ -204,6 +204,25 @@ def test_an_interrupted_rebuild_is_done_again(shared: Shared, monkeypatch: pytes
     again.close()
 
 
+@pytest.mark.parametrize("builder", [hydrate._BUILDER, "raise SystemExit(3)"])
+def test_many_records_are_built_by_another_process(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, builder: str
+) -> None:
+    """If the process does not work, this process builds them."""
+    monkeypatch.setattr(hydrate, "APART", 0)
+    monkeypatch.setattr(hydrate, "_BUILDER", builder)
+    shared.hydrated.remake(1)
+    assert shared.hydrated.path(1).name == "1-of-2.1"
+    assert ("built in this process" in caplog.text) is ("raise" in builder)
+    with shared.handle() as reader:
+        assert held(reader) == told(shared.truth)
+
+
+def test_an_error_of_the_process_that_builds_is_raised(shared: Shared, tmp_path: Path) -> None:
+    with pytest.raises(errors.StaleRead, match="version 99 .* cannot be opened"):
+        hydrate._built_apart((shared.truth, tmp_path / "new", [0], 99, None, {}))
+
+
 @pytest.mark.usefixtures("few")
 def test_shards_made_anew_have_the_index_of_the_table(tmp_path: Path) -> None:
     with cluster.create(tmp_path / "t.lance", dim=DIM, shards=SHARDS, cache=tmp_path / "a") as db:
