@@ -39,7 +39,7 @@ class Caller:
     ) -> None:
         self.transport, self.timeout, self.partial, self._intact = transport, timeout, partial, intact
         self.known = Known()
-        self._reader, self._held = secrets.randbits(62) + 1, weakref.WeakSet[Known]()
+        self._reader, self._needed = secrets.randbits(62) + 1, weakref.WeakSet[Known]()
         self.look(lambda _: Describe(NEWEST))
 
     @property
@@ -71,7 +71,9 @@ class Caller:
         """Tell the shards that this caller needs no version any more; wait LEAVING seconds at most."""
         if not self.transport.collective:
             with contextlib.suppress(SoftDBError):
-                asks: dict[int, Message] = {shard: Describe(NEWEST, reader=-self._reader) for shard in self.known}
+                asks: dict[int, Message] = {
+                    shard: Describe(NEWEST, reader=self._reader, leaves=True) for shard in self.known
+                }
                 self.transport.ask(asks, LEAVING)
 
     def complete(self) -> Caller:
@@ -83,7 +85,7 @@ class Caller:
     def look(self, make: Callable[[int], Describe]) -> None:
         """Ask all shards for descriptions, and store the descriptions in `known`. Raises the errors of `described`."""
         self.known = self.described(make)
-        self._held.add(self.known)
+        self._needed.add(self.known)
 
     def described(self, make: Callable[[int], Describe]) -> Known:
         """Send `make(shard)` to every shard, and return the shards' descriptions.
@@ -91,10 +93,10 @@ class Caller:
         Raises BadInput if a shard has another number than expected or the schemas differ, and StaleRead if a shard is
         at an older version than this handle has seen.
         """
-        versions = {of_records(shard.version) for known in list(self._held) for shard in known.values()}
-        held = tuple(sorted(versions))
+        versions = {of_records(shard.version) for known in list(self._needed) for shard in known.values()}
+        needed = tuple(sorted(versions))
         asks: dict[int, Message] = {
-            shard: replace(make(shard), reader=self._reader, held=held) for shard in range(self.shards)
+            shard: replace(make(shard), reader=self._reader, needed=needed) for shard in range(self.shards)
         }
         answers = self._replies(asks, self.partial)
         descriptions = Known(answers.replies)

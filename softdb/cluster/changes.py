@@ -24,6 +24,16 @@ class Changes(NamedTuple):
     added: Iterable[Any]  # pyarrow tables of new rows, and of the new content of replaced rows
     large: bool  # True if they exceed LARGEST bytes
 
+    def steps(self) -> Iterator[tuple[list[Id], Any, bool]]:
+        """Yield removed ids, a table of added rows (or None), and True in the last of the transactions to make."""
+        if not self.large:
+            pa, tables = needed("pyarrow", "cluster", "a cluster"), [*self.added]
+            yield [*itertools.chain(*self.removed)], pa.concat_tables(tables) if tables else None, True
+            return
+        yield from ((ids, None, False) for ids in self.removed)
+        yield from (([], table, False) for table in self.added)
+        yield [], None, True
+
 
 def changes_between(url: str, since: int, dataset: Any, id_column: str, columns: list[str] | None) -> Changes | None:
     """Return the changes from version `since` to `dataset`; None if Lance does not know all."""

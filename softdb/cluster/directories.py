@@ -10,22 +10,20 @@ import contextlib
 import json
 import logging
 import secrets
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from softdb import opening
 from softdb.cluster.placement import MOST, parts_of, shard_of
-from softdb.cluster.shard import NEWEST, VERSION_BITS, Describe, LeftOut
+from softdb.cluster.shard import VERSION_BITS, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
+from softdb.database.versions import Versions
 from softdb.errors import (
     BadInput,
     CorruptionError,
@@ -40,18 +38,8 @@ from softdb.store.ours import remove_database, require_ours
 
 _log = logging.getLogger("softdb")
 _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors after which a directory is rebuilt
-RECENT = 8  # number of newest versions that are served even if nobody holds them: a refresh may overtake another
-MOST_SERVED = 256  # largest number of versions that are served; the oldest is dropped, and its readers get StaleRead
-LEASE = 3600.0  # seconds after its last refresh for which a reader holds versions
 _MOVED = 10_000  # number of records read at once when a shard is split
 _writers = weakref.WeakValueDictionary[Path, SoftDB]()  # path -> open database of this process
-
-
-class _Held(NamedTuple):
-    """Versions that a reader needs, and the time (`time.monotonic`) of its last message."""
-
-    at: float
-    versions: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -81,11 +69,10 @@ class ShardOrigin:
         return None
 
 
-class Served(NamedTuple):
-    """A version of a shard that answers questions."""
+@dataclass(frozen=True)
+class Tagged:
+    """Facts about a version that a shard serves."""
 
-    db: SoftDB  # pinned: it reads this version, whatever is written later
-    base: SoftDB  # the database that was pinned
     origin: ShardOrigin
     tag: int  # the version, with the directory's random number in the high bits
 
@@ -96,10 +83,7 @@ class Directories:
     def __init__(self, truth: Truth, folder: Path, own_shards: Sequence[int]) -> None:
         """Open or create the shards' directories. Raises DatabaseLocked if another process has them open."""
         self.truth, self.folder, self.own_shards = truth, folder, list(own_shards)
-        self.served: dict[int, dict[int, Served]] = {shard: {} for shard in self.own_shards}  # by version, ascending
-        self._readers: dict[int, dict[int, _Held]] = {shard: {} for shard in self.own_shards}
-        self._replaced: dict[int, list[SoftDB]] = {shard: [] for shard in self.own_shards}  # older, but still read
-        self._serving = threading.Lock()  # held while `served` changes
+        self.versions = {shard: Versions[Tagged](_close_and_remove) for shard in self.own_shards}
         self.databases: dict[int, SoftDB] = {}
         self._making = dict.fromkeys(self.own_shards, 0)
         self._origins: dict[int, tuple[tuple[SoftDB, int], ShardOrigin | None]] = {}  # shard -> cached origin
@@ -148,64 +132,18 @@ class Directories:
 
     def close(self) -> None:
         """Close the databases; keep the directories. A failed flush is only logged: the next open reads the table."""
-        replaced = [(shard, db) for shard, databases in self._replaced.items() for db in databases]
+        replaced = [(shard, db) for shard, versions in self.versions.items() for db in versions.close()]
         for shard, db in [*replaced, *self.databases.items()]:
             try:
                 db.close()
             except SoftDBError as error:
                 _log.warning("shard %s was not flushed: %s", shard, error)
 
-    # -- the versions that answer ----------------------------------------------------------------------------------
-
     def serve(self, shard: int) -> None:
-        """Let questions read a shard's newest version, beside the older versions that readers still hold."""
-        db, version, origin = self.databases[shard], self.version(shard), self.origin(shard)
-        if version < 0 or origin is None:
-            return
-        own = Served(SoftDB(db.core.pinned()), db, origin, self.tagged(shard))
-        with self._serving:
-            self.served[shard].pop(version, None)
-            self.served[shard][version] = own
-        self._release(shard)
-
-    def at(self, shard: int, version: int) -> Served | None:
-        """Return what answers for a version of a shard (NEWEST: the newest); None if the version is not served."""
-        served = self.served[shard]
-        own = served.get(max(served, default=version) if version == NEWEST else version)
-        if own is None or own.base.closed or own.base.generation < own.db.generation:  # a failed flush undid it
-            return None
-        return own
-
-    def held(self, shard: int, ask: Describe, version: int) -> None:
-        """Note which versions a reader needs: `version`, which the reply describes, and those in its message."""
-        if ask.reader:
-            with self._serving:
-                readers = self._readers[shard]
-                readers.pop(abs(ask.reader), None)
-                if ask.reader > 0:
-                    readers[ask.reader] = _Held(time.monotonic(), frozenset({version, *ask.held}))
-            self._release(shard)
-
-    def _release(self, shard: int) -> None:
-        """Drop the versions that no reader holds, except the RECENT newest; a reader counts for LEASE seconds."""
-        with self._serving:
-            readers, served = self._readers[shard], self.served[shard]
-            for reader in [r for r, own in readers.items() if own.at < time.monotonic() - LEASE]:
-                del readers[reader]
-            needed = set[int]().union(*(own.versions for own in readers.values()))
-            for version in [*served][:-RECENT]:
-                if version not in needed or len(served) > MOST_SERVED:
-                    del served[version]
-            base, bases = self.databases[shard], [own.base for own in served.values()]
-            left = [db for db in self._replaced[shard] if db not in bases]
-            self._replaced[shard] = [db for db in self._replaced[shard] if db in bases]
-        since = [own.db.generation for own in served.values() if own.base is base]
-        if since:
-            base.core.store.retain(min(since))
-        for db in left:
-            with contextlib.suppress(SoftDBError):
-                db.close()
-            _removed(Path(str(db.core.path)))
+        """Let questions read a shard's newest version, beside the older versions that readers still need."""
+        version, origin = self.version(shard), self.origin(shard)
+        if version >= 0 and origin is not None:
+            self.versions[shard].add(version, self.databases[shard], Tagged(origin, self.tagged(shard)))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -252,9 +190,7 @@ class Directories:
     def _closed(self, shard: int) -> None:
         """Close a shard's database, which then serves no version any more. Running answers raise StaleRead."""
         base = self.databases[shard]
-        with self._serving:
-            served = self.served[shard]
-            self.served[shard] = {version: own for version, own in served.items() if own.base is not base}
+        self.versions[shard].close(base)
         with contextlib.suppress(SoftDBError):
             base.close()
 
@@ -262,7 +198,7 @@ class Directories:
         """Answer from a directory that was built beside the old one, which goes when nobody needs its versions."""
         path = self.path(shard, later=1)
         files.publish(built, path)
-        self._replaced[shard].append(self.databases[shard])
+        self.versions[shard].replace(self.databases[shard])
         self.databases[shard] = self._opened(path)
         self._note_making(shard)
         self.serve(shard)
@@ -291,7 +227,7 @@ class Directories:
         if self.truth.own and self.truth.stored_shards() == self.truth.shards:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:
-            _removed(path)
+            _remove(path)
 
     # -- splitting -------------------------------------------------------------------------------------------------
 
@@ -351,7 +287,14 @@ def _number(path: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _removed(path: Path) -> None:
+def _close_and_remove(db: SoftDB) -> None:
+    """Close a directory's database, and remove the directory."""
+    with contextlib.suppress(SoftDBError):
+        db.close()
+    _remove(Path(str(db.core.path)))
+
+
+def _remove(path: Path) -> None:
     """Remove a shard's directory, unless a handle has it open, or it belongs to another program."""
     with contextlib.suppress(OSError, BadInput):
         require_ours(path)

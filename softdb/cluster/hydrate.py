@@ -11,14 +11,9 @@ A row that cannot be stored is left out; the directory keeps the row's id.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import os
-import pickle
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,17 +22,17 @@ from typing import Any
 import numpy as np
 
 from softdb.check import Id, shown
+from softdb.cluster import apart
 from softdb.cluster.changes import Changes
 from softdb.cluster.directories import Directories, ShardOrigin
 from softdb.cluster.placement import is_id, parts_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
-from softdb.errors import BadInput, CorruptionError, DuplicateId, SoftDBError, StaleRead, WriteFailed
+from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
 from softdb.reports import IndexReport
 from softdb.store import Batch, files
-from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Rows as Read
 
 IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
@@ -45,7 +40,6 @@ IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 _log = logging.getLogger("softdb")
 _BYTES = 1 << 25  # bytes of rows that are read at once
 PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
-APART = 50_000  # with at least so many records, directories are built by another process, so that answers do not wait
 MOST_DEAD = 10_000  # a directory is compacted if it has more dead rows than this, and more dead rows than records
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
 
@@ -107,7 +101,7 @@ class Hydrated(Directories):
                 self.follow(truth.newest() if version is None else version)
             self._tidy()
             for shard in self.own_shards if self._serves else ():
-                if self.version(shard) not in self.served[shard]:
+                if self.version(shard) not in self.versions[shard].numbers:
                     self.serve(shard)
         except BaseException:
             self.close()
@@ -175,7 +169,7 @@ class Hydrated(Directories):
                 self.databases[shard].snapshot(beside / f"{shard}-of-{self.truth.shards}")
         indexes = {shard: words for shard in shards if (words := self._index_words(shard, dataset)) is not None}
         arguments = self.truth, beside, shards, int(dataset.version), None, indexes
-        if dataset.count_rows() * len(shards) < APART * self.truth.shards or not _built_apart(arguments):
+        if dataset.count_rows() * len(shards) < apart.LEAST * self.truth.shards or not apart.built(arguments):
             Hydrated(*arguments).close()
         for shard in shards:
             self._swap(shard, beside / f"{shard}-of-{self.truth.shards}")
@@ -225,7 +219,9 @@ class Hydrated(Directories):
     def _apply_changes(self, pool: ThreadPoolExecutor, shards: list[int], changes: Changes, dataset: Any) -> None:
         """Apply changes in one transaction of each shard, or large ones part by part."""
         unclear, id_column = set[int](), str(self.truth.fields.id)
-        for ids, rows, origin in _steps(changes, self._origin(dataset)):
+        whole = self._origin(dataset)
+        for ids, rows, is_last in changes.steps():
+            origin = whole if is_last else replace(whole, rows=PARTLY)
             removed = parts_of(ids, self.truth.shards)
             added = None if rows is None else parts_of(rows[id_column].to_pylist(), self.truth.shards)
             own = {shard: [ids[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
@@ -371,43 +367,3 @@ class Hydrated(Directories):
         """Return the origin that names a version of the table; `_apply` adds the shard's number."""
         fields, version, identity = self.truth.fields, int(dataset.version), self.truth.identity(dataset)
         return ShardOrigin(self.truth.url, [fields.id, fields.key, fields.value], [], version, identity, 0)
-
-
-def build(sent: bytes) -> bytes:
-    """Build directories with the pickled arguments of `Hydrated`; return the pickled error, or b""."""
-    os.nice(10)
-    try:
-        Hydrated(*pickle.loads(sent)).close()
-    except SoftDBError as error:
-        return pickle.dumps(error)
-    return b""
-
-
-_BUILDER = (
-    "import sys; from softdb.cluster import hydrate as h; sys.stdout.buffer.write(h.build(sys.stdin.buffer.read()))"
-)
-
-
-def _built_apart(arguments: tuple[Any, ...]) -> bool:
-    """Build directories in another process, of low priority; return False if the process failed to work."""
-    made = subprocess.run([sys.executable, "-c", _BUILDER], input=pickle.dumps(arguments), capture_output=True)
-    if made.returncode:
-        _log.warning("directories are built in this process: %s", made.stderr.decode(errors="replace")[-500:])
-        return False
-    if made.stdout:
-        raise pickle.loads(made.stdout)
-    return True
-
-
-def _steps(changes: Changes, origin: ShardOrigin) -> Iterator[tuple[list[Id], Any, ShardOrigin]]:
-    """Yield removed ids, added rows and the origin to store, for each transaction in which changes are applied."""
-    pa = needed("pyarrow", "cluster", "a cluster")
-    if not changes.large:
-        tables = [*changes.added]
-        yield [*itertools.chain(*changes.removed)], pa.concat_tables(tables) if tables else None, origin
-        return
-    for ids in changes.removed:
-        yield ids, None, replace(origin, rows=PARTLY)
-    for table in changes.added:
-        yield [], table, replace(origin, rows=PARTLY)
-    yield [], None, origin

@@ -78,7 +78,7 @@ class HydratedShard:
             version = hydrated.truth.newest() if version == NEWEST else version
             if ask.rebuild:
                 hydrated.remake(shard)
-            if hydrated.at(shard, version) is None:
+            if hydrated.versions[shard].at(version) is None:
                 hydrated.follow(version)
         elif version != NEWEST and hydrated.version(shard) < of_records(version):
             hydrated.follow(of_records(version))  # an idle replica may be at an older version
@@ -91,22 +91,25 @@ class HydratedShard:
 
     def _answered(self, ask: Message, version: int) -> Any:
         hydrated, shard = self.hydrated, self.shard
-        own = hydrated.at(shard, version if version == NEWEST else of_records(version))
+        versions = hydrated.versions[shard]
+        own = versions.at(None if version == NEWEST else of_records(version))
         if isinstance(ask, Describe):
-            own = own or hydrated.at(shard, NEWEST)
-        if own is None or not (isinstance(ask, Describe) or ask.fits(own.tag)):
+            own = own or versions.at(None)
+        if own is None or not (isinstance(ask, Describe) or ask.fits(own.origin.tag)):
             reason = "was rebuilt, or a replica answers" if own else f"no longer serves version {of_records(version)}"
             raise StaleRead(f"shard {shard} {reason}; refresh() and ask again")
         if isinstance(ask, CallVerb) and ask.verb == "build_index":
             return hydrated.indexed(shard, ask.arguments)
+        tag, origin = own.origin.tag, own.origin.origin
         try:
-            whole = Describe(NEWEST) if isinstance(ask, Describe) else ask
-            reply = DatabaseShard(own.db, shard, hydrated.truth.shards, lambda: own.tag).answer(whole)
+            database = DatabaseShard(own.db, shard, hydrated.truth.shards, lambda: tag)
+            reply = database.answer(Describe(NEWEST) if isinstance(ask, Describe) else ask)
         except Closed:
             raise StaleRead(f"shard {shard} was replaced while it answered; refresh() and ask again") from None
         if isinstance(ask, Describe):
-            hydrated.held(shard, ask, of_records(own.tag))
-            return reply._replace(identity=own.origin.identity, left_out=tuple(own.origin.left_out))
+            if ask.reader:
+                versions.note(ask.reader, () if ask.leaves else {of_records(tag), *ask.needed})
+            return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
         return reply
 
 

@@ -72,8 +72,9 @@ class Message:
 class Describe(Message):
     """Describe the shard at its newest version -> `Description`. The caller holds that version from now on."""
 
-    reader: int = field(default=0, kw_only=True)  # random number of the caller; 0: none; negative: it leaves
-    held: tuple[int, ...] = field(default=(), kw_only=True)  # versions that the caller's answers still need
+    reader: int = field(default=0, kw_only=True)  # random number of the caller; 0: it needs no version
+    needed: tuple[int, ...] = field(default=(), kw_only=True)  # versions that the caller's answers still need
+    leaves: bool = field(default=False, kw_only=True)  # True: the caller is closed, and needs no version any more
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from softdb.database.writing import encoder_for, entry_for, update_if
 from softdb.device import Board
 from softdb.encoders import of_name
 from softdb.errors import BadInput, DeviceFailed, SoftDBError, StaleRead
-from softdb.filters import FilteredStore, PinnedStore
+from softdb.filters import FilteredStore
 from softdb.index import Finder
 from softdb.index.choose import Progress
 from softdb.index.query import Query
@@ -54,13 +53,6 @@ class DatabaseCore(Core[Stored]):
         self.store, self.finder = store, Finder(store, Board.of(devices, dtype))
         self.encoders = {store.keyed.since: encoder}  # generation since which keys are in use -> their encoder
         self.devices = devices
-
-    def pinned(self) -> DatabaseCore:
-        """Return a core that goes on to read this moment's generation, with its index, while this one writes."""
-        twin = copy.copy(self)
-        twin.store = PinnedStore(self.store)
-        twin.finder = self.finder.pinned(twin.store)
-        return twin
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]

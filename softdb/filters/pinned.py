@@ -53,7 +53,7 @@ class PinnedStore(FilteredStore):
         missing = np.flatnonzero(rows < 0).tolist()
         if missing:
             with typed_errors():
-                source = self.catalog.deleted_since(snapshot)
+                source = self.catalog.retired.since(snapshot)
                 deleted = self.catalog.lookup([ids[i] for i in missing], whole, source)
             for i in missing:
                 entry = deleted.get(ids[i])
@@ -67,7 +67,7 @@ class PinnedStore(FilteredStore):
         entries = super().read(rows, payloads, texts)
         if len(entries) < len(rows):
             with typed_errors():
-                entries |= self.catalog.read(rows, payloads, texts, self.catalog.deleted_since(self.snapshot))
+                entries |= self.catalog.read(rows, payloads, texts, self.catalog.retired.since(self.snapshot))
         return entries
 
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> Live | None:
@@ -94,7 +94,7 @@ class PinnedStore(FilteredStore):
         """Convert the matches of the newest generation to those of the pinned one. Cost: time for the matches."""
         snapshot = self.snapshot
         with typed_errors():
-            deleted = self.catalog.matching(*statement(parse(where)), source=self.catalog.deleted_since(snapshot))
+            deleted = self.catalog.matching(*statement(parse(where)), source=self.catalog.retired.since(snapshot))
         rows = np.concatenate([newest.rows(np.flatnonzero(matching.live)), matching.keyless, deleted])
         positions = snapshot.positions(rows[~np.isin(rows, snapshot.keyless)])
         live = np.zeros(snapshot.size, np.bool_)

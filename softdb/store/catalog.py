@@ -19,19 +19,13 @@ from softdb.store.budget import DENSEST, Budget, occupied
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, has_no_log, typed
 from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
+from softdb.store.retired import Retired
 from softdb.store.segments import MAX_ROWS, SegmentEntry
-from softdb.store.snapshot import Snapshot
 
 # the last two pragmas are for macOS, where fsync does not flush the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _LIMIT = 1 << 62  # upper bound of generations and row numbers, far below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
-_RETIRED = """
-CREATE TEMP TABLE IF NOT EXISTS retired(
-    row INTEGER PRIMARY KEY, id ANY NOT NULL, payload TEXT, key_crc INTEGER, value_crc INTEGER, payload_crc INTEGER,
-    text_crc INTEGER, text TEXT, until INTEGER NOT NULL) STRICT;
-CREATE INDEX IF NOT EXISTS temp.retired_ids ON retired(id);
-"""  # the columns of `records`, and the generation that deleted the record
 
 
 class CatalogState(NamedTuple):
@@ -49,7 +43,7 @@ class Catalog:
         self.immutable = immutable  # read without locks until a writer opens the database
         self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
         self._state: CatalogState | None = None  # the state as last read or written in the open transaction
-        self._retains = False  # True: deleted records stay readable, see `retain`
+        self.retired = Retired(connection)
         self._budget = Budget()
         connection.set_progress_handler(self._budget, 1000)
 
@@ -204,28 +198,9 @@ class Catalog:
 
     def delete(self, rows: NDArray[np.int64], in_slots: NDArray[np.int64]) -> None:
         """Delete the records of `rows`, and set the tombstones of `in_slots`: those of `rows` that segments hold."""
-        if self._retains:
-            self.connection.execute(_RETIRED)
-            self.connection.execute(
-                "INSERT OR REPLACE INTO retired SELECT *, ? FROM records WHERE row IN (SELECT value FROM json_each(?))",
-                (self.state().generation + 1, _json(rows)),
-            )
+        self.retired.keep(_json(rows), self.state().generation + 1)
         self.connection.execute("DELETE FROM records WHERE row IN (SELECT value FROM json_each(?))", (_json(rows),))
         self.set_tombstones(in_slots)
-
-    def retain(self, since: int) -> None:
-        """Keep the records that are deleted after generation `since`, for `deleted_since`; forget all others.
-
-        They are in a temporary table of this connection, which SQLite keeps in memory or in a temporary file.
-        """
-        self._retains = True
-        self.connection.execute(_RETIRED)
-        self.connection.execute("DELETE FROM retired WHERE until <= ?", (since,))
-
-    def deleted_since(self, snapshot: Snapshot) -> str:
-        """Return the source, for `lookup`, `read` and `matching`, of a snapshot's records that were deleted later."""
-        self.connection.execute(_RETIRED)
-        return f"(SELECT * FROM retired WHERE until > {snapshot.generation:d} AND row < {snapshot.stop_row:d})"
 
     def set_tombstones(self, rows: NDArray[np.int64], dead: bool = True) -> None:
         """Set the tombstones of rows; with `dead` False clear them, for rows that no segment holds any more."""
@@ -370,7 +345,7 @@ class Catalog:
         *,
         among: NDArray[np.int64] | None = None,  # only these rows
         first: int = 0,  # only rows from this one on
-        source: str | None = None,  # `deleted_since`, instead of the stored records
+        source: str | None = None,  # `Retired.since`, instead of the stored records
     ) -> NDArray[np.int64]:
         """Return the rows whose record meets an SQL condition, in any order."""
         before = list[Any]()

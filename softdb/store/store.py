@@ -94,9 +94,9 @@ class Store(Session):
 
     @on_thread
     def retain(self, since: int) -> None:
-        """Keep records that are deleted after generation `since` readable for pinned stores; see `Catalog.retain`."""
+        """Keep records that are deleted after generation `since` readable for pinned stores; see `Retired`."""
         with typed_errors():
-            self.catalog.retain(since)
+            self.catalog.retired.retain(since)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

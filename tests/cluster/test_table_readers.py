@@ -19,11 +19,12 @@ from lance_tables import DIM, held, made, told
 
 import softdb
 from softdb import cluster, errors
-from softdb.cluster import changes, directories, hydrate
+from softdb.cluster import apart, changes, hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard, Local
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.truth import Truth
+from softdb.database import versions
 from softdb.index import build
 
 N, SHARDS = 60, 2
@@ -44,7 +45,7 @@ class Shared:
 
     @property
     def versions(self) -> set[int]:
-        return {version for served in self.hydrated.served.values() for version in served}
+        return {version for own in self.hydrated.versions.values() for version in own.numbers}
 
 
 @pytest.fixture
@@ -113,10 +114,10 @@ def test_versions_go_when_no_answer_needs_them(shared: Shared, monkeypatch: pyte
     for _ in range(2):  # the first tells the shards what was still held
         reader.refresh()
     assert version not in shared.versions
-    assert len(shared.versions) == directories.RECENT
+    assert len(shared.versions) == versions.RECENT
     stale = reader.search(QUERIES)
     commits(shared, 10)
-    monkeypatch.setattr(directories, "LEASE", -1.0)
+    monkeypatch.setattr(versions, "LEASE", -1.0)
     commits(shared, 1)
     with pytest.raises(errors.StaleRead, match=r"no longer serves version \d+; refresh\(\)"):
         _ = stale.payloads
@@ -128,7 +129,7 @@ def test_versions_go_when_no_answer_needs_them(shared: Shared, monkeypatch: pyte
 
 
 def test_only_so_many_versions_are_served(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "MOST_SERVED", 12)
+    monkeypatch.setattr(versions, "MOST", 12)
     readers = []
     for _ in range(15):
         readers.append(shared.handle())
@@ -180,7 +181,7 @@ def test_a_rebuilt_shard_keeps_its_index_and_its_readers(
     assert {known.finder for known in writer.caller.known.values()} == {"hnsw"}
     assert reader.version == version
     assert held(reader) == held(expected)
-    for _ in range(directories.RECENT + 1):
+    for _ in range(versions.RECENT + 1):
         writer.insert(None, KEYS[:1])
     for _ in range(2):
         reader.refresh()
@@ -204,13 +205,13 @@ def test_an_interrupted_rebuild_is_done_again(shared: Shared, monkeypatch: pytes
     again.close()
 
 
-@pytest.mark.parametrize("builder", [hydrate._BUILDER, "raise SystemExit(3)"])
+@pytest.mark.parametrize("builder", [apart.PROGRAM, "raise SystemExit(3)"])
 def test_many_records_are_built_by_another_process(
     shared: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, builder: str
 ) -> None:
     """If the process does not work, this process builds them."""
-    monkeypatch.setattr(hydrate, "APART", 0)
-    monkeypatch.setattr(hydrate, "_BUILDER", builder)
+    monkeypatch.setattr(apart, "LEAST", 0)
+    monkeypatch.setattr(apart, "PROGRAM", builder)
     shared.hydrated.remake(1)
     assert shared.hydrated.path(1).name == "1-of-2.1"
     assert ("built in this process" in caplog.text) is ("raise" in builder)
@@ -219,8 +220,8 @@ def test_many_records_are_built_by_another_process(
 
 
 def test_an_error_of_the_process_that_builds_is_raised(shared: Shared, tmp_path: Path) -> None:
-    with pytest.raises(errors.StaleRead, match="version 99 .* cannot be opened"):
-        hydrate._built_apart((shared.truth, tmp_path / "new", [0], 99, None, {}))
+    with pytest.raises(errors.StaleRead, match=r"version 99 .* cannot be opened"):
+        apart.built((shared.truth, tmp_path / "new", [0], 99, None, {}))
 
 
 @pytest.mark.usefixtures("few")

@@ -12,14 +12,11 @@ import torch
 
 import softdb
 from softdb.database import SoftDB
+from softdb.database.versions import pinned
 from softdb.store import Batch
 
 DIM, IDS = 6, 60
 Model = dict[str, tuple[Any, Any]]  # id -> key and payload
-
-
-def pinned(db: SoftDB) -> SoftDB:
-    return SoftDB(db.core.pinned())
 
 
 def changed(db: SoftDB, model: Model, chance: random.Random) -> None:
