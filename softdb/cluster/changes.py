@@ -48,9 +48,10 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
             return _removed(before, dataset, since, id_column), _added(dataset, since, columns)
 
         removed, added, size = list[list[Id]](), list[Any](), 0
-        for part in itertools.chain(*parts()):
-            (removed if isinstance(part, list) else added).append(part)
-            size += _ID_BYTES * len(part) if isinstance(part, list) else part.nbytes
+        for batch in itertools.chain(*parts()):
+            is_ids = isinstance(batch, list)
+            (removed if is_ids else added).append(batch)
+            size += _ID_BYTES * len(batch) if is_ids else batch.nbytes
             if size > LARGEST:
                 return Changes(*parts(), True)
         return Changes(removed, added, False)

@@ -219,9 +219,9 @@ class Hydrated(Directories):
     def _apply_changes(self, pool: ThreadPoolExecutor, shards: list[int], changes: Changes, dataset: Any) -> None:
         """Apply changes in one transaction of each shard, or large ones part by part."""
         unclear, id_column = set[int](), str(self.truth.fields.id)
-        whole = self._origin(dataset)
+        new = self._origin(dataset)
         for ids, rows, is_last in changes.steps():
-            origin = whole if is_last else replace(whole, rows=PARTLY)
+            origin = new if is_last else replace(new, rows=PARTLY)
             removed = parts_of(ids, self.truth.shards)
             added = None if rows is None else parts_of(rows[id_column].to_pylist(), self.truth.shards)
             own = {shard: [ids[i] for i in np.flatnonzero(removed == shard)] for shard in shards}

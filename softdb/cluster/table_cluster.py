@@ -96,7 +96,7 @@ class TableCluster(Cluster):
     def build_index(self, /, kind: str = "auto", **words: Any) -> list[IndexReport]:
         """Build an index in every shard, as `Cluster.build_index` does, and let shards that are built later have one.
 
-        The table's configuration keeps the arguments (without `queries`) if this handle may write.
+        The table's configuration keeps the arguments (without `queries`) if this handle may write. Raises BadInput.
         """
         reports = super().build_index(kind, **words)
         if self.mode == "rw" and self.table.own:

@@ -28,7 +28,7 @@ def pinned(db: SoftDB) -> SoftDB:
 
 
 @dataclass(frozen=True)
-class Version(Generic[T]):
+class PinnedVersion(Generic[T]):
     """A version that answers questions."""
 
     db: SoftDB  # pinned
@@ -41,20 +41,20 @@ class Versions(Generic[T]):
 
     def __init__(self, unused: Callable[[SoftDB], None]) -> None:
         """`unused`: called with a replaced database when its last version has gone."""
-        self.numbers: dict[int, Version[T]] = {}  # in the order in which they were added
+        self.numbers: dict[int, PinnedVersion[T]] = {}  # in the order in which they were added
         self._readers: dict[int, tuple[float, frozenset[int]]] = {}  # reader -> time of its last message, and needs
         self._replaced: list[SoftDB] = []
         self._lock, self._unused = threading.Lock(), unused
 
     def add(self, number: int, base: SoftDB, origin: T) -> None:
         """Pin the newest generation of a database as a version, in place of an older version of that number."""
-        version = Version(pinned(base), base, origin)
+        version = PinnedVersion(pinned(base), base, origin)
         with self._lock:
             self.numbers.pop(number, None)
             self.numbers[number] = version
         self._release(base)
 
-    def at(self, number: int | None) -> Version[T] | None:
+    def at(self, number: int | None) -> PinnedVersion[T] | None:
         """Return a version, None for the newest. Return None if it has gone, or its commit was undone by a failure."""
         numbers = self.numbers
         version = numbers.get(max(numbers, default=0) if number is None else number)

@@ -47,19 +47,19 @@ class PinnedStore(FilteredStore):
             yield self.snapshot
 
     @lookup
-    def locate(self, ids: list[Id], whole: bool = False) -> Located:
+    def locate(self, ids: list[Id], texts: bool = False) -> Located:
         """Find the rows of ids in the pinned snapshot, as `Store.locate` does."""
-        snapshot, rows, payloads, texts = super().locate(ids, whole)
+        snapshot, rows, payloads, own_texts = super().locate(ids, texts)
         missing = np.flatnonzero(rows < 0).tolist()
         if missing:
             with typed_errors():
                 source = self.catalog.retired.since(snapshot)
-                deleted = self.catalog.lookup([ids[i] for i in missing], whole, source)
+                deleted = self.catalog.lookup([ids[i] for i in missing], texts, source)
             for i in missing:
                 entry = deleted.get(ids[i])
                 if entry is not None:
-                    rows[i], payloads[i], texts[i] = entry.row, entry.payload, entry.text
-        return Located(snapshot, rows, payloads, texts)
+                    rows[i], payloads[i], own_texts[i] = entry.row, entry.payload, entry.text
+        return Located(snapshot, rows, payloads, own_texts)
 
     @lookup
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
@@ -94,7 +94,7 @@ class PinnedStore(FilteredStore):
         """Convert the matches of the newest generation to those of the pinned one. Cost: time for the matches."""
         snapshot = self.snapshot
         with typed_errors():
-            deleted = self.catalog.matching(*statement(parse(where)), source=self.catalog.retired.since(snapshot))
+            deleted = self.catalog.retired.matching(snapshot, *statement(parse(where)))
         rows = np.concatenate([newest.rows(np.flatnonzero(matching.live)), matching.keyless, deleted])
         positions = snapshot.positions(rows[~np.isin(rows, snapshot.keyless)])
         live = np.zeros(snapshot.size, np.bool_)

@@ -40,13 +40,9 @@ ABSORB_SHARE = 0.1  # unindexed rows below this share of the index are not added
 class Finder:
     """Finds the records nearest to queries. Answers are correct even if the index is missing, stale or refused."""
 
-    def __init__(
-        self,
-        store: Store,
-        devices: Devices | None = None,  # devices that compute; None: the CPU
-    ) -> None:
+    def __init__(self, store: Store, devices: Devices | None = None) -> None:
         self._store = store
-        self.devices = devices
+        self.devices = devices  # devices that compute; None: the CPU
         # an index, and the oldest generation that it can search: older snapshots lack some of its rows
         self._in_use: tuple[Index | None, int] = (None, 0)
         self._searcher: Searcher | None = None  # searches by the index in use, made when first needed
@@ -243,10 +239,8 @@ class Finder:
         """Return a build that the caller may start. Raises BadInput while another build runs."""
         with self._lock:
             if self._build is not None and self.building:
-                raise BadInput(
-                    f"an index is being built or tuned already ({self._build.progress}); wait for it with "
-                    "build.result(), or stop it with build.cancel()"
-                )
+                running = f"an index is being built or tuned already ({self._build.progress})"
+                raise BadInput(f"{running}; wait for it with build.result(), or stop it with build.cancel()")
             self._build = Build(work, progress)
             return self._build
 

@@ -43,8 +43,7 @@ class Catalog:
         self.immutable = immutable  # read without locks until a writer opens the database
         self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
         self._state: CatalogState | None = None  # the state as last read or written in the open transaction
-        self.retired = Retired(connection)
-        self._budget = Budget()
+        self.retired, self._budget = Retired(connection), Budget()
         connection.set_progress_handler(self._budget, 1000)
 
     @classmethod
@@ -345,14 +344,9 @@ class Catalog:
         *,
         among: NDArray[np.int64] | None = None,  # only these rows
         first: int = 0,  # only rows from this one on
-        source: str | None = None,  # `Retired.since`, instead of the stored records
     ) -> NDArray[np.int64]:
         """Return the rows whose record meets an SQL condition, in any order."""
-        before = list[Any]()
-        if source is not None:
-            cursor = self.connection.execute(f"SELECT row FROM {source} WHERE {condition}", bindings)
-            return np.fromiter((row for (row,) in cursor), np.int64)
-        source = "records WHERE"
+        source, before = "records WHERE", list[Any]()
         if among is not None:  # NOT INDEXED: SQLite assumes that any index is selective, but these rows are few
             source, before = "records NOT INDEXED WHERE row IN (SELECT value FROM json_each(?)) AND", [_json(among)]
         elif first:
