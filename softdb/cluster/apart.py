@@ -7,6 +7,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 from softdb.errors import SoftDBError
@@ -32,8 +34,16 @@ def build(sent: bytes) -> bytes:
     from softdb.cluster.hydrate import Hydrated
 
     os.nice(10)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         Hydrated(*pickle.loads(sent)).close()
     except SoftDBError as error:
         return pickle.dumps(error)
     return b""
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, whose directories another process may open."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

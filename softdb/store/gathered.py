@@ -86,7 +86,7 @@ class Gathered:
         """Return a mask (m,), True for each row that has no new key for the text with its digest."""
         if not len(self):
             return np.ones(len(rows), np.bool_)
-        stored = self._store.locate(rows.tolist(), whole=True).payloads
+        stored = self._store.locate(rows.tolist(), True).payloads
         return np.array([old != json.dumps(new) for old, new in zip(stored, digests, strict=True)], np.bool_)
 
     def put(self, rows: Rows, keys: Array, digests: Iterable[str]) -> None:

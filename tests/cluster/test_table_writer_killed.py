@@ -28,6 +28,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from object_stores import bucket
 
 from softdb import cluster
+from softdb.cluster import changes
 from softdb.errors import SoftDBError
 
 DIM, TURNS = 4, 12
@@ -49,12 +50,15 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "a half whole, not in its place": ("softdb.cluster.directories:Directories._halved", True),
     "a directory emptied": ("softdb.cluster.hydrate:Hydrated._anew", True),
     "a directory filled in part": ("softdb.cluster.hydrate:Hydrated._fill", True),
+    "beside: copied, not brought on": ("softdb.database.handle:SoftDB.snapshot", True),
+    "beside: complete, not in its place": ("softdb.cluster.directories:Directories._swap", False),
+    "beside: in its place": ("softdb.cluster.directories:Directories._swap", True),
     "new shards made, not noted": ("softdb.cluster.truth:Truth.put_shards", False),
     "new shards noted, not used": ("softdb.cluster.truth:Truth.put_shards", True),
     "acknowledged": ("softdb.cluster.table_core:TableCore.seen", True),
 }
 BETWEEN = tuple(STEPS)[1:9]  # committed to the table, and not yet in every shard
-ONCE = ("new shards", "a half", "a directory")  # steps that few turns pass
+ONCE = ("new shards", "a half", "a directory", "beside")  # steps that few turns pass
 
 
 class Place(NamedTuple):
@@ -102,6 +106,8 @@ def do(db: cluster.TableCluster, i: int) -> None:
 def work(place: Place, step: str | None, count: int, says: Connection) -> None:
     """Write in a process of its own, report acknowledged turns, and die at the `count`-th time of a step."""
     if step is not None:
+        if step.startswith("beside"):
+            changes.LARGEST = 1
         die_at(*STEPS[step], count)
     with place.opened("rw") as db:
         for i in range(1, TURNS):
