@@ -20,11 +20,11 @@ from common import each_of
 
 import softdb
 from softdb import cluster
-from softdb.cluster import actors
-from softdb.cluster.actors import Host
+from softdb.cluster import hosts as ray_hosts
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.distributed import Ranks
 from softdb.cluster.handle import Cluster
+from softdb.cluster.hosts import Host
 from softdb.cluster.local import Local
 from softdb.cluster.shard import ClusterShard, Message
 from softdb.errors import SoftDBError
@@ -194,7 +194,7 @@ def ray_nodes(count: int) -> Iterator[Any]:
 
 def by_ray(world: World, repeats: int, nodes: int) -> dict[str, Any]:
     """Measure actors of Ray: one on each node, each with its part of the shards."""
-    actors.Host = NotedHost  # type: ignore[misc]
+    ray_hosts.Host = NotedHost  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder, ray_nodes(nodes) as ray:
         url, cache = Path(folder, "t.lance"), Path(folder, "cache")
         with cluster.create(url, dim=world.dim, shards=SHARDS, ids="int", cache=cache, timeout=200, on="ray") as db:

@@ -1,109 +1,110 @@
-"""Transport to shards on a Ray cluster: one actor on each host. Ray places and restarts actors, and retries calls.
+"""Transport to shards on a Ray cluster: asks the actors of `hosts.py`. Ray restarts actors and retries calls.
 
 Actors are detached and named after the table, so that all drivers use the same actors. An actor's directories are a
-cache: an actor that Ray restarts on another host builds its directories again from the table.
+cache: an actor that Ray restarts on another node builds its directories again from the table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from softdb.cluster.addresses import address
-from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.local import HydratedShard
-from softdb.cluster.merge import of_owners, together
+from softdb.cluster.hosts import NAMESPACE, THREADS, Places, named
+from softdb.cluster.merge import of_owners
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.cluster.truth import Truth
-from softdb.errors import ShardUnavailable, SoftDBError
+from softdb.errors import ShardUnavailable
 from softdb.tables.arrow_tables import needed
 
-NAMESPACE = "softdb"
-THREADS = 4  # number of messages that an actor answers at once
-RETRIES = 2  # number of times that Ray repeats a call whose actor died, if no other replica can be asked
-PENDING = 256  # largest number of calls that may wait for one actor
 HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the next replica is asked, too
+LAYOUTS = 256  # number of versions for which a handle remembers the hosts that described them
 
 
-class Host:
-    """Actor that serves some shards of a table on one host."""
+class Layout:
+    """Hosts of the shards: replicas that serve the same shards are one host."""
 
-    def __init__(self, truth: Truth, folder: str, own_shards: Sequence[int]) -> None:
-        self.truth, self.folder, self.own_shards = truth, folder, list(own_shards)
-        self._opening = threading.Lock()
-        self._shards: dict[int, HydratedShard] | None = None
-        self._pool = ThreadPoolExecutor(max(1, len(self.own_shards) - 1))
+    def __init__(self, hosts: Sequence[Sequence[Any]], home: Mapping[int, int]) -> None:
+        self.hosts, self.home = [list(replicas) for replicas in hosts], home  # home: shard -> index of its host
+        self.first = [0] * len(self.hosts)  # for each host, the index of the replica that answered last
 
-    def answer(self, sent: bytes) -> bytes:
-        """Unpickle a dict {shard: message}, answer each message, and return the pickled dict {shards: reply or error}.
-
-        `together` merges the replies. Messages travel as bytes because Ray's own pickling of objects takes longer than
-        the rest of the call, and makes arrays read-only.
-        """
-        asks: dict[int, Message] = pickle.loads(sent)
-        shards = self._opened()
-        if isinstance(shards, SoftDBError):
-            return pickle.dumps(dict.fromkeys([(shard,) for shard in asks], shards))
-        last, *others = reversed(asks)
-        pending = {shard: self._pool.submit(_answered, shards[shard], asks[shard]) for shard in others}
-        replies = {last: _answered(shards[last], asks[last])}
-        replies |= {shard: reply.result() for shard, reply in pending.items()}
-        return pickle.dumps(together(asks, replies))
-
-    def tend(self, sent: bytes) -> bytes:
-        """Do the same as `answer`. Ray runs this method in its own threads, for slow messages such as `Refresh`."""
-        return self.answer(sent)
-
-    def pid(self) -> int:
-        """Return the id of the actor's process."""
-        return os.getpid()
-
-    def _opened(self) -> dict[int, HydratedShard] | SoftDBError:
-        """Return this actor's shards, or the error that building them raised. The first call builds the shards."""
-        with self._opening:
-            if self._shards is None:
-                try:
-                    hydrated = Hydrated(self.truth, Path(self.folder), self.own_shards)
-                except SoftDBError as error:
-                    return error
-                self._shards = {shard: HydratedShard(hydrated, shard) for shard in self.own_shards}
-            return self._shards
-
-
-def _answered(shard: HydratedShard, ask: Message) -> Any:
-    try:
-        return shard.answer(ask)
-    except SoftDBError as error:
-        return error
+    def order(self, host: int) -> list[int]:
+        """Return the indices of a host's replicas. The replica that answered last comes first."""
+        first, count = self.first[host], len(self.hosts[host])
+        return [(first + i) % count for i in range(count)]
 
 
 class Actors:
-    """Transport to actors: shard s is on host s mod (number of hosts), and each replica of that host answers for it."""
+    """Transport to actors. Without `places`, shard s is on host s mod (number of hosts)."""
 
     collective = False
 
-    def __init__(self, hosts: Sequence[Sequence[Any]], shards: int) -> None:
-        self.hosts, self.shards = [list(replicas) for replicas in hosts], shards
-        self.first = [0] * len(self.hosts)  # for each host, the index of the replica that answered last
-        self._following: dict[tuple[int, int], Any] = {}  # (host, replica) -> last `Refresh` call sent to that replica
+    def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: Any = None) -> None:
+        self.shards, self._places, self._owners = shards, places, dict[int, list[str]]()
+        self.layout = Layout(hosts, {shard: shard % len(hosts) for shard in range(shards)} if hosts else {})
+        self._layouts = dict[int, Layout]()  # version -> hosts that described it, and serve it after a move, too
+        self._following: dict[Any, Any] = {}  # replica -> last `Refresh` call sent to that replica
+
+    @property
+    def hosts(self) -> list[list[Any]]:
+        """Replicas of each host."""
+        return self.layout.hosts
+
+    def order(self, host: int) -> list[int]:
+        """Return the indices of a host's replicas, as `Layout.order`."""
+        return self.layout.order(host)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
-        """Send messages, as `Transport.ask` says. If a replica is dead or slow, ask the next replica of that host."""
-        replies = _FanOut(self, asks, timeout).answers()
-        self._bring_on({shard: asks[shard] for shard in replies.replies}, replies.replies)
+        """Send messages, as `Transport.ask` says. If a replica is dead or slow, ask the next replica of that host.
+
+        If a shard has moved, asks its new host.
+        """
+        started, refreshes = time.monotonic(), any(isinstance(ask, Refresh) for ask in asks.values())
+        if refreshes:
+            self.locate(timeout)
+        version = max((of_records(ask.version) for ask in asks.values()), default=0)
+        layout = self._layouts.get(version, self.layout)
+        replies = _FanOut(layout, asks, timeout).answers()
+        remaining = timeout - (time.monotonic() - started)
+        if replies.missing and remaining > 0 and (self.locate(remaining) or layout is not self.layout):
+            layout = self.layout
+            others = _FanOut(layout, {shard: asks[shard] for shard in replies.missing}, remaining).answers()
+            merged = {**replies.merged, **others.merged}
+            replies = ShardReplies({**replies.replies, **others.replies}, others.missing, merged)
+        if refreshes:
+            self._bring_on(layout, {shard: asks[shard] for shard in replies.replies}, replies.replies)
+            versions = {of_records(description.version) for description in replies.replies.values()}
+            self._layouts |= dict.fromkeys(versions, layout)
+            for version in [*self._layouts][:-LAYOUTS]:
+                del self._layouts[version]
         return replies
 
-    def _bring_on(self, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
+    def locate(self, timeout: float) -> bool:
+        """Ask which actors own the shards; return True if they have changed."""
+        if self._places is None:
+            return False
+        ray = _ray()
+        try:
+            owners = ray.get(self._places.layout.remote(), timeout=timeout)
+            if owners == self._owners:
+                return False
+            actors = {n: ray.get_actor(n, namespace=NAMESPACE) for names in owners.values() for n in names}
+        except (ray.exceptions.RayError, ValueError):  # it is being restarted: the owners known so far are asked
+            return False
+        hosts = list(dict.fromkeys(tuple(names) for names in owners.values()))
+        home = {shard: hosts.index(tuple(names)) for shard, names in owners.items()}
+        self.layout, self._owners = Layout([[actors[name] for name in names] for names in hosts], home), owners
+        return True
+
+    def _bring_on(self, layout: Layout, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
         """Bring replicas that were not asked to the version of the replica that replied, so that they can take over.
 
         Does not wait for the replicas. Cancels an older refresh that a replica has not begun yet.
@@ -111,15 +112,16 @@ class Actors:
         by_host: dict[int, dict[int, Message]] = {}
         for shard, ask in asks.items():
             if isinstance(ask, Refresh):
-                by_host.setdefault(shard % len(self.hosts), {})[shard] = Refresh(of_records(replies[shard].version))
+                version = of_records(replies[shard].version)
+                by_host.setdefault(layout.home[shard], {})[shard] = replace(ask, version=version, rebuild=False)
         ray = _ray()
         for host, refreshes in by_host.items():
-            for replica in self.order(host)[1:]:
+            for replica in layout.order(host)[1:]:
+                actor = layout.hosts[host][replica]
                 with contextlib.suppress(ray.exceptions.RayError):
-                    if (host, replica) in self._following:
-                        ray.cancel(self._following[host, replica])
-                    sent = self.hosts[host][replica].tend.remote(pickle.dumps(refreshes))
-                    self._following[host, replica] = sent
+                    if actor in self._following:
+                        ray.cancel(self._following[actor])
+                    self._following[actor] = actor.tend.remote(pickle.dumps(refreshes))
 
     def anyone(self, more: bool) -> bool:
         """Return `more`, because there is only one caller (see `Transport.anyone`)."""
@@ -128,21 +130,16 @@ class Actors:
     def close(self) -> None:
         """Do nothing: the actors keep running until `stop`."""
 
-    def order(self, host: int) -> list[int]:
-        """Return the indices of a host's replicas. The replica that answered last comes first."""
-        first, count = self.first[host], len(self.hosts[host])
-        return [(first + i) % count for i in range(count)]
-
 
 class _FanOut:
     """One call of `Actors.ask`: the messages to all hosts, the replicas still to ask, and the replies so far."""
 
-    def __init__(self, actors: Actors, asks: Mapping[int, Message], timeout: float) -> None:
-        self.actors, self.timeout, self.started = actors, timeout, time.monotonic()
+    def __init__(self, layout: Layout, asks: Mapping[int, Message], timeout: float) -> None:
+        self.layout, self.timeout, self.started = layout, timeout, time.monotonic()
         self.parts: dict[int, dict[int, Message]] = {}  # {host: {shard: message}}
         for shard, ask in asks.items():
-            self.parts.setdefault(shard % len(actors.hosts), {})[shard] = ask
-        self.remaining = {host: actors.order(host) for host in self.parts}  # {host: replicas not asked yet}
+            self.parts.setdefault(layout.home[shard], {})[shard] = ask
+        self.remaining = {host: layout.order(host) for host in self.parts}  # {host: replicas not asked yet}
         self.waiting: dict[Any, tuple[int, int]] = {}  # call that has no reply yet -> (host, replica)
         self.replies, self.failures = dict[int, dict[tuple[int, ...], Any]](), dict[int, str]()  # {host: …}
 
@@ -177,7 +174,7 @@ class _FanOut:
         """Send the messages for a host to its next replica; skip replicas that refuse the call."""
         while self.remaining[host]:
             replica, asks = self.remaining[host].pop(0), self.parts[host]
-            actor = self.actors.hosts[host][replica]
+            actor = self.layout.hosts[host][replica]
             long = any(isinstance(ask, Refresh) or getattr(ask, "verb", "") == "build_index" for ask in asks.values())
             method = actor.tend if long else actor.answer
             if self.remaining[host]:  # the next replica answers sooner than a restarted actor
@@ -200,113 +197,32 @@ class _FanOut:
     def _note(self, ref: Any, reply: bytes) -> None:
         host, replica = self.waiting.pop(ref)
         self.replies.setdefault(host, pickle.loads(reply))
-        self.actors.first[host] = replica
+        self.layout.first[host] = replica
 
 
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     """Return the transport to the actors that serve a table. Start actors that do not run yet."""
-    ray = _connected()
-    logging.getLogger("ray.actor").addFilter(_news)
-    names = _names(truth, ray)
-    group = _group(truth, sum(map(len, names)), timeout)
-    spread = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    actor_class = ray.remote(
-        concurrency_groups={"answers": THREADS, "tending": 1},
-        max_restarts=-1,
-        max_task_retries=RETRIES,
-        max_pending_calls=PENDING,
-        num_cpus=0,
-    )(_grouped(ray))
-    hosts = []
-    for host, replicas in enumerate(names):
-        own_shards = [shard for shard in range(truth.shards) if shard % len(names) == host]
-        actors = []
-        for replica, name in enumerate(replicas):
-            options = actor_class.options(
-                name=name,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                scheduling_strategy=spread(group, placement_group_bundle_index=host * len(replicas) + replica),
-                # Ray would set as many OpenMP threads as the actor reserves CPUs (ray-project/ray#30496)
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(_threads(ray, names)), "OMP_WAIT_POLICY": "PASSIVE"}},
-            )
-            actors.append(options.remote(truth, str(folder / f"ray-{replica}-{host}"), own_shards))
-        hosts.append(actors)
-    return Actors(hosts, truth.shards)
+    ray, name = _connected(), f"{_start(truth)}places"
+    places = ray.remote(num_cpus=0, max_concurrency=THREADS, max_restarts=-1, max_task_retries=-1)(Places)
+    actor = places.options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
+    actors = Actors([], truth.shards, actor.remote(truth, str(folder), _start(truth)))
+    if not actors.locate(timeout) or not all(actors.hosts):
+        raise ShardUnavailable(f"Ray has no node with a CPU for {truth.url}, or gave no answer within {timeout:g} s")
+    return actors
 
 
 def stop(url: str | os.PathLike[str]) -> int:
-    """End the actors that serve a table, and return the number of actors. The shards' directories stay on disk."""
+    """End the actors that serve a table, and return the number of hosts. The shards' directories stay on disk."""
     ray = _connected()
-    start = f"{_key(address(url))}-"
-    names = _named(ray, start)
-    for name in names:
+    names = sorted(named(ray, f"{_key(address(url))}-"), key=lambda name: not name.endswith("-places"))
+    for name in names:  # first those that would start hosts again
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    for group in _groups(ray, start):
-        ray.util.remove_placement_group(group)
-    return len(names)
+    return sum(not name.endswith("-places") for name in names)
 
 
-def _grouped(ray: Any) -> type:
-    class Grouped(Host):
-        def __init__(self, truth: Truth, folder: str, own_shards: Sequence[int]) -> None:
-            super().__init__(truth, folder, own_shards)
-            # hydrate at once: a new or restarted replica must be ready when another replica is lost
-            threading.Thread(target=self._opened, name="softdb-hydrate", daemon=True).start()
-
-        answer = ray.method(concurrency_group="answers")(Host.answer)
-        tend = ray.method(concurrency_group="tending")(Host.tend)
-
-    Grouped.__name__ = "Host"
-    return Grouped
-
-
-def _group(truth: Truth, bundles: int, timeout: float) -> Any:
-    """Return Ray's placement group that spreads the actors over nodes; create it if needed. Raises ShardUnavailable."""
-    ray, name = _ray(), f"{_key(truth.url)}-{bundles}"
-    existing = _groups(ray, name)
-    if existing:
-        return existing[0]
-    # reserve a byte of memory, which every node has: a fraction of a CPU would keep other tasks from that CPU
-    group = ray.util.placement_group([{"memory": 1}] * bundles, strategy="SPREAD", name=name, lifetime="detached")
-    ready, _ = ray.wait([group.ready()], timeout=timeout)
-    if not ready:
-        ray.util.remove_placement_group(group)
-        raise ShardUnavailable(f"Ray had no room for {bundles} actors within {timeout:g} s; add hosts to Ray's cluster")
-    return group
-
-
-def _groups(ray: Any, start: str) -> list[Any]:
-    """Return the placement groups whose names begin with `start`, from all namespaces (Ray's lookup searches one)."""
-    from ray.util.placement_group import PlacementGroup
-
-    return [
-        PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
-        for number, group in ray.util.placement_group_table().items()
-        if group["name"].startswith(start) and group["state"] != "REMOVED"
-    ]
-
-
-def _names(truth: Truth, ray: Any) -> list[list[str]]:
-    """Return the actors' names [host][replica]: of the running hosts, or of as many as nodes and shards allow."""
-    start = "-".join(filter(None, [_key(truth.url), truth.digest, f"{truth.shards}-"]))
-    running = _named(ray, start)
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    most = max(1, min(truth.shards, nodes // truth.replicas))
-    hosts = int(running[0].removeprefix(start).partition("-")[0]) if running else most
-    return [[f"{start}{hosts}-{host}-{replica}" for replica in range(truth.replicas)] for host in range(hosts)]
-
-
-def _named(ray: Any, start: str) -> list[str]:
-    """Return the names of softdb's running actors whose names begin with `start`."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(start)]
-
-
-def _threads(ray: Any, names: list[list[str]]) -> int:
-    """Return the number of OpenMP threads for each actor: the cluster's cores divided by the number of actors."""
-    return max(1, int(ray.cluster_resources().get("CPU", 1)) // sum(map(len, names)))
+def _start(truth: Truth) -> str:
+    """Return the first part of the names of the actors that serve one reading of a table."""
+    return "-".join(filter(None, [_key(truth.url), truth.digest, f"{truth.shards}-"]))
 
 
 def _key(url: str) -> str:
@@ -328,11 +244,6 @@ def _connected() -> Any:
             warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's child processes exec at once
             ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
     return ray
-
-
-def _news(record: logging.LogRecord) -> bool:
-    """Return False for one warning of Ray, which does not apply: our placement group is detached, as the actors are."""
-    return "detached actor with a placement group" not in record.getMessage()
 
 
 def _ray() -> Any:

@@ -139,6 +139,12 @@ class Directories:
             except SoftDBError as error:
                 _log.warning("shard %s was not flushed: %s", shard, error)
 
+    def leave(self, shard: int) -> None:
+        """Serve a shard no more, and remove its directories."""
+        self.own_shards.remove(shard)
+        for db in [*self.versions.pop(shard).close(), self.databases.pop(shard)]:
+            _close_and_remove(db)
+
     def serve(self, shard: int) -> None:
         """Let questions read a shard's newest version, beside the older versions that readers still need."""
         version, origin = self.version(shard), self.origin(shard)

@@ -159,7 +159,7 @@ class Hydrated(Directories):
 
     def _rebuild(self, pool: ThreadPoolExecutor, shards: list[int], dataset: Any, copies: bool = False) -> None:
         """Build a version of shards beside the version that answers; with `copies` from copies of the directories."""
-        beside = self.folder / "beside"
+        beside = self.folder / f"beside-{self.own_shards[0]}"
         if not self._serves:
             self._make(pool, shards, dataset)
             return

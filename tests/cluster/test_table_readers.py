@@ -198,7 +198,7 @@ def test_an_interrupted_rebuild_is_done_again(shared: Shared, monkeypatch: pytes
         patch.setattr(Hydrated, "_swap", killed)
         with pytest.raises(KeyboardInterrupt):
             shared.hydrated.follow(shared.truth.newest())
-    assert [*(shared.hydrated.folder / "beside").glob("*-of-2")]
+    assert [*(shared.hydrated.folder / "beside-0").glob("*-of-2")]
     shared.hydrated.close()
     again = Hydrated(shared.truth, tmp_path / "cache", range(SHARDS), shared.truth.newest())
     assert sum(map(len, again.databases.values())) == N - 3

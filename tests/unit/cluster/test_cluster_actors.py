@@ -13,7 +13,7 @@ import pytest
 
 from softdb.check import Metric, Schema
 from softdb.cluster import actors
-from softdb.cluster.actors import NAMESPACE, Actors
+from softdb.cluster.actors import Actors
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
 from softdb.cluster.truth import Truth
 from softdb.errors import StaleRead
@@ -290,12 +290,8 @@ def test_a_replica_that_takes_no_more_calls_does_not_matter(ray: Ray) -> None:
     ],
 )
 def test_each_reading_of_a_table_has_actors_of_its_own(other: dict[str, Any]) -> None:
-    made = list[str]()
-    ray: Any = SimpleNamespace(
-        nodes=lambda: [{"Alive": True}] * 2,
-        util=SimpleNamespace(list_named_actors=lambda **_: [{"namespace": NAMESPACE, "name": one} for one in made]),
-    )
     truth = Truth("/table", None, Fields(key="left"), False, SCHEMA, 2, 1)
-    made += [name for names in actors._names(truth, ray) for name in names]
-    assert [[name] for name in made] == actors._names(truth, ray)
-    assert not {*made} & {name for names in actors._names(dataclasses.replace(truth, **other), ray) for name in names}
+    starts = [actors._start(one) for one in (truth, dataclasses.replace(truth, **other))]
+    assert not starts[0].startswith(starts[1])
+    assert not starts[1].startswith(starts[0])
+    assert actors._start(truth) == starts[0]

@@ -1,0 +1,281 @@
+"""Actors of Ray that serve the shards of a table: `Host` has some of the shards, `Places` says which.
+
+Ray starts, restarts and names the actors. `Places` compares Ray's nodes with the hosts every few seconds: it starts
+hosts on new nodes, and moves shards until all hosts have about as many. A shard answers on its old host until the new
+one is ready. If a node is lost, Ray restarts its hosts on other nodes, where they build their shards from the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.local import HydratedShard
+from softdb.cluster.merge import together
+from softdb.cluster.shard import Message
+from softdb.cluster.truth import Truth
+from softdb.errors import SoftDBError
+from softdb.tables.arrow_tables import needed
+
+_log = logging.getLogger("softdb")
+NAMESPACE = "softdb"
+THREADS = 4  # number of messages that an actor answers at once
+RETRIES = 2  # number of times that Ray repeats a call whose actor died, if no other replica can be asked
+CORES, BYTES = 8, 16 << 30  # a node has a host for so many cores and so much memory, and one host at least
+PERIOD = 2.0  # seconds between two looks at Ray's nodes
+GRACE = 60.0  # seconds without a question after which a moved shard leaves its old host
+UNUSED = 600.0  # seconds without a question after which hosts end whose number of shards is outdated
+
+
+class Host:
+    """Actor that serves some shards of a table on one node."""
+
+    def __init__(self, truth: Truth, folder: str, own_shards: Iterable[int]) -> None:
+        self.truth, self.folder, self._own = truth, folder, set(own_shards)
+        self._opening = threading.Lock()
+        self._shards: dict[int, HydratedShard] | None = None
+        self._asked = dict[int, float]()  # shard -> time of its last question
+        self._pool = ThreadPoolExecutor()
+
+    def answer(self, sent: bytes) -> bytes:
+        """Unpickle a dict {shard: message}, answer each message, and return the pickled dict {shards: reply or error}.
+
+        `together` merges the replies. Messages travel as bytes because Ray's own pickling of objects takes longer than
+        the rest of the call, and makes arrays read-only.
+        """
+        asks: dict[int, Message] = pickle.loads(sent)
+        shards: dict[int, HydratedShard] | SoftDBError = self._shards or {}
+        if asks.keys() - (self._shards or {}).keys():
+            shards = self._opened(asks)
+        if isinstance(shards, SoftDBError):
+            return pickle.dumps(dict.fromkeys([(shard,) for shard in asks], shards))
+        if moved := asks.keys() - shards.keys():
+            return pickle.dumps({(shard,): RuntimeError("it has moved to another host") for shard in moved})
+        self._asked.update(dict.fromkeys(asks, time.monotonic()))
+        last, *others = reversed(asks)
+        pending = {shard: self._pool.submit(_answered, shards[shard], asks[shard]) for shard in others}
+        replies = {last: _answered(shards[last], asks[last])}
+        replies |= {shard: reply.result() for shard, reply in pending.items()}
+        return pickle.dumps(together(asks, replies))
+
+    def tend(self, sent: bytes) -> bytes:
+        """Do the same as `answer`. Ray runs this method in its own threads, for slow messages such as `Refresh`."""
+        return self.answer(sent)
+
+    def take(self, shards: Sequence[int]) -> None:
+        """Build more shards in a thread; `status` tells when they are complete."""
+        self._own |= {*shards}
+        threading.Thread(target=self._opened, args=(shards,), name="softdb-hydrate", daemon=True).start()
+
+    def drop(self, shard: int) -> None:
+        """Serve a shard no more, and remove its directories."""
+        self._own.discard(shard)
+        with self._opening:
+            dropped = (self._shards or {}).pop(shard, None)
+        if dropped is not None:
+            dropped.hydrated.leave(shard)
+
+    def status(self) -> dict[int, float]:
+        """Return {shard: seconds since its last question} of the shards that are complete."""
+        now, shards = time.monotonic(), dict(self._shards or {})
+        return {shard: now - self._asked.setdefault(shard, now) for shard in shards}
+
+    def pid(self) -> int:
+        """Return the id of the actor's process."""
+        return os.getpid()
+
+    def _opened(self, shards: Iterable[int]) -> dict[int, HydratedShard] | SoftDBError:
+        """Build those of the given shards that this host owns and lacks; return all its shards, or the error."""
+        with self._opening:
+            opened = self._shards = self._shards if self._shards is not None else {}
+            if lacking := sorted((self._own & {*shards}) - opened.keys()):
+                try:
+                    hydrated = Hydrated(self.truth, Path(self.folder), lacking)
+                except SoftDBError as error:
+                    return error
+                opened |= {shard: HydratedShard(hydrated, shard) for shard in lacking}
+                _log.info("shards %s of %s are ready in %s", lacking, self.truth.url, self.folder)
+            return dict(opened)
+
+
+def _answered(shard: HydratedShard, ask: Message) -> Any:
+    try:
+        return shard.answer(ask)
+    except SoftDBError as error:
+        return error
+
+
+class Move(NamedTuple):
+    """A shard that one host builds while another one answers."""
+
+    shard: int
+    source: str  # names of hosts
+    target: str
+
+
+class Places:
+    """Actor that knows which hosts own which shards of a table, and moves shards when nodes join or leave."""
+
+    def __init__(self, truth: Truth, folder: str, start: str) -> None:
+        """`start`: first part of the names of the table's actors."""
+        self.truth, self.folder, self.start = truth, folder, start
+        self.owners: dict[int, list[str]] = {shard: [] for shard in range(truth.shards)}  # names of hosts
+        self._hosts = dict[str, Any]()  # name -> actor
+        self._moves, self._leaving = list[Move](), list[Move]()
+        self._adopt()
+        self.balance()
+        threading.Thread(target=self._watch, name="softdb-places", daemon=True).start()
+
+    def layout(self) -> dict[int, list[str]]:
+        """Return the names of the hosts that own each shard."""
+        return self.owners
+
+    def owned(self, name: str) -> list[int]:
+        """Return the shards that a host must build when Ray restarts it."""
+        return self._of(name)
+
+    def _of(self, name: str) -> list[int]:
+        own = [shard for shard, names in self.owners.items() if name in names]
+        return own + [move.shard for move in self._moves if move.target == name]
+
+    def _adopt(self) -> None:
+        """Learn what the hosts own that run already, after Ray has restarted this actor."""
+        ray = _ray()
+        for name in named(ray, f"{self.start}host-"):
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                self._hosts[name] = ray.get_actor(name, namespace=NAMESPACE)
+                for shard in ray.get(self._hosts[name].status.remote(), timeout=PERIOD):
+                    if len(self.owners[shard]) < self.truth.replicas:
+                        self.owners[shard].append(name)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(PERIOD)
+            try:
+                self.balance()
+            except Exception as error:
+                _log.warning("%s: hosts are not balanced: %s", self.truth.url, error)
+
+    def balance(self) -> None:
+        """Start hosts on new nodes, give shards without owner to hosts, and move shards from full hosts to others."""
+        ray = _ray()
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        slots = {node: _slots(resources) for node, resources in nodes.items() if resources.get("CPU", 0) >= 1}
+        slots = {node: max(count, -(-self.truth.replicas // len(slots))) for node, count in slots.items()}
+        most = max(slots.values(), default=0)
+        wanted = [(node, slot) for slot in range(most) for node, count in slots.items() if slot < count]
+        proper = [f"{self.start}host-{node}-{slot}" for node, slot in wanted][: self.truth.shards * self.truth.replicas]
+        if not proper:
+            return
+        for shard, names in self.owners.items():
+            while len(names) < min(self.truth.replicas, len(proper)):
+                names.append(self._emptiest(proper, shard))
+        for name in proper:
+            if name not in self._hosts:
+                node = name.rpartition("-")[0].rpartition("-")[2]
+                self._hosts[name] = self._host(name, node, int(nodes[node].get("CPU", 1)) // slots[node])
+        self._finish(ray, proper)
+        if not self._moves:
+            self._begin(proper)
+
+    def _emptiest(self, names: Sequence[str], shard: int) -> str:
+        """Return the host with the fewest shards, on a node that has no replica of the shard if there is one."""
+        owners = [name for name in names if name not in self.owners[shard]]
+        used = {name.rpartition("-")[0] for name in self.owners[shard]}
+        return min(owners, key=lambda name: (name.rpartition("-")[0] in used, len(self._of(name))))
+
+    def _begin(self, proper: Sequence[str]) -> None:
+        """Let hosts build shards of hosts whose node is gone, and of hosts with two shards more than the emptiest."""
+        for shard, names in self.owners.items():
+            for source in names:
+                target = self._emptiest(proper, shard) if set(proper) - set(names) else source
+                if target != source and (source not in proper or len(self._of(source)) - len(self._of(target)) > 1):
+                    self._moves.append(Move(shard, source, target))
+                    self._hosts[target].take.remote([shard])
+                    break
+
+    def _finish(self, ray: Any, proper: Sequence[str]) -> None:
+        """Make the targets of complete moves owners, drop shards where nobody asks for them, and end idle hosts."""
+        refs = {name: host.status.remote() for name, host in self._hosts.items()}
+        ready, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=PERIOD)
+        status = dict[str, dict[int, float]]()
+        for name, ref in refs.items():
+            with contextlib.suppress(ray.exceptions.RayError):
+                status |= {name: ray.get(ref)} if ref in ready else {}
+        for move in [move for move in self._moves if move.shard in status.get(move.target, {})]:
+            names = self.owners[move.shard]
+            self.owners[move.shard] = [move.target if name == move.source else name for name in names]
+            self._moves.remove(move)
+            self._leaving.append(move)
+            _log.info("shard %s of %s has moved from %s to %s", move.shard, self.truth.url, move.source, move.target)
+        for move in [m for m in self._leaving if status.get(m.source, {}).get(m.shard, 0) >= GRACE]:
+            self._leaving.remove(move)
+            self._hosts[move.source].drop.remote(move.shard)
+        busy = {move.source for move in self._leaving} | {name for names in self.owners.values() for name in names}
+        for name in self._hosts.keys() - busy - {*proper} - {move.target for move in self._moves}:
+            ray.kill(self._hosts.pop(name))
+        idle = min((min(own.values(), default=UNUSED) for own in status.values()), default=0.0)
+        if idle >= UNUSED and self.truth.own and self.truth.stored_shards() != self.truth.shards:
+            for name in [*self._hosts, f"{self.start}places"]:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+    def _host(self, name: str, node: str, threads: int) -> Any:
+        """Start a host on a node, or on another one if the node is lost."""
+        ray = _ray()
+        actor_class = ray.remote(
+            concurrency_groups={"answers": THREADS, "tending": 1},
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            num_cpus=0,
+        )(_grouped(ray))
+        options = actor_class.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True),
+            # Ray would set as many OpenMP threads as the actor reserves CPUs (ray-project/ray#30496)
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE"}},
+        )
+        return options.remote(self.truth, f"{self.folder}/{name}", self._of(name), name, f"{self.start}places")
+
+
+def _slots(resources: dict[str, float]) -> int:
+    """Return the number of hosts for a node with these resources of Ray."""
+    return max(1, int(min(resources["CPU"] // CORES, resources.get("memory", 0) // BYTES)))
+
+
+def _grouped(ray: Any) -> type:
+    class Grouped(Host):
+        def __init__(self, truth: Truth, folder: str, own_shards: Sequence[int], name: str, places: str) -> None:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # after a restart, it may own other shards
+                if ray.get_runtime_context().was_current_actor_reconstructed:
+                    owned = ray.get_actor(places, namespace=NAMESPACE).owned.remote(name)
+                    own_shards = ray.get(owned, timeout=10 * PERIOD)
+            super().__init__(truth, folder, own_shards)
+            self.take(own_shards)  # at once: a restarted replica must be ready when another replica is lost
+
+        answer = ray.method(concurrency_group="answers")(Host.answer)
+        tend = ray.method(concurrency_group="tending")(Host.tend)
+
+    Grouped.__name__ = "Host"
+    return Grouped
+
+
+def named(ray: Any, start: str) -> list[str]:
+    """Return the names of softdb's running actors whose names begin with `start`."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(start)]
+
+
+def _ray() -> Any:
+    return needed("ray", "cluster", "actors")
