@@ -233,7 +233,7 @@ class Directories:
         if self.truth.own and self.truth.stored_shards() == self.truth.shards:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:
-            _remove(path)
+            remove_unused(path)
 
     # -- splitting -------------------------------------------------------------------------------------------------
 
@@ -297,10 +297,10 @@ def _close_and_remove(db: SoftDB) -> None:
     """Close a directory's database, and remove the directory."""
     with contextlib.suppress(SoftDBError):
         db.close()
-    _remove(Path(str(db.core.path)))
+    remove_unused(Path(str(db.core.path)))
 
 
-def _remove(path: Path) -> None:
+def remove_unused(path: Path) -> None:
     """Remove a shard's directory, unless a handle has it open, or it belongs to another program."""
     with contextlib.suppress(OSError, BadInput):
         require_ours(path)

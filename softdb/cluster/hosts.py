@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from softdb.cluster.directories import remove_unused
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.merge import together
 from softdb.cluster.shard import Message
 from softdb.cluster.truth import Truth
-from softdb.errors import SoftDBError
+from softdb.errors import DatabaseLocked, SoftDBError
+from softdb.store import files
 from softdb.tables.arrow_tables import needed
 
 _log = logging.getLogger("softdb")
@@ -32,6 +34,7 @@ THREADS = 4  # number of messages that an actor answers at once
 RETRIES = 2  # number of times that Ray repeats a call whose actor died, if no other replica can be asked
 CORES, BYTES = 8, 16 << 30  # a node has a host for so many cores and so much memory, and one host at least
 PERIOD = 2.0  # seconds between two looks at Ray's nodes
+HOSTS = 64  # largest number of hosts of a table on one machine; each has its own directories
 GRACE = 60.0  # seconds without a question after which a moved shard leaves its old host
 UNUSED = 600.0  # seconds without a question after which hosts end whose number of shards is outdated
 
@@ -40,7 +43,8 @@ class Host:
     """Actor that serves some shards of a table on one node."""
 
     def __init__(self, truth: Truth, folder: str, own_shards: Iterable[int]) -> None:
-        self.truth, self.folder, self._own = truth, folder, set(own_shards)
+        self.truth, self.folder, self._own = truth, Path(folder), set(own_shards)
+        self._lock: files.Lock | None = None  # of the directory in `folder` that this host uses
         self._opening = threading.Lock()
         self._shards: dict[int, HydratedShard] | None = None
         self._asked = dict[int, float]()  # shard -> time of its last question
@@ -99,12 +103,36 @@ class Host:
             opened = self._shards = self._shards if self._shards is not None else {}
             if lacking := sorted((self._own & {*shards}) - opened.keys()):
                 try:
-                    hydrated = Hydrated(self.truth, Path(self.folder), lacking)
+                    if self._lock is None:
+                        self.folder = self._claimed(lacking)
+                    hydrated = Hydrated(self.truth, self.folder, lacking)
                 except SoftDBError as error:
                     return error
                 opened |= {shard: HydratedShard(hydrated, shard) for shard in lacking}
                 _log.info("shards %s of %s are ready in %s", lacking, self.truth.url, self.folder)
             return dict(opened)
+
+    def _claimed(self, shards: Sequence[int]) -> Path:
+        """Lock and return a directory that no other host of this machine uses, if possible one with these shards.
+
+        Also looks for shards from before their number doubled. Removes directories of shards that it does not own.
+        """
+        count = self.truth.shards
+        names = {f"{shard % part}-of-{part}" for shard in shards for part in (count, max(1, count // 2))}
+
+        def present(number: int) -> int:
+            return sum(path.name.partition(".")[0] in names for path in self.folder.glob(f"ray-{number}/*-of-*"))
+
+        for number in sorted(range(HOSTS), key=lambda number: (-present(number), number)):
+            folder = self.folder / f"ray-{number}"
+            files.make_directory(folder)
+            self._lock = files.acquire(folder / f"host-{count}")
+            if self._lock is not None:
+                for path in folder.glob(f"*-of-{count}*"):
+                    if path.name.partition("-of-")[0] not in map(str, self._own):
+                        remove_unused(path)
+                return folder
+        raise DatabaseLocked(f"{HOSTS} hosts use {self.folder} on this machine; stop some, or give another cache=")
 
 
 def _answered(shard: HydratedShard, ask: Message) -> Any:
@@ -132,7 +160,7 @@ class Places:
         self._hosts = dict[str, Any]()  # name -> actor
         self._moves, self._leaving = list[Move](), list[Move]()
         self._adopt()
-        self.balance()
+        self.balance(moves=False)
         threading.Thread(target=self._watch, name="softdb-places", daemon=True).start()
 
     def layout(self) -> dict[int, list[str]]:
@@ -165,7 +193,7 @@ class Places:
             except Exception as error:
                 _log.warning("%s: hosts are not balanced: %s", self.truth.url, error)
 
-    def balance(self) -> None:
+    def balance(self, moves: bool = True) -> None:
         """Start hosts on new nodes, give shards without owner to hosts, and move shards from full hosts to others."""
         ray = _ray()
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
@@ -183,8 +211,9 @@ class Places:
             if name not in self._hosts:
                 node = name.rpartition("-")[0].rpartition("-")[2]
                 self._hosts[name] = self._host(name, node, int(nodes[node].get("CPU", 1)) // slots[node])
-        self._finish(ray, proper)
-        if not self._moves:
+        if moves:
+            self._finish(ray, proper)
+        if moves and not self._moves:
             self._begin(proper)
 
     def _emptiest(self, names: Sequence[str], shard: int) -> str:
@@ -223,7 +252,7 @@ class Places:
         busy = {move.source for move in self._leaving} | {name for names in self.owners.values() for name in names}
         for name in self._hosts.keys() - busy - {*proper} - {move.target for move in self._moves}:
             ray.kill(self._hosts.pop(name))
-        idle = min((min(own.values(), default=UNUSED) for own in status.values()), default=0.0)
+        idle = min((min(own.values(), default=0.0) for own in status.values()), default=0.0)
         if idle >= UNUSED and self.truth.own and self.truth.stored_shards() != self.truth.shards:
             for name in [*self._hosts, f"{self.start}places"]:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
@@ -246,7 +275,7 @@ class Places:
             # Ray would set as many OpenMP threads as the actor reserves CPUs (ray-project/ray#30496)
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE"}},
         )
-        return options.remote(self.truth, f"{self.folder}/{name}", self._of(name), name, f"{self.start}places")
+        return options.remote(self.truth, self.folder, self._of(name), name, f"{self.start}places")
 
 
 def _slots(resources: dict[str, float]) -> int:

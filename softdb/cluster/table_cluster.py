@@ -110,7 +110,7 @@ class TableCluster(Cluster):
 
         A host that has the directory of shard s copies it twice and deletes half of each copy; another host reads the
         table. The old shards answer until the new ones are complete, and their answers stay valid. Other handles switch
-        at their next `refresh()`; on Ray the old actors serve them until `softdb.cluster.stop`. Growing may take longer
+        at their next `refresh()`; on Ray the old actors end when nobody asks them any more. Growing may take longer
         than the timeout; call again after an interruption. Raises DatabaseLocked if another handle grows at once.
         """
         return self.core.grow()
