@@ -1,9 +1,8 @@
 """Shards on the ranks of a torch.distributed job: every rank asks its own queries, and answers for its own shards.
 
-Messages never wait for the job's collectives, nor the collectives for messages. Small messages go over sockets. Large
-messages go over a gloo group of their own, as do all messages if the sockets cannot connect. Each message names the
-kind of call; if ranks make different calls, softdb raises an error within the timeout. Gradients are not averaged or
-summed over ranks: each rank gets the gradients of its own queries.
+Messages never wait for the job's collectives, nor the collectives for messages: they go over a gloo group of their own.
+Each message names the kind of call; if ranks make different calls, softdb raises an error within the timeout. Gradients
+are not averaged or summed over ranks: each rank gets the gradients of its own queries.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from softdb.cluster.connections import Connections
 from softdb.cluster.merge import of_owners, together
 from softdb.cluster.shard import ClusterShard, Message, ShardReplies
 from softdb.errors import BadInput, Closed, ShardUnavailable, SoftDBError
@@ -54,7 +52,6 @@ class Ranks:
         self._limit, self._broken, self._turn = timeout, "", 0
         wait = datetime.timedelta(seconds=timeout)
         self._group: Any = self._collectively(lambda: dist.new_group(backend="gloo", timeout=wait))
-        self._connections: Connections | None = None
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
         by_rank = [pickle.loads(data) for data in self._gathered(pickle.dumps(sorted(self._own)))]
         owners = [(shard, rank) for rank, shards in enumerate(by_rank) for shard in shards]
@@ -65,7 +62,6 @@ class Ranks:
                 f"the {self.ranks} ranks hold the shards {by_rank}; expected 0 to P - 1, each on one rank; check the "
                 "argument own= on every rank"
             )
-        self._connections = Connections.between(self.rank, self.ranks, self._gathered)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send messages, as `Transport.ask` says: the ranks exchange messages, then replies."""
@@ -98,9 +94,7 @@ class Ranks:
         return more or b"1" in flags.values()
 
     def close(self) -> None:
-        """Close the connections and the group. The shards stay open."""
-        if self._connections is not None:
-            self._connections.close()
+        """Close the group. The shards stay open."""
         if self._group is not None and not self._broken:
             dist.destroy_process_group(self._group)
         self._group = None
@@ -122,7 +116,9 @@ class Ranks:
         self._turn += 1
         end = time.monotonic() + self._limit if end is None else end
         own = self._turn, zlib.crc32(kind.encode())
-        slots = self._slots({rank: HEAD.pack(*own, len(data)) + data[:SLOT] for rank, data in sent.items()}, end)
+        size = HEAD.size + SLOT
+        packed = {rank: (HEAD.pack(*own, len(data)) + data[:SLOT]).ljust(size, b"\0") for rank, data in sent.items()}
+        slots = self._swapped(packed, dict.fromkeys(sent, size), end)
         heads = {rank: HEAD.unpack_from(data) for rank, data in slots.items()}
         if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
             self._turn = max(self._turn, *(head[0] for head in heads.values()))
@@ -134,15 +130,6 @@ class Ranks:
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
         more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT}, end)
         return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
-
-    def _slots(self, sent: Mapping[int, bytes], end: float) -> dict[int, bytes]:
-        """Exchange at most HEAD.size + SLOT bytes with each other rank; return {rank: bytes received}."""
-        connections = self._connections
-        if connections is not None:
-            return self._collectively(lambda: connections.exchanged(sent, end - time.monotonic()))
-        size = HEAD.size + SLOT
-        padded = {rank: data.ljust(size, b"\0") for rank, data in sent.items()}
-        return self._swapped(padded, dict.fromkeys(sent, size), end)
 
     def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int], end: float) -> dict[int, bytes]:
         """Send messages to other ranks over gloo, and receive messages of the expected sizes in bytes."""
@@ -168,8 +155,6 @@ class Ranks:
             return call()
         except (RuntimeError, OSError) as error:
             self._broken = str(error).splitlines()[0][:200]
-            if self._connections is not None:
-                self._connections.close()  # other ranks that wait for this rank get an error at once
             raise ShardUnavailable(
                 f"rank {self.rank} of {self.ranks} waited for others in vain ({self._broken}); a rank is lost, or "
                 "slower than the timeout, or only some ranks made this call: if one rank asks, every rank must ask"
