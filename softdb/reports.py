@@ -10,8 +10,8 @@ from typing import Any
 from softdb.visible import table
 
 __all__ = [
-    "CompactReport", "DeviceReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "SnapshotReport",
-    "Stats", "ViewReport",
+    "CompactReport", "DeviceReport", "IndexReport", "MemoryReport", "ReembedReport", "ReindexReport", "ShardReport",
+    "SnapshotReport", "Stats", "ViewReport",
 ]  # fmt: skip
 
 ALWAYS = {"always": True}  # metadata of a field that `summary` includes even at its default
@@ -98,6 +98,23 @@ class DeviceReport(Report):
 
 
 @dataclass(frozen=True, repr=False)
+class ShardReport(Report):
+    """Report on one shard of a table, from the host that answered."""
+
+    shard: int = field(metadata=ALWAYS)
+    node: str  # name of the machine
+    version: int  # version of the table that it serves
+    lag: int = field(metadata=ALWAYS)  # number of the table's commits that it has not taken in yet
+    served: int  # number of versions that it serves
+    records: int = field(metadata=ALWAYS)
+    index: str | None  # kind of its index; None: no index
+    live_recall: float | None  # mean recall of the searches that were watched
+    answered: int = field(metadata=ALWAYS)  # number of messages since the shard was opened
+    p50: float  # median of the seconds of the last 1,000 messages
+    p99: float  # their 99th percentile
+
+
+@dataclass(frozen=True, repr=False)
 class Stats(Report):
     """Description of a database: its schema, its records and its size."""
 
@@ -122,6 +139,7 @@ class Stats(Report):
     kernels: str  # the instruction set of the kernels in use, or why torch is used instead
     index: IndexReport | None  # None before an index is built
     device: DeviceReport | None = None  # None on the CPU
+    shards: list[ShardReport] = field(default_factory=list)  # of a cluster over a table
 
 
 @dataclass(frozen=True, repr=False)

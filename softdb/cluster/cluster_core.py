@@ -104,6 +104,7 @@ class ClusterCore(Core[Sharded]):
         total: Stats = dataclasses.replace(
             shards[0], path=None, mode=self.mode, generation=self.version, **sums,
             segments=sum(shard.segments for shard in shards), unflushed=0,
+            shards=[report for shard in shards for report in shard.shards],
         )  # fmt: skip
         return total
 

@@ -89,8 +89,11 @@ class Host:
             dropped.hydrated.leave(shard)
 
     def status(self) -> dict[int, float]:
-        """Return {shard: seconds since its last question} of the shards that are complete."""
+        """Return {shard: seconds since its last question} of the shards that are complete. Updates Ray's metrics."""
         now, shards = time.monotonic(), dict(self._shards or {})
+        for shard in shards.values():
+            with contextlib.suppress(SoftDBError, KeyError):  # it is being replaced, or the store is out of reach
+                shard.report()
         return {shard: now - self._asked.setdefault(shard, now) for shard in shards}
 
     def pid(self) -> int:

@@ -7,10 +7,12 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.hydrate import Hydrated
+from softdb.cluster.metrics import Meter
 from softdb.cluster.shard import (
     NEWEST,
     CallVerb,
@@ -22,6 +24,7 @@ from softdb.cluster.shard import (
     of_records,
 )
 from softdb.errors import Closed, CorruptionError, SoftDBError, StaleRead
+from softdb.reports import ShardReport
 
 _log = logging.getLogger("softdb")
 
@@ -70,6 +73,7 @@ class HydratedShard:
 
     def __init__(self, hydrated: Hydrated, shard: int) -> None:
         self.hydrated, self.shard = hydrated, shard
+        self._meter = Meter(hydrated.truth.url, shard)
 
     def answer(self, ask: Message) -> Any:
         """Return the reply to a message; see `ClusterShard.answer`. Rebuilds a damaged directory, and tries again."""
@@ -82,8 +86,11 @@ class HydratedShard:
                 hydrated.follow(version)
         elif version != NEWEST and hydrated.version(shard) < of_records(version):
             hydrated.follow(of_records(version))  # an idle replica may be at an older version
+        started = time.perf_counter()
         try:
-            return self._answered(ask, version)
+            reply = self._answered(ask, version)
+            self._meter.answered(type(ask).__name__, time.perf_counter() - started)
+            return reply
         except CorruptionError as error:
             _log.warning("shard %s of %s is rebuilt: %s", shard, hydrated.truth.url, error)
         hydrated.remake(shard)
@@ -110,7 +117,16 @@ class HydratedShard:
             if ask.reader:
                 versions.note(ask.reader, () if ask.leaves else {of_records(tag), *ask.needed})
             return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
+        if isinstance(ask, CallVerb) and ask.verb == "stats":
+            return replace(reply, shards=[self.report()])
         return reply
+
+    def report(self) -> ShardReport:
+        """Return a report of the shard's newest version. In an actor of Ray, its metrics get the numbers, too."""
+        hydrated, shard = self.hydrated, self.shard
+        db, version = hydrated.databases[shard], hydrated.version(shard)
+        lag, served = hydrated.truth.newest() - version, len(hydrated.versions[shard].numbers)
+        return self._meter.report(db.core.finder.report(), len(db), version, lag, served)
 
 
 class LocalTable(Local):
