@@ -162,7 +162,7 @@ class DatabaseShard:
             except Exception as error:
                 raise BadInput(
                     f"a shard cannot load the score ({type(error).__name__}: {error}); define it in a module that the "
-                    "shards can import, not in a notebook or a script, or use one of softdb.scores"
+                    "shards can import, in a notebook or script on Ray, or use one of softdb.scores"
                 ) from error
         return score_of(ask.metric)
 

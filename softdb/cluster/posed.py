@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,9 +56,13 @@ def posed(request: Request, metric: Metric, dim: int, where: dict[str, Any] | No
 
 
 def pickled(score: Score | ScoreFunction) -> tuple[bytes, tuple[Tensor, ...]]:
-    """Pickle a score; return the bytes and the parameters that want gradients. Raises BadInput."""
+    """Pickle a score; return the bytes and the parameters that want gradients. Raises BadInput.
+
+    Where Ray is used, its cloudpickle takes classes and functions of a notebook or script along, and lambdas.
+    """
     try:
-        data = pickle.dumps(score)
+        ray = sys.modules.get("ray")
+        data = pickle.dumps(score) if ray is None else ray.cloudpickle.dumps(score)
     except Exception as error:
         raise BadInput(
             f"the score {shown(score)} cannot be sent to shards ({type(error).__name__}: {error}); make "

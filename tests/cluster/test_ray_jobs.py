@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -142,3 +145,38 @@ def trained_alike(one: train.Fitted, other: train.Fitted) -> None:
     assert one.after.mrr_100 > one.before.mrr_100 + 0.1
     assert other.after == pytest.approx(one.after, abs=0.03)
     assert (other.projection.weight - one.projection.weight).norm() <= 1e-3 * one.projection.weight.norm()
+
+
+NOTEBOOK = """
+import sys, numpy as np, ray, torch
+import softdb
+from softdb import cluster
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+    def forward(self, queries, keys):
+        return (queries @ keys.mT).tanh() * self.scale
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+keys = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+words = {"dim": 4, "shards": 2, "ids": "int", "on": "ray", "timeout": 120}
+with softdb.open(None, dim=4) as alone, cluster.create(sys.argv[2], **words) as db:
+    for each in (alone, db):
+        each.insert(range(40), keys)
+    for score in (Half(), lambda queries, keys: (queries @ keys.mT).tanh()):
+        answers = [each.attend(torch.ones(1, 4), score=score).output for each in (alone, db)]
+        torch.testing.assert_close(*answers)
+cluster.stop(sys.argv[2])
+print("equal")
+"""
+
+
+def test_scores_of_a_notebook_travel_with_their_code(tmp_path: Path) -> None:
+    """Stand in for a notebook: a script, whose classes no actor can import."""
+    address = ray.get_runtime_context().gcs_address
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", NOTEBOOK, address, str(tmp_path / "t.lance")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
