@@ -21,7 +21,7 @@ import numpy as np
 
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, ShardOrigin
-from softdb.cluster.placement import is_id, parts_of, windows
+from softdb.cluster.placement import HASH, is_id, shard_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
@@ -168,8 +168,8 @@ class Hydrated(Directories):
         if changes is None:
             self._make(pool, shards, dataset)
             return
-        origin, removed = self._origin(dataset), parts_of(changes.removed, self.truth.shards)
-        added = parts_of(changes.added[self.truth.fields.id].to_pylist(), self.truth.shards)
+        origin, removed = self._origin(dataset), shard_of(changes.removed, self.truth.shards)
+        added = shard_of(changes.added[self.truth.fields.id], self.truth.shards)
         removed_ids = {shard: [changes.removed[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
         unclear = [shard for shard in shards if self._unclear(shard, removed_ids[shard])]
 
@@ -241,7 +241,7 @@ class Hydrated(Directories):
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
         batches = [] if records is None else storable(self.truth, records, left_out)
-        origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
+        origin = replace(origin, place=[shard, self.truth.shards, HASH], making=self._making[shard])
         with self.gates[shard].closed():
             try:
                 try:

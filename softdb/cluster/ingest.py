@@ -111,7 +111,7 @@ def _written(truth: Truth, batch: Any) -> Any:
         rows, reason = _checked(truth, batch), None
     except BadInput as error:
         rows, reason = truth.now().schema.empty_table(), error.args[0]
-    rows = rows.take(by_shard(rows["id"].to_pylist()))
+    rows = rows.take(by_shard(rows["id"]))
     fragments = write(rows, truth.url, schema=rows.schema, storage_options=truth.options) if len(rows) else []
     ids = pa.array([rows["id"].to_pylist()], pa.list_(rows.schema.field("id").type))
     return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})

@@ -16,7 +16,7 @@ from lance_tables import DIM, batch, contents, hydrated, made, told
 
 import softdb
 from softdb import cluster, errors
-from softdb.cluster.placement import parts_of
+from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import directory_of
 from softdb.cluster.truth import Truth
 
@@ -56,7 +56,7 @@ def test_swapped_directories_are_rebuilt(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     assert contents(followed) == told(truth)
     for shard, db in followed.databases.items():
-        assert {*parts_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
+        assert {*shard_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
     followed.close()
 
 
