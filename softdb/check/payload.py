@@ -14,7 +14,7 @@ from softdb.check.ids import encodable
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DEPTH", "is_missing", "json_ready", "json_text", "payloads"]
+__all__ = ["MAX_DEPTH", "JsonText", "is_missing", "json_ready", "json_text", "json_texts", "payloads"]
 
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
@@ -31,10 +31,16 @@ if (_make_encoder := getattr(json.encoder, "c_make_encoder", None)) is not None:
         return "".join(_chunks(o, 0))
 
 
+class JsonText(str):
+    """A payload as JSON text, exactly as `json_text` would return it for its value."""
+
+    __slots__ = ()
+
+
 def payloads(value: object, count: int) -> list[str | None]:
     """Return payloads as JSON texts, one for each of `count` ids; None stays None.
 
-    NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and dates and times texts
+    A `JsonText` stays unchanged. NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and dates and times texts
     in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or nesting beyond 64.
     """
     if value is None:
@@ -45,7 +51,26 @@ def payloads(value: object, count: int) -> list[str | None]:
             raise BadInput(f"payloads are {shown(value)}; {expected}")
         value = [value]
     filled(value, "payloads", count)
-    return [None if item is None else _payload(item, f"payload {i}") for i, item in enumerate(_items(value))]
+    items = enumerate(_items(value))
+    return [item if item is None or type(item) is JsonText else _payload(item, f"payload {i}") for i, item in items]
+
+
+def json_texts(texts: Sequence[Any]) -> list[JsonText | None] | None:
+    """Return JSON texts unchanged; return None if one of them is not the text that `json_text` returns for its value.
+
+    Cost: half of parsing each text and encoding its value.
+    """
+    given = [text for text in texts if text is not None]
+    try:
+        values = json.loads(f"[{','.join(given)}]")
+        for text, value in zip(given, values, strict=True):
+            if value is None or _encode(value) != text:
+                return None
+            if len(text) > MAX_DEPTH:
+                json_text(value, "payload")
+    except (BadInput, ValueError, TypeError, RecursionError):
+        return None
+    return [text if text is None else JsonText(text) for text in texts]
 
 
 def is_missing(value: object) -> bool:

@@ -228,7 +228,8 @@ class Hydrated(Directories):
             def apply(shard: int) -> None:
                 own_rows = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
                 if len(own_rows):
-                    self._apply(shard, [], batch.take(own_rows - low), replace(origin, rows=at))  # noqa: B023
+                    rows = batch if len(own_rows) == len(batch) else batch.take(own_rows - low)  # noqa: B023
+                    self._apply(shard, [], rows, replace(origin, rows=at))  # noqa: B023
                     self._passed_over(len(own_rows))
 
             list(pool.map(apply, own))

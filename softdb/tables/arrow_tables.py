@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, attribute, is_missing, shown
+from softdb.check import Array, attribute, is_missing, json_texts, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.tables.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
@@ -292,6 +292,9 @@ class _TableReader:
         if "payload" not in batch.schema.names:
             return [None] * len(batch)
         payloads: list[Any] = batch.column("payload").to_pylist()
+        checked = json_texts(payloads)
+        if checked is not None:
+            return checked
         for i, text in enumerate(payloads):
             if not isinstance(text, dict | list | None):
                 try:
