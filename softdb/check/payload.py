@@ -40,8 +40,9 @@ class JsonText(str):
 def payloads(value: object, count: int) -> list[str | None]:
     """Return payloads as JSON texts, one for each of `count` ids; None stays None.
 
-    A `JsonText` stays unchanged. NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and dates and times texts
-    in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or nesting beyond 64.
+    A `JsonText` stays unchanged. NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and
+    dates and times texts in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or
+    nesting beyond 64.
     """
     if value is None:
         return [None] * count
