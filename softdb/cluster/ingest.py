@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from softdb.check import shown
 from softdb.cluster.addresses import address, named
-from softdb.cluster.placement import by_shard
+from softdb.cluster.placement import by_shard, shard_of
 from softdb.cluster.truth import Truth, stored
-from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
+from softdb.errors import BadInput, DatabaseLocked, DuplicateId, SoftDBError, WriteFailed
 from softdb.tables.arrow_tables import needed
 
 _WRONG = "wrong"  # name of the column in which workers return errors
 _BYTES = 1 << 26  # approximate size in bytes of a file that a worker writes
+_BUCKET = 1 << 22  # approximate number of ids that one task compares
+_TRIES = 20  # number of attempts to commit while other processes write, too
 
 
 @named
@@ -28,33 +32,56 @@ def ingest(
 
     The data set has columns `id`, `key`, and `value` if the table has values. Further columns are either `text` and
     `payload`, as in an export, or any others, which become the payload. Ray's workers check the rows and write them,
-    sorted by shard; this process gets only the ids, and commits. With `upsert` this process gets the rows, too, and
-    writes them. A failure leaves the table unchanged: run a killed job again.
+    sorted by shard, and compare the ids; this process gets only the names of the files, and commits. With `upsert` one
+    worker gets the rows and writes them. A failure leaves the table unchanged: run a killed job again.
 
     Raises:
         DuplicateId: an id is stored already, or is in two rows; `upsert=True` replaces stored records.
         BadInput: a row cannot be stored; the message names it.
         DatabaseLocked: other writers kept committing; nothing was written.
     """
-    truth = stored(address(url), storage_options)
-    needed("ray", "cluster", "ingest")
-    if upsert:
-        return _merged(truth, dataset)
-    fragments, ids = list[Any](), list[Any]()
+    truth, ray = stored(address(url), storage_options), needed("ray", "cluster", "ingest")
+    if upsert:  # the worker only waits for others, and takes no CPU from them
+        return int(_results([ray.remote(num_cpus=0)(_result).remote(_merged, truth, dataset)])[0])
 
     def written(batch: Any) -> Any:
         return _written(truth, batch)
 
-    files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth))
-    for table in files.iter_batches(batch_format="pyarrow", batch_size=None):
+    files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth)).materialize()
+    fragments = list[Any]()
+    for table in files.select_columns(["fragments", _WRONG]).iter_batches(batch_format="pyarrow", batch_size=None):
         _require_right(table)
         fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
-        ids += [chunk.flatten() for chunk in table["ids"].chunks]
-    return append(truth, fragments, ids)
+    buckets = 2 << (sum(fragment.physical_rows for fragment in fragments) // _BUCKET).bit_length()
+    split = ray.remote(num_returns=buckets)(_in_buckets)
+    ids = [split.remote(block, buckets) for block in files.to_arrow_refs()]
+    check = ray.remote(_result)
+
+    def require_new(version: int) -> None:
+        _results([check.remote(_require_new, truth, version, *bucket) for bucket in zip(*ids, strict=True)])
+
+    return append(truth, fragments, require_new)
+
+
+def _result(work: Callable[..., Any], *args: Any) -> tuple[Any, SoftDBError | None]:
+    """Return the result of `work` and no error, or None and its error, which Ray would wrap in another."""
+    try:
+        return work(*args), None
+    except SoftDBError as error:
+        return None, error
+
+
+def _results(tasks: list[Any]) -> list[Any]:
+    """Return the results of tasks that run `_result`. Raises the first error."""
+    results = needed("ray", "cluster", "ingest").get(tasks)
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [result for result, _ in results]
 
 
 def _merged(truth: Truth, dataset: Any) -> int:
-    """Add or replace records: the rows go through this process, and Lance merges them."""
+    """Add or replace records: Lance merges the rows, which go through this process, a worker of Ray."""
     pa, schema = needed("pyarrow", "cluster", "ingest"), truth.now().schema
 
     def checked(batch: Any) -> Any:
@@ -113,33 +140,28 @@ def _written(truth: Truth, batch: Any) -> Any:
         rows, reason = truth.now().schema.empty_table(), error.args[0]
     rows = rows.take(by_shard(rows["id"]))
     fragments = write(rows, truth.url, schema=rows.schema, storage_options=truth.options) if len(rows) else []
-    ids = pa.array([rows["id"].to_pylist()], pa.list_(rows.schema.field("id").type))
+    ids = pa.LargeListArray.from_arrays([0, len(rows)], rows["id"].combine_chunks())
     return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
 
 
-_TRIES = 20  # number of attempts to commit while other processes write, too
+def append(truth: Truth, fragments: list[Any], require_new: Callable[[int], None]) -> int:
+    """Commit fragments of Lance (files of rows) in one transaction; return the new version.
 
-
-def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
-    """Commit fragments of Lance (files of rows) with these ids in one transaction; return the new version.
-
-    Raises DuplicateId, and DatabaseLocked if other writers kept committing.
+    `require_new(version)` raises DuplicateId if an id comes twice or is stored in that version. Raises DatabaseLocked
+    if other writers kept committing.
 
     Lance does not check an append against concurrent inserts of the same ids. But it refuses a merge of fragments if
     anything was written since the version that the merge names. So this function checks the ids in that version, and if
     Lance refuses the merge, checks them again in the next version.
     """
-    pa, lance = needed("pyarrow", "cluster", "ingest"), needed("lance", "cluster", "ingest")
+    lance = needed("lance", "cluster", "ingest")
     if not fragments:
         return truth.newest()
-    column = pa.chunked_array(ids)
-    _require_once(column)
-    names = pa.table([column], schema=pa.schema([truth.now().schema.field("id")]))
     for _ in range(_TRIES):
         newest, commits = truth.now(), list[Any]()
 
         def commit() -> None:
-            newest.merge_insert("id").when_matched_fail().execute_uncommitted(names)  # noqa: B023
+            require_new(newest.version)  # noqa: B023
             all_fragments = [*(fragment.metadata for fragment in newest.get_fragments()), *fragments]  # noqa: B023
             operation = lance.LanceOperation.Merge(all_fragments, newest.lance_schema)  # noqa: B023
             commits.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
@@ -153,9 +175,21 @@ def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
     raise overtaken
 
 
-def _require_once(ids: Any) -> None:
-    compute = needed("pyarrow.compute", "cluster", "ingest")
-    counts = ids.value_counts()
+def _in_buckets(block: Any, buckets: int) -> list[Any]:
+    """Split the ids that `_written` returned by their hashes. Runs in a worker of Ray."""
+    ids = block["ids"].combine_chunks().flatten()
+    parts = shard_of(ids, buckets)
+    return [ids.take(np.flatnonzero(parts == bucket)) for bucket in range(buckets)]
+
+
+def _require_new(truth: Truth, version: int, *ids: Any) -> None:
+    """Raise DuplicateId if an id comes twice, or is stored in a version of the table. Runs in a worker of Ray."""
+    pa, compute = needed("pyarrow", "cluster", "ingest"), needed("pyarrow.compute", "cluster", "ingest")
+    column = pa.chunked_array(ids)
+    counts = column.value_counts()
     twice = counts.filter(compute.greater(counts.field("counts"), 1))
     if len(twice):
         raise DuplicateId(f"id {shown(twice[0]['values'].as_py())} comes twice; keep one of its rows")
+    dataset = truth.at(version)
+    names = pa.table([column], schema=pa.schema([dataset.schema.field("id")]))
+    truth.attempt(lambda: dataset.merge_insert("id").when_matched_fail().execute_uncommitted(names))
