@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from softdb import opening
-from softdb.cluster.placement import HASH, MOST, shard_of
+from softdb.cluster.placement import MOST, shard_of
 from softdb.cluster.shard import VERSION_BITS, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
@@ -32,6 +32,7 @@ from softdb.errors import (
 )
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
+from softdb.tables.hashing import HASH
 
 
 class Gate:

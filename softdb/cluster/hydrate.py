@@ -21,13 +21,14 @@ import numpy as np
 
 from softdb.check import Id, shown
 from softdb.cluster.directories import Directories, ShardOrigin
-from softdb.cluster.placement import HASH, is_id, shard_of, windows
+from softdb.cluster.placement import is_id, shard_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
 from softdb.store import Batch
+from softdb.tables.hashing import HASH
 from softdb.tables.rows import Rows as Read
 
 _log = logging.getLogger("softdb")

@@ -13,7 +13,7 @@ from softdb.check import shown
 from softdb.cluster.addresses import address, named
 from softdb.cluster.placement import by_shard, shard_of
 from softdb.cluster.truth import Truth, stored
-from softdb.errors import BadInput, DatabaseLocked, DuplicateId, SoftDBError, WriteFailed
+from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.tables.arrow_tables import needed
 
 _WRONG = "wrong"  # name of the column in which workers return errors
@@ -42,7 +42,7 @@ def ingest(
     """
     truth, ray = stored(address(url), storage_options), needed("ray", "cluster", "ingest")
     if upsert:  # the worker only waits for others, and takes no CPU from them
-        return int(_results([ray.remote(num_cpus=0)(_result).remote(_merged, truth, dataset)])[0])
+        return int(_results([ray.remote(num_cpus=0)(_merged).remote(truth, dataset)])[0])
 
     def written(batch: Any) -> Any:
         return _written(truth, batch)
@@ -50,72 +50,48 @@ def ingest(
     files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth)).materialize()
     fragments = list[Any]()
     for table in files.select_columns(["fragments", _WRONG]).iter_batches(batch_format="pyarrow", batch_size=None):
-        _require_right(table)
+        reasons = table[_WRONG].drop_null()
+        if len(reasons):
+            raise BadInput(f"{reasons[0].as_py()}; nothing was written")
         fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
     buckets = 2 << (sum(fragment.physical_rows for fragment in fragments) // _BUCKET).bit_length()
     split = ray.remote(num_returns=buckets)(_in_buckets)
     ids = [split.remote(block, buckets) for block in files.to_arrow_refs()]
-    check = ray.remote(_result)
+    check = ray.remote(_require_new)
 
     def require_new(version: int) -> None:
-        _results([check.remote(_require_new, truth, version, *bucket) for bucket in zip(*ids, strict=True)])
+        _results([check.remote(truth, version, *bucket) for bucket in zip(*ids, strict=True)])
 
     return append(truth, fragments, require_new)
 
 
-def _result(work: Callable[..., Any], *args: Any) -> tuple[Any, SoftDBError | None]:
-    """Return the result of `work` and no error, or None and its error, which Ray would wrap in another."""
-    try:
-        return work(*args), None
-    except SoftDBError as error:
-        return None, error
-
-
 def _results(tasks: list[Any]) -> list[Any]:
-    """Return the results of tasks that run `_result`. Raises the first error."""
-    results = needed("ray", "cluster", "ingest").get(tasks)
-    for _, error in results:
-        if error is not None:
-            raise error
-    return [result for result, _ in results]
+    """Return the results of Ray's tasks. Raises the first error as the task raised it, without Ray's."""
+    ray = needed("ray", "cluster", "ingest")
+    try:
+        return list(ray.get(tasks))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 def _merged(truth: Truth, dataset: Any) -> int:
     """Add or replace records: Lance merges the rows, which go through this process, a worker of Ray."""
-    pa, schema = needed("pyarrow", "cluster", "ingest"), truth.now().schema
-
-    def checked(batch: Any) -> Any:
-        try:
-            rows, reason = _checked(truth, batch), None
-        except BadInput as error:
-            rows, reason = pa.table([pa.nulls(1, column.type) for column in schema], schema.names), error.args[0]
-        return rows.append_column(_WRONG, pa.array([reason] * len(rows), pa.string()))
-
-    rows = dataset.map_batches(checked, batch_format="pyarrow", batch_size=_rows(truth))
-    refused = list[BadInput]()
+    pa, refused = needed("pyarrow", "cluster", "ingest"), list[BadInput]()
 
     def batches() -> Iterator[Any]:
-        for table in rows.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
+        for table in dataset.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
             try:
-                _require_right(table)
+                yield from _checked(truth, table).to_batches()
             except BadInput as error:  # Lance raises an error of its own instead
-                refused.append(error)
+                refused.append(BadInput(f"{error.args[0]}; nothing was written"))
                 raise
-            yield from table.drop_columns([_WRONG]).cast(schema).to_batches()
 
     try:
-        return truth.write(pa.RecordBatchReader.from_batches(schema, batches()), upsert=True)
+        return truth.write(pa.RecordBatchReader.from_batches(truth.now().schema, batches()), upsert=True)
     except WriteFailed:
         if refused:
             raise refused[0] from None
         raise
-
-
-def _require_right(table: Any) -> None:
-    """Raise BadInput if a worker has refused a row."""
-    reasons = table[_WRONG].drop_null()
-    if len(reasons):
-        raise BadInput(f"{reasons[0].as_py()}; nothing was written")
 
 
 def _rows(truth: Truth) -> int:
