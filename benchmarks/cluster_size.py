@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from hashlib import blake2b
@@ -72,8 +73,9 @@ def hydrated(records: int, rounds: int) -> dict[str, Any]:
         def hydrate(shards: int) -> None:
             table = truth.with_shards(shards)
             shard = Hydrated(table, folder / f"cache-{next(made)}", range(shards), table.newest())
-            count = sum(len(each) for each in shard.databases.values())
+            count = sum(map(len, shard.databases.values()))
             shard.close()
+            shutil.rmtree(shard.folder)
             if count != records:
                 raise SystemExit(f"{shards} shards hold {count} records; expected {records}")
 

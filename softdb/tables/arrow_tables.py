@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -288,7 +288,7 @@ class _TableReader:
         vectors[valid] = present
         return vectors, valid
 
-    def _own_payloads(self, batch: Any, bad: dict[int, str]) -> list[Any]:
+    def _own_payloads(self, batch: Any, bad: dict[int, str]) -> Sequence[Any]:
         if "payload" not in batch.schema.names:
             return [None] * len(batch)
         payloads: list[Any] = batch.column("payload").to_pylist()

@@ -21,8 +21,10 @@ VALUES = st.recursive(
 def test_texts_of_softdb_pass_unchanged(values: list[Any]) -> None:
     texts = check.payloads(values, len(values)) if values else []
     passed = check.json_texts(texts)
-    assert passed == texts
-    assert not texts or check.payloads(passed, len(texts)) == texts
+    assert passed is not None
+    assert list(passed) == texts
+    for form in (passed, passed[:], list(passed)):
+        assert not texts or check.payloads(form, len(texts)) == texts
 
 
 @pytest.mark.parametrize(
