@@ -9,6 +9,7 @@ the same run: calls of the same actors, and all-to-alls of gloo, that do nothing
 shard does, because a call after a busy pause takes longer than one in a row of empty calls.
 growth: time of a shard by its number of records, and of a caller by its number of hosts, for scaling_model.py.
 bytes: bytes of requests and replies at several numbers of records; they must not grow with it.
+size: ids placed per second, and seconds in which shards are made from each GB of a table, beside the floors.
 bars: errors and coverage beside those of one database with the same draws, for several ways to place the records.
 
 Every answer is checked before a figure counts. A result file keeps the parts that are not measured again.
@@ -25,15 +26,20 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cluster_growth import growth
+from cluster_size import hydrated, placed
 from cluster_transports import SHARDS, TRANSPORTS, World, overhead, rank_of
 from cluster_world import bars, bytes_sent
 from common import provenance, write_json
+
+SIZE_ROUNDS = 5
 
 
 def main() -> None:
     """Measure the chosen parts and write them beside those in the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["overhead", "growth", "bytes", "bars"], default=["overhead"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=["overhead", "growth", "bytes", "size", "bars"], default=["overhead"]
+    )
     parser.add_argument("--n", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=300)
@@ -59,6 +65,8 @@ def main() -> None:
         result["growth"] = about | growth(args.records, args.repeats)
     if "bytes" in args.parts:
         result["bytes"] = about | bytes_sent(args.records)
+    if "size" in args.parts:
+        result["size"] = about | placed(SIZE_ROUNDS) | hydrated(args.n, SIZE_ROUNDS)
     if "bars" in args.parts:
         result["bars"] = about | bars(args.draws)
     if args.out:

@@ -14,10 +14,11 @@ from softdb.check.ids import encodable
 from softdb.check.plain import filled, shown
 from softdb.errors import BadInput
 
-__all__ = ["MAX_DEPTH", "is_missing", "json_ready", "json_text", "payloads"]
+__all__ = ["MAX_DEPTH", "JsonText", "is_missing", "json_ready", "json_text", "json_texts", "payloads"]
 
 MAX_DEPTH = 64  # nesting of a payload or a filter: far below the limit of every JSON parser involved
 
+_GROUP = 100  # texts that are parsed at once: the garbage collector runs for several hundred new values
 _LEAVES = (str, int, bool, type(None))
 _LISTS = (list, tuple)  # a constant, as evaluating `list | tuple` for each payload would double the cost of the check
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
@@ -31,21 +32,63 @@ if (_make_encoder := getattr(json.encoder, "c_make_encoder", None)) is not None:
         return "".join(_chunks(o, 0))
 
 
+class JsonText(str):
+    """A payload as JSON text, exactly as `json_text` would return it for its value."""
+
+
+class JsonTexts(Sequence[JsonText | None]):
+    """Payloads as JSON texts. An item becomes a `JsonText` when it is read: many of them slow the garbage collector."""
+
+    def __init__(self, texts: list[str | None]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return JsonTexts(self.texts[i])
+        return None if self.texts[i] is None else JsonText(self.texts[i])
+
+
 def payloads(value: object, count: int) -> list[str | None]:
     """Return payloads as JSON texts, one for each of `count` ids; None stays None.
 
-    NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and dates and times texts
-    in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or nesting beyond 64.
+    A `JsonText` stays unchanged. NaN, NaT and NA become null, scalars and arrays of NumPy numbers, texts and lists, and
+    dates and times texts in ISO 8601. Raises BadInput for any other value that JSON lacks, a key that is no str, or
+    nesting beyond 64.
     """
     if value is None:
         return [None] * count
+    if isinstance(value, JsonTexts):
+        return filled(value, "payloads", count).texts
     if isinstance(value, str | dict) or not isinstance(value, Sequence | np.ndarray):
         if count != 1:
             expected = f"expected a list with one JSON value for each of {count} ids (a frame has .to_dict('records'))"
             raise BadInput(f"payloads are {shown(value)}; {expected}")
         value = [value]
     filled(value, "payloads", count)
-    return [None if item is None else _payload(item, f"payload {i}") for i, item in enumerate(_items(value))]
+    items = enumerate(_items(value))
+    return [item if item is None or type(item) is JsonText else _payload(item, f"payload {i}") for i, item in items]
+
+
+def json_texts(texts: list[Any]) -> JsonTexts | None:
+    """Return JSON texts unchanged; return None if one of them is not the text that `json_text` returns for its value.
+
+    Cost: half of parsing each text and encoding its value.
+    """
+    given = [text for text in texts if text is not None]
+    try:
+        for low in range(0, len(given), _GROUP):
+            group = given[low : low + _GROUP]
+            for text, value in zip(group, json.loads(f"[{','.join(group)}]"), strict=True):
+                if value is None or _encode(value) != text:
+                    return None
+                if len(text) > MAX_DEPTH:
+                    json_text(value, "payload")
+    except (BadInput, ValueError, TypeError, RecursionError):
+        return None
+    return JsonTexts(texts)
 
 
 def is_missing(value: object) -> bool:

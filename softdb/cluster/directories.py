@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from softdb import opening
-from softdb.cluster.placement import MOST, parts_of, shard_of
+from softdb.cluster.placement import MOST, shard_of
 from softdb.cluster.shard import VERSION_BITS, LeftOut
 from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
@@ -35,6 +36,7 @@ from softdb.errors import (
 )
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
+from softdb.tables.hashing import HASH
 
 _log = logging.getLogger("softdb")
 _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors after which a directory is rebuilt
@@ -48,7 +50,7 @@ class ShardOrigin:
 
     url: str
     columns: list[str | None]  # names of the table's columns for id, key and value
-    place: list[int]  # [number of the shard, number of shards]
+    place: list[Any]  # [number of the shard, number of shards, name of the hash]
     version: int
     identity: str  # identity of the version (`Truth.identity`)
     making: int  # random number of the directory: two directories number the same records differently
@@ -220,7 +222,7 @@ class Directories:
         """Return True if `origin` names this table, this shard and the same columns."""
         fields = self.truth.fields
         columns = [fields.id, fields.key, fields.value]
-        return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards])
+        return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards, HASH])
 
     def _tidy(self) -> None:
         """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
@@ -275,8 +277,8 @@ class Directories:
                 if leaving:
                     db.delete(leaving)
             db.compact()
-            place, making = [shard, 2 * half], secrets.randbits(20)
-            left_out = [row for row in origin.left_out if parts_of([row.id], 2 * half)[0] == shard]
+            place, making = [shard, 2 * half, HASH], secrets.randbits(20)
+            left_out = [row for row in origin.left_out if shard_of([row.id], 2 * half)[0] == shard]
             db.core.store.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
         return True
 

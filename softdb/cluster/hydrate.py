@@ -25,7 +25,7 @@ from softdb.check import Id, shown
 from softdb.cluster import apart
 from softdb.cluster.changes import Changes
 from softdb.cluster.directories import Directories, ShardOrigin
-from softdb.cluster.placement import is_id, parts_of, windows
+from softdb.cluster.placement import is_id, shard_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
@@ -33,6 +33,7 @@ from softdb.index.choose import Progress
 from softdb.index.contract import Rows
 from softdb.reports import IndexReport
 from softdb.store import Batch, files
+from softdb.tables.hashing import HASH
 from softdb.tables.rows import Rows as Read
 
 IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
@@ -222,8 +223,8 @@ class Hydrated(Directories):
         new = self._origin(dataset)
         for ids, rows, is_last in changes.steps():
             origin = new if is_last else replace(new, rows=PARTLY)
-            removed = parts_of(ids, self.truth.shards)
-            added = None if rows is None else parts_of(rows[id_column].to_pylist(), self.truth.shards)
+            removed = shard_of(ids, self.truth.shards)
+            added = None if rows is None else shard_of(rows[id_column], self.truth.shards)
             own = {shard: [ids[i] for i in np.flatnonzero(removed == shard)] for shard in shards}
             unclear |= {shard for shard in own if self._unclear(shard, own[shard])}
 
@@ -310,7 +311,8 @@ class Hydrated(Directories):
             def apply(shard: int) -> None:
                 own_rows = own[shard][slice(*np.searchsorted(own[shard], (low, at)))]  # noqa: B023
                 if len(own_rows):
-                    self._apply(shard, [], batch.take(own_rows - low), replace(origin, rows=at))  # noqa: B023
+                    rows = batch if len(own_rows) == len(batch) else batch.take(own_rows - low)  # noqa: B023
+                    self._apply(shard, [], rows, replace(origin, rows=at))  # noqa: B023
                     self._passed_over(len(own_rows))
 
             list(pool.map(apply, own))
@@ -323,7 +325,7 @@ class Hydrated(Directories):
         records = None if rows is None else self.truth.rows(rows, left_out)
         read = len(left_out)
         batches = [] if records is None else storable(self.truth, records, left_out)
-        origin = replace(origin, place=[shard, self.truth.shards], making=self._making[shard])
+        origin = replace(origin, place=[shard, self.truth.shards, HASH], making=self._making[shard])
         try:
             try:
                 db.core.store.apply(removed, batches, self._noted(origin, left_out))

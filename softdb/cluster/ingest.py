@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from softdb.check import shown
 from softdb.cluster.addresses import address, named
-from softdb.cluster.placement import by_shard
+from softdb.cluster.placement import by_shard, shard_of
 from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
 from softdb.tables.arrow_tables import needed
 
 _WRONG = "wrong"  # name of the column in which workers return errors
 _BYTES = 1 << 26  # approximate size in bytes of a file that a worker writes
+_BUCKET = 1 << 22  # approximate number of ids that one task compares
+_TRIES = 20  # number of attempts to commit while other processes write, too
 
 
 @named
@@ -28,67 +32,66 @@ def ingest(
 
     The data set has columns `id`, `key`, and `value` if the table has values. Further columns are either `text` and
     `payload`, as in an export, or any others, which become the payload. Ray's workers check the rows and write them,
-    sorted by shard; this process gets only the ids, and commits. With `upsert` this process gets the rows, too, and
-    writes them. A failure leaves the table unchanged: run a killed job again.
+    sorted by shard, and compare the ids; this process gets only the names of the files, and commits. With `upsert` one
+    worker gets the rows and writes them. A failure leaves the table unchanged: run a killed job again.
 
     Raises:
         DuplicateId: an id is stored already, or is in two rows; `upsert=True` replaces stored records.
         BadInput: a row cannot be stored; the message names it.
         DatabaseLocked: other writers kept committing; nothing was written.
     """
-    truth = stored(address(url), storage_options)
-    needed("ray", "cluster", "ingest")
-    if upsert:
-        return _merged(truth, dataset)
-    fragments, ids = list[Any](), list[Any]()
+    truth, ray = stored(address(url), storage_options), needed("ray", "cluster", "ingest")
+    if upsert:  # the worker only waits for others, and takes no CPU from them
+        return int(_results([ray.remote(num_cpus=0)(_merged).remote(truth, dataset)])[0])
 
     def written(batch: Any) -> Any:
         return _written(truth, batch)
 
-    files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth))
-    for table in files.iter_batches(batch_format="pyarrow", batch_size=None):
-        _require_right(table)
+    files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth)).materialize()
+    fragments = list[Any]()
+    for table in files.select_columns(["fragments", _WRONG]).iter_batches(batch_format="pyarrow", batch_size=None):
+        reasons = table[_WRONG].drop_null()
+        if len(reasons):
+            raise BadInput(f"{reasons[0].as_py()}; nothing was written")
         fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
-        ids += [chunk.flatten() for chunk in table["ids"].chunks]
-    return append(truth, fragments, ids)
+    buckets = 2 << (sum(fragment.physical_rows for fragment in fragments) // _BUCKET).bit_length()
+    split = ray.remote(num_returns=buckets)(_in_buckets)
+    ids = [split.remote(block, buckets) for block in files.to_arrow_refs()]
+    check = ray.remote(_require_new)
+
+    def require_new(version: int) -> None:
+        _results([check.remote(truth, version, *bucket) for bucket in zip(*ids, strict=True)])
+
+    return append(truth, fragments, require_new)
+
+
+def _results(tasks: list[Any]) -> list[Any]:
+    """Return the results of Ray's tasks. Raises the first error as the task raised it, without Ray's."""
+    ray = needed("ray", "cluster", "ingest")
+    try:
+        return list(ray.get(tasks))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 def _merged(truth: Truth, dataset: Any) -> int:
-    """Add or replace records: the rows go through this process, and Lance merges them."""
-    pa, schema = needed("pyarrow", "cluster", "ingest"), truth.now().schema
-
-    def checked(batch: Any) -> Any:
-        try:
-            rows, reason = _checked(truth, batch), None
-        except BadInput as error:
-            rows, reason = pa.table([pa.nulls(1, column.type) for column in schema], schema.names), error.args[0]
-        return rows.append_column(_WRONG, pa.array([reason] * len(rows), pa.string()))
-
-    rows = dataset.map_batches(checked, batch_format="pyarrow", batch_size=_rows(truth))
-    refused = list[BadInput]()
+    """Add or replace records: Lance merges the rows, which go through this process, a worker of Ray."""
+    pa, refused = needed("pyarrow", "cluster", "ingest"), list[BadInput]()
 
     def batches() -> Iterator[Any]:
-        for table in rows.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
+        for table in dataset.iter_batches(batch_format="pyarrow", batch_size=_rows(truth)):
             try:
-                _require_right(table)
+                yield from _checked(truth, table).to_batches()
             except BadInput as error:  # Lance raises an error of its own instead
-                refused.append(error)
+                refused.append(BadInput(f"{error.args[0]}; nothing was written"))
                 raise
-            yield from table.drop_columns([_WRONG]).cast(schema).to_batches()
 
     try:
-        return truth.write(pa.RecordBatchReader.from_batches(schema, batches()), upsert=True)
+        return truth.write(pa.RecordBatchReader.from_batches(truth.now().schema, batches()), upsert=True)
     except WriteFailed:
         if refused:
             raise refused[0] from None
         raise
-
-
-def _require_right(table: Any) -> None:
-    """Raise BadInput if a worker has refused a row."""
-    reasons = table[_WRONG].drop_null()
-    if len(reasons):
-        raise BadInput(f"{reasons[0].as_py()}; nothing was written")
 
 
 def _rows(truth: Truth) -> int:
@@ -111,35 +114,30 @@ def _written(truth: Truth, batch: Any) -> Any:
         rows, reason = _checked(truth, batch), None
     except BadInput as error:
         rows, reason = truth.now().schema.empty_table(), error.args[0]
-    rows = rows.take(by_shard(rows["id"].to_pylist()))
+    rows = rows.take(by_shard(rows["id"]))
     fragments = write(rows, truth.url, schema=rows.schema, storage_options=truth.options) if len(rows) else []
-    ids = pa.array([rows["id"].to_pylist()], pa.list_(rows.schema.field("id").type))
+    ids = pa.LargeListArray.from_arrays([0, len(rows)], rows["id"].combine_chunks())
     return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
 
 
-_TRIES = 20  # number of attempts to commit while other processes write, too
+def append(truth: Truth, fragments: list[Any], require_new: Callable[[int], None]) -> int:
+    """Commit fragments of Lance (files of rows) in one transaction; return the new version.
 
-
-def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
-    """Commit fragments of Lance (files of rows) with these ids in one transaction; return the new version.
-
-    Raises DuplicateId, and DatabaseLocked if other writers kept committing.
+    `require_new(version)` raises DuplicateId if an id comes twice or is stored in that version. Raises DatabaseLocked
+    if other writers kept committing.
 
     Lance does not check an append against concurrent inserts of the same ids. But it refuses a merge of fragments if
     anything was written since the version that the merge names. So this function checks the ids in that version, and if
     Lance refuses the merge, checks them again in the next version.
     """
-    pa, lance = needed("pyarrow", "cluster", "ingest"), needed("lance", "cluster", "ingest")
+    lance = needed("lance", "cluster", "ingest")
     if not fragments:
         return truth.newest()
-    column = pa.chunked_array(ids)
-    _require_once(column)
-    names = pa.table([column], schema=pa.schema([truth.now().schema.field("id")]))
     for _ in range(_TRIES):
         newest, commits = truth.now(), list[Any]()
 
         def commit() -> None:
-            newest.merge_insert("id").when_matched_fail().execute_uncommitted(names)  # noqa: B023
+            require_new(newest.version)  # noqa: B023
             all_fragments = [*(fragment.metadata for fragment in newest.get_fragments()), *fragments]  # noqa: B023
             operation = lance.LanceOperation.Merge(all_fragments, newest.lance_schema)  # noqa: B023
             commits.append(lance.LanceDataset.commit(newest, operation, newest.version, max_retries=0))  # noqa: B023
@@ -153,9 +151,21 @@ def append(truth: Truth, fragments: list[Any], ids: list[Any]) -> int:
     raise overtaken
 
 
-def _require_once(ids: Any) -> None:
-    compute = needed("pyarrow.compute", "cluster", "ingest")
-    counts = ids.value_counts()
+def _in_buckets(block: Any, buckets: int) -> list[Any]:
+    """Split the ids that `_written` returned by their hashes. Runs in a worker of Ray."""
+    ids = block["ids"].combine_chunks().flatten()
+    parts = shard_of(ids, buckets)
+    return [ids.take(np.flatnonzero(parts == bucket)) for bucket in range(buckets)]
+
+
+def _require_new(truth: Truth, version: int, *ids: Any) -> None:
+    """Raise DuplicateId if an id comes twice, or is stored in a version of the table. Runs in a worker of Ray."""
+    pa, compute = needed("pyarrow", "cluster", "ingest"), needed("pyarrow.compute", "cluster", "ingest")
+    column = pa.chunked_array(ids)
+    counts = column.value_counts()
     twice = counts.filter(compute.greater(counts.field("counts"), 1))
     if len(twice):
         raise DuplicateId(f"id {shown(twice[0]['values'].as_py())} comes twice; keep one of its rows")
+    dataset = truth.at(version)
+    names = pa.table([column], schema=pa.schema([dataset.schema.field("id")]))
+    truth.attempt(lambda: dataset.merge_insert("id").when_matched_fail().execute_uncommitted(names))

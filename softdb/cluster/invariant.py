@@ -15,7 +15,7 @@ import numpy as np
 from softdb.check import Id, shown
 from softdb.cluster.handle import Cluster
 from softdb.cluster.hydrate import storable
-from softdb.cluster.placement import is_id, parts_of
+from softdb.cluster.placement import is_id, shard_of
 from softdb.cluster.shard import Description, LeftOut, Refresh, of_records
 from softdb.cluster.truth import Truth
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
@@ -54,7 +54,7 @@ def verified(db: Cluster, truth: Truth, version: int, left_out: tuple[LeftOut, .
         surplus = (id for records in db.scan(_AT_ONCE) for id in records.ids if id not in table)
         wrong |= dict.fromkeys(surplus, "the table has no such row")
     if wrong:
-        differing_shards = set(parts_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
+        differing_shards = set(shard_of([*(wrong.keys() - {id for id, _ in left_out})], truth.shards).tolist())
         with contextlib.suppress(ShardUnavailable, StaleRead):
             db.caller.look(lambda shard: Refresh(version, rebuild=shard in differing_shards))
         raise _named(truth, version, wrong, len(differing_shards))
@@ -83,7 +83,7 @@ def _differing(db: Cluster, batch: Batch) -> dict[Id | None, str]:
 
 def _named(truth: Truth, version: int, wrong: dict[Id | None, str], rebuilt: int) -> CorruptionError:
     """Return an error that names the first _NAMED differing records, sorted by shard."""
-    parts = parts_of([*wrong], truth.shards).tolist()
+    parts = shard_of([*wrong], truth.shards).tolist()
     first = sorted(zip(parts, wrong.items(), strict=True), key=lambda pair: pair[0])[:_NAMED]
     names = "; ".join(f"shard {shard}, id {shown(id)}: {reason}" for shard, (id, reason) in first)
     more = f"; and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from softdb import check
 from softdb.check import Id
 from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
 from softdb.index.contract import Rows
+from softdb.tables.hashing import hashes
 
 MOST = 1 << 16  # largest number of shards
+_BITS = np.unpackbits(np.arange(MOST, dtype="<u2").view(np.uint8), bitorder="little")  # of each number, lowest first
+_REVERSED = np.packbits(_BITS).view(">u2").astype(np.uint16)  # each number with the order of its bits reversed
 
 
-def shard_of(ids: Iterable[Id], shards: int) -> NDArray[np.int64]:
-    """Return the shard (n,) of each id: blake2b-64 of type and id, modulo the number of shards, a power of two.
+def shard_of(ids: Any, shards: int) -> Rows:
+    """Return the shard (n,) of each id of a list, array or column: its hash modulo `shards`, a power of two.
 
-    Raises BadInput for a number beyond 64 bits.
+    A value that is not an id goes to id 0's shard, which leaves the row out.
     """
-    hashes = b"".join([blake2b(_named(id), digest_size=8).digest() for id in ids])
-    parts: NDArray[np.uint64] = np.frombuffer(hashes, "<u8") % np.uint64(shards)
-    return parts.astype(np.int64)
+    parts: Rows = (hashes(ids) & np.uint64(shards - 1)).astype(np.int64)
+    return parts
 
 
-def by_shard(ids: Iterable[Id]) -> NDArray[np.int64]:
+def by_shard(ids: Any) -> Rows:
     """Return indices (n,) that sort ids so that each shard's ids are adjacent, whatever the number of shards."""
-    parts, bits = shard_of(ids, MOST), MOST.bit_length() - 1
-    reverse = np.zeros_like(parts)
-    for bit in range(bits):  # the ids of shard s of P share their lowest bits
-        reverse |= (parts >> bit & 1) << (bits - 1 - bit)
-    return np.argsort(reverse, kind="stable")
+    return np.argsort(_REVERSED[shard_of(ids, MOST)], kind="stable")  # the ids of shard s of P share their lowest bits
+
+
+def is_id(value: Any) -> TypeGuard[Id]:
+    """Return True if a value can be an id: a text, or a signed 64-bit integer."""
+    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
 def power_of_two(shards: object) -> int:
@@ -44,15 +45,6 @@ def power_of_two(shards: object) -> int:
         near = 1 << (count.bit_length() - 1)
         raise BadInput(f"shards is {count}; expected a power of two, such as {near} or {2 * near}")
     return count
-
-
-def _named(id: Id) -> bytes:
-    if not isinstance(id, int):
-        return b"s" + id.encode()
-    try:
-        return b"i" + id.to_bytes(8, "little", signed=True)
-    except OverflowError:
-        raise BadInput(f"id {id} is beyond 64 bits; expected a signed 64-bit integer or a text") from None
 
 
 WINDOW = 1 << 20  # number of rows in a window
@@ -87,16 +79,6 @@ class RowWindow(NamedTuple):
         return read < len(self.parts) * width / 2  # a scan of all rows costs half as much for each byte
 
 
-def parts_of(ids: list[Any], shards: int) -> Rows:
-    """Return the shard (n,) of each id. A value that is not an id goes to id 0's shard, which leaves the row out."""
-    return shard_of([id if is_id(id) else 0 for id in ids], shards)
-
-
-def is_id(value: Any) -> TypeGuard[Id]:
-    """Return True if a value can be an id: a text, or a signed 64-bit integer."""
-    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
-
-
 def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
     """Yield windows of the rows from position `after` to the end. Reads only the column of ids."""
     name, rows = str(truth.fields.id), dataset.count_rows()
@@ -104,5 +86,5 @@ def windows(truth: Truth, dataset: Any, after: int) -> Iterator[RowWindow]:
         scanner = dataset.scanner([name], offset=low or None, limit=WINDOW, batch_size=BATCH, scan_in_order=True)
         parts = list[Rows]()
         for batch in truth.read(scanner):
-            parts.append(parts_of(batch.column(0).to_pylist(), truth.shards))
+            parts.append(shard_of(batch.column(0), truth.shards))
         yield RowWindow(low, np.concatenate(parts))

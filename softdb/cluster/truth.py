@@ -305,9 +305,18 @@ class Truth:
         return [payloads[id] for id in ids]
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
-        """Run a write, sync its files, and return the new version. Converts Lance's errors to softdb's."""
+        """Run a write by `attempt`, sync its files, and return the new version."""
         if not self.own:
             raise ReadOnly(f"{self.url} was made by another program; write with that program, then refresh()")
+        self.attempt(work)
+        if self.local:
+            if self._synced is None:
+                self._synced = Synced(Path(self.url))
+            self._synced.sync()
+        return int(dataset.version)
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Run a write, and convert Lance's errors to softdb's."""
         try:
             work()
         except SoftDBError:
@@ -324,11 +333,6 @@ class Truth:
             raise WriteFailed(
                 f"{self.url} could not be written ({cause(error)}); check what is stored, then retry"
             ) from error
-        if self.local:
-            if self._synced is None:
-                self._synced = Synced(Path(self.url))
-            self._synced.sync()
-        return int(dataset.version)
 
 
 def create(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from softdb.store.segments import MAX_ROWS, SegmentEntry
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _LIMIT = 1 << 62  # upper bound of generations and row numbers, far below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
+_GROUP = 256  # records in one statement: threads wait for Python's lock after each statement
+_RECORD = ",(?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class CatalogState(NamedTuple):
@@ -283,10 +286,11 @@ class Catalog:
         value_crcs: Iterable[int | None],
     ) -> None:
         """Insert records in consecutive rows. Raises apsw.ConstraintError if an id is stored already."""
-        rows = range(first_row, first_row + len(payloads))
-        text_crcs = (map(format.text_crc, column) for column in (payloads, texts))
-        records = zip(rows, ids, payloads, key_crcs, value_crcs, *text_crcs, texts, strict=True)
-        self.connection.executemany("INSERT INTO records VALUES(?, ?, ?, ?, ?, ?, ?, ?)", records)
+        rows, crcs = range(first_row, first_row + len(payloads)), [map(format.text_crc, x) for x in (payloads, texts)]
+        records = zip(rows, ids, payloads, key_crcs, value_crcs, *crcs, texts, strict=True)
+        groups = (tuple(chain.from_iterable(islice(records, _GROUP))) for _ in range(len(rows) // _GROUP))
+        self.connection.executemany(f"INSERT INTO records VALUES{(_GROUP * _RECORD)[1:]}", groups)
+        self.connection.executemany(f"INSERT INTO records VALUES{_RECORD[1:]}", records)
 
     def lookup(self, ids: Sequence[Id], whole: bool = False, source: str = "records") -> dict[Id, RecordEntry]:
         """Return {id: entry} for the ids that are stored; `whole`: entries have payload and text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softdb.check import Array, attribute, is_missing, shown
+from softdb.check import Array, attribute, is_missing, json_texts, shown
 from softdb.errors import BadInput, MissingDependency
 from softdb.tables.rows import OWN, Fields, Header, OnError, Rows, good_rows, is_own, readable, reason, require_plain
 
@@ -288,10 +288,13 @@ class _TableReader:
         vectors[valid] = present
         return vectors, valid
 
-    def _own_payloads(self, batch: Any, bad: dict[int, str]) -> list[Any]:
+    def _own_payloads(self, batch: Any, bad: dict[int, str]) -> Sequence[Any]:
         if "payload" not in batch.schema.names:
             return [None] * len(batch)
         payloads: list[Any] = batch.column("payload").to_pylist()
+        checked = json_texts(payloads)
+        if checked is not None:
+            return checked
         for i, text in enumerate(payloads):
             if not isinstance(text, dict | list | None):
                 try:

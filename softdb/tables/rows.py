@@ -123,7 +123,7 @@ class Rows:
     ids: list[Id]  # n
     keys: Any  # (n, d) numbers, or n texts to encode; or a list with None for records without a key
     values: Any  # an array or a list of n values; None if the records have no value
-    payloads: list[Any]  # n
+    payloads: Sequence[Any]  # n
     texts: list[str | None]  # n, to be stored
     what: str = "line"  # unit of `lines`: "line", from 1, or "row", from 0
 

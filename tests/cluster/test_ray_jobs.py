@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 pytest.importorskip("ray", reason="workers are Ray's")
 
 import lance
+import pyarrow as pa
 import ray
 import torch
 
@@ -74,6 +76,70 @@ def test_workers_write_and_one_commit_shows_it(db: cluster.TableCluster) -> None
         db.insert([3], KEYS[:1])  # later writers are checked against the ingested ids
     assert cluster.ingest(db.url, rows([7, N + 7], "new"), upsert=True) == version + 2 == db.refresh()
     assert (len(db), db[7].payload, db[8].payload) == (N + 2, {"title": "new 7"}, {"title": "title 8"})
+
+
+@pytest.mark.parametrize("upsert", [False, True])
+@pytest.mark.parametrize(("count", "blocks"), [(3, 8), (0, 1), (N, 3)])
+def test_the_driver_gets_neither_rows_nor_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upsert: bool, count: int, blocks: int
+) -> None:
+    """Whether there are more blocks than rows, or no row."""
+    monkeypatch.setattr(job, "_BUCKET", 10)
+    ids, fetched, get, batches = (
+        [f"needle {i}" for i in range(count)],
+        list[bytes](),
+        ray.get,
+        ray.data.Dataset.iter_batches,
+    )
+
+    def recorded(*args: Any, **words: Any) -> Any:
+        results = get(*args, **words)
+        fetched.append(pickle.dumps(results))
+        return results
+
+    def recorded_batches(*args: Any, **words: Any) -> Any:
+        for table in batches(*args, **words):
+            fetched.append(pickle.dumps(table))
+            yield table
+
+    schema = pa.schema({"id": pa.string(), "key": pa.list_(pa.float32())})
+    table = pa.table([ids, KEYS[:count].tolist()], schema=schema)
+    with cluster.create(tmp_path / "t.lance", dim=DIM, shards=2, cache=tmp_path / "cache") as db:
+        db.insert(["first"], KEYS[:1])
+        data = ray.data.from_arrow(
+            [table.slice(i * count // blocks, (i + 1) * count // blocks - i * count // blocks) for i in range(blocks)]
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "get", recorded)
+            patch.setattr(ray.data.Dataset, "iter_batches", recorded_batches)
+            assert cluster.ingest(db.url, data, upsert=upsert) >= db.version
+        assert fetched
+        assert not any(b"needle" in each for each in fetched)
+        db.refresh()
+        assert (len(db), all(name in db for name in ids)) == (count + 1, True)
+
+
+def test_ids_are_compared_in_buckets_again_after_another_write(
+    db: cluster.TableCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another handle inserts an id of the job between the comparison and the commit."""
+    monkeypatch.setattr(job, "_BUCKET", 10)
+    commit, others = lance.LanceDataset.commit, iter([[500], [7]])
+
+    def overtaken(*args: Any, **words: Any) -> Any:
+        monkeypatch.setattr(lance.LanceDataset, "commit", commit)
+        db.insert(next(others), KEYS[:1])
+        return commit(*args, **words)
+
+    monkeypatch.setattr(lance.LanceDataset, "commit", overtaken)
+    cluster.ingest(db.url, rows(range(100, N)))
+    assert db.refresh() == db.table.newest()
+    assert len(db) == N - 100 + 1
+    monkeypatch.setattr(lance.LanceDataset, "commit", overtaken)
+    with pytest.raises(errors.DuplicateId, match="ingest: id 7 is stored already"):
+        cluster.ingest(db.url, rows(range(100)))
+    db.refresh()
+    assert len(db) == N - 100 + 2
 
 
 @pytest.mark.parametrize(

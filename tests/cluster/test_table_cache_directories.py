@@ -19,7 +19,7 @@ from softdb import cluster
 from softdb.cluster import hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
-from softdb.cluster.placement import parts_of
+from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import CallVerb, directory_of
 from softdb.cluster.truth import Truth
 
@@ -59,7 +59,7 @@ def test_swapped_directories_are_rebuilt(truth: Truth, tmp_path: Path) -> None:
     followed = hydrated(truth, tmp_path / "cache")
     assert contents(followed) == told(truth)
     for shard, db in followed.databases.items():
-        assert {*parts_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
+        assert {*shard_of([name for part in db.scan() for name in part.ids], 2)} == {shard}
     followed.close()
 
 

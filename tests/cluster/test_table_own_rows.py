@@ -84,7 +84,7 @@ def test_rows_that_were_seen_are_not_read_again(tmp_path: Path, monkeypatch: pyt
 
 def test_rows_without_a_valid_id_lie_in_one_shard_also_after_doubling() -> None:
     for shards in (2, 4, 8):
-        parts = placement.parts_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
+        parts = shard_of([None, "a", 2**63, None, -(2**63) - 1, 7], shards)
         assert {*parts[[0, 2, 3, 4]]} == {*shard_of([0], shards)}
         assert parts[[1, 5]].tolist() == shard_of(["a", 7], shards).tolist()
 

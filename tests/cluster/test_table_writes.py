@@ -18,7 +18,7 @@ from lance_tables import DIM, batch, made, told
 
 from softdb import cluster, errors
 from softdb.cluster import changes as held
-from softdb.cluster.ingest import append
+from softdb.cluster.ingest import _require_new, append
 from softdb.cluster.truth import Truth, stored
 from softdb.formats import import_records, read_records
 from softdb.store import files
@@ -232,7 +232,7 @@ def appended(truth: Truth, ids: list[str], workers: int = 1) -> int:
 
     rows = truth.table(batch(truth, ids))
     fragments = [one for _ in range(workers) for one in write_fragments(rows, truth.url, schema=rows.schema)]
-    return append(truth, fragments, rows["id"].chunks * workers)
+    return append(truth, fragments, lambda version: _require_new(truth, version, *rows["id"].chunks * workers))
 
 
 @pytest.mark.parametrize(("other", "twice"), [("other", False), ("a", True)])

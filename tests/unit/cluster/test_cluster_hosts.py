@@ -16,9 +16,9 @@ from contracts.cluster_hosts import Hosts
 
 import softdb
 from softdb import scores
-from softdb.cluster.actors import Host
 from softdb.cluster.database_shard import DatabaseShard
 from softdb.cluster.handle import Cluster
+from softdb.cluster.hosts import Host
 from softdb.cluster.merge import together
 from softdb.cluster.shard import Backward, Nearest, PassOver, ShardQuery, Transport
 from softdb.errors import StaleRead
@@ -123,7 +123,7 @@ class Held(Host):
 
     held: Any
 
-    def _opened(self) -> Any:
+    def _opened(self, shards: Any) -> Any:
         return self.held
 
 
