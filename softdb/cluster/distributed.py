@@ -116,9 +116,7 @@ class Ranks:
         self._turn += 1
         end = time.monotonic() + self._limit if end is None else end
         own = self._turn, zlib.crc32(kind.encode())
-        size = HEAD.size + SLOT
-        packed = {rank: (HEAD.pack(*own, len(data)) + data[:SLOT]).ljust(size, b"\0") for rank, data in sent.items()}
-        slots = self._swapped(packed, dict.fromkeys(sent, size), end)
+        slots = self._slots({rank: HEAD.pack(*own, len(data)) + data[:SLOT] for rank, data in sent.items()}, end)
         heads = {rank: HEAD.unpack_from(data) for rank, data in slots.items()}
         if unlike := [rank for rank, head in heads.items() if head[:2] != own]:
             self._turn = max(self._turn, *(head[0] for head in heads.values()))
@@ -130,6 +128,16 @@ class Ranks:
         overflow = {rank: data[SLOT:] for rank, data in sent.items() if len(data) > SLOT}
         more = self._swapped(overflow, {rank: head[2] - SLOT for rank, head in heads.items() if head[2] > SLOT}, end)
         return {rank: first + more.get(rank, b"") for rank, first in messages.items()}
+
+    def _slots(self, sent: Mapping[int, bytes], end: float) -> dict[int, bytes]:
+        """Exchange at most HEAD.size + SLOT bytes with each other rank, in one all-to-all; return {rank: bytes}."""
+        outgoing, incoming = (torch.zeros(self.ranks, HEAD.size + SLOT, dtype=torch.uint8) for _ in range(2))
+        for rank, data in sent.items():
+            outgoing[rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        options = dist.AllToAllOptions()  # all_to_all_single takes no timeout longer than its group's
+        options.timeout = datetime.timedelta(seconds=max(0.001, end - time.monotonic()))
+        self._collectively(lambda: self._group.alltoall_base(incoming, outgoing, [], [], options).wait())
+        return {rank: incoming[rank].numpy().tobytes() for rank in sent}
 
     def _swapped(self, sent: Mapping[int, bytes], expected: Mapping[int, int], end: float) -> dict[int, bytes]:
         """Send messages to other ranks over gloo, and receive messages of the expected sizes in bytes."""

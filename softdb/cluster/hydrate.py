@@ -135,6 +135,8 @@ class Hydrated(Directories):
             for shard, repair in list(self._unfit.items()):
                 repair(shard)
                 del self._unfit[shard]
+                if self._serves:
+                    self.serve(shard)
             if all(self.version(shard) >= version for shard in self.own_shards):
                 return
             dataset = self.truth.at(version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,15 @@ def a_call_of_some(rank: int, ranks: int) -> None:
     dist.barrier()
 
 
+def a_slow_rank(rank: int, ranks: int) -> None:
+    """A question waits as long as the handle allows, even if the transport would not."""
+    cluster = opened(rank, ranks, timeout=5.0)
+    cluster.caller.timeout = 60.0
+    if rank:
+        time.sleep(6.0)
+    assert cluster.attend(torch.ones(1, 8)).output.shape == (1, 4)
+
+
 def a_lost_rank(rank: int, ranks: int) -> None:
     """A lost rank is reported at once, not at the timeout, so the test ends before."""
     cluster = opened(rank, ranks, timeout=3600.0)
@@ -121,6 +131,8 @@ def main() -> None:
     unlike_calls(cluster, rank)
     too_few_ranks(rank)
     a_call_of_some(rank, ranks)
+    if ranks > 2:  # the long form
+        a_slow_rank(rank, ranks)
     a_lost_rank(rank, ranks)
     sys.stdout.write("all is well\n")
     sys.stdout.flush()
