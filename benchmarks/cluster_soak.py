@@ -131,7 +131,8 @@ class Reader:
         """Compare the five nearest and their payloads."""
         hits = self.db.search(query, k=5)
         best = np.argsort(-(self.keys @ query[0]), kind="stable")[:5]
-        return hits.ids[0] == [self.ids[i] for i in best] and hits.payloads[0] == [self.payloads[i] for i in best]
+        same = hits.payloads[0] == [self.payloads[i] for i in best]
+        return bool(same and hits.ids[0] == [self.ids[i] for i in best])
 
     def attend(self, query: Any) -> bool:
         """Compare a soft answer and its gradient."""
@@ -156,7 +157,7 @@ class Reader:
         hits = self.db.search(query, k=3, where={"n": 3})
         own = [i for i, payload in enumerate(self.payloads) if payload["n"] == 3]
         best = sorted(own, key=lambda i: -float(self.keys[i] @ query[0]))[:3]
-        return hits.ids[0] == [self.ids[i] for i in best]
+        return bool(hits.ids[0] == [self.ids[i] for i in best])
 
     def report(self) -> dict[str, Any]:
         """Return the figures."""
@@ -170,8 +171,8 @@ class Reader:
 
 def made(folder: Path, replicas: int, cache: Path) -> Any:
     """Make the table, with N records."""
-    words = {"dim": DIM, "shards": SHARDS, "replicas": replicas, "on": "ray", "timeout": TIMEOUT, "cache": cache}
-    db = cluster.create(folder / "t.lance", **words)
+    url = folder / "t.lance"
+    db = cluster.create(url, dim=DIM, shards=SHARDS, replicas=replicas, on="ray", timeout=TIMEOUT, cache=cache)
     db.insert([f"r{i}" for i in range(N)], keys(0, N), payloads=[{"n": i % 7} for i in range(N)])
     return db
 

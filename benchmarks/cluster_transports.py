@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ class Noted:
     def __init__(self, shard: ClusterShard) -> None:
         self.shard, self.seconds = shard, list[float]()
 
+    def report(self) -> None:
+        """Report nothing."""
+
     def answer(self, ask: Message) -> Any:
         """Answer as the shard does."""
         begun = time.perf_counter()
@@ -57,16 +60,20 @@ class Noted:
 class NotedHost(Host):
     """An actor whose shards record their times."""
 
-    def _opened(self) -> Any:
-        was_open, shards = self._shards is not None, super()._opened()
-        if not was_open and not isinstance(shards, SoftDBError):
-            self._shards = shards = {number: Noted(shard) for number, shard in shards.items()}  # type: ignore[misc]
-        return shards
+    def _opened(self, shards: Iterable[int]) -> Any:
+        opened = super()._opened(shards)
+        if not isinstance(opened, SoftDBError):
+            shards_of: dict[int, Any] = dict(opened)
+            noted: Any = {n: shard if isinstance(shard, Noted) else Noted(shard) for n, shard in shards_of.items()}
+            self._shards = noted
+            return noted
+        return opened
 
     def seconds(self) -> dict[int, list[float]]:
         """Return and forget the seconds of each shard's messages since the last call."""
-        seconds = {number: list(shard.seconds) for number, shard in self._opened().items()}
-        for shard in self._opened().values():
+        shards = self._opened(self._own)
+        seconds = {number: list(shard.seconds) for number, shard in shards.items()}
+        for shard in shards.values():
             shard.seconds.clear()
         return seconds
 
@@ -78,7 +85,7 @@ class NotedHost(Host):
         if not hasattr(self, "_numbers"):
             self._numbers = torch.ones(numbers)
         begun = time.perf_counter()
-        list(self._pool.map(lambda _: self._numbers.sum(), self.own_shards))
+        list(self._pool.map(lambda _: self._numbers.sum(), self._own))
         return time.perf_counter() - begun
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from softdb.cluster.addresses import address
-from softdb.cluster.hosts import NAMESPACE, THREADS, Places, named
+from softdb.cluster.hosts import NAMESPACE, THREADS, ShardPlaces, named
 from softdb.cluster.merge import of_owners
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.cluster.truth import Truth
@@ -29,7 +29,7 @@ HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the ne
 LAYOUTS = 256  # number of versions for which a handle remembers the hosts that described them
 
 
-class Layout:
+class HostLayout:
     """Hosts of the shards: replicas that serve the same shards are one host."""
 
     def __init__(self, hosts: Sequence[Sequence[Any]], home: Mapping[int, int]) -> None:
@@ -49,8 +49,8 @@ class Actors:
 
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: Any = None) -> None:
         self.shards, self._places, self._owners = shards, places, dict[int, list[str]]()
-        self.layout = Layout(hosts, {shard: shard % len(hosts) for shard in range(shards)} if hosts else {})
-        self._layouts = dict[int, Layout]()  # version -> hosts that described it, and serve it after a move, too
+        self.layout = HostLayout(hosts, {shard: shard % len(hosts) for shard in range(shards)} if hosts else {})
+        self._layouts = dict[int, HostLayout]()  # version -> hosts that described it, and serve it after a move, too
         self._following: dict[Any, Any] = {}  # replica -> last `Refresh` call sent to that replica
 
     @property
@@ -59,7 +59,7 @@ class Actors:
         return self.layout.hosts
 
     def order(self, host: int) -> list[int]:
-        """Return the indices of a host's replicas, as `Layout.order`."""
+        """Return the indices of a host's replicas, as `HostLayout.order`."""
         return self.layout.order(host)
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
@@ -101,10 +101,10 @@ class Actors:
             return False
         hosts = list(dict.fromkeys(tuple(names) for names in owners.values()))
         home = {shard: hosts.index(tuple(names)) for shard, names in owners.items()}
-        self.layout, self._owners = Layout([[actors[name] for name in names] for names in hosts], home), owners
+        self.layout, self._owners = HostLayout([[actors[name] for name in names] for names in hosts], home), owners
         return True
 
-    def _bring_on(self, layout: Layout, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
+    def _bring_on(self, layout: HostLayout, asks: Mapping[int, Message], replies: Mapping[int, Any]) -> None:
         """Bring replicas that were not asked to the version of the replica that replied, so that they can take over.
 
         Does not wait for the replicas. Cancels an older refresh that a replica has not begun yet.
@@ -134,7 +134,7 @@ class Actors:
 class _FanOut:
     """One call of `Actors.ask`: the messages to all hosts, the replicas still to ask, and the replies so far."""
 
-    def __init__(self, layout: Layout, asks: Mapping[int, Message], timeout: float) -> None:
+    def __init__(self, layout: HostLayout, asks: Mapping[int, Message], timeout: float) -> None:
         self.layout, self.timeout, self.started = layout, timeout, time.monotonic()
         self.parts: dict[int, dict[int, Message]] = {}  # {host: {shard: message}}
         for shard, ask in asks.items():
@@ -203,7 +203,7 @@ class _FanOut:
 def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     """Return the transport to the actors that serve a table. Start actors that do not run yet."""
     ray, name = _connected(), f"{_start(truth)}places"
-    places = ray.remote(num_cpus=0, max_concurrency=THREADS, max_restarts=-1, max_task_retries=-1)(Places)
+    places = ray.remote(num_cpus=0, max_concurrency=THREADS, max_restarts=-1, max_task_retries=-1)(ShardPlaces)
     actor = places.options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
     actors = Actors([], truth.shards, actor.remote(truth, str(folder), _start(truth)))
     if not actors.locate(timeout) or not all(actors.hosts):

@@ -1,8 +1,9 @@
-"""Actors of Ray that serve the shards of a table: `Host` has some of the shards, `Places` says which.
+"""Actors of Ray that serve the shards of a table: `Host` has some of the shards, `ShardPlaces` says which.
 
-Ray starts, restarts and names the actors. `Places` compares Ray's nodes with the hosts every few seconds: it starts
-hosts on new nodes, and moves shards until all hosts have about as many. A shard answers on its old host until the new
-one is ready. If a node is lost, Ray restarts its hosts on other nodes, where they build their shards from the table.
+Ray starts, restarts and names the actors. `ShardPlaces` compares Ray's nodes with the hosts every few seconds: it
+starts hosts on new nodes, and moves shards until all hosts have about as many. A shard answers on its old host until
+the new one is ready. If a node is lost, Ray restarts its hosts on other nodes, where they build their shards from the
+table.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Host:
         Also looks for shards from before their number doubled. Removes directories of shards that it does not own.
         """
         count = self.truth.shards
-        names = {f"{shard % part}-of-{part}" for shard in shards for part in (count, max(1, count // 2))}
+        names = {f"{shard % half}-of-{half}" for shard in shards for half in (count, max(1, count // 2))}
 
         def present(number: int) -> int:
             return sum(path.name.partition(".")[0] in names for path in self.folder.glob(f"ray-{number}/*-of-*"))
@@ -153,7 +154,7 @@ class Move(NamedTuple):
     target: str
 
 
-class Places:
+class ShardPlaces:
     """Actor that knows which hosts own which shards of a table, and moves shards when nodes join or leave."""
 
     def __init__(self, truth: Truth, folder: str, start: str) -> None:

@@ -292,6 +292,7 @@ class Hydrated(Directories):
         for shard in shards:
             self._index(shard, dataset)
             self._apply(shard, [], None, origin)
+            _log.info("shard %s of %s was built at version %s", shard, self.truth.url, dataset.version)
 
     def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
         """Read only the rows at `places`, and store them in a shard."""

@@ -67,7 +67,7 @@ class PinnedStore(FilteredStore):
         entries = super().read(rows, payloads, texts)
         if len(entries) < len(rows):
             with typed_errors():
-                entries |= self.catalog.read(rows, payloads, texts, self.catalog.retired.since(self.snapshot))
+                entries |= self.catalog.read(rows, payloads, texts, source=self.catalog.retired.since(self.snapshot))
         return entries
 
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> Live | None:

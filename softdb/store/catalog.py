@@ -22,11 +22,13 @@ from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
 from softdb.store.retired import Retired
 from softdb.store.segments import MAX_ROWS, SegmentEntry
+from softdb.store.snapshot import Rows
 
 # the last two pragmas are for macOS, where fsync does not flush the drive's cache
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "fullfsync = ON", "checkpoint_fullfsync = ON")
 _LIMIT = 1 << 62  # upper bound of generations and row numbers, far below int64's limit
 _SETTINGS = "SELECT name, value, crc FROM settings"
+Entries = dict[int, RecordEntry]
 _GROUP = 256  # records in one statement: threads wait for Python's lock after each statement
 _RECORD = ",(?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -210,7 +212,7 @@ class Catalog:
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
         for chunk, chunk_rows in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
             stored = self.one("SELECT dead FROM tombstones WHERE chunk = ?", (chunk,))
-            bits = np.zeros(CHUNK, np.bool_) if stored is None else _bits(stored[0]).copy()
+            bits = np.zeros(CHUNK, np.bool_) if stored is None else format.bits(stored[0]).copy()
             bits[chunk_rows % CHUNK] = dead
             if bits.any():
                 packed = np.packbits(bits, bitorder="little").tobytes()
@@ -237,7 +239,7 @@ class Catalog:
             if not last < chunk < -(-rows // CHUNK):
                 raise damaged_catalog(f"has tombstones of rows from {chunk * CHUNK} on, but only {rows} rows")
             last = chunk
-            yield chunk, _bits(packed)
+            yield chunk, format.bits(packed)
 
     def capacity(self) -> int:
         """Return an upper bound of the number of rows: each takes at least one bit of the uncompressed file."""
@@ -300,9 +302,7 @@ class Catalog:
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN {source} r ON r.id = j.value"
         return {record.id: record for record in plain(self._look_up(sql, json.dumps(ids)))}
 
-    def read(
-        self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False, source: str = "records"
-    ) -> dict[int, RecordEntry]:
+    def read(self, rows: Rows, payloads: bool = True, texts: bool = False, *, source: str = "records") -> Entries:
         """Return {row: entry} for the rows that hold a record, with the requested columns. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN {source} r ON r.row = j.value"
@@ -381,12 +381,6 @@ class Catalog:
     def drop_field(self, name: str) -> None:
         """Drop a field's index, if it has one."""
         self.connection.execute(f"DROP INDEX IF EXISTS {format.field_index(name)}")
-
-
-def _bits(packed: bytes) -> NDArray[np.bool_]:
-    if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
-        raise damaged_catalog("has a tombstone of the wrong size")
-    return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
 
 
 def _json(rows: NDArray[np.int64]) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PARTED = ("cluster", "mutants", "trust")  # files whose parts are measured in runs of their own
+PARTED = ("cluster", "cluster-soak", "mutants", "trust")  # files whose parts are measured in runs of their own
 NAMED = ("machine", "date", "commit", "command")
 
 
