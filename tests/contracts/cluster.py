@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -362,7 +364,7 @@ class ClusterContract(abc.ABC):
         for words, match in (
             ({"mask": np.ones(N, bool)}, "mask needs an order of rows"),
             ({"need_weights": True}, "a cluster does not gather"),
-            ({"score": lambda q, k: q @ k.T}, "cannot be sent to shards"),
+            ({"score": functools.partial(torch.matmul, out=threading.Lock())}, "cannot be sent to shards"),
             ({"score": 3}, "expected an object of softdb.scores"),
             ({"temperature": 0}, "temperature"),
             ({"rtol": 0.1, "score": scores.Laplacian(1.0)}, "no index can estimate"),
