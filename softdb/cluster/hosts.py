@@ -196,7 +196,12 @@ class ShardPlaces:
         for name in named(ray, f"{self.start}host-"):
             with contextlib.suppress(ValueError):
                 self._hosts[name] = ray.get_actor(name, namespace=NAMESPACE)
-        for name, own in self._status(5 * PERIOD).items():
+        nodes = {f"{self.start}host-{node['NodeID']}" for node in ray.nodes() if node["Alive"]}
+        status = self._status(PERIOD)
+        for _ in range(4):  # hosts of lost nodes have nothing; others may be busy
+            if any(_node(name) in nodes for name in self._hosts.keys() - status.keys()):
+                status |= self._status(PERIOD)
+        for name, own in status.items():
             for shard in own:
                 if len(self.owners[shard]) < self.truth.replicas:
                     self.owners[shard].append(name)
@@ -230,9 +235,11 @@ class ShardPlaces:
         proper = [f"{self.start}host-{node}-{slot}" for node, slot in wanted][: self.truth.shards * self.truth.replicas]
         if not proper:
             return
-        for names in self.owners.values():
+        for shard, names in self.owners.items():
             while len(names) < min(self.truth.replicas, len(proper)):
                 names.append(min(set(proper) - {*names}, key=self._cost(names)))
+                if names[-1] in self._hosts:  # questions come as soon as handles know the owner
+                    self._hosts[names[-1]].take.remote([shard])
         for name in proper:
             if name not in self._hosts:
                 node = _node(name).rpartition("-")[2]
