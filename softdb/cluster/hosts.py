@@ -245,7 +245,7 @@ class ShardPlaces:
                 node = _node(name).rpartition("-")[2]
                 self._hosts[name] = self._host(name, node, int(nodes[node].get("CPU", 1)) // slots[node])
         if moves:
-            self._settle(ray, proper, self._status(PERIOD))
+            self._reconcile(ray, proper, self._status(PERIOD))
 
     def _cost(self, others: Iterable[str]) -> Callable[[str], tuple[bool, int, str]]:
         """Return the key to sort hosts by for a shard whose other replicas are on the hosts `others`.
@@ -270,7 +270,7 @@ class ShardPlaces:
                     self._moves.append(Move(shard, source, target))
                     break
 
-    def _settle(self, ray: Any, proper: Sequence[str], status: dict[str, dict[int, float]]) -> None:
+    def _reconcile(self, ray: Any, proper: Sequence[str], status: dict[str, dict[int, float]]) -> None:
         """Make the targets of complete moves owners, and begin moves. Let hosts build and drop what they shall."""
         for move in [move for move in self._moves if move.shard in status.get(move.target, {})]:
             names = self.owners[move.shard]
