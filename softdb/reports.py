@@ -41,6 +41,9 @@ class Report:
         for name, value in self.summary().items():
             if isinstance(value, Report):
                 yield from value.lines(f"{prefix}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Report):
+                for i, report in enumerate(value):
+                    yield f"{prefix}{name}.{i}", ", ".join(f"{key} {text}" for key, text in report.lines())
             else:
                 yield prefix + name, f"{value:,}" if type(value) is int else str(value)
 

@@ -69,7 +69,7 @@ class Actors:
         """
         started, refreshes = time.monotonic(), any(isinstance(ask, Refresh) for ask in asks.values())
         if refreshes:
-            self.locate(timeout)
+            self.locate(timeout / HEDGE)
         version = max((of_records(ask.version) for ask in asks.values()), default=0)
         layout = self._layouts.get(version, self.layout)
         replies = _FanOut(layout, asks, timeout).answers()

@@ -44,8 +44,7 @@ class Catalog:
     """One connection to the catalogue. The caller serialises transactions and threads."""
 
     def __init__(self, connection: apsw.Connection, laid_out: bool, immutable: bool = False) -> None:
-        self.connection = connection
-        self.immutable = immutable  # read without locks until a writer opens the database
+        self.connection, self.immutable = connection, immutable  # True: read without locks until a writer opens it
         self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
         self._state: CatalogState | None = None  # the state as last read or written in the open transaction
         self.retired, self._budget = Retired(connection), Budget()
@@ -134,10 +133,7 @@ class Catalog:
     def _bytes(self) -> int:
         """Return the bytes that the catalogue occupies, on disk or in memory: a damaged header may claim more."""
         files = (self.connection.filename, self.connection.filename_wal)
-        return sum(map(occupied, files)) if files[0] else self._claimed_bytes()
-
-    def _claimed_bytes(self) -> int:
-        return self._pragma("page_count") * self._pragma("page_size")
+        return sum(map(occupied, files)) if files[0] else self._pages()
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +208,7 @@ class Catalog:
         chunks, starts = np.unique(rows // CHUNK, return_index=True)
         for chunk, chunk_rows in zip(chunks.tolist(), np.split(rows, starts)[1:], strict=True):
             stored = self.one("SELECT dead FROM tombstones WHERE chunk = ?", (chunk,))
-            bits = np.zeros(CHUNK, np.bool_) if stored is None else format.bits(stored[0]).copy()
+            bits = np.zeros(CHUNK, np.bool_) if stored is None else _bits(stored[0]).copy()
             bits[chunk_rows % CHUNK] = dead
             if bits.any():
                 packed = np.packbits(bits, bitorder="little").tobytes()
@@ -239,14 +235,17 @@ class Catalog:
             if not last < chunk < -(-rows // CHUNK):
                 raise damaged_catalog(f"has tombstones of rows from {chunk * CHUNK} on, but only {rows} rows")
             last = chunk
-            yield chunk, format.bits(packed)
+            yield chunk, _bits(packed)
 
     def capacity(self) -> int:
         """Return an upper bound of the number of rows: each takes at least one bit of the uncompressed file."""
-        return min(8 * self._claimed_bytes(), DENSEST * self._bytes())
+        return min(8 * self._pages(), DENSEST * self._bytes())
 
     def _pragma(self, name: str) -> int:
         return int(self.connection.pragma(name))
+
+    def _pages(self) -> int:  # bytes
+        return self._pragma("page_count") * self._pragma("page_size")
 
     # -- the whole file --------------------------------------------------------------------------------------------
 
@@ -279,14 +278,9 @@ class Catalog:
     # -- records ---------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        first_row: int,
-        ids: Iterable[Id],
-        payloads: list[str | None],
-        texts: list[str | None],
-        key_crcs: Iterable[int | None],
-        value_crcs: Iterable[int | None],
-    ) -> None:
+        self, first_row: int, ids: Iterable[Id], payloads: list[str | None], texts: list[str | None],
+        key_crcs: Iterable[int | None], value_crcs: Iterable[int | None],
+    ) -> None:  # fmt: skip
         """Insert records in consecutive rows. Raises apsw.ConstraintError if an id is stored already."""
         rows, crcs = range(first_row, first_row + len(payloads)), [map(format.text_crc, x) for x in (payloads, texts)]
         records = zip(rows, ids, payloads, key_crcs, value_crcs, *crcs, texts, strict=True)
@@ -381,6 +375,12 @@ class Catalog:
     def drop_field(self, name: str) -> None:
         """Drop a field's index, if it has one."""
         self.connection.execute(f"DROP INDEX IF EXISTS {format.field_index(name)}")
+
+
+def _bits(packed: bytes) -> NDArray[np.bool_]:
+    if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
+        raise damaged_catalog("has a tombstone of the wrong size")
+    return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
 
 
 def _json(rows: NDArray[np.int64]) -> str:

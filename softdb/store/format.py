@@ -36,8 +36,6 @@ from typing import Any
 from zlib import crc32
 
 import apsw
-import numpy as np
-from numpy.typing import NDArray
 
 from softdb.errors import BadInput, CorruptionError, FormatTooNew, NotADatabase
 from softdb.store.connect import damaged_catalog
@@ -60,13 +58,6 @@ CREATE TABLE tombstones(chunk INTEGER PRIMARY KEY, dead BLOB NOT NULL) STRICT;
 CREATE TABLE indexes(name TEXT PRIMARY KEY, entry TEXT NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE gaps(segment INTEGER PRIMARY KEY, rows_crc INTEGER NOT NULL) STRICT;
 """
-
-
-def bits(packed: bytes) -> NDArray[np.bool_]:
-    """Return the mask (CHUNK,) of a tombstone blob. Raises CorruptionError."""
-    if not isinstance(packed, bytes) or len(packed) * 8 != CHUNK:
-        raise damaged_catalog("has a tombstone of the wrong size")
-    return np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(np.bool_)
 
 
 def recognise(connection: apsw.Connection, place: str) -> bool:

@@ -43,6 +43,8 @@ def test_statistics_tell_of_each_shard(db: TableCluster) -> None:
     db.refresh()
     assert {report.lag for report in db.stats().shards} == {0}
     assert "shards" in db.stats().asdict()
+    lines = dict(db.stats().lines())
+    assert lines["shards.1"].startswith(f"shard 1, node {shards[1].node}, version {db.version}, lag 0, served ")
 
 
 class Metric:

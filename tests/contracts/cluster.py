@@ -361,10 +361,11 @@ class ClusterContract(abc.ABC):
 
     def test_bad_input_is_typed(self, pair: Any) -> None:
         _, cluster, queries = pair(2)
+        lock: Any = threading.Lock()  # it cannot be pickled
         for words, match in (
             ({"mask": np.ones(N, bool)}, "mask needs an order of rows"),
             ({"need_weights": True}, "a cluster does not gather"),
-            ({"score": functools.partial(torch.matmul, out=threading.Lock())}, "cannot be sent to shards"),
+            ({"score": functools.partial(torch.matmul, out=lock)}, "cannot be sent to shards"),
             ({"score": 3}, "expected an object of softdb.scores"),
             ({"temperature": 0}, "temperature"),
             ({"rtol": 0.1, "score": scores.Laplacian(1.0)}, "no index can estimate"),

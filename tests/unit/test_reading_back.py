@@ -25,6 +25,7 @@ from softdb.reports import (
     ReembedReport,
     ReindexReport,
     Report,
+    ShardReport,
     SnapshotReport,
     Stats,
     ViewReport,
@@ -302,6 +303,7 @@ def test_every_report_is_a_table() -> None:
         MemoryReport(1, 1, 0, None, False, 0, 0.0, 0.0),
         ReembedReport(1, 1, 2, None, 1, 0.5),
         ReindexReport(1, 1, 1, 0.5),
+        ShardReport(0, "host", 7, 0, 1, 3, None, None, 5, 0.1, 0.2),
         SnapshotReport("a", 1, 1, 1),
         ViewReport(1, 1, 0, 0, None, False, 1, 0.1, 0.1),
     ]
