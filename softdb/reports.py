@@ -115,6 +115,7 @@ class ShardReport(Report):
     answered: int = field(metadata=ALWAYS)  # number of messages since the shard was opened
     p50: float  # median of the seconds of the last 1,000 messages
     p99: float  # their 99th percentile
+    bytes: int = field(default=0, metadata=ALWAYS)  # size on disk
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ class Host:
         self._opening = threading.Lock()
         self._shards: dict[int, HydratedShard] | None = None
         self._asked = dict[int, float]()  # shard -> time of its last question
+        self._again = 0.0  # time from which `take` tries again after an error
         self._pool = ThreadPoolExecutor()
 
     def answer(self, sent: bytes) -> bytes:
@@ -77,17 +78,21 @@ class Host:
         return self.answer(sent)
 
     def take(self, shards: Sequence[int]) -> None:
-        """Build more shards in a thread; `status` tells when they are complete."""
+        """Build more shards in a thread, unless one builds already; `status` tells when they are complete.
+
+        `ShardPlaces` repeats this call until they are. After an error, the next attempt waits for GRACE seconds.
+        """
         self._own |= {*shards}
-        threading.Thread(target=self._opened, args=(shards,), name="softdb-hydrate", daemon=True).start()
+        if not self._opening.locked() and time.monotonic() >= self._again:
+            threading.Thread(target=self._opened, args=(shards,), name="softdb-hydrate", daemon=True).start()
 
     def drop(self, shard: int) -> None:
         """Serve a shard no more, and remove its directories."""
         self._own.discard(shard)
-        with self._opening:
-            dropped = (self._shards or {}).pop(shard, None)
+        dropped = (self._shards or {}).pop(shard, None)  # without the lock, which is held while others are built
         if dropped is not None:
             dropped.hydrated.leave(shard)
+            _log.info("shard %s of %s was dropped from %s", shard, self.truth.url, self.folder)
 
     def status(self) -> dict[int, float]:
         """Return {shard: seconds since its last question} of the shards that are complete. Updates Ray's metrics."""
@@ -111,6 +116,8 @@ class Host:
                         self.folder = self._claimed(lacking)
                     hydrated = Hydrated(self.truth, self.folder, lacking)
                 except SoftDBError as error:
+                    self._again = time.monotonic() + GRACE
+                    _log.warning("shards %s of %s are not ready: %s", lacking, self.truth.url, error)
                     return error
                 opened |= {shard: HydratedShard(hydrated, shard) for shard in lacking}
                 _log.info("shards %s of %s are ready in %s", lacking, self.truth.url, self.folder)
@@ -162,7 +169,7 @@ class ShardPlaces:
         self.truth, self.folder, self.start = truth, folder, start
         self.owners: dict[int, list[str]] = {shard: [] for shard in range(truth.shards)}  # names of hosts
         self._hosts = dict[str, Any]()  # name -> actor
-        self._moves, self._leaving = list[Move](), list[Move]()
+        self._moves = list[Move]()
         self._adopt()
         self.balance(moves=False)
         threading.Thread(target=self._watch, name="softdb-places", daemon=True).start()
@@ -179,15 +186,35 @@ class ShardPlaces:
         own = [shard for shard, names in self.owners.items() if name in names]
         return own + [move.shard for move in self._moves if move.target == name]
 
+    def _load(self, name: str) -> int:
+        """Return the number of shards that a host has when all moves are complete."""
+        return len(self._of(name)) - sum(move.source == name for move in self._moves)
+
     def _adopt(self) -> None:
         """Learn what the hosts own that run already, after Ray has restarted this actor."""
         ray = _ray()
         for name in named(ray, f"{self.start}host-"):
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            with contextlib.suppress(ValueError):
                 self._hosts[name] = ray.get_actor(name, namespace=NAMESPACE)
-                for shard in ray.get(self._hosts[name].status.remote(), timeout=PERIOD):
-                    if len(self.owners[shard]) < self.truth.replicas:
-                        self.owners[shard].append(name)
+        nodes = {f"{self.start}host-{node['NodeID']}" for node in ray.nodes() if node["Alive"]}
+        status = self._status(PERIOD)
+        for _ in range(4):  # hosts of lost nodes have nothing; others may be busy
+            if any(_node(name) in nodes for name in self._hosts.keys() - status.keys()):
+                status |= self._status(PERIOD)
+        for name, own in status.items():
+            for shard in own:
+                if len(self.owners[shard]) < self.truth.replicas:
+                    self.owners[shard].append(name)
+
+    def _status(self, timeout: float) -> dict[str, dict[int, float]]:
+        """Return `Host.status` of the hosts that reply in time."""
+        ray, status = _ray(), dict[str, dict[int, float]]()
+        refs = {name: host.status.remote() for name, host in self._hosts.items()}
+        ready = ray.wait([*refs.values()], num_returns=len(refs), timeout=timeout)[0] if refs else []
+        for name, ref in refs.items():
+            with contextlib.suppress(ray.exceptions.RayError):
+                status |= {name: ray.get(ref)} if ref in ready else {}
+        return status
 
     def _watch(self) -> None:
         while True:
@@ -210,52 +237,56 @@ class ShardPlaces:
             return
         for shard, names in self.owners.items():
             while len(names) < min(self.truth.replicas, len(proper)):
-                names.append(self._emptiest(proper, shard))
+                names.append(min(set(proper) - {*names}, key=self._cost(names)))
+                if names[-1] in self._hosts:  # questions come as soon as handles know the owner
+                    self._hosts[names[-1]].take.remote([shard])
         for name in proper:
             if name not in self._hosts:
-                node = name.rpartition("-")[0].rpartition("-")[2]
+                node = _node(name).rpartition("-")[2]
                 self._hosts[name] = self._host(name, node, int(nodes[node].get("CPU", 1)) // slots[node])
         if moves:
-            self._finish(ray, proper)
-        if moves and not self._moves:
-            self._begin(proper)
+            self._reconcile(ray, proper, self._status(PERIOD))
 
-    def _emptiest(self, names: Sequence[str], shard: int) -> str:
-        """Return the host with the fewest shards, on a node that has no replica of the shard if there is one."""
-        owners = [name for name in names if name not in self.owners[shard]]
-        used = {name.rpartition("-")[0] for name in self.owners[shard]}
-        return min(owners, key=lambda name: (name.rpartition("-")[0] in used, len(self._of(name))))
+    def _cost(self, others: Iterable[str]) -> Callable[[str], tuple[bool, int, str]]:
+        """Return the key to sort hosts by for a shard whose other replicas are on the hosts `others`.
+
+        Hosts on nodes without another replica come first, then hosts with few shards.
+        """
+        used = {*map(_node, others)}
+        return lambda name: (_node(name) in used, self._load(name), name)
 
     def _begin(self, proper: Sequence[str]) -> None:
-        """Let hosts build shards of hosts whose node is gone, and of hosts with two shards more than the emptiest."""
+        """Move shards of hosts whose node is gone or has another replica, or with two shards more than the emptiest."""
+        moving = {move.shard for move in self._moves}
         for shard, names in self.owners.items():
-            for source in names:
-                target = self._emptiest(proper, shard) if set(proper) - set(names) else source
-                if target != source and (source not in proper or len(self._of(source)) - len(self._of(target)) > 1):
+            for source in names if shard not in moving else ():
+                others = {*names} - {source}
+                cost, targets = self._cost(others), set(proper) - {*names}
+                if not targets:
+                    continue
+                target = min(targets, key=cost)
+                shared, load, _ = cost(target)
+                if source not in proper or cost(source)[:2] > (shared, load + 1):
                     self._moves.append(Move(shard, source, target))
-                    self._hosts[target].take.remote([shard])
                     break
 
-    def _finish(self, ray: Any, proper: Sequence[str]) -> None:
-        """Make the targets of complete moves owners, drop shards where nobody asks for them, and end idle hosts."""
-        refs = {name: host.status.remote() for name, host in self._hosts.items()}
-        ready, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=PERIOD)
-        status = dict[str, dict[int, float]]()
-        for name, ref in refs.items():
-            with contextlib.suppress(ray.exceptions.RayError):
-                status |= {name: ray.get(ref)} if ref in ready else {}
+    def _reconcile(self, ray: Any, proper: Sequence[str], status: dict[str, dict[int, float]]) -> None:
+        """Make the targets of complete moves owners, and begin moves. Let hosts build and drop what they shall."""
         for move in [move for move in self._moves if move.shard in status.get(move.target, {})]:
             names = self.owners[move.shard]
             self.owners[move.shard] = [move.target if name == move.source else name for name in names]
             self._moves.remove(move)
-            self._leaving.append(move)
             _log.info("shard %s of %s has moved from %s to %s", move.shard, self.truth.url, move.source, move.target)
-        for move in [m for m in self._leaving if status.get(m.source, {}).get(m.shard, 0) >= GRACE]:
-            self._leaving.remove(move)
-            self._hosts[move.source].drop.remote(move.shard)
-        busy = {move.source for move in self._leaving} | {name for names in self.owners.values() for name in names}
-        for name in self._hosts.keys() - busy - {*proper} - {move.target for move in self._moves}:
-            ray.kill(self._hosts.pop(name))
+        self._moves = [move for move in self._moves if move.target in proper]
+        self._begin(proper)
+        for name, own in status.items():
+            wanted = self._of(name)
+            if lacking := [shard for shard in wanted if shard not in own]:
+                self._hosts[name].take.remote(lacking)
+            for shard in [shard for shard, idle in own.items() if shard not in wanted and idle >= GRACE]:
+                self._hosts[name].drop.remote(shard)
+            if not own and not wanted and name not in proper:
+                ray.kill(self._hosts.pop(name))
         idle = min((min(own.values(), default=0.0) for own in status.values()), default=0.0)
         if idle >= UNUSED and self.truth.own and self.truth.stored_shards() != self.truth.shards:
             for name in [*self._hosts, f"{self.start}places"]:
@@ -285,6 +316,11 @@ class ShardPlaces:
 def _slots(resources: dict[str, float]) -> int:
     """Return the number of hosts for a node with these resources of Ray."""
     return max(1, int(min(resources["CPU"] // CORES, resources.get("memory", 0) // BYTES)))
+
+
+def _node(name: str) -> str:
+    """Return the part of a host's name that names its node."""
+    return name.rpartition("-")[0]
 
 
 def _grouped(ray: Any) -> type:

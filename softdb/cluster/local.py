@@ -118,7 +118,7 @@ class HydratedShard:
                 versions.note(ask.reader, () if ask.leaves else {of_records(tag), *ask.needed})
             return reply._replace(identity=origin.identity, left_out=tuple(origin.left_out))
         if isinstance(ask, CallVerb) and ask.verb == "stats":
-            return replace(reply, shards=[self.report()])
+            return replace(reply, shards=[replace(self.report(), bytes=reply.bytes)])
         return reply
 
     def report(self) -> ShardReport:

@@ -148,6 +148,25 @@ def test_shards_follow_the_nodes(nodes: Any, world: World, tmp_path: Path) -> No
     assert head not in {node for names in owners(db).values() for node in names}
 
 
+def test_a_node_is_lost_together_with_the_places(nodes: Any, tmp_path: Path) -> None:
+    """The places, started again, cannot ask the lost host for its shards: another host must build them."""
+    new, url, ids = joined(nodes), tmp_path / "t.lance", [f"r{i}" for i in range(N)]
+    assert within(TIMEOUT, lambda: len(alive()) == 2)
+    words: dict[str, Any] = {"dim": DIM, "shards": SHARDS, "on": "ray", "timeout": TIMEOUT, "cache": tmp_path / "cache"}
+    with cluster.create(url, **words) as db:
+        db.insert(ids, KEYS)
+        assert settled(db)
+        transport: Any = db.caller.transport
+        nodes.remove_node(new)
+        assert within(TIMEOUT, lambda: len(alive()) == 1)
+        ray.kill(transport._places, no_restart=False)
+        db.refresh()
+        assert sorted(db.get(ids).ids) == sorted(ids)
+        assert within(TIMEOUT, lambda: settled(db)), owners(db)
+        assert db.verify() == N
+    cluster.stop(url)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2], indirect=True)
 def test_forty_nodes_join_and_leave(nodes: Any, world: World) -> None:

@@ -34,6 +34,7 @@ def test_statistics_tell_of_each_shard(db: TableCluster) -> None:
     shards = db.stats().shards
     assert [report.shard for report in shards] == [0, 1]
     assert sum(report.records for report in shards) == 50
+    assert sum(report.bytes for report in shards) == db.stats().bytes > 0
     assert {report.version for report in shards} == {db.version}
     assert {(report.lag, report.index, report.live_recall) for report in shards} == {(0, None, None)}
     assert all(report.answered >= 8 and 0 < report.p50 <= report.p99 < 60 for report in shards)
