@@ -226,12 +226,10 @@ class Directories:
 
     def _tidy(self) -> None:
         """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
-        older = {
-            path
-            for name in (f"{shard}-of-{self.truth.shards}" for shard in self.own_shards)
-            for path in self.folder.glob(f"{name}*")
-            if path.name == name or _number(path)
-        } - {self.path(shard) for shard in self.own_shards}
+        older = set[Path]()
+        for shard in self.own_shards:
+            path = self.folder / f"{shard}-of-{self.truth.shards}"
+            older |= {path, *filter(_number, self.folder.glob(f"{path.name}.*"))} - {self.path(shard)}
         if self.truth.own and self.truth.stored_shards() == self.truth.shards:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:

@@ -139,8 +139,10 @@ class Host:
             files.make_directory(folder)
             self._lock = files.acquire(folder / f"host-{count}")
             if self._lock is not None:
-                for path in folder.glob(f"*-of-{count}*"):
-                    if path.name.partition("-of-")[0] not in map(str, self._own):
+                own = {f"{shard}-of-{count}" for shard in self._own}
+                for path in folder.glob("*-of-*"):
+                    name = path.name.partition(".")[0]
+                    if name.endswith(f"-of-{count}") and name not in own:
                         remove_unused(path)
                 return folder
         raise DatabaseLocked(f"{HOSTS} hosts use {self.folder} on this machine; stop some, or give another cache=")

@@ -117,3 +117,12 @@ def test_a_directory_is_rebuilt_beside_the_one_that_answers(truth: Truth, tmp_pa
     assert again.databases[0].path == followed.path(0)
     assert contents(again) == told(truth)
     again.close()
+
+
+def test_directories_of_another_number_of_shards_stay(truth: Truth, tmp_path: Path) -> None:
+    """Of 16 shards as well, whose name begins as that of 1 shard does."""
+    folder = tmp_path / "cache"
+    hydrated(truth.with_shards(16), folder).close()
+    (folder / "0-of-16").rename(folder / "0-of-16.1")
+    Hydrated(truth.with_shards(1), folder, [0], truth.newest()).close()
+    assert {path.name for path in folder.glob("*-of-16*")} == {"0-of-16.1", *(f"{i}-of-16" for i in range(1, 16))}
