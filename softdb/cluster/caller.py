@@ -137,9 +137,12 @@ class Caller:
             return self._ask(make, which, complete)
 
     def taken_over(self) -> bool:
-        """Switch to rebuilt shards or replicas; return False if they are at another version or lack records."""
+        """Switch to rebuilt shards or replicas; return False if they are at another version or lack records.
+
+        A shard that has lost the version builds it again from the table.
+        """
         before = max(of_records(description.version) for description in self.known.values())
-        shards = self.described(lambda _: Refresh(before))
+        shards = self.described(lambda _: Refresh(before, again=True))
         if {of_records(shard.version) for shard in shards.values()} != {before} or not self._intact(shards):
             return False
         self.known.update(shards)

@@ -158,12 +158,13 @@ class ClusterCore(Core[Sharded]):
             if skip >= count:
                 skip -= count
                 continue
-            after, first = -1, caller.known.get(shard)
+            after, first = -1, None
             while after is not None and remaining:
                 message = functools.partial(
                     _scan, first=first, after=after, size=min(size, remaining), where=where, skip=skip
                 )
                 batch, after = caller.ask(message, [shard], complete=True).replies[shard]
+                first = first or caller.known[shard]
                 skip, remaining = 0, remaining - len(batch)
                 if len(batch):
                     yield batch

@@ -1,7 +1,8 @@
 """Open the directories of shards on this machine, replace unusable directories, and split them when shards double.
 
 A directory is named "<shard>-of-<shards>", or "<shard>-of-<shards>.<n>" if it was built beside an older one. When a
-folder is opened, the complete directory of the newest version counts, and the others are removed.
+folder is opened, the directory of the largest n counts, and the others are removed. A directory of an earlier version,
+which a reader still needed, is named "<shard>-of-<shards>.at-<version>".
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from softdb.errors import (
     FormatTooNew,
     NotADatabase,
     SoftDBError,
+    StaleRead,
     WriteFailed,
 )
 from softdb.store import files
@@ -126,9 +128,13 @@ class Directories:
         version = self.version(shard)
         return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
+    def name(self, shard: int, shards: int | None = None) -> str:
+        """Return the name of a shard's first directory; `shards` None: as many as the table has."""
+        return f"{shard}-of-{shards or self.truth.shards}"
+
     def path(self, shard: int, shards: int | None = None, later: int = 0) -> Path:
-        """Return the path of a shard's newest directory; `shards` None: as many as the table has; `later`: after it."""
-        name = f"{shard}-of-{shards or self.truth.shards}"
+        """Return the path of a shard's newest directory, or of the `later`th after it; `shards` as in `name`."""
+        name = self.name(shard, shards)
         number = max((_number(path) for path in self.folder.glob(f"{name}.*")), default=0) + later
         return self.folder / (f"{name}.{number}" if number else name)
 
@@ -152,6 +158,15 @@ class Directories:
         version, origin = self.version(shard), self.origin(shard)
         if version >= 0 and origin is not None:
             self.versions[shard].add(version, self.databases[shard], Tagged(origin, self.tagged(shard)))
+
+    def _serve_earlier(self, shard: int, version: int, path: Path) -> None:
+        """Let questions read an earlier version from a directory of its own, which goes when nobody needs it."""
+        db = self._opened(path)
+        origin, versions = ShardOrigin.of(db.core.store.source()), self.versions[shard]
+        if origin is None or origin.version != version:
+            raise StaleRead(f"version {version} of {self.truth.url} could not be built for shard {shard}; refresh()")
+        versions.add(version, db, Tagged(origin, origin.making << VERSION_BITS | version))
+        versions.replace(db)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -228,8 +243,8 @@ class Directories:
         """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
         older = set[Path]()
         for shard in self.own_shards:
-            path = self.folder / f"{shard}-of-{self.truth.shards}"
-            older |= {path, *filter(_number, self.folder.glob(f"{path.name}.*"))} - {self.path(shard)}
+            name = self.name(shard)
+            older |= {self.folder / name, *self.folder.glob(f"{name}.[0-9a]*")} - {self.path(shard)}
         if self.truth.own and self.truth.stored_shards() == self.truth.shards:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:

@@ -24,7 +24,7 @@ import numpy as np
 from softdb.check import Id, shown
 from softdb.cluster import apart
 from softdb.cluster.changes import Changes
-from softdb.cluster.directories import Directories, ShardOrigin
+from softdb.cluster.directories import Directories, ShardOrigin, remove_unused
 from softdb.cluster.placement import is_id, shard_of, windows
 from softdb.cluster.shard import LeftOut
 from softdb.cluster.truth import Truth
@@ -91,8 +91,8 @@ class Hydrated(Directories):
         StaleRead if the version was cleaned up.
         """
         super().__init__(truth, folder, own_shards)
-        self._moving, self._counting, self._report = threading.Lock(), threading.Lock(), report
-        self._serves, self._indexes = beside is None, beside or {}
+        self._moving, self._earlier, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._report, self._serves, self._indexes = report, beside is None, beside or {}
         try:
             for at in {self.version(shard) for shard in self.own_shards} - {-1}:
                 shards = [shard for shard in self.own_shards if self.version(shard) == at]
@@ -169,14 +169,34 @@ class Hydrated(Directories):
         files.make_directory(beside)
         for shard in shards if copies else ():
             with contextlib.suppress(BadInput):  # a copy or directory that an interrupted call has left
-                self.databases[shard].snapshot(beside / f"{shard}-of-{self.truth.shards}")
+                self.databases[shard].snapshot(beside / self.name(shard))
+        self._build(beside, shards, dataset)
+        for shard in shards:
+            self._swap(shard, beside / self.name(shard))
+            _log.warning("shard %s of %s was rebuilt at version %s", shard, self.truth.url, dataset.version)
+
+    def _build(self, folder: Path, shards: list[int], dataset: Any) -> None:
+        """Build or complete directories of shards in another folder, and their indexes."""
         indexes = {shard: words for shard in shards if (words := self._index_words(shard, dataset)) is not None}
-        arguments = self.truth, beside, shards, int(dataset.version), None, indexes
+        arguments = self.truth, folder, shards, int(dataset.version), None, indexes
         if dataset.count_rows() * len(shards) < apart.LEAST * self.truth.shards or not apart.built(arguments):
             Hydrated(*arguments).close()
-        for shard in shards:
-            self._swap(shard, beside / f"{shard}-of-{self.truth.shards}")
-            _log.warning("shard %s of %s was rebuilt at version %s", shard, self.truth.url, dataset.version)
+
+    def serve_again(self, shard: int, version: int) -> None:
+        """Serve a version that readers hold, and that was lost with its host, for example: build it from the table.
+
+        Raises StaleRead if the version was cleaned up.
+        """
+        with self._earlier:
+            if self.versions[shard].at(version) is not None:
+                return
+            folder, path = self.folder / f"earlier-{shard}", self.folder / f"{self.name(shard)}.at-{version}"
+            for leftover in (path, folder / self.name(shard)):
+                remove_unused(leftover)
+            self._build(folder, [shard], self.truth.at(version))
+            files.publish(folder / self.name(shard), path)
+            self._serve_earlier(shard, version, path)
+            _log.warning("shard %s of %s serves version %s again", shard, self.truth.url, version)
 
     def _go_on(self, pool: ThreadPoolExecutor) -> None:
         """Complete partly built shards whose version still exists; empty the other incomplete shards."""

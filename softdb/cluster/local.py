@@ -84,6 +84,9 @@ class HydratedShard:
                 hydrated.remake(shard)
             if hydrated.versions[shard].at(version) is None:
                 hydrated.follow(version)
+            if ask.again and hydrated.versions[shard].at(version) is None:
+                hydrated.versions[shard].note(ask.reader, {version, *ask.needed})
+                hydrated.serve_again(shard, version)
         elif version != NEWEST and hydrated.version(shard) < of_records(version):
             hydrated.follow(of_records(version))  # an idle replica may be at an older version
         started = time.perf_counter()

@@ -85,6 +85,7 @@ class Refresh(Describe):
     """
 
     rebuild: bool = False  # True: rebuild the shard from the table first
+    again: bool = False  # True: if the shard has lost `version`, build it from the table, and serve it again
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Versions(Generic[T]):
 
     def __init__(self, unused: Callable[[SoftDB], None]) -> None:
         """`unused`: called with a replaced database when its last version has gone."""
-        self.numbers: dict[int, PinnedVersion[T]] = {}  # in the order in which they were added
+        self.numbers: dict[int, PinnedVersion[T]] = {}
         self._readers: dict[int, tuple[float, frozenset[int]]] = {}  # reader -> time of its last message, and needs
         self._replaced: list[SoftDB] = []
         self._lock, self._unused = threading.Lock(), unused
@@ -50,7 +50,6 @@ class Versions(Generic[T]):
         """Pin the newest generation of a database as a version, in place of an older version of that number."""
         version = PinnedVersion(pinned(base), base, origin)
         with self._lock:
-            self.numbers.pop(number, None)
             self.numbers[number] = version
         self._release(base)
 
@@ -84,7 +83,7 @@ class Versions(Generic[T]):
             now = time.monotonic()
             self._readers = {r: own for r, own in self._readers.items() if own[1] and own[0] >= now - LEASE}
             needed = set[int]().union(*(numbers for _, numbers in self._readers.values()))
-            for number in [*self.numbers][:-RECENT]:
+            for number in sorted(self.numbers)[:-RECENT]:
                 if number not in needed or len(self.numbers) > MOST:
                     del self.numbers[number]
             versions = [*self.numbers.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,22 @@ class Shared:
     def __init__(self, truth: Truth, folder: Path) -> None:
         self.truth, self.hydrated = truth, Hydrated(truth, folder, range(SHARDS))
 
+        self.shards = [HydratedShard(self.hydrated, shard) for shard in range(SHARDS)]
+
     def handle(self) -> TableCluster:
-        shards = [HydratedShard(self.hydrated, shard) for shard in range(SHARDS)]
-        return TableCluster(lambda _: Local(shards), self.truth, 30.0, False, "rw", None)
+        return TableCluster(lambda _: Local(self.shards), self.truth, 30.0, False, "rw", None)
+
+    def restart(self) -> None:
+        """Close the directories and open them again, as a restarted actor does. Handles do not notice."""
+        self.hydrated.close()
+        self.hydrated = Hydrated(self.truth, self.hydrated.folder, range(SHARDS))
+        for shard in self.shards:
+            shard.hydrated = self.hydrated
+
+    @property
+    def earlier(self) -> set[str]:
+        """Names of directories of earlier versions."""
+        return {path.name for path in self.hydrated.folder.glob("*.at-*")}
 
     @property
     def versions(self) -> set[int]:
@@ -119,9 +133,10 @@ def test_versions_go_when_no_answer_needs_them(shared: Shared, monkeypatch: pyte
     commits(shared, 10)
     monkeypatch.setattr(versions, "LEASE", -1.0)
     commits(shared, 1)
-    with pytest.raises(errors.StaleRead, match=r"no longer serves version \d+; refresh\(\)"):
+    lance.dataset(shared.truth.url).cleanup_old_versions(timedelta(0))
+    with pytest.raises(errors.StaleRead, match=r"version \d+ of .* was cleaned up"):
         _ = stale.payloads
-    with pytest.raises(errors.StaleRead, match="no longer serves"):
+    with pytest.raises(errors.StaleRead, match="was cleaned up"):
         reader.attend(QUERIES)
     reader.refresh()
     assert held(reader) == told(shared.truth)
@@ -135,9 +150,51 @@ def test_only_so_many_versions_are_served(shared: Shared, monkeypatch: pytest.Mo
         readers.append(shared.handle())
         commits(shared, 1)
     assert len(shared.versions) == 12
-    with pytest.raises(errors.StaleRead, match="no longer serves"):
-        readers[0].attend(QUERIES)
+    assert readers[0].version not in shared.versions
     readers[-1].attend(QUERIES)
+
+
+@pytest.mark.parametrize("loss", ["restart", "full disk"])
+def test_a_version_that_a_host_has_lost_is_built_from_the_table(shared: Shared, loss: str) -> None:
+    reader, other = shared.handle(), shared.handle()
+    version, expected = reader.version, one_database(reader)
+    asked = QUERIES.clone().requires_grad_()
+    hits, pooled = reader.search(QUERIES, 4), reader.attend(asked)
+    commits(shared, 3)
+    if loss == "restart":
+        shared.restart()
+    else:
+        shared.hydrated._unfit = dict.fromkeys(range(SHARDS), shared.hydrated._reopen)
+        commits(shared, 1)
+    assert version not in shared.versions
+    other.refresh()
+    assert held(other) == told(shared.truth)
+    assert hits.payloads == expected.search(QUERIES, 4).payloads
+    assert held(reader) == held(expected)
+    pooled.output.sum().backward()  # type: ignore[no-untyped-call]
+    twin = QUERIES.clone().requires_grad_()
+    expected.attend(twin).output.sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(asked.grad, twin.grad)
+    assert reader.version == version
+    assert shared.earlier == {f"{shard}-of-2.at-{version}" for shard in range(SHARDS)}
+    commits(shared, versions.RECENT)
+    other.refresh()
+    assert held(other) == told(shared.truth)
+    assert held(reader) == held(expected)
+    reader.close()
+    commits(shared, 1)
+    assert not shared.earlier, "nobody needs the version"
+
+
+def test_directories_of_earlier_versions_go_when_a_killed_host_is_started_again(shared: Shared) -> None:
+    reader = shared.handle()
+    commits(shared, versions.RECENT)
+    shared.restart()
+    expected = held(reader)
+    assert len(shared.earlier) == SHARDS
+    shared.restart()
+    assert not shared.earlier
+    assert held(reader) == expected
 
 
 @pytest.fixture
