@@ -57,7 +57,7 @@ def write(url: str, rate: float, first: int) -> None:
             names = [f"r{(11 * i + j) % N}" for j in range(8)]
             db.upsert([*names, f"w{i}"], keys(i, 9), payloads=[{"n": i % 7}] * 9)
             print(i, flush=True)
-            if i % 300 == 299:
+            if i % 100 == 99:
                 db.compact()
         except SoftDBError as error:
             print(f"# {type(error).__name__}: {error}", flush=True)
@@ -185,17 +185,18 @@ def commits(args: argparse.Namespace) -> dict[str, Any]:
         writer = Writer(db.url, context.address_info["address"], args.rate)
         while not writer.acknowledged:
             time.sleep(0.1)
-        reader, started, first = Reader(db, args.seed), time.monotonic(), len(writer.acknowledged)
+        reader, started, first = Reader(db, args.seed), time.monotonic(), db.table.newest()
         for i in range(args.reads):
+            time.sleep(max(0.0, started + i / args.pace - time.monotonic()))
             reader.read()
             if i % 250 == 249:
                 reader.move()
         seconds = time.monotonic() - started
-        rate = (len(writer.acknowledged) - first) / seconds
+        rate = (db.table.newest() - first) / seconds
         writer.process.kill()
         cluster.stop(db.url)
         ray.shutdown()
-    return reader.report() | {"commits_per_second": round(rate, 1), "asked_for": args.rate, "seconds": round(seconds)}
+    return reader.report() | {"commits_per_second": round(rate, 1), "asked_for": args.rate, "pace": args.pace, "seconds": round(seconds)}
 
 
 class Events:
@@ -353,6 +354,7 @@ def main() -> None:
     parser.add_argument("--rebuild", action="store_true")
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--reads", type=int, default=10_000)
+    parser.add_argument("--pace", type=float, default=50, help="reads a second at most, with --commits")
     parser.add_argument("--records", type=int, default=200_000)
     parser.add_argument("--rate", type=float, default=20, help="commits a second that the writer tries")
     parser.add_argument("--seed", type=int, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -40,12 +41,13 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
     if not dataset.has_stable_row_ids:
         return None
     try:
-        if not all(_tracked(dataset, version) for version in range(since + 1, dataset.version + 1)):
+        before, files = dataset.checkout_version(since), _Files(dataset)
+        if not all(files.tracked(version) for version in range(since + 1, dataset.version + 1)):
             return None
-        before = dataset.checkout_version(since)
+        written = _Written(dataset, since, files.written_since(since))
 
         def parts() -> tuple[Iterator[list[Id]], Iterator[Any]]:
-            return _removed(before, dataset, since, id_column), _added(dataset, since, columns)
+            return _removed(before, written, id_column), written.rows(columns)
 
         removed, added, size = list[list[Id]](), list[Any](), 0
         for batch in itertools.chain(*parts()):
@@ -60,37 +62,32 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         return None
 
 
-def _removed(before: Any, dataset: Any, since: int, id_column: str) -> Iterator[list[Id]]:
-    """Yield the ids, in version `since`, of rows that were deleted or updated later: an update may change the id."""
-    deleted = dataset.delta(compared_against=since).get_deleted_row_ids()
-    for batch in itertools.chain(deleted, written_since(dataset, since, [])[0]):
+class _Written(NamedTuple):
+    """Rows that were inserted or updated after a version."""
+
+    dataset: Any
+    since: int
+    fragments: list[Any]  # in which these rows are
+
+    def rows(self, columns: list[str] | None, condition: str = "") -> Iterator[Any]:
+        """Yield tables of columns (None: all) of the rows that meet a condition, too."""
+        pa, names = needed("pyarrow", "cluster", "a cluster"), columns or self.dataset.schema.names
+        written = f"_row_last_updated_at_version > {self.since}{condition}"
+        if self.fragments:
+            for batch in self.dataset.scanner(names, filter=written, fragments=self.fragments).to_batches():
+                if len(batch):
+                    yield pa.Table.from_batches([batch])
+
+
+def _removed(before: Any, written: _Written, id_column: str) -> Iterator[list[Id]]:
+    """Yield the ids, in version `before`, of rows that were deleted or updated later: an update may change the id."""
+    deleted = written.dataset.delta(compared_against=before.version).get_deleted_row_ids()
+    updated = written.rows(["_rowid"], f" AND _row_created_at_version <= {before.version}")
+    for batch in itertools.chain(deleted, updated):
         rows = batch["_rowid"].to_pylist()
         for low in range(0, len(rows), _AT_ONCE):
             condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
             yield before.to_table(columns=[id_column], filter=condition)[id_column].to_pylist()
-
-
-def _added(dataset: Any, since: int, columns: list[str] | None) -> Iterator[Any]:
-    """Yield tables of the rows that were inserted or updated since a version."""
-    pa = needed("pyarrow", "cluster", "a cluster")
-    for batch in itertools.chain(*reversed(written_since(dataset, since, columns))):
-        names = [name for name in dataset.schema.names if name in batch.schema.names]
-        if len(batch):
-            yield pa.Table.from_batches([batch]).select(names)
-
-
-def written_since(dataset: Any, version: int, columns: list[str] | None) -> tuple[Any, Any]:
-    """Return two readers: of the rows updated since a version, and of the rows inserted since. Both give row ids.
-
-    Lance's delta would read every column. To read only `columns`, this function makes the same scans itself.
-    """
-    if columns is None:
-        delta = dataset.delta(compared_against=version)
-        return delta.get_updated_rows(), delta.get_inserted_rows()
-    new, touched = (f"_row_{name}_at_version > {version}" for name in ("created", "last_updated"))
-    conditions = f"{touched} AND NOT {new}", new
-    updated, inserted = (dataset.scanner([*columns, "_rowid"], filter=condition) for condition in conditions)
-    return updated.to_reader(), inserted.to_reader()
 
 
 def transaction(dataset: Any, version: int) -> Any:
@@ -101,20 +98,38 @@ def transaction(dataset: Any, version: int) -> Any:
         return None
 
 
-def _tracked(dataset: Any, version: int) -> bool:
-    """Return True if Lance's delta reports all changes of the transaction that made a version.
+class _Files:
+    """Files of the fragments of a table at several versions."""
 
-    The delta does not report a restored version, or columns that were rewritten, replaced, dropped or renamed. For the
-    kinds in _COMPARED, this function checks that the transaction kept all old files (as `ingest` does) and columns.
-    """
-    record = transaction(dataset, version)
-    kind = "Rewrite" if record is None else type(getattr(record, "operation", None)).__name__
-    if kind not in _COMPARED:
-        return kind in _TRACKED
-    before, after = (dataset.checkout_version(at) for at in (version - 1, version))
-    files = {fragment.fragment_id: fragment.metadata.files for fragment in after.get_fragments()}
-    for fragment in before.get_fragments():
-        droppable = fragment.metadata.files if kind == "Update" else []  # an update may drop dead fragments
-        if any(file not in files.get(fragment.fragment_id, droppable) for file in fragment.metadata.files):
-            return False
-    return all(field in after.lance_schema.fields() for field in before.lance_schema.fields())
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.at = functools.lru_cache(2)(self._at)
+
+    def _at(self, version: int) -> dict[int, list[Any]]:
+        fragments = self.dataset.checkout_version(version).get_fragments()
+        return {fragment.fragment_id: fragment.data_files() for fragment in fragments}
+
+    def written_since(self, version: int) -> list[Any]:
+        """Return the fragments that are new since a version, or have other files."""
+        before = self.at(version)
+        fragments = self.dataset.get_fragments()
+        return [part for part in fragments if part.data_files() != before.get(part.fragment_id)]
+
+    def tracked(self, version: int) -> bool:
+        """Return True if Lance's delta reports all changes of the transaction that made a version.
+
+        The delta does not report a restored version, or columns that were rewritten, replaced, dropped or renamed. For
+        the kinds in _COMPARED, this method checks that the transaction kept all old files (as `ingest` does) and
+        columns.
+        """
+        record = transaction(self.dataset, version)
+        kind = "Rewrite" if record is None else type(getattr(record, "operation", None)).__name__
+        if kind not in _COMPARED:
+            return kind in _TRACKED
+        after = self.at(version)
+        for fragment, files in self.at(version - 1).items():
+            droppable = files if kind == "Update" else []  # an update may drop dead fragments
+            if any(file not in after.get(fragment, droppable) for file in files):
+                return False
+        old, new = (self.dataset.checkout_version(at).lance_schema.fields() for at in (version - 1, version))
+        return all(field in new for field in old)

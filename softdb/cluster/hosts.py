@@ -332,6 +332,7 @@ def _grouped(ray: Any) -> type:
                 if ray.get_runtime_context().was_current_actor_reconstructed:
                     owned = ray.get_actor(places, namespace=NAMESPACE).owned.remote(name)
                     own_shards = ray.get(owned, timeout=10 * PERIOD)
+                    _log.warning("%s was restarted, with shards %s of %s", name, own_shards, truth.url)
             super().__init__(truth, folder, own_shards)
             self.take(own_shards)  # at once: a restarted replica must be ready when another replica is lost
 

@@ -88,7 +88,8 @@ class HydratedShard:
                 hydrated.versions[shard].note(ask.reader, {version, *ask.needed})
                 hydrated.serve_again(shard, version)
         elif version != NEWEST and hydrated.version(shard) < of_records(version):
-            hydrated.follow(of_records(version))  # an idle replica may be at an older version
+            _log.warning("shard %s of %s is behind, at version %s", shard, hydrated.truth.url, hydrated.version(shard))
+            hydrated.follow(of_records(version))
         started = time.perf_counter()
         try:
             reply = self._answered(ask, version)

@@ -55,7 +55,6 @@ from softdb.tables.arrow_tables import Table, needed, read_table
 from softdb.tables.rows import Fields, Header, Rows
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
-_VERSIONING = ("_rowid", "_row_created_at_version", "_row_last_updated_at_version")
 _TRIES = 20  # number of attempts to update while other handles write, too
 
 
@@ -148,7 +147,6 @@ class Truth:
         """
         pa = _arrow()
         table = pa.table(batch) if isinstance(batch, pa.RecordBatch) else batch
-        table = table.drop_columns([name for name in _VERSIONING if name in table.column_names])
         if not len(table):
             return None
         source, bad = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches())), dict[int, str]()

@@ -238,6 +238,17 @@ class TestTable:
                 os.kill(pid, signal.SIGKILL)
             as_one(db)
 
+    def test_a_reader_goes_on_at_its_version_after_a_kill(self, url: str) -> None:
+        with opened(url) as db, opened(url, mode="r") as reader:
+            expected, hits = reader.search(KEYS[:3], k=5).payloads, reader.search(KEYS[:3], k=5)
+            db.upsert(["r0"], np.ones((1, DIM)), payloads=[{"late": True}])
+            for pid in pids(db):
+                os.kill(pid, signal.SIGKILL)
+            db.refresh()
+            assert (reader.version < db.version, hits.payloads) == (True, expected)
+            as_one(reader)
+            db.upsert(["r0"], KEYS[:1], payloads=[{"n": 0}])
+
     def test_acknowledged_writes_survive_the_loss_of_all_actors_and_directories(self, url: str) -> None:
         with opened(url) as db:
             db.upsert(["late"], np.ones((1, DIM)))

@@ -219,8 +219,7 @@ def test_a_replica_that_is_behind_catches_up(world: World, at: type[Message], mo
     assert len({here.hydrated.version(0) for here in world.replicas.copies}) == 2
     world.replicas.first = 1
     if at is ScanRows:
-        with pytest.raises(errors.StaleRead, match="rebuilt, or a replica answers"):
-            next(world.db.scan())
+        assert len(next(world.db.scan())) > 1
     elif at is Locate:
         assert (world.db.core.located(["new"]) >= 0).all()
     elif at is Draw:
