@@ -4,11 +4,11 @@
     python benchmarks/cluster_soak.py --commits                       # 10,000 reads beside another driver's commits
     python benchmarks/cluster_soak.py --rebuild                       # search, quiet and while shards are rebuilt
 
-The soak starts Ray's local cluster of several nodes (a head without CPUs). A writer process commits some times a second
-and prints what was acknowledged. This process reads: search, attend with a gradient, get and filters. Every answer is
-compared with numpy over the table at the handle's version. Meanwhile something happens every few seconds: `EVENTS`.
-A read may fail with a typed error while its host is dead and it has one replica; a wrong answer or a lost record may
-not be. The disk is filled if --cache is a file system of its own.
+The soak starts Ray's local cluster of several nodes (a head without CPUs). A writer process commits some times a
+second, prints what was acknowledged, compacts the table, and removes old versions. This process reads: search, attend
+with a gradient, get and filters. Every answer is compared with numpy over the table at the handle's version. Meanwhile
+something happens every few seconds: see `Events`. A read may fail with a typed error while its host is dead and it has one
+replica; a wrong answer or a lost record may not be. The disk is filled if --cache is a file system of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def write(url: str, rate: float, first: int) -> None:
             print(i, flush=True)
             if i % 100 == 99:
                 db.compact()
+                lance.dataset(url).cleanup_old_versions(timedelta(minutes=2))
         except SoftDBError as error:
             print(f"# {type(error).__name__}: {error}", flush=True)
         time.sleep(max(0.0, 1 / rate - (time.monotonic() - started)))
@@ -196,7 +198,12 @@ def commits(args: argparse.Namespace) -> dict[str, Any]:
         writer.process.kill()
         cluster.stop(db.url)
         ray.shutdown()
-    return reader.report() | {"commits_per_second": round(rate, 1), "asked_for": args.rate, "pace": args.pace, "seconds": round(seconds)}
+    return reader.report() | {
+        "commits_per_second": round(rate, 1),
+        "asked_for": args.rate,
+        "pace": args.pace,
+        "seconds": round(seconds),
+    }
 
 
 class Events:

@@ -113,7 +113,9 @@ class Actors:
         for shard, ask in asks.items():
             if isinstance(ask, Refresh):
                 version = of_records(replies[shard].version)
-                by_host.setdefault(layout.home[shard], {})[shard] = replace(ask, version=version, rebuild=False, again=False)
+                by_host.setdefault(layout.home[shard], {})[shard] = replace(
+                    ask, version=version, rebuild=False, again=False
+                )
         ray = _ray()
         for host, refreshes in by_host.items():
             for replica in layout.order(host)[1:]:

@@ -94,27 +94,30 @@ class Synced:
 
     def sync(self) -> None:
         """Sync files that are not synced yet. Raises WriteFailed. Cost: lists all files, and syncs each new file."""
+        present = set[str]()
         try:
-            self._sync(self.path)
+            self._sync(self.path, present)
         except OSError as error:
             raise WriteFailed(
                 f"{self.path} could not be synced ({error}); a crash of the machine may lose the last write"
             ) from error
+        self._known = present
 
-    def _sync(self, folder: Path) -> None:
+    def _sync(self, folder: Path, present: set[str]) -> None:
         fresh = False
-        for entry in list(os.scandir(folder)):
-            unknown = entry.path not in self._known
-            if entry.is_dir(follow_symlinks=False):
-                self._sync(Path(entry.path))
-            elif unknown and not entry.name.startswith(".") and "#" not in entry.name:  # else a temporary file
-                files.sync(Path(entry.path))
-            else:
-                continue
-            self._known.add(entry.path)
-            fresh |= unknown
-        if fresh:
-            files.sync_directory(folder)
+        with contextlib.suppress(FileNotFoundError):  # another process cleans up old versions
+            for entry in list(os.scandir(folder)):
+                unknown = entry.path not in self._known
+                if entry.is_dir(follow_symlinks=False):
+                    self._sync(Path(entry.path), present)
+                elif entry.name.startswith(".") or "#" in entry.name:  # a temporary file
+                    continue
+                elif unknown:
+                    files.sync(Path(entry.path))
+                present.add(entry.path)
+                fresh |= unknown
+            if fresh:
+                files.sync_directory(folder)
 
 
 def column(values: Any, kind: Any, present: Any = None) -> Any:
