@@ -7,7 +7,7 @@
 The soak starts Ray's local cluster of several nodes (a head without CPUs). A writer process commits some times a
 second, prints what was acknowledged, compacts the table, and removes old versions. This process reads: search, attend
 with a gradient, get and filters. Every answer is compared with numpy over the table at the handle's version. Meanwhile
-something happens every few seconds: see `Events`. A read may fail with a typed error while its host is dead and it has one
+something happens every few seconds (`Events`). A read may fail with a typed error while its host is dead and it has one
 replica; a wrong answer or a lost record may not be. The disk is filled if --cache is a file system of its own.
 """
 

@@ -1,7 +1,8 @@
 """Shards in several processes or on several machines as one database.
 
-This package may import `database`, `attend` and `formats`. It imports Ray, Lance and torch.distributed only when a
-function needs them. Begin with `handle.py` (the public class), `shard.py` (messages) and `database_shard.py`.
+This package may import `database`, `attend`, `lance_table` and `formats`. It imports Ray, Lance and torch.distributed
+only when a function needs them. Begin with `handle.py` (the public class), `shard.py` (messages) and
+`database_shard.py`.
 """
 
 from softdb.cluster.actors import stop

@@ -21,8 +21,8 @@ from softdb.cluster.addresses import address
 from softdb.cluster.hosts import NAMESPACE, THREADS, ShardPlaces, named
 from softdb.cluster.merge import of_owners
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
-from softdb.cluster.truth import Truth
 from softdb.errors import ShardUnavailable
+from softdb.lance_table.truth import Truth
 from softdb.tables.arrow_tables import needed
 
 HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the next replica is asked, too

@@ -10,9 +10,9 @@ from softdb import opening
 from softdb.answers import Records
 from softdb.check import Schema
 from softdb.cluster.hydrate import Hydrated
-from softdb.cluster.truth import Truth
 from softdb.database import SoftDB
 from softdb.errors import WriteFailed
+from softdb.lance_table.truth import Truth
 from softdb.reports import SnapshotReport
 from softdb.store import files
 from softdb.store.backup import require_free

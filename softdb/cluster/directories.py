@@ -1,4 +1,4 @@
-"""Open the directories of shards on this machine, replace unusable directories, and split them when shards double.
+"""Open the directories of shards on this machine, replace unusable directories, and remove old ones.
 
 A directory is named "<shard>-of-<shards>", or "<shard>-of-<shards>.<n>" if it was built beside an older one. When a
 folder is opened, the directory of the largest n counts, and the others are removed. A directory of an earlier version,
@@ -11,19 +11,15 @@ import contextlib
 import json
 import logging
 import secrets
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from softdb import opening
-from softdb.cluster.placement import MOST, shard_of
-from softdb.cluster.shard import VERSION_BITS, LeftOut
-from softdb.cluster.truth import Truth
+from softdb.cluster.placement import MOST
+from softdb.cluster.shard import VERSION_BITS
 from softdb.database import SoftDB
 from softdb.database.versions import Versions
 from softdb.errors import (
@@ -36,14 +32,13 @@ from softdb.errors import (
     StaleRead,
     WriteFailed,
 )
+from softdb.lance_table.truth import LeftOut, Truth
 from softdb.store import files
 from softdb.store.ours import remove_database, require_ours
 from softdb.tables.hashing import HASH
 
 _log = logging.getLogger("softdb")
 _UNUSABLE = (CorruptionError, NotADatabase, FormatTooNew, BadInput)  # errors after which a directory is rebuilt
-_MOVED = 10_000  # number of records read at once when a shard is split
-_writers = weakref.WeakValueDictionary[Path, SoftDB]()  # path -> open database of this process
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,6 @@ class Directories:
             raise WriteFailed(f"{folder} cannot be made ({error}); give another folder for shards, cache=") from error
         try:
             with self._alone(), ThreadPoolExecutor(max(1, len(self.own_shards))) as pool:
-                list(pool.map(self._split, self.own_shards))
                 list(pool.map(self._open, self.own_shards))
         except BaseException:
             self.close()
@@ -114,7 +108,7 @@ class Directories:
         if shard not in self._origins or self._origins[shard][0] != state:
             with contextlib.suppress(CorruptionError):
                 noted = ShardOrigin.of(db.core.store.source())
-            ours = noted is not None and self._ours(noted, shard, self.truth.shards)
+            ours = noted is not None and self._ours(noted, shard)
             self._origins[shard] = state, noted if ours else None
         return self._origins[shard][1]
 
@@ -128,13 +122,13 @@ class Directories:
         version = self.version(shard)
         return -1 if version < 0 else self._making[shard] << VERSION_BITS | version
 
-    def name(self, shard: int, shards: int | None = None) -> str:
-        """Return the name of a shard's first directory; `shards` None: as many as the table has."""
-        return f"{shard}-of-{shards or self.truth.shards}"
+    def name(self, shard: int) -> str:
+        """Return the name of a shard's first directory."""
+        return f"{shard}-of-{self.truth.shards}"
 
-    def path(self, shard: int, shards: int | None = None, later: int = 0) -> Path:
-        """Return the path of a shard's newest directory, or of the `later`th after it; `shards` as in `name`."""
-        name = self.name(shard, shards)
+    def path(self, shard: int, later: int = 0) -> Path:
+        """Return the path of a shard's newest directory, or of the `later`th after it."""
+        name = self.name(shard)
         number = max((_number(path) for path in self.folder.glob(f"{name}.*")), default=0) + later
         return self.folder / (f"{name}.{number}" if number else name)
 
@@ -175,8 +169,6 @@ class Directories:
         if lock is None:
             raise DatabaseLocked(f"{self.folder} is being opened by another process or handle; try again")
         try:
-            for leftover in self.folder.glob(".softdb-" + 16 * "[0-9a-f]"):  # left by a killed process
-                remove_database(leftover)
             yield
         finally:
             lock.release()
@@ -227,17 +219,16 @@ class Directories:
         self.serve(shard)
 
     def _opened(self, path: Path) -> SoftDB:
-        db = opening.open(path, durability="relaxed", **self.truth.described)
+        db = opening.open(path, durability="relaxed", **self.truth.schema.described)
         if self.truth.encoder is not None and db.encoder_name is None:
             db.core.store.note_encoder(self.truth.encoder)
-        _writers[path] = db
         return db
 
-    def _ours(self, origin: ShardOrigin, shard: int, shards: int) -> bool:
+    def _ours(self, origin: ShardOrigin, shard: int) -> bool:
         """Return True if `origin` names this table, this shard and the same columns."""
-        fields = self.truth.fields
+        fields, place = self.truth.fields, [shard, self.truth.shards, HASH]
         columns = [fields.id, fields.key, fields.value]
-        return origin == replace(origin, url=self.truth.url, columns=columns, place=[shard, shards, HASH])
+        return origin == replace(origin, url=self.truth.url, columns=columns, place=place)
 
     def _tidy(self) -> None:
         """Remove older directories of these shards, and those from before the shards doubled, unless they are open."""
@@ -249,51 +240,6 @@ class Directories:
             older |= {path for path in self.folder.glob("*-of-*") if _shards(path) < self.truth.shards}
         for path in older:
             remove_unused(path)
-
-    # -- splitting -------------------------------------------------------------------------------------------------
-
-    def _split(self, shard: int) -> None:
-        """After the shards doubled from P to 2 P, build shard s from the directory of old shard s mod P, if it exists.
-
-        Copies the old directory in a temporary folder, deletes the records of the other new shard from the copy, and
-        renames the copy. The old directory stays in use. The table is not read.
-        """
-        half = self.truth.shards // 2
-        if self.path(shard).exists() or not half or not self.path(shard % half, half).exists():
-            return
-        try:
-            with files.aside(self.folder) as aside:
-                self._copy(self.path(shard % half, half), aside)
-                if self._halved(aside, shard, half):
-                    files.publish(aside, self.path(shard))
-        except (SoftDBError, OSError) as error:
-            _log.warning("shard %s is built from the table: the old shard cannot be split (%s)", shard, error)
-
-    def _copy(self, path: Path, aside: Path) -> None:
-        own = _writers.get(path)
-        if own is not None and not own.closed:
-            own.snapshot(aside)  # copies changes that are not on disk yet, too
-            return
-        with opening.open(path, mode="r") as db:
-            db.snapshot(aside)
-
-    def _halved(self, aside: Path, shard: int, half: int) -> bool:
-        """Delete records of other shards from a copy of an old shard; return False if it is not the expected shard."""
-        with self._opened(aside) as db:
-            origin = ShardOrigin.of(db.core.store.source())
-            if origin is None or origin.rows is not None or not self._ours(origin, shard % half, half):
-                return False
-            rows = db.core.matching()
-            for low in range(0, len(rows), _MOVED):
-                ids = [entry.id for entry in db.core.store.read(rows[low : low + _MOVED], payloads=False).values()]
-                leaving = [ids[i] for i in np.flatnonzero(shard_of(ids, 2 * half) != shard)]
-                if leaving:
-                    db.delete(leaving)
-            db.compact()
-            place, making = [shard, 2 * half, HASH], secrets.randbits(20)
-            left_out = [row for row in origin.left_out if shard_of([row.id], 2 * half)[0] == shard]
-            db.core.store.apply([], [], replace(origin, place=place, making=making, left_out=left_out).text)
-        return True
 
 
 def _shards(path: Path) -> int:

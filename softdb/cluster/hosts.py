@@ -24,8 +24,8 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.merge import together
 from softdb.cluster.shard import Message
-from softdb.cluster.truth import Truth
 from softdb.errors import DatabaseLocked, SoftDBError
+from softdb.lance_table.truth import Truth
 from softdb.store import files
 from softdb.tables.arrow_tables import needed
 
@@ -126,10 +126,10 @@ class Host:
     def _claimed(self, shards: Sequence[int]) -> Path:
         """Lock and return a directory that no other host of this machine uses, if possible one with these shards.
 
-        Also looks for shards from before their number doubled. Removes directories of shards that it does not own.
+        Removes directories of shards that this host does not own.
         """
         count = self.truth.shards
-        names = {f"{shard % half}-of-{half}" for shard in shards for half in (count, max(1, count // 2))}
+        names = {f"{shard}-of-{count}" for shard in shards}
 
         def present(number: int) -> int:
             return sum(path.name.partition(".")[0] in names for path in self.folder.glob(f"ray-{number}/*-of-*"))

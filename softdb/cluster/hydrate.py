@@ -23,14 +23,13 @@ import numpy as np
 
 from softdb.check import Id, shown
 from softdb.cluster import apart
-from softdb.cluster.changes import Changes
 from softdb.cluster.directories import Directories, ShardOrigin, remove_unused
 from softdb.cluster.placement import is_id, shard_of, windows
-from softdb.cluster.shard import LeftOut
-from softdb.cluster.truth import Truth
 from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, WriteFailed
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
+from softdb.lance_table.changes import Changes
+from softdb.lance_table.truth import LeftOut, Truth
 from softdb.reports import IndexReport
 from softdb.store import Batch, files
 from softdb.tables.hashing import HASH
@@ -39,7 +38,7 @@ from softdb.tables.rows import Rows as Read
 IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 
 _log = logging.getLogger("softdb")
-_BYTES = 1 << 25  # bytes of rows that are read at once
+BYTES, ROWS = 1 << 25, 256  # bytes of rows that are read at once, and the least number of rows
 PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
 MOST_DEAD = 10_000  # a directory is compacted if it has more dead rows than this, and more dead rows than records
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
@@ -93,6 +92,7 @@ class Hydrated(Directories):
         super().__init__(truth, folder, own_shards)
         self._moving, self._earlier, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
         self._report, self._serves, self._indexes = report, beside is None, beside or {}
+        self._batch_size = max(ROWS, BYTES // truth.row_bytes)
         try:
             for at in {self.version(shard) for shard in self.own_shards} - {-1}:
                 shards = [shard for shard in self.own_shards if self.version(shard) == at]
@@ -183,10 +183,7 @@ class Hydrated(Directories):
             Hydrated(*arguments).close()
 
     def serve_again(self, shard: int, version: int) -> None:
-        """Serve a version that readers hold, and that was lost with its host, for example: build it from the table.
-
-        Raises StaleRead if the version was cleaned up.
-        """
+        """Build a lost version, which a reader holds, from the table, and serve it. Raises StaleRead if it is gone."""
         with self._earlier:
             if self.versions[shard].at(version) is not None:
                 return
@@ -316,9 +313,8 @@ class Hydrated(Directories):
 
     def _take(self, dataset: Any, shard: int, places: Rows, origin: ShardOrigin) -> None:
         """Read only the rows at `places`, and store them in a shard."""
-        size = self._batch_size()
-        for low in range(0, len(places), size):
-            batch = places[low : low + size]
+        for low in range(0, len(places), self._batch_size):
+            batch = places[low : low + self._batch_size]
             at = replace(origin, rows=int(batch[-1]) + 1)
             self._apply(shard, [], self.truth.taken(dataset, batch), at)
             self._passed_over(len(batch))
@@ -328,7 +324,7 @@ class Hydrated(Directories):
     ) -> None:
         """Read all rows from span[0] to span[1] of the table, and store each row in its shard."""
         at, end = span
-        for batch in self.truth.batches(dataset, self._batch_size(), at, end - at):
+        for batch in self.truth.batches(dataset, self._batch_size, at, end - at):
             low, at = at, at + len(batch)
 
             def apply(shard: int) -> None:
@@ -384,9 +380,6 @@ class Hydrated(Directories):
     def _seen(self, shard: int) -> int:
         origin = self.origin(shard)
         return 0 if origin is None or origin.rows is None else origin.rows
-
-    def _batch_size(self) -> int:
-        return max(256, _BYTES // self.truth.row_bytes)
 
     def _origin(self, dataset: Any) -> ShardOrigin:
         """Return the origin that names a version of the table; `_apply` adds the shard's number."""

@@ -12,8 +12,8 @@ import numpy as np
 from softdb.check import shown
 from softdb.cluster.addresses import address, named
 from softdb.cluster.placement import by_shard, shard_of
-from softdb.cluster.truth import Truth, stored
 from softdb.errors import BadInput, DatabaseLocked, DuplicateId, WriteFailed
+from softdb.lance_table.truth import Truth, stored
 from softdb.tables.arrow_tables import needed
 
 _WRONG = "wrong"  # name of the column in which workers return errors

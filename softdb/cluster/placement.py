@@ -9,9 +9,9 @@ import numpy as np
 
 from softdb import check
 from softdb.check import Id
-from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
 from softdb.index.contract import Rows
+from softdb.lance_table.truth import Truth
 from softdb.tables.hashing import hashes
 
 MOST = 1 << 16  # largest number of shards

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from softdb.check import Id, Metric, Schema
+from softdb.lance_table.truth import LeftOut
 
 Array = NDArray[Any]
 NEWEST = -1  # version number that stands for the newest version
@@ -81,7 +82,7 @@ class Describe(Message):
 class Refresh(Describe):
     """Bring the shard to `version` of its table or database; NEWEST is the newest -> `Description`.
 
-    The reply describes `version` if the shard still serves it, else a later version.
+    The reply describes `version` if the shard serves it, else a later version.
     """
 
     rebuild: bool = False  # True: rebuild the shard from the table first
@@ -215,13 +216,6 @@ class Explain(Message):
     question: ShardQuery
     lse: Array  # (q,) log-normaliser over the records of all shards
     k: int
-
-
-class LeftOut(NamedTuple):
-    """A row of the table that cannot be stored as a record."""
-
-    id: Id | None
-    reason: str
 
 
 class Description(NamedTuple):

@@ -11,10 +11,10 @@ from softdb.cluster import shard as messages
 from softdb.cluster.copying import copied, of_table
 from softdb.cluster.handle import Cluster
 from softdb.cluster.invariant import verified
-from softdb.cluster.storage import occupied
 from softdb.cluster.table_core import TableCore
-from softdb.cluster.truth import Truth
 from softdb.database.questions import verb
+from softdb.lance_table.storage import occupied
+from softdb.lance_table.truth import LeftOut, Truth
 from softdb.reports import CompactReport, IndexReport, SnapshotReport
 
 
@@ -73,7 +73,7 @@ class TableCluster(Cluster):
         return self.version
 
     @property
-    def left_out(self) -> tuple[messages.LeftOut, ...]:
+    def left_out(self) -> tuple[LeftOut, ...]:
         """Rows of other programs that cannot be stored as records, each with its id and the reason.
 
         These rows take part in no answer. Correct or remove rows with `upsert` or `delete`; keep one row for each id.
@@ -108,8 +108,8 @@ class TableCluster(Cluster):
     def grow(self) -> int:
         """Double the number of shards, and return the new number: shard s becomes s and s + P.
 
-        A host that has the directory of shard s copies it twice and deletes half of each copy; another host reads the
-        table. The old shards answer until the new ones are complete, and their answers stay valid. Other handles switch
+        The new shards are built from the table, and have the index of `build_index`. The old shards answer until the
+        new ones are complete, and their answers stay valid. Other handles switch
         at their next `refresh()`; on Ray the old actors end when nobody asks them any more. Growing may take longer
         than the timeout; call again after an interruption. Raises DatabaseLocked if another handle grows at once.
         """

@@ -18,11 +18,11 @@ from softdb.cluster import shard as messages
 from softdb.cluster.caller import Caller
 from softdb.cluster.cluster_core import ClusterCore
 from softdb.cluster.invariant import is_kept
-from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.database.incoming import UPDATES, Given, RecordChecker, WriteKind
 from softdb.errors import Closed, CorruptionError, ReadOnly, ShardUnavailable, SoftDBError, StaleRead
 from softdb.index.choose import Progress
+from softdb.lance_table.truth import Truth
 from softdb.reports import Stats
 
 _log = logging.getLogger("softdb")

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from softdb import check
-from softdb.cluster import truth as tables
 from softdb.cluster.actors import hosted
 from softdb.cluster.addresses import address, folder_of, named
-from softdb.cluster.foreign import served
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import LocalTable
 from softdb.cluster.placement import power_of_two
 from softdb.cluster.shard import Transport
-from softdb.cluster.storage import lance_errors
 from softdb.cluster.table_cluster import TableCluster
-from softdb.cluster.truth import Truth
 from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked
 from softdb.index.choose import Progress
+from softdb.lance_table import truth as tables
+from softdb.lance_table.foreign import served
+from softdb.lance_table.storage import lance_errors
+from softdb.lance_table.truth import Truth
 from softdb.tables.rows import Fields
 
 Place = Literal["here", "ray"]

@@ -202,8 +202,8 @@ with opened(url) as db:
     print(turns.count, flush=True)
 """
 DRIVEN = {  # where a driver dies
-    "before the commit": ("softdb.cluster.truth:Truth._written", "early"),
-    "committed, not synced": ("softdb.cluster.storage:Synced.sync", "early"),
+    "before the commit": ("softdb.lance_table.truth:Truth._written", "early"),
+    "committed, not synced": ("softdb.lance_table.storage:Synced.sync", "early"),
     "synced, not seen": ("softdb.cluster.table_core:TableCore.seen", "early"),
     "actors asked": ("softdb.cluster.actors:_FanOut._send", "late"),
     "acknowledged": ("softdb.cluster.table_core:TableCore.seen", "late"),

@@ -21,7 +21,7 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import CallVerb, directory_of
-from softdb.cluster.truth import Truth
+from softdb.lance_table.truth import Truth
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.placement import power_of_two, shard_of
 from softdb.cluster.shard import NEWEST, CallVerb, Describe, Message, Refresh, ScanRows
-from softdb.cluster.truth import Truth, stored
+from softdb.lance_table.truth import Truth, stored
 from softdb.store.store import Store
 
 
@@ -158,7 +158,8 @@ def test_a_hydration_stopped_at_any_step_is_resumed(
     truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Making a directory is resumed where it was; following is one transaction."""
-    monkeypatch.setattr(hydrate.Hydrated, "_batch_size", lambda _: 16)
+    monkeypatch.setattr(hydrate, "BYTES", 1)
+    monkeypatch.setattr(hydrate, "ROWS", 16)
     apply, count = Store.apply, 0
 
     def cut(self: Store, *args: Any) -> None:

@@ -15,7 +15,7 @@ from lance_tables import batch, contents, hydrated, made, told
 from object_stores import bucket
 
 from softdb import errors
-from softdb.cluster.truth import stored
+from softdb.lance_table.truth import stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 

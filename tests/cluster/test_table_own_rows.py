@@ -15,7 +15,7 @@ import pyarrow as pa
 from lance_tables import batch, contents, made, told
 
 from softdb import cluster, errors
-from softdb.cluster import placement
+from softdb.cluster import hydrate, placement
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.placement import RowWindow, shard_of
 from softdb.tables.rows import Fields
@@ -33,7 +33,8 @@ def test_both_ways_bring_the_same_rows(
     truth.delete([f"{i} {j}" for i in range(3) for j in range(0, 80, 7)])
     truth.write(truth.table(batch(truth, ["bare"], keyed=False)), upsert=False)
     monkeypatch.setattr(placement, "WINDOW", 50)
-    monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
+    monkeypatch.setattr(hydrate, "BYTES", 1)
+    monkeypatch.setattr(hydrate, "ROWS", 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
     followed = Hydrated(truth, tmp_path / "cache", mine, truth.newest())
     expected = {one: row for one, row in told(truth).items() if shard_of([one], 4)[0] in mine}
@@ -50,7 +51,8 @@ def test_every_row_is_reported_once(
     truth = made(str(tmp_path / "t.lance"))
     truth.write(truth.table(batch(truth, [f"r{i}" for i in range(120)])), upsert=False)
     monkeypatch.setattr(placement, "WINDOW", 50)
-    monkeypatch.setattr(Hydrated, "_batch_size", lambda _: 8)
+    monkeypatch.setattr(hydrate, "BYTES", 1)
+    monkeypatch.setattr(hydrate, "ROWS", 8)
     monkeypatch.setattr(RowWindow, "taken", lambda *_: taken)
     reports = list[tuple[str, int, int]]()
 
@@ -129,7 +131,7 @@ def test_rows_that_lie_together_are_read_alone(tmp_path: Path, monkeypatch: pyte
 
 def made_of(url: str, dim: int, shards: int) -> Any:
     """A table that softdb has not made."""
-    from softdb.cluster.foreign import served
+    from softdb.lance_table.foreign import served
 
     return served(url, None, Fields(key="vector"), "dot", None, shards, 1)
 

@@ -20,13 +20,14 @@ from lance_tables import DIM, held, made, told
 
 import softdb
 from softdb import cluster, errors
-from softdb.cluster import apart, changes, hydrate
+from softdb.cluster import apart, hydrate
 from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard, Local
 from softdb.cluster.table_cluster import TableCluster
-from softdb.cluster.truth import Truth
 from softdb.database import versions
 from softdb.index import build
+from softdb.lance_table import changes
+from softdb.lance_table.truth import Truth
 
 N, SHARDS = 60, 2
 IDS = [f"r{i}" for i in range(N)]

@@ -40,7 +40,7 @@ from softdb.cluster.shard import (
     of_records,
 )
 from softdb.cluster.table_cluster import TableCluster
-from softdb.cluster.truth import Truth
+from softdb.lance_table.truth import Truth
 
 N, SHARDS = 3000, 2  # an index needs 1,000 a shard
 
@@ -93,7 +93,10 @@ def world(tmp_path: Path) -> Iterator[World]:
         late = Hydrated(table, tmp_path / "late", range(SHARDS), table.newest())
         return Replicas([LocalTable(early), LocalTable(late)])
 
-    with TableCluster(connect, truth, 30.0, False, "rw", None) as db, softdb.open(None, **truth.described) as one:
+    with (
+        TableCluster(connect, truth, 30.0, False, "rw", None) as db,
+        softdb.open(None, **truth.schema.described) as one,
+    ):
         for part in db.scan():
             one.insert(part.ids, part.keys, part.values, part.payloads)
         replicas: Any = db.caller.transport

@@ -1,4 +1,4 @@
-"""Doubling the shards: they are split in place while reads continue, through kills at any step."""
+"""Doubling the shards: new ones are built while reads continue, through kills at any step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from softdb.cluster.placement import shard_of
 from softdb.cluster.shard import directory_of
 from softdb.cluster.table_cluster import TableCluster
 from softdb.cluster.table_core import TableCore
-from softdb.cluster.truth import Truth
+from softdb.lance_table.truth import Truth
 
 N, DIM = 400, 8
 IDS = [f"r{i}" for i in range(N)]
@@ -56,16 +56,10 @@ def check_complete(db: cluster.TableCluster) -> None:
         assert (shard_of(ids, db.shards) == shard).all()
 
 
-def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
-        raise AssertionError("the table was read")
-
+def test_new_shards_are_built_from_the_table(tmp_path: Path) -> None:
     with small_table(tmp_path) as db:
-        with monkeypatch.context() as patch:
-            for name in ("batches", "taken"):
-                patch.setattr(Truth, name, refused)
-            transports: list[Any] = [db.caller.transport]
-            assert db.grow() == 4
+        transports: list[Any] = [db.caller.transport]
+        assert db.grow() == 4
         transports.append(db.caller.transport)
         numbers = [
             directory_of(transport.hydrated.tagged(s)) for transport in transports for s in range(transport.shards)
@@ -76,37 +70,13 @@ def test_shards_are_split_and_the_table_is_not_read(tmp_path: Path, monkeypatch:
         db.upsert(["r0"], KEYS[:1], payloads=[0])
         check_complete(db)
     (folder,) = (tmp_path / "cache").glob("*/here-0")
+    (folder / "0-of-4-unfinished").mkdir()  # a stranger's
+    (folder / "0-of-1").mkdir()
+    (folder / "0-of-1" / "notes.txt").write_text("a stranger's")
     with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
         check_complete(db)
-        assert sorted(path.name for path in folder.iterdir()) == sorted([*(f"{i}-of-4" for i in range(4)), "lock"])
-
-
-@pytest.mark.parametrize("how", ["a kill's leftover", "a closed handle"])
-def test_leftover_files_do_not_stop_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    with small_table(tmp_path) as db:
-        transport: Any = db.caller.transport
-        kept, truth = [*transport.hydrated.databases.values()], db.table
-        folder = transport.hydrated.folder
-    assert all(one.closed for one in kept)
-    if how != "a closed handle":
-        kept.clear()
-        del transport, db
-        gc.collect()
-        for shard in range(4):
-            (folder / f".softdb-{shard:016x}").mkdir()
-            (folder / f".softdb-{shard:016x}" / "committed").write_text("half")
-        (folder / "0-of-4-unfinished").mkdir()  # a stranger's
-        (folder / "0-of-1").mkdir()
-        (folder / "0-of-1" / "notes.txt").write_text("a stranger's")
-    truth.put_shards(4)
-    monkeypatch.setattr(Directories, "_anew", lambda *_: pytest.fail("a shard was made from the table"))
-    for name in ("batches", "taken"):
-        monkeypatch.setattr(Truth, name, lambda *_: pytest.fail("the table was read"))
-    with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        check_complete(db)
-    assert not [*folder.glob(".softdb-*")]
-    if how != "a closed handle":
-        assert (folder / "0-of-4-unfinished").is_dir()
+        names = {path.name for path in folder.iterdir()}
+        assert names == {*(f"{i}-of-4" for i in range(4)), "lock", "0-of-4-unfinished", "0-of-1"}
         assert [file.name for file in (folder / "0-of-1").iterdir()] == ["notes.txt"]
 
 
@@ -125,19 +95,8 @@ def test_a_folder_of_a_shard_s_name_that_is_another_s_is_refused_and_stays(tmp_p
         check_complete(db)
 
 
-def test_a_damaged_half_does_not_stop_a_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with small_table(tmp_path) as db:
-        truth = db.table
-    (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
-    (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
-    truth.put_shards(4)
-    with cluster.open(tmp_path / "t.lance", cache=tmp_path / "cache") as db:
-        check_complete(db)
-    assert "shard 1 is built from the table: the old shard cannot be split" in caplog.text
-
-
-def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:
-    keys = np.random.default_rng(1).normal(size=(2400, DIM)).astype(np.float32)
+def test_new_shards_have_an_index(tmp_path: Path) -> None:
+    keys = np.random.default_rng(1).normal(size=(4800, DIM)).astype(np.float32)
     with cluster.create(tmp_path / "t.lance", dim=DIM, shards=2, cache=tmp_path / "cache") as db:
         db.insert([f"n{i}" for i in range(len(keys))], keys)
         db.build_index("ivf", recall=0.9)
@@ -147,26 +106,6 @@ def test_indexes_are_split_with_their_shards(tmp_path: Path) -> None:
         assert index.kind == "ivf"
         actual, true = (db.search(keys[:50], k=5, exact=exact).ids for exact in (False, True))
         assert sum(len({*a} & {*b}) for a, b in zip(actual, true, strict=True)) > 0.8 * 250
-
-
-@pytest.mark.parametrize("how", ["lost", "catalogue", "another table's", "being made"])
-def test_where_no_directory_can_be_split_the_table_is_read(tmp_path: Path, how: str) -> None:
-    with small_table(tmp_path) as db:
-        (path,) = (tmp_path / "cache").glob("*/here-0/1-of-2")
-        transport: Any = db.caller.transport
-        match how:
-            case "lost":
-                shutil.rmtree(path)
-            case "catalogue":
-                (path / "catalog.sqlite").write_bytes(b"no catalogue" * 999)
-            case "another table's":
-                transport.hydrated.databases[1].core.store.apply([], [], '{"url": "another"}')
-            case _:
-                transport.hydrated._anew(1)
-        if how == "another table's":
-            transport.hydrated.databases[1].flush()
-        assert db.grow() == 4
-        check_complete(db)
 
 
 def test_reads_go_on_and_none_is_wrong(tmp_path: Path) -> None:
@@ -313,13 +252,11 @@ def test_new_shards_may_take_longer_than_an_answer(tmp_path: Path, monkeypatch: 
 
 
 STEPS = {  # where the kill comes: before the call of a function, or after it
-    "nothing copied": ("softdb.cluster.directories:Directories._split", False),
-    "copied, not cut": ("softdb.cluster.directories:Directories._halved", False),
-    "within the cut": ("softdb.database:SoftDB.compact", False),
-    "cut, not placed": ("softdb.cluster.directories:Directories._halved", True),
-    "one shard placed": ("softdb.cluster.directories:Directories._split", True),
-    "all placed, not noted": ("softdb.cluster.truth:Truth.put_shards", False),
-    "noted, not used": ("softdb.cluster.truth:Truth.put_shards", True),
+    "nothing made": ("softdb.cluster.directories:Directories._open", False),
+    "made, empty": ("softdb.cluster.hydrate:Hydrated._fill", False),
+    "some rows stored": ("softdb.cluster.hydrate:Hydrated._apply", True),
+    "all placed, not noted": ("softdb.lance_table.truth:Truth.put_shards", False),
+    "noted, not used": ("softdb.lance_table.truth:Truth.put_shards", True),
     "used, the old ones there": ("softdb.cluster.table_core:TableCore._take", True),
 }
 
@@ -342,7 +279,7 @@ def work(folder: Path, step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_split_killed_at_a_named_step_is_resumed(tmp_path: Path, step: str) -> None:
+def test_a_growth_killed_at_a_named_step_is_resumed(tmp_path: Path, step: str) -> None:
     small_table(tmp_path).close()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "numpy", "apsw"])

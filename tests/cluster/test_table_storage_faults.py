@@ -22,7 +22,6 @@ from object_stores import Way, way_to_bucket
 
 from softdb import cluster
 from softdb.cluster.shard import ROW_BITS
-from softdb.cluster.storage import failure
 from softdb.errors import (
     BadInput,
     CorruptionError,
@@ -33,6 +32,7 @@ from softdb.errors import (
     StorageUnavailable,
     WriteFailed,
 )
+from softdb.lance_table.storage import failure
 
 pytestmark = pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 
@@ -276,7 +276,7 @@ def test_shards_are_rebuilt_only_if_a_version_is_lost(
         with cluster.open(folder, cache=folder.parent / "cache") as db:
             db.upsert(["r2"], keys(1, 1), payloads=[1])
         with monkeypatch.context() as patch:
-            patch.setattr(import_module("softdb.cluster.changes"), "_removed", fails)
+            patch.setattr(import_module("softdb.lance_table.changes"), "_removed", fails)
             if error is None:
                 reader.refresh()
             else:

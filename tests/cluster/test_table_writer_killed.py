@@ -28,8 +28,8 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from object_stores import bucket
 
 from softdb import cluster
-from softdb.cluster import changes
 from softdb.errors import SoftDBError
+from softdb.lance_table import changes
 
 DIM, TURNS = 4, 12
 VERBS = ("insert", "upsert", "update", "delete", "compact", "grow")
@@ -37,8 +37,8 @@ State = dict[int | str, int]  # id -> the turn that wrote it
 LOST, HALF, WRONG = "cluster: acknowledged records lost", "cluster: half-applied writes seen", "cluster: wrong answers"
 
 STEPS = {  # where the kill comes: before the call of a function, or after it
-    "before the commit": ("softdb.cluster.truth:Truth._written", False),
-    "committed, not synced": ("softdb.cluster.storage:Synced.sync", False),
+    "before the commit": ("softdb.lance_table.truth:Truth._written", False),
+    "committed, not synced": ("softdb.lance_table.storage:Synced.sync", False),
     "synced, not seen": ("softdb.cluster.table_core:TableCore.seen", False),
     "seen, nothing read": ("softdb.cluster.hydrate:Hydrated.follow", False),
     "nothing taken in": ("softdb.cluster.hydrate:Hydrated._catch_up", False),
@@ -53,8 +53,8 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "beside: copied, not brought on": ("softdb.database.handle:SoftDB.snapshot", True),
     "beside: complete, not in its place": ("softdb.cluster.directories:Directories._swap", False),
     "beside: in its place": ("softdb.cluster.directories:Directories._swap", True),
-    "new shards made, not noted": ("softdb.cluster.truth:Truth.put_shards", False),
-    "new shards noted, not used": ("softdb.cluster.truth:Truth.put_shards", True),
+    "new shards made, not noted": ("softdb.lance_table.truth:Truth.put_shards", False),
+    "new shards noted, not used": ("softdb.lance_table.truth:Truth.put_shards", True),
     "acknowledged": ("softdb.cluster.table_core:TableCore.seen", True),
 }
 BETWEEN = tuple(STEPS)[1:9]  # committed to the table, and not yet in every shard

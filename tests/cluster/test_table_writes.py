@@ -17,10 +17,10 @@ pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 from lance_tables import DIM, batch, made, told
 
 from softdb import cluster, errors
-from softdb.cluster import changes as held
 from softdb.cluster.ingest import _require_new, append
-from softdb.cluster.truth import Truth, stored
 from softdb.formats import import_records, read_records
+from softdb.lance_table import changes as held
+from softdb.lance_table.truth import Truth, stored
 from softdb.store import files
 
 
@@ -211,7 +211,7 @@ def test_an_update_that_is_overtaken_looks_again(truth: Truth, monkeypatch: pyte
         with pytest.raises(errors.UnknownId, match="id 'b' is not stored"):
             truth.update(["a", "b"], {"payload": ["1", "2"]})
     assert told(truth)["a"][2] == "own"
-    monkeypatch.setattr(import_module("softdb.cluster.truth"), "_TRIES", 2)
+    monkeypatch.setattr(import_module("softdb.lance_table.truth"), "_TRIES", 2)
     overtaken(monkeypatch, truth, lambda other: other.update(["a"], {"text": ["theirs"]}), times=2)
     with pytest.raises(errors.DatabaseLocked, match=r"too many processes write .* nothing was written, try again"):
         truth.update(["a"], {"payload": ["3"]})

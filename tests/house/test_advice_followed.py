@@ -5,7 +5,7 @@ from __future__ import annotations
 from advice import advising, followed
 
 # rooms whose advice needs a library or a device
-ELSEWHERE = ("bench", "cluster", "device", "explore", "gpu", "integrations", "mcp")
+ELSEWHERE = ("bench", "cluster", "device", "explore", "gpu", "integrations", "lance_table", "mcp")
 WITHOUT = {  # a part of the message: why no test of advice follows it
     "a stored payload is not JSON": "a damaged catalogue; tests/trust follows verify()",
     "trained encoders need softmax or uniform": "no public call of a view takes other weights",

@@ -86,7 +86,7 @@ def described(path: Path) -> tuple[int | None, str | None]:
 
     table = table_at(path)
     if table is not None:
-        from softdb.cluster.truth import stored
+        from softdb.lance_table.truth import stored
 
         truth = stored(table, None)
         return truth.schema.dim, truth.encoder

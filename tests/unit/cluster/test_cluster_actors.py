@@ -15,8 +15,8 @@ from softdb.check import Metric, Schema
 from softdb.cluster import actors
 from softdb.cluster.actors import Actors
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
-from softdb.cluster.truth import Truth
 from softdb.errors import StaleRead
+from softdb.lance_table.truth import Truth
 from softdb.tables.rows import Fields
 
 TIMEOUT = 30.0

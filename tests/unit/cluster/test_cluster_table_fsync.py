@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from softdb.cluster.storage import Synced
 from softdb.errors import WriteFailed
+from softdb.lance_table.storage import Synced
 from softdb.store import files
 
 

@@ -5,7 +5,7 @@ A table that softdb makes has the columns of softdb's exports: `id`, the primary
 shards. Spark, Ray Data, DuckDB and LanceDB can read and write such a table. Other programs' tables are only read.
 
 Durability: an object store keeps every acknowledged write. Lance does not sync files, so in a local folder softdb syncs
-the files before a verb returns (`softdb.cluster.storage`).
+the files before a verb returns (`softdb.lance_table.storage`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from softdb import check
 from softdb.check import Id, Schema, shown
-from softdb.cluster.changes import Changes, changes_between, transaction
-from softdb.cluster.shard import LeftOut
-from softdb.cluster.storage import (
-    LANCE,
-    Synced,
-    cause,
-    column,
-    dataset_at,
-    failure,
-    lance_errors,
-    literal,
-    missing_file,
-    require_columns,
-    require_storage,
-)
 from softdb.database.incoming import Given, RecordChecker
 from softdb.errors import (
     BadInput,
@@ -49,6 +34,20 @@ from softdb.errors import (
     UnknownId,
     WriteFailed,
 )
+from softdb.lance_table.changes import Changes, changes_between, transaction
+from softdb.lance_table.storage import (
+    LANCE,
+    Synced,
+    cause,
+    column,
+    dataset_at,
+    failure,
+    lance_errors,
+    literal,
+    missing_file,
+    require_columns,
+    require_storage,
+)
 from softdb.store import Batch, files
 from softdb.store.entry import merged
 from softdb.tables.arrow_tables import Table, needed, read_table
@@ -56,6 +55,13 @@ from softdb.tables.rows import Fields, Header, Rows
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
 _TRIES = 20  # number of attempts to update while other handles write, too
+
+
+class LeftOut(NamedTuple):
+    """A row of the table that cannot be stored as a record."""
+
+    id: Id | None
+    reason: str
 
 
 @dataclass
@@ -78,11 +84,6 @@ class Truth:
         return {**self.__dict__, "_opened": None, "_synced": None}
 
     @property
-    def described(self) -> dict[str, Any]:
-        """Arguments of `softdb.open` for a database of the table's records."""
-        return self.schema.described
-
-    @property
     def row_bytes(self) -> int:
         """Approximate size of a row in bytes."""
         return (self.schema.dim + (self.schema.value_dim or 0)) * self.schema.dtype.itemsize + 256
@@ -95,7 +96,7 @@ class Truth:
     @property
     def digest(self) -> str:
         """Hash of the columns and schema with which a foreign table is read; "" for a table that softdb made."""
-        arguments = json.dumps([*vars(self.fields).values(), self.payload, self.described]).encode()
+        arguments = json.dumps([*vars(self.fields).values(), self.payload, self.schema.described]).encode()
         return "" if self.own else blake2b(arguments, digest_size=8).hexdigest()
 
     def columns(self, dataset: Any) -> list[str] | None:

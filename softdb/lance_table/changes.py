@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from softdb.check import Id
-from softdb.cluster.storage import LANCE, require_storage
+from softdb.lance_table.storage import LANCE, require_storage
 from softdb.tables.arrow_tables import needed
 
 LARGEST = 1 << 28  # largest size in bytes of changes that are read into memory and applied in one transaction
@@ -44,7 +44,7 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         before, files = dataset.checkout_version(since), _Files(dataset)
         if not all(files.tracked(version) for version in range(since + 1, dataset.version + 1)):
             return None
-        written = _Written(dataset, since, files.written_since(since))
+        written = _RowsSince(dataset, since, files.written_since(since))
 
         def parts() -> tuple[Iterator[list[Id]], Iterator[Any]]:
             return _removed(before, written, id_column), written.rows(columns)
@@ -62,7 +62,7 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
         return None
 
 
-class _Written(NamedTuple):
+class _RowsSince(NamedTuple):
     """Rows that were inserted or updated after a version."""
 
     dataset: Any
@@ -79,7 +79,7 @@ class _Written(NamedTuple):
                     yield pa.Table.from_batches([batch])
 
 
-def _removed(before: Any, written: _Written, id_column: str) -> Iterator[list[Id]]:
+def _removed(before: Any, written: _RowsSince, id_column: str) -> Iterator[list[Id]]:
     """Yield the ids, in version `before`, of rows that were deleted or updated later: an update may change the id."""
     deleted = written.dataset.delta(compared_against=before.version).get_deleted_row_ids()
     updated = written.rows(["_rowid"], f" AND _row_created_at_version <= {before.version}")
@@ -111,9 +111,8 @@ class _Files:
 
     def written_since(self, version: int) -> list[Any]:
         """Return the fragments that are new since a version, or have other files."""
-        before = self.at(version)
-        fragments = self.dataset.get_fragments()
-        return [part for part in fragments if part.data_files() != before.get(part.fragment_id)]
+        before, fragments = self.at(version), self.dataset.get_fragments()
+        return [fragment for fragment in fragments if fragment.data_files() != before.get(fragment.fragment_id)]
 
     def tracked(self, version: int) -> bool:
         """Return True if Lance's delta reports all changes of the transaction that made a version.

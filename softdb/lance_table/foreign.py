@@ -7,9 +7,9 @@ from typing import Any
 
 from softdb import check
 from softdb.check import shown
-from softdb.cluster.storage import dataset_at
-from softdb.cluster.truth import Truth
 from softdb.errors import BadInput
+from softdb.lance_table.storage import dataset_at
+from softdb.lance_table.truth import Truth
 from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Fields
 
