@@ -74,7 +74,7 @@ class Actors:
         layout = self._layouts.get(version, self.layout)
         replies = _FanOut(layout, asks, timeout).answers()
         remaining = timeout - (time.monotonic() - started)
-        if replies.missing and remaining > 0 and (self.locate(remaining) or layout is not self.layout):
+        if replies.missing and remaining > 0 and (self.locate(remaining, anew=True) or layout is not self.layout):
             layout = self.layout
             others = _FanOut(layout, {shard: asks[shard] for shard in replies.missing}, remaining).answers()
             merged = {**replies.merged, **others.merged}
@@ -87,14 +87,14 @@ class Actors:
                 del self._layouts[version]
         return replies
 
-    def locate(self, timeout: float) -> bool:
-        """Ask which actors own the shards; return True if they have changed."""
+    def locate(self, timeout: float, anew: bool = False) -> bool:
+        """Ask which actors own the shards; return True if they have changed, or if all were looked up `anew`."""
         if self._places is None:
             return False
         ray = _ray()
         try:
             owners = ray.get(self._places.layout.remote(), timeout=timeout)
-            if owners == self._owners:
+            if owners == self._owners and not anew:
                 return False
             actors = {n: ray.get_actor(n, namespace=NAMESPACE) for names in owners.values() for n in names}
         except (ray.exceptions.RayError, ValueError):  # it is being restarted: the owners known so far are asked

@@ -209,13 +209,18 @@ class ShardPlaces:
                     self.owners[shard].append(name)
 
     def _status(self, timeout: float) -> dict[str, dict[int, float]]:
-        """Return `Host.status` of the hosts that reply in time."""
+        """Return `Host.status` of the hosts that reply in time. Forgets hosts that somebody has killed for good."""
         ray, status = _ray(), dict[str, dict[int, float]]()
         refs = {name: host.status.remote() for name, host in self._hosts.items()}
         ready = ray.wait([*refs.values()], num_returns=len(refs), timeout=timeout)[0] if refs else []
         for name, ref in refs.items():
-            with contextlib.suppress(ray.exceptions.RayError):
+            try:
                 status |= {name: ray.get(ref)} if ref in ready else {}
+            except ray.exceptions.ActorDiedError:
+                _log.warning("%s of %s is started again: it was killed", name, self.truth.url)
+                del self._hosts[name]
+            except ray.exceptions.RayError:  # Ray restarts it
+                continue
         return status
 
     def _watch(self) -> None:

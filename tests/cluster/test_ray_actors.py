@@ -249,6 +249,18 @@ class TestTable:
             as_one(reader)
             db.upsert(["r0"], KEYS[:1], payloads=[{"n": 0}])
 
+    def test_actors_that_are_killed_for_good_are_started_again(self, url: str) -> None:
+        with opened(url) as db:
+            transport: Any = db.caller.transport
+            for host in {host for replicas in transport.hosts for host in replicas}:
+                ray.kill(host)
+            deadline = time.monotonic() + TIMEOUT
+            while time.monotonic() < deadline:
+                with contextlib.suppress(errors.ShardUnavailable):
+                    db.refresh()
+                    break
+            as_one(db)
+
     def test_acknowledged_writes_survive_the_loss_of_all_actors_and_directories(self, url: str) -> None:
         with opened(url) as db:
             db.upsert(["late"], np.ones((1, DIM)))

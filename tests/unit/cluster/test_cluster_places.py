@@ -24,6 +24,10 @@ class RayError(Exception):
     """An error of Ray."""
 
 
+class ActorDiedError(RayError):
+    """Ray's error of an actor that was killed for good."""
+
+
 class FakeHost:
     """Stand-in for an actor. `work` builds the shards that it took; `lose` loses them with its node."""
 
@@ -60,7 +64,10 @@ class World:
         self.truth: Any = SimpleNamespace(shards=SHARDS, replicas=replicas, own=False, url="t")
         self.resources = {"CPU": slots * hosts.CORES, "memory": slots * hosts.BYTES}
         self.alive, self.number, self.actors = list[str](), 0, dict[str, FakeHost]()
-        self.exceptions, self.util = SimpleNamespace(RayError=RayError), SimpleNamespace(list_named_actors=self.named)
+        self.exceptions, self.util = (
+            SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError),
+            SimpleNamespace(list_named_actors=self.named),
+        )
         for _ in range(nodes):
             self.join()
 
@@ -175,6 +182,17 @@ def test_shards_of_a_node_that_is_lost_with_their_places(ray: list[World], repli
     world.leave("node2")
     world.start()
     world.rest()
+    world.require_rest()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_host_that_is_killed_for_good_is_started_again(ray: list[World], replicas: int) -> None:
+    world = opened(ray, replicas, 2)
+    name, host = next(iter(world.actors.items()))
+    del world.actors[name]
+    host.status = SimpleNamespace(remote=ActorDiedError)
+    world.rest()
+    assert world.actors[name].complete
     world.require_rest()
 
 
