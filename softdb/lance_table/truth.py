@@ -10,6 +10,7 @@ the files before a verb returns (`softdb.lance_table.storage`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -88,7 +89,7 @@ class Truth:
         """Approximate size of a row in bytes."""
         return (self.schema.dim + (self.schema.value_dim or 0)) * self.schema.dtype.itemsize + 256
 
-    @property
+    @functools.cached_property
     def id_type(self) -> str:
         """Type of the ids: "integer" or "text"."""
         return "integer" if _arrow().types.is_integer(self.now().schema.field(self.fields.id).type) else "text"
@@ -278,13 +279,13 @@ class Truth:
 
     def _ids(self, ids: list[Id]) -> Any:
         pa = _arrow()
-        kind, is_integer = self.now().schema.field("id").type, self.id_type == "integer"
+        is_integer = self.id_type == "integer"
         wrong = next((id for id in ids if (type(id) is int) is not is_integer), None)
         if wrong is not None:
             expected, other = ("int", "str") if is_integer else ("str", "int")
             problem = f"id {shown(wrong)} is of type {type(wrong).__name__}, but this table's ids are {expected}"
             raise BadInput(f"{problem}: pass {expected}, or make a table with create(…, ids={other!r})")
-        return pa.array(ids, kind)
+        return pa.array(ids, pa.int64() if is_integer else pa.string())
 
     def _require_stored(self, dataset: Any, ids: list[Id], columns: Mapping[str, Any]) -> list[str | None]:
         """Return the stored payloads. Raises UnknownId, and BadInput if a keyless record would get a key alone."""

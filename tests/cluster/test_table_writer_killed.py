@@ -46,8 +46,6 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "one shard ahead of the others": ("softdb.cluster.hydrate:Hydrated._apply", True),
     "columns written, not synced": ("softdb.store.files:sync", False),
     "within SQLite's transaction": ("softdb.store.catalog:Catalog.put_setting", True),
-    "a half copied": ("softdb.cluster.directories:Directories._copy", True),
-    "a half whole, not in its place": ("softdb.cluster.directories:Directories._halved", True),
     "a directory emptied": ("softdb.cluster.hydrate:Hydrated._anew", True),
     "a directory filled in part": ("softdb.cluster.hydrate:Hydrated._fill", True),
     "beside: copied, not brought on": ("softdb.database.handle:SoftDB.snapshot", True),
@@ -58,7 +56,7 @@ STEPS = {  # where the kill comes: before the call of a function, or after it
     "acknowledged": ("softdb.cluster.table_core:TableCore.seen", True),
 }
 BETWEEN = tuple(STEPS)[1:9]  # committed to the table, and not yet in every shard
-ONCE = ("new shards", "a half", "a directory", "beside")  # steps that few turns pass
+ONCE = ("new shards", "a directory", "beside")  # steps that few turns pass
 
 
 class Place(NamedTuple):
