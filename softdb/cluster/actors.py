@@ -26,6 +26,7 @@ from softdb.lance_table.truth import Truth
 from softdb.tables.arrow_tables import needed
 
 HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the next replica is asked, too
+AGAIN = 0.5  # seconds after which hosts that were killed for good are looked up again
 LAYOUTS = 256  # number of versions for which a handle remembers the hosts that described them
 
 
@@ -43,12 +44,13 @@ class HostLayout:
 
 
 class Actors:
-    """Transport to actors. Without `places`, shard s is on host s mod (number of hosts)."""
+    """Transport to actors, found by the `ShardPlaces` named `places`; None: shard s is on host s mod their number."""
 
     collective = False
 
-    def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: Any = None) -> None:
+    def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: str | None = None) -> None:
         self.shards, self._places, self._owners = shards, places, dict[int, list[str]]()
+        self._actor: Any = None  # the actor named `places`
         self.layout = HostLayout(hosts, {shard: shard % len(hosts) for shard in range(shards)} if hosts else {})
         self._layouts = dict[int, HostLayout]()  # version -> hosts that described it, and serve it after a move, too
         self._following: dict[Any, Any] = {}  # replica -> last `Refresh` call sent to that replica
@@ -65,20 +67,27 @@ class Actors:
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send messages, as `Transport.ask` says. If a replica is dead or slow, ask the next replica of that host.
 
-        If a shard has moved, asks its new host.
+        If a shard has moved, asks its new host. If its hosts were killed for good, waits for others until the timeout.
         """
         started, refreshes = time.monotonic(), any(isinstance(ask, Refresh) for ask in asks.values())
         if refreshes:
             self.locate(timeout / HEDGE)
         version = max((of_records(ask.version) for ask in asks.values()), default=0)
         layout = self._layouts.get(version, self.layout)
-        replies = _FanOut(layout, asks, timeout).answers()
-        remaining = timeout - (time.monotonic() - started)
-        if replies.missing and remaining > 0 and (self.locate(remaining, anew=True) or layout is not self.layout):
+        calls = _FanOut(layout, asks, timeout)
+        replies = calls.answers()
+        while replies.missing and (remaining := timeout - (time.monotonic() - started)) > 0:
+            if not self.locate(remaining, anew=True) and layout is self.layout and not (calls.died and self._places):
+                break
             layout = self.layout
-            others = _FanOut(layout, {shard: asks[shard] for shard in replies.missing}, remaining).answers()
+            self._layouts.pop(version, None)
+            calls = _FanOut(layout, {shard: asks[shard] for shard in replies.missing}, remaining)
+            others = calls.answers()
             merged = {**replies.merged, **others.merged}
             replies = ShardReplies({**replies.replies, **others.replies}, others.missing, merged)
+            if not calls.died:
+                break
+            time.sleep(min(AGAIN, remaining))
         if refreshes:
             self._bring_on(layout, {shard: asks[shard] for shard in replies.replies}, replies.replies)
             versions = {of_records(description.version) for description in replies.replies.values()}
@@ -88,12 +97,20 @@ class Actors:
         return replies
 
     def locate(self, timeout: float, anew: bool = False) -> bool:
-        """Ask which actors own the shards; return True if they have changed, or if all were looked up `anew`."""
+        """Ask which actors own the shards; return True if they have changed, or if all were looked up `anew`.
+
+        Raises ShardUnavailable if they were stopped.
+        """
         if self._places is None:
             return False
         ray = _ray()
         try:
-            owners = ray.get(self._places.layout.remote(), timeout=timeout)
+            if anew or self._actor is None:
+                self._actor = ray.get_actor(self._places, namespace=NAMESPACE)
+        except ValueError:
+            raise ShardUnavailable("the actors of this handle were stopped; open the table again") from None
+        try:
+            owners = ray.get(self._actor.layout.remote(), timeout=timeout)
             if owners == self._owners and not anew:
                 return False
             actors = {n: ray.get_actor(n, namespace=NAMESPACE) for names in owners.values() for n in names}
@@ -144,6 +161,7 @@ class _FanOut:
         self.remaining = {host: layout.order(host) for host in self.parts}  # {host: replicas not asked yet}
         self.waiting: dict[Any, tuple[int, int]] = {}  # call that has no reply yet -> (host, replica)
         self.replies, self.failures = dict[int, dict[tuple[int, ...], Any]](), dict[int, str]()  # {host: …}
+        self.died = False  # True: Ray does not restart some replica
 
     def answers(self) -> ShardReplies:
         """Ask one replica of every host, or the next if it is dead or slow; return the replies that arrive in time."""
@@ -185,7 +203,7 @@ class _FanOut:
                 self.waiting[method.remote(pickle.dumps(asks))] = host, replica
                 return
             except _ray().exceptions.RayError as error:
-                self.failures[host] = _cause(error)
+                self._failed(host, error)
 
     def _take(self, ref: Any) -> None:
         ray = _ray()
@@ -193,8 +211,12 @@ class _FanOut:
             self._note(ref, ray.get(ref))
         except ray.exceptions.RayError as error:
             host, _ = self.waiting.pop(ref)
-            self.failures[host] = _cause(error)
+            self._failed(host, error)
             self._send(host)
+
+    def _failed(self, host: int, error: Exception) -> None:
+        self.failures[host] = _cause(error)
+        self.died |= isinstance(error, _ray().exceptions.ActorDiedError)
 
     def _note(self, ref: Any, reply: bytes) -> None:
         host, replica = self.waiting.pop(ref)
@@ -207,7 +229,8 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     ray, name = _connected(), f"{_start(truth)}places"
     places = ray.remote(num_cpus=0, max_concurrency=THREADS, max_restarts=-1, max_task_retries=-1)(ShardPlaces)
     actor = places.options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
-    actors = Actors([], truth.shards, actor.remote(truth, str(folder), _start(truth)))
+    actor.remote(truth, str(folder), _start(truth))
+    actors = Actors([], truth.shards, name)
     if not actors.locate(timeout) or not all(actors.hosts):
         raise ShardUnavailable(f"Ray has no node with a CPU for {truth.url}, or gave no answer within {timeout:g} s")
     return actors

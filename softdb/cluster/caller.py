@@ -165,8 +165,9 @@ class Caller:
         if missing and not (partial and answers.replies):
             causes = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(missing.items()))
             more = "give more time (timeout=), " if waited >= self.timeout else ""
+            others = "or open with partial=True to omit these shards" if not self.partial else "or wait for the shards"
             raise ShardUnavailable(
                 f"{len(missing)} of {self.shards} shards did not answer (waited {round(waited, 2):g} s of at most "
-                f"{self.timeout:g} s; {causes}); ask again, {more}or open with partial=True to omit these shards"
+                f"{self.timeout:g} s; {causes}); ask again, {more}{others}"
             )
         return answers._replace(missing=missing)

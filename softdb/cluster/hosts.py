@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from softdb.cluster.hydrate import Hydrated
 from softdb.cluster.local import HydratedShard
 from softdb.cluster.merge import together
 from softdb.cluster.shard import Message
-from softdb.errors import DatabaseLocked, SoftDBError
+from softdb.errors import DatabaseLocked, SoftDBError, WriteFailed
 from softdb.lance_table.truth import Truth
 from softdb.store import files
 from softdb.tables.arrow_tables import needed
@@ -136,8 +137,12 @@ class Host:
 
         for number in sorted(range(HOSTS), key=lambda number: (-present(number), number)):
             folder = self.folder / f"ray-{number}"
-            files.make_directory(folder)
-            self._lock = files.acquire(folder / f"host-{count}")
+            try:
+                files.make_directory(folder)
+                self._lock = files.acquire(folder / f"host-{count}")
+            except OSError as error:
+                problem = f"{folder} cannot be made on {socket.gethostname()} ({error})"
+                raise WriteFailed(f"{problem}; stop() the actors, and open with another cache=") from error
             if self._lock is not None:
                 own = {f"{shard}-of-{count}" for shard in self._own}
                 for path in folder.glob("*-of-*"):

@@ -50,9 +50,10 @@ def ingest(
     files = dataset.map_batches(written, batch_format="pyarrow", batch_size=_rows(truth)).materialize()
     fragments = list[Any]()
     for table in files.select_columns(["fragments", _WRONG]).iter_batches(batch_format="pyarrow", batch_size=None):
-        reasons = table[_WRONG].drop_null()
-        if len(reasons):
-            raise BadInput(f"{reasons[0].as_py()}; nothing was written")
+        errors = table[_WRONG].drop_null()
+        if len(errors):
+            error = pickle.loads(errors[0].as_py())
+            raise type(error)(f"{error}; nothing was written")
         fragments += [fragment for text in table["fragments"].to_pylist() for fragment in pickle.loads(text)]
     buckets = 2 << (sum(fragment.physical_rows for fragment in fragments) // _BUCKET).bit_length()
     split = ray.remote(num_returns=buckets)(_in_buckets)
@@ -111,13 +112,13 @@ def _written(truth: Truth, batch: Any) -> Any:
     """Write rows to a file that `append` commits later; return its fragment and ids. Runs in a worker of Ray."""
     pa, write = needed("pyarrow", "cluster", "ingest"), needed("lance.fragment", "cluster", "ingest").write_fragments
     try:
-        rows, reason = _checked(truth, batch), None
+        rows, wrong = _checked(truth, batch), None
     except BadInput as error:
-        rows, reason = truth.now().schema.empty_table(), error.args[0]
+        rows, wrong = truth.now().schema.empty_table(), pickle.dumps(type(error)(error.args[0]))
     rows = rows.take(by_shard(rows["id"]))
     fragments = write(rows, truth.url, schema=rows.schema, storage_options=truth.options) if len(rows) else []
     ids = pa.LargeListArray.from_arrays([0, len(rows)], rows["id"].combine_chunks())
-    return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([reason], pa.string())})
+    return pa.table({"fragments": [pickle.dumps(fragments)], "ids": ids, _WRONG: pa.array([wrong], pa.binary())})
 
 
 def append(truth: Truth, fragments: list[Any], require_new: Callable[[int], None]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from softdb.lance_table import truth as tables
 from softdb.lance_table.foreign import served
 from softdb.lance_table.storage import lance_errors
 from softdb.lance_table.truth import Truth
+from softdb.misnomers import require_known
 from softdb.tables.rows import Fields
 
 Place = Literal["here", "ray"]
@@ -68,6 +70,9 @@ def create(
     """
     place = address(url)
     check.one_of(ids, "ids", ("str", "int"))
+    known = {**inspect.signature(create).parameters, **inspect.signature(open).parameters}
+    require_known("create", opened, {name: own for name, own in known.items() if name != "opened"})
+    _require_options(**opened)
     embed = None if encoder is None else encoder_of(encoder, dim)
     dim = check.attribute(embed, "dim") if dim is None else dim
     if dim is None:
@@ -106,7 +111,7 @@ def open(
             this process is connected to, or of a new one on this machine. Actors run, for other handles, too, until
             `softdb.cluster.stop(url)`.
         cache: folder of the shards' directories on each host; None: below ~/.cache/softdb. Directories that no
-            handle has open may be deleted at any time.
+            handle has open may be deleted at any time. On Ray the folder of the handle that starts the actors counts.
         encoder: texts -> (n, d), as in `softdb.open`.
         storage_options: as in `create`.
         progress: called while shards are built in this process, with the name of the step, the number of rows of the
@@ -117,7 +122,6 @@ def open(
         StorageUnavailable, CorruptionError: the store cannot be reached; a file of the table is missing or damaged.
         ShardUnavailable: an actor did not start within the timeout.
     """
-    check.one_of(mode, "mode", ("rw", "r"))
     truth = tables.stored(address(url), storage_options)
     return _opened(truth, mode, timeout, partial, refresh, on, cache, encoder, progress)
 
@@ -168,6 +172,23 @@ def serve(
     return _opened(truth, "r", timeout, partial, refresh, on, cache, encoder, progress)
 
 
+def _require_options(
+    mode: str = "rw",
+    timeout: float = 30.0,
+    refresh: float | None = None,
+    on: str = "here",
+    cache: Any = None,
+    **_: Any,
+) -> float | None:
+    """Raise BadInput for a wrong argument of `open`; return `refresh` as a number."""
+    check.one_of(mode, "mode", ("rw", "r"))
+    check.one_of(on, "on", ("here", "ray"))
+    check.positive(timeout, "timeout")
+    if cache is not None:
+        check.folder(cache, "cache", "a folder")
+    return None if refresh is None else check.positive(refresh, "refresh")
+
+
 def _opened(
     truth: Truth,
     mode: str,
@@ -179,8 +200,7 @@ def _opened(
     encoder: EncoderLike | None,
     progress: Progress | bool | None,
 ) -> TableCluster:
-    check.one_of(on, "on", ("here", "ray"))
-    interval = None if refresh is None else check.positive(refresh, "refresh")
+    interval = _require_options(mode, timeout, refresh, on, cache)
     embed = None if encoder is None else encoder_of(encoder, truth.schema.dim)
     if embed is not None:
         require_same(truth.encoder, embed)

@@ -154,8 +154,11 @@ class Truth:
         source, bad = Table(Path(self.url), table.schema, iter(table.combine_chunks().to_batches())), dict[int, str]()
         on_error = None if left_out is None else lambda _: None
         rows = next(read_table(source, self.fields, len(table), on_error, bad), None)
-        for row, reason in bad.items():
-            left_out += [LeftOut(table[self.fields.id][row].as_py(), reason)]  # type: ignore[operator]
+        wrong = [LeftOut(table[self.fields.id][row].as_py(), reason) for row, reason in bad.items()]
+        if left_out is not None:
+            left_out += wrong
+        elif wrong:
+            raise BadInput(f"the row with id {shown(wrong[0].id)}: {wrong[0].reason}")
         return rows
 
     def batch(self, records: Rows) -> Batch:
@@ -278,8 +281,7 @@ class Truth:
         return pa.table([columns[name] for name in schema.names], schema=schema)
 
     def _ids(self, ids: list[Id]) -> Any:
-        pa = _arrow()
-        is_integer = self.id_type == "integer"
+        pa, is_integer = _arrow(), self.id_type == "integer"
         wrong = next((id for id in ids if (type(id) is int) is not is_integer), None)
         if wrong is not None:
             expected, other = ("int", "str") if is_integer else ("str", "int")
@@ -310,8 +312,7 @@ class Truth:
             raise ReadOnly(f"{self.url} was made by another program; write with that program, then refresh()")
         self.attempt(work)
         if self.local:
-            if self._synced is None:
-                self._synced = Synced(Path(self.url))
+            self._synced = self._synced or Synced(Path(self.url))
             self._synced.sync()
         return int(dataset.version)
 

@@ -254,12 +254,23 @@ class TestTable:
             transport: Any = db.caller.transport
             for host in {host for replicas in transport.hosts for host in replicas}:
                 ray.kill(host)
-            deadline = time.monotonic() + TIMEOUT
-            while time.monotonic() < deadline:
-                with contextlib.suppress(errors.ShardUnavailable):
-                    db.refresh()
-                    break
-            as_one(db)
+            as_one(db)  # waits
+
+    def test_a_handle_goes_on_when_stopped_actors_are_started_again(self, url: str) -> None:
+        with opened(url) as db:
+            hits = db.search(KEYS[:3], k=5)
+            cluster.stop(url)
+            with pytest.raises(
+                errors.ShardUnavailable, match="actors of this handle were stopped; open the table again"
+            ):
+                db.count()
+            with pytest.raises(errors.ShardUnavailable, match="were stopped"):
+                db.refresh()
+            with opened(url, mode="r"):
+                as_one(db)
+                assert [payload["n"] for payload in hits.payloads[0]] == [int(name[1:]) for name in hits.ids[0]]
+                db.refresh()
+                as_one(db)
 
     def test_acknowledged_writes_survive_the_loss_of_all_actors_and_directories(self, url: str) -> None:
         with opened(url) as db:

@@ -146,8 +146,10 @@ def test_ids_are_compared_in_buckets_again_after_another_write(
     ("ids", "error", "match"),
     [
         ([*range(N), 7], errors.DuplicateId, "ingest: id 7 comes twice"),
+        ([7, 7, *range(50, 60)], errors.DuplicateId, "ingest: id 7 comes twice.*nothing was written"),
         ([*range(50), 500], errors.DuplicateId, "ingest: id 500 is stored already"),
         ([*range(50), -1], errors.BadInput, "ingest: .*keys hold NaN.*nothing was written"),
+        ([*range(25), -2, *range(25, 50)], errors.BadInput, "ingest: the row with id -2: .*nothing was written"),
     ],
 )
 def test_a_refused_job_leaves_the_table_unchanged(
@@ -156,8 +158,9 @@ def test_a_refused_job_leaves_the_table_unchanged(
     db.insert([500], KEYS[:1])
     version = db.version
     data = rows(ids)
-    if -1 in ids:
-        data = data.map(lambda row: {**row, "key": [float("nan")] * DIM} if row["id"] == -1 else row)
+    wrong = {-1: [float("nan")] * DIM, -2: [1.0, 2.0]}
+    if wrong.keys() & {*ids}:
+        data = data.map(lambda row: {**row, "key": list(wrong.get(row["id"], row["key"]))})
     for upsert in (False, True) if error is errors.BadInput else (False,):
         with pytest.raises(error, match=match):
             cluster.ingest(db.url, data, upsert=upsert)
@@ -181,7 +184,7 @@ def test_a_job_killed_before_its_commit_leaves_the_table_unchanged(
     assert len(db) == N
 
 
-def test_actors_split_their_shards_and_train(tmp_path: Path) -> None:
+def test_actors_double_their_shards_and_train(tmp_path: Path) -> None:
     """On Ray: twice as many shards, with the indexes of the old ones; a projection as one database brings it."""
     n = 2400
     words: dict[str, Any] = {"on": "ray", "timeout": 60.0, "cache": tmp_path / "cache"}

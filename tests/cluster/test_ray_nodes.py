@@ -49,7 +49,7 @@ def opened(folder: Path, **words: Any) -> TableCluster:
 def owners(db: TableCluster) -> dict[int, list[str]]:
     """Nodes of the hosts of each shard."""
     transport: Any = db.caller.transport
-    names = ray.get(transport._places.layout.remote(), timeout=TIMEOUT)
+    names = ray.get(transport._actor.layout.remote(), timeout=TIMEOUT)
     return {shard: [name.rpartition("-")[0].rpartition("-")[2] for name in own] for shard, own in names.items()}
 
 

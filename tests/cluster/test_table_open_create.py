@@ -264,11 +264,25 @@ def test_a_table_that_cannot_be_served_is_refused(url: str, rows: pa.Table, word
         ({"dim": 3, "on": "spark"}, "on"),
         ({"dim": 3, "timeout": 0}, "timeout"),
         ({"dim": 3, "replicas": 0}, "replicas"),
+        ({"dim": 3, "refresh": 0}, "refresh"),
+        ({"dim": 3, "mode": "w"}, "mode"),
+        ({"dim": 3, "cache": 5}, "cache"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(url: str, words: dict[str, Any], match: str) -> None:
-    with pytest.raises(errors.BadInput, match=f"(create|open): .*{match}"):
+    with pytest.raises(errors.BadInput, match=f"create: .*{match}"):
         cluster.create(url, **words)
+    assert not Path(url).exists()
+
+
+def test_mistyped_options_are_refused_by_name(url: str) -> None:
+    with pytest.raises(TypeError, match=r"create\(\) got an unexpected .* 'replica'; did you mean replicas\?"):
+        cluster.create(url, dim=DIM, replica=2)
+    assert not Path(url).exists()
+    db = cluster.create(url, dim=DIM, shards=2)
+    with pytest.raises(errors.BadInput, match=r"build_index: .*'recal'; did you mean recall\?"):
+        db.build_index(recal=0.9)
+    db.close()
 
 
 def test_an_unwritable_place_is_reported(url: str, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Actor:
 class Ray:
     """The part of Ray that the fan-out uses."""
 
-    exceptions = SimpleNamespace(RayError=RayError)
+    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=type("ActorDiedError", (RayError,), {}))
 
     def __init__(self) -> None:
         self.now, self.cancelled = 0.0, list[Call]()
