@@ -308,7 +308,7 @@ class ShardPlaces:
         """Start a host on a node, or on another one if the node is lost."""
         ray = _ray()
         actor_class = ray.remote(
-            concurrency_groups={"answers": THREADS, "tending": 1},
+            concurrency_groups={"answers": THREADS, "tending": THREADS},
             max_restarts=-1,
             max_task_retries=RETRIES,
             num_cpus=0,

@@ -132,6 +132,18 @@ def let_go(host: Any) -> None:
     host.gate.set()
 
 
+def building_held_up(host: Any) -> None:
+    """In an actor: let versions that were lost be built only after `building_let_go`."""
+    for hydrated in {shard.hydrated for shard in host._shards.values()}:
+        hydrated._earlier.acquire()
+
+
+def building_let_go(host: Any) -> None:
+    """In an actor: see `building_held_up`."""
+    for hydrated in {shard.hydrated for shard in host._shards.values()}:
+        hydrated._earlier.release()
+
+
 def counted(host: Any) -> int:
     """Number of counts that an actor's shards have begun."""
     from softdb.cluster import hosts
@@ -248,6 +260,30 @@ class TestTable:
             assert (reader.version < db.version, hits.payloads) == (True, expected)
             as_one(reader)
             db.upsert(["r0"], KEYS[:1], payloads=[{"n": 0}])
+
+    def test_writes_do_not_wait_while_a_lost_version_is_built(self, url: str) -> None:
+        with opened(url) as db, opened(url, mode="r") as reader, opened(url, mode="r") as other:
+            db.upsert(["late"], np.ones((1, DIM)))
+            for pid in pids(db):
+                os.kill(pid, signal.SIGKILL)
+            db.refresh()
+            all_at(db, db.version)
+            called(db, building_held_up)
+            counts = list[int]()
+            threads = [threading.Thread(target=lambda db=db: counts.append(db.count())) for db in (reader, other)]
+            try:
+                for replica, (handle, thread) in enumerate(zip((reader, other), threads, strict=True)):
+                    transport: Any = handle.caller.transport
+                    transport.layout.first = [replica] * len(transport.hosts)
+                    thread.start()
+                time.sleep(1)  # until both replicas build
+                assert db.delete(["late"]) == 1
+                assert not counts
+            finally:
+                called(db, building_let_go)
+            for thread in threads:
+                thread.join(TIMEOUT)
+            assert counts == [N, N]
 
     def test_actors_that_are_killed_for_good_are_started_again(self, url: str) -> None:
         with opened(url) as db:
