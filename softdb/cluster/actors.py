@@ -231,8 +231,10 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
     actor = places.options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
     actor.remote(truth, str(folder), _start(truth))
     actors = Actors([], truth.shards, name)
-    if not actors.locate(timeout) or not all(actors.hosts):
-        raise ShardUnavailable(f"Ray has no node with a CPU for {truth.url}, or gave no answer within {timeout:g} s")
+    if not actors.locate(timeout):
+        raise ShardUnavailable(f"the actors of {truth.url} did not start within {timeout:g} s; open it again")
+    if not all(actors.hosts):
+        raise ShardUnavailable(f"Ray has no node with a CPU for {truth.url}; add one, then open it again")
     return actors
 
 

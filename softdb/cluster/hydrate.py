@@ -126,7 +126,10 @@ class Hydrated(Directories):
                     return self._follow(version)
                 except (WriteFailed, CorruptionError) as error:
                     if repaired >= self._unfit.keys():
-                        raise
+                        if isinstance(error, CorruptionError):
+                            raise
+                        problem = f"{str(error).partition(';')[0]}, in {self.folder}"
+                        raise WriteFailed(f"{problem}; free or mend its disk, then refresh()") from error
                     repaired |= self._unfit.keys()
                     _log.warning("shards %s of %s are repaired: %s", [*self._unfit], self.truth.url, error)
 
@@ -221,8 +224,7 @@ class Hydrated(Directories):
             dataset = self.truth.at(version)
         except StaleRead:
             return None
-        identity = self.truth.identity(dataset)
-        origins = [self.origin(shard) for shard in shards]
+        identity, origins = self.truth.identity(dataset), [self.origin(shard) for shard in shards]
         return dataset if all(origin is not None and origin.identity == identity for origin in origins) else None
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:

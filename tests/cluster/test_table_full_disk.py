@@ -76,6 +76,8 @@ def test_a_late_flush_that_fails_takes_the_version_back_with_the_records(
             for read in (lambda: len(db), lambda: db.search(KEYS[:1], k=2), db.refresh):
                 with pytest.raises((errors.WriteFailed, errors.StaleRead), match=r"No space left|refresh\(\)"):
                     read()
+            with pytest.raises(errors.WriteFailed, match=r"No space left.*; free or mend its disk, then refresh\(\)$"):
+                db.refresh()
             with pytest.raises(errors.StaleRead, match="the write is committed, but this handle"):
                 db.delete(["r0"])
     if room:
