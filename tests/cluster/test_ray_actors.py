@@ -304,7 +304,7 @@ class TestTable:
                 db.refresh()
             with opened(url, mode="r"):
                 as_one(db)
-                assert [payload["n"] for payload in hits.payloads[0]] == [int(name[1:]) for name in hits.ids[0]]
+                assert [payload["n"] for payload in hits.payloads[0]] == [int(str(name)[1:]) for name in hits.ids[0]]
                 db.refresh()
                 as_one(db)
 
