@@ -159,7 +159,7 @@ def test_a_node_is_lost_together_with_the_places(nodes: Any, tmp_path: Path) -> 
         transport: Any = db.caller.transport
         nodes.remove_node(new)
         assert within(TIMEOUT, lambda: len(alive()) == 1)
-        ray.kill(transport._places, no_restart=False)
+        ray.kill(transport._actor, no_restart=False)
         db.refresh()
         assert sorted(db.get(ids).ids) == sorted(ids)
         assert within(TIMEOUT, lambda: settled(db)), owners(db)
@@ -192,7 +192,7 @@ def test_forty_nodes_join_and_leave(nodes: Any, world: World) -> None:
 def test_the_places_are_known_again_after_a_kill(nodes: Any, world: World) -> None:
     before = owners(world.db)
     transport: Any = world.db.caller.transport
-    ray.kill(transport._places, no_restart=False)
+    ray.kill(transport._actor, no_restart=False)
     world.write()
     world.require_right()
     assert within(TIMEOUT, lambda: owners(world.db) == before)
