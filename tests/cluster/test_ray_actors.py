@@ -178,6 +178,13 @@ def all_at(db: cluster.TableCluster, version: int) -> None:
     raise TimeoutError(f"the replicas are at {found}, not at {version}")
 
 
+def keep_counting(db: cluster.TableCluster) -> None:
+    """Ask until an error is raised, for TIMEOUT seconds."""
+    ends = time.monotonic() + TIMEOUT
+    while time.monotonic() < ends:
+        db.count()
+
+
 def as_one(db: cluster.TableCluster) -> None:
     """Assert that it answers as one database does."""
     with softdb.open(None, dim=DIM) as one:
@@ -296,10 +303,8 @@ class TestTable:
         with opened(url) as db:
             hits = db.search(KEYS[:3], k=5)
             cluster.stop(url)
-            ends = time.monotonic() + TIMEOUT  # Ray takes a moment
             with pytest.raises(errors.ShardUnavailable, match="actors of this handle were stopped; open the table"):
-                while time.monotonic() < ends:
-                    db.count()
+                keep_counting(db)  # Ray takes a moment
             with pytest.raises(errors.ShardUnavailable, match="were stopped"):
                 db.refresh()
             with opened(url, mode="r"):
