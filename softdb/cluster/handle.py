@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -10,9 +11,10 @@ from softdb.cluster import shard as messages
 from softdb.cluster.caller import Caller
 from softdb.cluster.cluster_core import ClusterCore
 from softdb.cluster.copying import copied, of_records
-from softdb.database import Verbs
+from softdb.database import SoftDB, Verbs
 from softdb.database.questions import verb
 from softdb.errors import BadInput
+from softdb.misnomers import require_known
 from softdb.reports import IndexReport, SnapshotReport
 
 BUILDING = 3600.0  # least timeout for building an index, in seconds
@@ -89,6 +91,7 @@ class Cluster(Verbs):
 
         Raises BadInput for `background` and `progress`.
         """
+        require_known("build_index", words, inspect.signature(SoftDB.build_index).parameters)
         if refused := {"background", "progress"} & words.keys():
             raise BadInput(f"{' and '.join(sorted(refused))} cannot be given: a cluster waits for all of its shards")
         patient = self.caller.complete()

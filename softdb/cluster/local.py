@@ -23,7 +23,7 @@ from softdb.cluster.shard import (
     ShardReplies,
     of_records,
 )
-from softdb.errors import BadInput, Closed, CorruptionError, SoftDBError, StaleRead
+from softdb.errors import Closed, CorruptionError, SoftDBError, StaleRead
 from softdb.reports import ShardReport
 
 _log = logging.getLogger("softdb")
@@ -110,10 +110,7 @@ class HydratedShard:
             reason = "was rebuilt, or a replica answers" if own else f"no longer serves version {of_records(version)}"
             raise StaleRead(f"shard {shard} {reason}; refresh() and ask again")
         if isinstance(ask, CallVerb) and ask.verb == "build_index":
-            try:
-                return hydrated.indexed(shard, ask.arguments)
-            except TypeError as error:  # an argument that the method does not have
-                raise BadInput(str(error)) from error
+            return hydrated.indexed(shard, ask.arguments)
         tag, origin = own.origin.tag, own.origin.origin
         try:
             database = DatabaseShard(own.db, shard, hydrated.truth.shards, lambda: tag)
