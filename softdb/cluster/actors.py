@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from softdb.cluster.addresses import address
-from softdb.cluster.hosts import NAMESPACE, THREADS, ShardPlaces, named
+from softdb.cluster.hosts import NAMESPACE, PERIOD, THREADS, ShardPlaces, named
 from softdb.cluster.merge import of_owners
 from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
 from softdb.errors import ShardUnavailable
@@ -51,6 +51,7 @@ class Actors:
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: str | None = None) -> None:
         self.shards, self._places, self._owners = shards, places, dict[int, list[str]]()
         self._actor: Any = None  # the actor named `places`
+        self._located = -PERIOD  # time.monotonic() at which `places` was asked last
         self.layout = HostLayout(hosts, {shard: shard % len(hosts) for shard in range(shards)} if hosts else {})
         self._layouts = dict[int, HostLayout]()  # version -> hosts that described it, and serve it after a move, too
         self._following: dict[Any, Any] = {}  # replica -> last `Refresh` call sent to that replica
@@ -70,13 +71,24 @@ class Actors:
         If a shard has moved, asks its new host. If its hosts were killed for good, waits for others until the timeout.
         """
         started, refreshes = time.monotonic(), any(isinstance(ask, Refresh) for ask in asks.values())
-        if refreshes:
+        if refreshes and started >= self._located + PERIOD:
             self.locate(timeout / HEDGE)
         version = max((of_records(ask.version) for ask in asks.values()), default=0)
+        layout, replies = self._answers(version, asks, started + timeout)
+        if refreshes:
+            self._bring_on(layout, {shard: asks[shard] for shard in replies.replies}, replies.replies)
+            versions = {of_records(description.version) for description in replies.replies.values()}
+            self._layouts |= dict.fromkeys(versions, layout)
+            for version in [*self._layouts][:-LAYOUTS]:
+                del self._layouts[version]
+        return replies
+
+    def _answers(self, version: int, asks: Mapping[int, Message], deadline: float) -> tuple[HostLayout, ShardReplies]:
+        """Ask the hosts that described a version, and new hosts for the shards without a reply, until `deadline`."""
         layout = self._layouts.get(version, self.layout)
-        calls = _FanOut(layout, asks, timeout)
+        calls = _FanOut(layout, asks, deadline - time.monotonic())
         replies = calls.answers()
-        while replies.missing and (remaining := timeout - (time.monotonic() - started)) > 0:
+        while replies.missing and (remaining := deadline - time.monotonic()) > 0:
             if not self.locate(remaining, anew=True) and layout is self.layout and not (calls.died and self._places):
                 break
             layout = self.layout
@@ -88,13 +100,7 @@ class Actors:
             if not calls.died:
                 break
             time.sleep(min(AGAIN, remaining))
-        if refreshes:
-            self._bring_on(layout, {shard: asks[shard] for shard in replies.replies}, replies.replies)
-            versions = {of_records(description.version) for description in replies.replies.values()}
-            self._layouts |= dict.fromkeys(versions, layout)
-            for version in [*self._layouts][:-LAYOUTS]:
-                del self._layouts[version]
-        return replies
+        return layout, replies
 
     def locate(self, timeout: float, anew: bool = False) -> bool:
         """Ask which actors own the shards; return True if they have changed, or if all were looked up `anew`.
@@ -103,7 +109,7 @@ class Actors:
         """
         if self._places is None:
             return False
-        ray = _ray()
+        ray, self._located = _ray(), time.monotonic()
         try:
             if anew or self._actor is None:
                 self._actor = ray.get_actor(self._places, namespace=NAMESPACE)

@@ -33,6 +33,7 @@ from softdb.tables.arrow_tables import needed
 _log = logging.getLogger("softdb")
 NAMESPACE = "softdb"
 THREADS = 4  # number of messages that an actor answers at once
+LIGHT = 1 << 22  # `HydratedShard.work` below which shards of a host answer in turn: threads cost more than they save
 RETRIES = 2  # number of times that Ray repeats a call whose actor died, if no other replica can be asked
 CORES, BYTES = 8, 16 << 30  # a node has a host for so many cores and so much memory, and one host at least
 PERIOD = 2.0  # seconds between two looks at Ray's nodes
@@ -68,11 +69,9 @@ class Host:
         if moved := asks.keys() - shards.keys():
             return pickle.dumps({(shard,): RuntimeError("it has moved to another host") for shard in moved})
         self._asked.update(dict.fromkeys(asks, time.monotonic()))
-        last, *others = reversed(asks)
-        pending = {shard: self._pool.submit(_answered, shards[shard], asks[shard]) for shard in others}
-        replies = {last: _answered(shards[last], asks[last])}
-        replies |= {shard: reply.result() for shard, reply in pending.items()}
-        return pickle.dumps(together(asks, replies))
+        in_turn = all(shards[shard].work(ask) < LIGHT for shard, ask in asks.items())
+        replies = (map if in_turn else self._pool.map)(lambda shard: _answered(shards[shard], asks[shard]), asks)
+        return pickle.dumps(together(asks, dict(zip(asks, replies, strict=True))))
 
     def tend(self, sent: bytes) -> bytes:
         """Do the same as `answer`. Ray runs this method in its own threads, for slow messages such as `Refresh`."""

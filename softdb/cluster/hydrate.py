@@ -29,43 +29,20 @@ from softdb.errors import BadInput, CorruptionError, DuplicateId, StaleRead, Wri
 from softdb.index.choose import Progress
 from softdb.index.contract import Rows
 from softdb.lance_table.changes import Changes
+from softdb.lance_table.storable import first_rows, storable
 from softdb.lance_table.truth import LeftOut, Truth
 from softdb.reports import IndexReport
-from softdb.store import Batch, files
+from softdb.store import files
 from softdb.tables.hashing import HASH
-from softdb.tables.rows import Rows as Read
 
 IndexWords = dict[str, Any]  # arguments of `SoftDB.build_index`
 
 _log = logging.getLogger("softdb")
 BYTES, ROWS = 1 << 25, 256  # bytes of rows that are read at once, and the least number of rows
+FEW = 1000  # number of changed rows below which shards are changed in turn: threads cost more than they save
 PARTLY = -1  # `ShardOrigin.rows` of a directory to which changes are applied part by part
 MOST_DEAD = 10_000  # a directory is compacted if it has more dead rows than this, and more dead rows than records
 MOST_LEFT_OUT = 1000  # largest number of rows left out of a shard; more mean that the column is wrong
-
-
-def storable(truth: Truth, records: Read, left_out: list[LeftOut]) -> list[Batch]:
-    """Check records, and return them in batches to store. Adds rows that cannot be stored to `left_out`."""
-    try:
-        return [truth.batch(records)]
-    except DuplicateId:
-        return storable(truth, _once(records, set(), left_out), left_out)
-    except BadInput as error:
-        if len(records) < 2:
-            left_out += [LeftOut(id, str(error.args[0])) for id in records.ids]
-            return []
-        places, half = [*range(len(records))], len(records) // 2
-        halves = records.some(places[:half]), records.some(places[half:])
-        return [batch for half_records in halves for batch in storable(truth, half_records, left_out)]
-
-
-def _once(records: Read, stored: set[Id], left_out: list[LeftOut]) -> Read:
-    """Return the first row of each id that is not in `stored`; add all other rows to `left_out`."""
-    first = dict[Id, int]()
-    for i, id in enumerate(records.ids):
-        if id in stored or first.setdefault(id, i) != i:
-            left_out.append(LeftOut(id, "the id comes twice; keep one of the rows"))
-    return records.some([*first.values()])
 
 
 class Hydrated(Directories):
@@ -253,7 +230,8 @@ class Hydrated(Directories):
                 own_rows = None if rows is None else rows.take(np.flatnonzero(added == shard))  # noqa: B023
                 self._apply(shard, own[shard], own_rows, origin)  # noqa: B023
 
-            list(pool.map(apply, set(shards) - unclear))
+            in_turn = len(ids) + (0 if rows is None else len(rows)) < FEW
+            list((map if in_turn else pool.map)(apply, set(shards) - unclear))
         if unclear:
             self._rebuild(pool, [*unclear], dataset)
 
@@ -354,11 +332,12 @@ class Hydrated(Directories):
                 assert records is not None
                 del left_out[read:]
                 own = {records.ids[i] for i in np.flatnonzero(db.core.stored(records.ids))}
-                batches = storable(self.truth, _once(records, own - removed_ids, left_out), left_out)
+                batches = storable(self.truth, first_rows(records, own - removed_ids, left_out), left_out)
                 db.core.store.apply(removed, batches, self._noted(origin, left_out))
         except (WriteFailed, CorruptionError) as error:
             self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
             raise
+        self._applied(shard, replace(origin, left_out=left_out))
         if self._serves and origin.rows is None:
             self.serve(shard)
         for id, reason in left_out[known:]:

@@ -14,10 +14,10 @@ import numpy as np
 
 from softdb.check import Id, shown
 from softdb.cluster.handle import Cluster
-from softdb.cluster.hydrate import storable
 from softdb.cluster.placement import is_id, shard_of
 from softdb.cluster.shard import Description, Refresh, of_records
 from softdb.errors import CorruptionError, ShardUnavailable, StaleRead
+from softdb.lance_table.storable import storable
 from softdb.lance_table.truth import LeftOut, Truth
 from softdb.store import Batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -124,6 +125,12 @@ class HydratedShard:
         if isinstance(ask, CallVerb) and ask.verb == "stats":
             return replace(reply, shards=[replace(self.report(), bytes=reply.bytes)])
         return reply
+
+    def work(self, ask: Message) -> float:
+        """Return about how many products of numbers a reply takes; infinity for `build_index`."""
+        if isinstance(ask, CallVerb) and ask.verb == "build_index":
+            return math.inf
+        return ask.numbers * self.hydrated.databases[self.shard].core.store.snapshot.count
 
     def report(self) -> ShardReport:
         """Return a report of the shard's newest version. In an actor of Ray, its metrics get the numbers, too."""

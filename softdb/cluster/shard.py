@@ -68,6 +68,12 @@ class Message:
         """Return True if a shard that is at `version` may answer this message."""
         return self.version == version if self.by_rows else of_records(self.version) == of_records(version)
 
+    @property
+    def numbers(self) -> int:
+        """Number of numbers in the queries; 0: the message has no queries."""
+        question = getattr(getattr(self, "of", self), "question", None)
+        return 0 if question is None else int(question.queries.size)
+
 
 @dataclass(frozen=True)
 class Describe(Message):

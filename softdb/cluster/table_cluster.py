@@ -132,10 +132,11 @@ class TableCluster(Cluster):
 
     @verb
     def compact(self) -> CompactReport:
-        """Merge the table's small files into few large ones, and index its ids. Answers do not change.
+        """Merge the table's files into few large ones without dead rows, and index its ids. Answers do not change.
 
-        Useful after some hundred writes: each write adds a file that a rebuilt shard reads. The report counts the files
-        of the newest version, and the rows of deleted and replaced records in them. Older versions keep their files.
+        Useful when many records were replaced or deleted; writes merge small files themselves. The report counts the
+        files of the newest version, and the rows of deleted and replaced records in them. Older versions keep their
+        files.
         """
         self.core.require_writable()
         truth = self.table

@@ -20,6 +20,7 @@ from softdb.database.embedding import telling
 from softdb.encoders import EncoderLike, encoder_of, name_of, require_same
 from softdb.errors import BadInput, DatabaseLocked
 from softdb.index.choose import Progress
+from softdb.lance_table import creation
 from softdb.lance_table import truth as tables
 from softdb.lance_table.foreign import served
 from softdb.lance_table.storage import lance_errors
@@ -79,7 +80,7 @@ def create(
         raise BadInput("dim is not given; a new table needs the width of its keys")
     schema = check.schema(dim, value_dim, num_classes, dtype, metric, None)
     replicas = check.integer(replicas, "replicas", 1, 16)
-    tables.create(place, storage_options, schema, power_of_two(shards), replicas, ids, embed and name_of(embed))
+    creation.create(place, storage_options, schema, power_of_two(shards), replicas, ids, embed and name_of(embed))
     return open(place, encoder=embed, storage_options=storage_options, **opened)
 
 

@@ -44,6 +44,7 @@ class Versions(Generic[T]):
         self.numbers: dict[int, PinnedVersion[T]] = {}
         self._readers: dict[int, tuple[float, frozenset[int]]] = {}  # reader -> time of its last message, and needs
         self._replaced: list[SoftDB] = []
+        self._retained: dict[SoftDB, int] = {}  # database -> generation after which it retains deleted records
         self._lock, self._unused = threading.Lock(), unused
 
     def add(self, number: int, base: SoftDB, origin: T) -> None:
@@ -51,7 +52,7 @@ class Versions(Generic[T]):
         version = PinnedVersion(pinned(base), base, origin)
         with self._lock:
             self.numbers[number] = version
-        self._release(base)
+        self._release()
 
     def at(self, number: int | None) -> PinnedVersion[T] | None:
         """Return a version, None for the newest. Return None if it has gone, or its commit was undone by a failure."""
@@ -65,7 +66,7 @@ class Versions(Generic[T]):
         """Note the numbers of the versions that a reader needs from now on; none: it has left."""
         with self._lock:
             self._readers[reader] = time.monotonic(), frozenset(needed)
-        self._release(None)
+        self._release()
 
     def replace(self, base: SoftDB) -> None:
         """Note that a database gets no further versions; it is `unused` when those that it has are no longer needed."""
@@ -77,7 +78,7 @@ class Versions(Generic[T]):
             self.numbers = {n: version for n, version in self.numbers.items() if base not in (None, version.base)}
             return [] if base is not None else self._replaced
 
-    def _release(self, base: SoftDB | None) -> None:
+    def _release(self) -> None:
         """Drop the versions that no reader needs."""
         with self._lock:
             now = time.monotonic()
@@ -90,8 +91,11 @@ class Versions(Generic[T]):
             bases = [version.base for version in versions]
             unused = [db for db in self._replaced if db not in bases]
             self._replaced = [db for db in self._replaced if db in bases]
-        for database in dict.fromkeys(bases if base is None else [base]):
+            before = self._retained
+            self._retained = {db: min(v.db.generation for v in versions if v.base is db) for db in dict.fromkeys(bases)}
+            moved = [(db, since) for db, since in self._retained.items() if before.get(db) != since]
+        for database, since in moved:
             if not database.closed:
-                database.core.store.retain(min(v.db.generation for v in versions if v.base is database))
+                database.core.store.retain(since)
         for database in unused:
             self._unused(database)

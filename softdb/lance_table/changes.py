@@ -14,6 +14,7 @@ from softdb.tables.arrow_tables import needed
 LARGEST = 1 << 28  # largest size in bytes of changes that are read into memory and applied in one transaction
 _TRACKED = {"Append", "Delete", "Rewrite", "CreateIndex", "UpdateConfig"}  # transactions that Lance's delta reports
 _COMPARED = {"Update", "Merge", "BaseOperation"}  # transactions that the delta may report: `_tracked` compares files
+_CREATED = "_row_created_at_version"  # name of a column that Lance adds
 _ID_BYTES = 100  # approximate memory of an id in Python
 _AT_ONCE = 1000  # largest number of row ids in one filter condition
 
@@ -41,21 +42,26 @@ def changes_between(url: str, since: int, dataset: Any, id_column: str, columns:
     if not dataset.has_stable_row_ids:
         return None
     try:
-        before, files = dataset.checkout_version(since), _Files(dataset)
+        files = _Files(dataset)
         if not all(files.tracked(version) for version in range(since + 1, dataset.version + 1)):
             return None
         written = _RowsSince(dataset, since, files.written_since(since))
+        names = columns or dataset.schema.names
+        before, delta = files.opened(since), dataset.delta(compared_against=since)
 
-        def parts() -> tuple[Iterator[list[Id]], Iterator[Any]]:
-            return _removed(before, written, id_column), written.rows(columns)
+        def parts(columns: list[str]) -> Iterator[tuple[Any, Any]]:
+            yield from ((batch["_rowid"], None) for batch in delta.get_deleted_row_ids())
+            yield from written.rows(columns)
 
         removed, added, size = list[list[Id]](), list[Any](), 0
-        for batch in itertools.chain(*parts()):
-            is_ids = isinstance(batch, list)
-            (removed if is_ids else added).append(batch)
-            size += _ID_BYTES * len(batch) if is_ids else batch.nbytes
+        for row_ids, table in parts(names):
+            ids = [*_removed(before, [row_ids], id_column)]
+            removed += ids
+            added += [] if table is None else [table]
+            size += _ID_BYTES * sum(map(len, ids)) + (0 if table is None else table.nbytes)
             if size > LARGEST:
-                return Changes(*parts(), True)
+                gone = _removed(before, (row_ids for row_ids, _ in parts([])), id_column)
+                return Changes(gone, (table for _, table in written.rows(names)), True)
         return Changes(removed, added, False)
     except LANCE as error:  # the version `since` was cleaned up
         require_storage(url, error)
@@ -69,27 +75,27 @@ class _RowsSince(NamedTuple):
     since: int
     fragments: list[Any]  # in which these rows are
 
-    def rows(self, columns: list[str] | None, condition: str = "") -> Iterator[Any]:
-        """Yield tables of columns (None: all) of the rows that meet a condition, too."""
-        pa, names = needed("pyarrow", "cluster", "a cluster"), columns or self.dataset.schema.names
-        written = f"_row_last_updated_at_version > {self.since}{condition}"
+    def rows(self, columns: list[str]) -> Iterator[tuple[Any, Any]]:
+        """Yield row ids of updated rows, and a table of columns of these rows and of inserted rows."""
+        pa = needed("pyarrow", "cluster", "a cluster")
+        names, written = [*columns, "_rowid", _CREATED], f"_row_last_updated_at_version > {self.since}"
         if self.fragments:
             for batch in self.dataset.scanner(names, filter=written, fragments=self.fragments).to_batches():
                 if len(batch):
-                    yield pa.Table.from_batches([batch])
+                    updated = pa.compute.less_equal(batch[_CREATED], self.since)
+                    yield batch["_rowid"].filter(updated), pa.table(batch.select(columns))
 
 
-def _removed(before: Any, written: _RowsSince, id_column: str) -> Iterator[list[Id]]:
-    """Yield the ids, in version `before`, of rows that were deleted or updated later: an update may change the id."""
-    deleted = written.dataset.delta(compared_against=before.version).get_deleted_row_ids()
-    updated = written.rows(["_rowid"], f" AND _row_created_at_version <= {before.version}")
-    for batch in itertools.chain(deleted, updated):
-        rows = batch["_rowid"].to_pylist()
+def _removed(before: Any, row_ids: Iterable[Any], id_column: str) -> Iterator[list[Id]]:
+    """Yield the ids that rows had in version `before`: an update may change the id."""
+    for part in row_ids:
+        rows = part.to_pylist()
         for low in range(0, len(rows), _AT_ONCE):
             condition = f"_rowid IN ({', '.join(map(str, rows[low : low + _AT_ONCE]))})"
             yield before.to_table(columns=[id_column], filter=condition)[id_column].to_pylist()
 
 
+@functools.lru_cache(4)
 def transaction(dataset: Any, version: int) -> Any:
     """Return the transaction that made a version; None for a Rewrite with indices, which pylance 14.0 cannot read."""
     try:
@@ -103,11 +109,13 @@ class _Files:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.at = functools.lru_cache(2)(self._at)
+        self.opened, self.at = functools.lru_cache(3)(self._opened), functools.lru_cache(3)(self._at)
+
+    def _opened(self, version: int) -> Any:
+        return self.dataset if version == self.dataset.version else self.dataset.checkout_version(version)
 
     def _at(self, version: int) -> dict[int, list[Any]]:
-        fragments = self.dataset.checkout_version(version).get_fragments()
-        return {fragment.fragment_id: fragment.data_files() for fragment in fragments}
+        return {fragment.fragment_id: fragment.data_files() for fragment in self.opened(version).get_fragments()}
 
     def written_since(self, version: int) -> list[Any]:
         """Return the fragments that are new since a version, or have other files."""
@@ -130,5 +138,5 @@ class _Files:
             droppable = files if kind == "Update" else []  # an update may drop dead fragments
             if any(file not in after.get(fragment, droppable) for file in files):
                 return False
-        old, new = (self.dataset.checkout_version(at).lance_schema.fields() for at in (version - 1, version))
+        old, new = (self.opened(at).lance_schema.fields() for at in (version - 1, version))
         return all(field in new for field in old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,9 @@ from softdb.store import files
 from softdb.tables.arrow_tables import needed
 from softdb.tables.rows import Fields
 
+_log = logging.getLogger("softdb")
 LANCE = (OSError, ValueError, RuntimeError)  # types of exceptions that Lance raises
+LEVELS, MANY = (1 << 10, 1 << 13), 32  # MANY files with fewer rows than a level are merged to files of that level
 _NOISE = r",? /\S+\.rs:\d+:\d+|External error: |LanceError\(\w+\): |Generic \S+ error: "
 _UNREACHABLE = r"Error performing|error sending request|Failed to resolve|[Tt]imed out|Permission denied|os error 5\)"
 
@@ -162,3 +165,17 @@ def occupied(dataset: Any) -> Occupied:
     sizes = [file.file_size_bytes or 0 for fragment in parts for file in fragment.data_files()]
     dead = sum(fragment.num_deletions for fragment in parts)
     return Occupied(dataset.count_rows(), dead, len(sizes), sum(sizes))
+
+
+def merge_small_files(dataset: Any) -> None:
+    """Merge small files of a table if it has MANY, so that commits stay fast. Dead rows stay until `Truth.compact`.
+
+    Each row is rewritten once per level. A failure, for example because another handle merges, too, changes nothing.
+    """
+    sizes = [fragment.physical_rows for fragment in dataset.get_fragments()]
+    for level in LEVELS:
+        if sum(size < level for size in sizes) >= MANY:
+            try:
+                dataset.optimize.compact_files(target_rows_per_fragment=level, materialize_deletions=False)
+            except LANCE as error:
+                _log.info("small files of %s are merged later: %s", dataset.uri, cause(error))

@@ -45,16 +45,16 @@ from softdb.lance_table.storage import (
     failure,
     lance_errors,
     literal,
+    merge_small_files,
     missing_file,
     require_columns,
     require_storage,
 )
-from softdb.store import Batch, files
+from softdb.store import Batch
 from softdb.store.entry import merged
 from softdb.tables.arrow_tables import Table, needed, read_table
 from softdb.tables.rows import Fields, Header, Rows
 
-KEY = {b"lance-schema:unenforced-primary-key": b"true"}  # metadata of the column of ids
 _TRIES = 20  # number of attempts to update while other handles write, too
 
 
@@ -115,20 +115,25 @@ class Truth:
             self._opened = dataset_at(self.url, self.options)
         with lance_errors(self.url):
             dataset = self._opened.checkout_version(self._opened.latest_version)
-        require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
+        self._require_columns(dataset)
         return dataset
+
+    def _require_columns(self, dataset: Any) -> None:
+        require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
 
     def at(self, version: int) -> Any:
         """Open a version. Raises StaleRead if the version was cleaned up, and StorageUnavailable."""
-        newest = self.now()
+        opened = self._opened or self.now()
         try:
-            return newest.checkout_version(version)
+            dataset = opened.checkout_version(version)
         except LANCE as error:
             require_storage(self.url, error)
             raise StaleRead(
                 f"version {version} of {self.url} cannot be opened ({cause(error)}): it was cleaned up, or does not "
-                f"exist yet; refresh() shows version {newest.version}"
+                f"exist yet; refresh() shows version {self.newest()}"
             ) from None
+        self._require_columns(dataset)
+        return dataset
 
     def newest(self) -> int:
         """Return the newest version."""
@@ -307,10 +312,11 @@ class Truth:
         return [payloads[id] for id in ids]
 
     def _written(self, dataset: Any, work: Callable[[], object]) -> int:
-        """Run a write by `attempt`, sync its files, and return the new version."""
+        """Run a write by `attempt`, merge small files, sync all files, and return the new version."""
         if not self.own:
             raise ReadOnly(f"{self.url} was made by another program; write with that program, then refresh()")
         self.attempt(work)
+        merge_small_files(dataset)
         if self.local:
             self._synced = self._synced or Synced(Path(self.url))
             self._synced.sync()
@@ -334,38 +340,6 @@ class Truth:
             raise WriteFailed(
                 f"{self.url} could not be written ({cause(error)}); check what is stored, then retry"
             ) from error
-
-
-def create(
-    url: str, options: dict[str, str] | None, schema: Schema, shards: int, replicas: int, ids: str, encoder: str | None
-) -> None:
-    """Create an empty table. Raises BadInput if the address holds a table already, and WriteFailed."""
-    pa, lance = _arrow(), needed("lance", "cluster", "a cluster")
-    number = pa.from_numpy_dtype(schema.dtype)
-    value = None if schema.value_dim is None else pa.list_(number, schema.value_dim)
-    columns = [
-        pa.field("id", pa.int64() if ids == "int" else pa.string(), False, KEY),
-        pa.field("key", pa.list_(number, schema.dim)),
-        *([pa.field("value", value or pa.int64())] if schema.has_values else []),
-        pa.field("text", pa.string()),
-        pa.field("payload", pa.string()),
-    ]
-    header = Header(
-        schema.dim, schema.value_dim, schema.num_classes, schema.dtype.name, schema.metric.value, (), encoder
-    )
-    layout = pa.schema(columns, {"softdb": json.dumps(header.__dict__, ensure_ascii=False)})
-    try:
-        dataset = lance.write_dataset(
-            layout.empty_table(), url, mode="create", storage_options=options, enable_stable_row_ids=True
-        )
-    except LANCE as error:
-        if "already exists" in str(error):
-            raise BadInput(f"{url} holds a table already; open it, or choose another address") from None
-        raise WriteFailed(f"{url} cannot be made ({cause(error)}); choose another address") from error
-    dataset.update_config({"softdb.shards": str(shards), "softdb.replicas": str(replicas)})
-    if "://" not in url:
-        Synced(Path(url)).sync()
-        files.sync_directory(Path(url).parent)
 
 
 def stored(url: str, options: dict[str, str] | None) -> Truth:

@@ -11,7 +11,8 @@ import numpy as np
 from softdb.check import schema
 from softdb.cluster.hydrate import Hydrated
 from softdb.database.incoming import Given, RecordChecker
-from softdb.lance_table.truth import Truth, create, stored
+from softdb.lance_table.creation import create
+from softdb.lance_table.truth import Truth, stored
 from softdb.store import Batch
 
 DIM = 6

@@ -27,9 +27,9 @@ import softdb
 from softdb import cluster, errors
 from softdb.cluster.actors import Actors
 from softdb.cluster.database_shard import DatabaseShard
-from softdb.cluster.hosts import THREADS, Host
+from softdb.cluster.hosts import LIGHT, THREADS, Host
 from softdb.cluster.placement import shard_of
-from softdb.cluster.shard import Transport
+from softdb.cluster.shard import Message, Transport
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has warnings of its own, also in threads
 
@@ -58,12 +58,16 @@ def connected() -> Iterator[str]:
 def holders(connected: str) -> Iterator[list[Any]]:
     """Two actors that hold the databases given to them."""
 
+    class Shard(DatabaseShard):
+        def work(self, ask: Message) -> float:
+            return float(LIGHT * (ask.numbers % 2))  # some answers in turn, others in threads
+
     class Folders(Host):  # a class of a function is pickled whole: actors need not find the tests
         def hold(self, folders: dict[int, str], shards: int) -> None:
             for one in (self._shards or {}).values():
                 one.db.close()  # type: ignore[attr-defined]
             opened = {shard: softdb.open(folder, mode="r") for shard, folder in folders.items()}
-            self._shards = {shard: DatabaseShard(db, shard, shards) for shard, db in opened.items()}  # type: ignore[misc]
+            self._shards = {shard: Shard(db, shard, shards) for shard, db in opened.items()}  # type: ignore[misc]
 
     actor: Any = ray.remote(num_cpus=0)(Folders)
     found = [actor.options(max_concurrency=4).remote(None, "", range(host, 8, 2)) for host in range(2)]

@@ -20,6 +20,7 @@ from softdb import cluster, errors
 from softdb.cluster.ingest import _require_new, append
 from softdb.formats import import_records, read_records
 from softdb.lance_table import changes as held
+from softdb.lance_table import storage
 from softdb.lance_table.truth import Truth, stored
 from softdb.store import files
 
@@ -174,6 +175,44 @@ def test_many_files_are_merged_into_few(truth: Truth) -> None:
     assert ([*changes.removed], [*changes.added]) == ([], [])
     with pytest.raises(errors.DuplicateId, match='id "3" is stored already'):
         truth.write(truth.table(batch(truth, ["3"])), upsert=False)
+
+
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge files as soon as there are four of fewer than 10 or 20 rows."""
+    monkeypatch.setattr(storage, "LEVELS", (10, 20))
+    monkeypatch.setattr(storage, "MANY", 4)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_small_files_are_merged_as_writes_come(truth: Truth) -> None:
+    expected = dict[str, Any]()
+    for i in range(40):
+        since = truth.newest()
+        records = batch(truth, [f"{i}", f"{i // 2}"][: 1 + i % 2], seed=i)
+        version = truth.write(truth.table(records), upsert=True)
+        expected |= {str(name): i for name in records.ids}
+        changes = truth.changes(since, truth.at(version))
+        assert changes is not None
+        assert sorted(name for table in changes.added for name in table["id"].to_pylist()) == sorted(records.ids)
+    assert {name: record[2]["seed"] for name, record in told(truth).items()} == expected
+    sizes = [fragment.physical_rows for fragment in truth.now().get_fragments()]
+    assert (len(sizes) < 10, sum(size < 10 for size in sizes) < 4) == (True, True)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_write_is_kept_though_its_files_cannot_be_merged(
+    truth: Truth, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(truth.now().optimize), "compact_files", fails)
+    with caplog.at_level("INFO", "softdb"):
+        for i in range(6):
+            truth.write(truth.table(batch(truth, [f"{i}"])), upsert=False)
+    assert sorted(told(truth)) == [f"{i}" for i in range(6)]
+    assert "are merged later: No space left on device" in caplog.text
 
 
 def overtaken(patch: pytest.MonkeyPatch, truth: Truth, by: Callable[[Truth], Any], times: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,9 +128,12 @@ class Held(Host):
         return self.held
 
 
-def test_an_actor_answers_all_of_its_shards_at_once() -> None:
+@pytest.mark.parametrize("work", [0, math.inf], ids=["in turn", "in threads"])
+def test_an_actor_answers_all_of_its_shards_at_once(work: float) -> None:
     held: Any = Held(None, "", range(3))  # type: ignore[arg-type]
     held.held = dict(enumerate(hosts(1, 3).own))
+    for shard in held.held.values():
+        shard.work = lambda _: work
     version, question = held.held[0].db.generation, ShardQuery(np.ones((2, D), np.float32), softdb.check.Metric.DOT)
     asks = {shard: PassOver(held.held[shard].db.generation, question) for shard in range(3)}
     (whole, reply), *others = pickle.loads(held.answer(pickle.dumps(asks))).items()
