@@ -47,8 +47,11 @@ def keys(seed: int, count: int) -> Any:
     return np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
 
 
-def write(url: str, rate: float, first: int) -> None:
-    """Commit `rate` times a second, for ever; print the number of each acknowledged commit."""
+def write(url: str, rate: float, first: int, keep: float) -> None:
+    """Commit `rate` times a second, for ever; print the number of each acknowledged commit.
+
+    Removes versions that are older than `keep` seconds now and then: commits get slower with the number of versions.
+    """
     db = cluster.open(url, on="ray", timeout=TIMEOUT)
     for i in range(first, 1 << 40):
         started = time.monotonic()
@@ -60,7 +63,7 @@ def write(url: str, rate: float, first: int) -> None:
             print(i, flush=True)
             if i % 100 == 99:
                 db.compact()
-                lance.dataset(url).cleanup_old_versions(timedelta(minutes=2))
+                lance.dataset(url).cleanup_old_versions(timedelta(seconds=keep))
         except SoftDBError as error:
             print(f"# {type(error).__name__}: {error}", flush=True)
         time.sleep(max(0.0, 1 / rate - (time.monotonic() - started)))
@@ -69,8 +72,9 @@ def write(url: str, rate: float, first: int) -> None:
 class Writer:
     """A writer process and what it has acknowledged."""
 
-    def __init__(self, url: str, address: str, rate: float) -> None:
-        self.command = [sys.executable, __file__, "--role", WRITER, "--url", url, "--rate", str(rate), "--first"]
+    def __init__(self, url: str, address: str, rate: float, keep: float) -> None:
+        words = {"role": WRITER, "url": url, "rate": rate, "keep": keep}
+        self.command = [sys.executable, __file__, *(f"--{name}={word}" for name, word in words.items()), "--first"]
         self.env, self.log = os.environ | {"RAY_ADDRESS": address}, Path(f"{url}.log")
         self.log.touch()
         self.start()
@@ -189,7 +193,7 @@ def commits(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         db = made(Path(name), 1, Path(name, "cache"))
-        writer = Writer(db.url, context.address_info["address"], args.rate)
+        writer = Writer(db.url, context.address_info["address"], args.rate, args.keep)
         while not writer.acknowledged:
             time.sleep(0.1)
         reader, started, first = Reader(db, args.seed), time.monotonic(), db.table.newest()
@@ -207,6 +211,7 @@ def commits(args: argparse.Namespace) -> dict[str, Any]:
         "commits_per_second": round(rate, 1),
         "asked_for": args.rate,
         "pace": args.pace,
+        "versions_kept_s": args.keep,
         "seconds": round(seconds),
     }
 
@@ -295,7 +300,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         ray.init(address=nodes.address, log_to_driver=False)
         cache = args.cache or Path(name, "cache")
         db = made(Path(name), 2, cache)
-        writer = Writer(db.url, nodes.address, args.rate)
+        writer = Writer(db.url, nodes.address, args.rate, 120)
         reader, events = Reader(db, args.seed), Events(nodes, db, writer, cache, args.seed)
         started = time.monotonic()
         while time.monotonic() - started < 60 * args.minutes:
@@ -368,6 +373,7 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=10_000)
     parser.add_argument("--pace", type=float, default=20, help="reads a second at most, with --commits")
     parser.add_argument("--records", type=int, default=200_000)
+    parser.add_argument("--keep", type=float, default=30, help="seconds for which versions are kept, with --commits")
     parser.add_argument("--rate", type=float, default=20, help="commits a second that the writer tries")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, help="folder of the shards' directories")
@@ -378,7 +384,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.role == WRITER:
         ray.init(address="auto", log_to_driver=False)
-        write(args.url, args.rate, args.first)
+        write(args.url, args.rate, args.first, args.keep)
         return
     part, function = ("commits", commits) if args.commits else ("rebuild", rebuild) if args.rebuild else ("soak", soak)
     figures = provenance(["softdb", "torch", "numpy", "ray", "pylance"]) | function(args)

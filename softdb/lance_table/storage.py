@@ -93,34 +93,33 @@ class Synced:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: set[str] = set()
+        self._known: dict[Path, set[str]] = {}  # folder -> names in it when it was synced last
 
     def sync(self) -> None:
-        """Sync files that are not synced yet. Raises WriteFailed. Cost: lists all files, and syncs each new file."""
-        present = set[str]()
+        """Sync files that are not synced yet. Raises WriteFailed. Cost: lists all names, and syncs each new file."""
         try:
-            self._sync(self.path, present)
+            self._sync(self.path)
         except OSError as error:
             raise WriteFailed(
                 f"{self.path} could not be synced ({error}); a crash of the machine may lose the last write"
             ) from error
-        self._known = present
 
-    def _sync(self, folder: Path, present: set[str]) -> None:
-        fresh = False
-        with contextlib.suppress(FileNotFoundError):  # another process cleans up old versions
-            for entry in list(os.scandir(folder)):
-                unknown = entry.path not in self._known
-                if entry.is_dir(follow_symlinks=False):
-                    self._sync(Path(entry.path), present)
-                elif entry.name.startswith(".") or "#" in entry.name:  # a temporary file
-                    continue
-                elif unknown:
-                    files.sync(Path(entry.path))
-                present.add(entry.path)
-                fresh |= unknown
-            if fresh:
-                files.sync_directory(folder)
+    def _sync(self, folder: Path) -> None:
+        names = set(os.listdir(folder))
+        new = names - self._known.get(folder, set())
+        for name in new:
+            if (folder / name).is_dir():
+                self._known.setdefault(folder / name, set())
+            elif not name.startswith(".") and "#" not in name:  # not a temporary file
+                files.sync(folder / name)
+        for inner in [path for path in self._known if path.parent == folder]:
+            try:
+                self._sync(inner)
+            except FileNotFoundError:  # another process cleans up old versions
+                del self._known[inner]
+        if new:
+            files.sync_directory(folder)
+        self._known[folder] = names
 
 
 def column(values: Any, kind: Any, present: Any = None) -> Any:
