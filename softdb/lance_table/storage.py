@@ -112,11 +112,11 @@ class Synced:
                 self._known.setdefault(folder / name, set())
             elif not name.startswith(".") and "#" not in name:  # not a temporary file
                 files.sync(folder / name)
-        for inner in [path for path in self._known if path.parent == folder]:
+        for inner in [path for path in list(self._known) if path.parent == folder]:  # other threads add folders
             try:
                 self._sync(inner)
             except FileNotFoundError:  # another process cleans up old versions
-                del self._known[inner]
+                self._known.pop(inner, None)
         if new:
             files.sync_directory(folder)
         self._known[folder] = names
