@@ -373,7 +373,7 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=10_000)
     parser.add_argument("--pace", type=float, default=20, help="reads a second at most, with --commits")
     parser.add_argument("--records", type=int, default=200_000)
-    parser.add_argument("--keep", type=float, default=30, help="seconds for which versions are kept, with --commits")
+    parser.add_argument("--keep", type=float, default=10, help="seconds for which versions are kept, with --commits")
     parser.add_argument("--rate", type=float, default=20, help="commits a second that the writer tries")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, help="folder of the shards' directories")
