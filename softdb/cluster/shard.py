@@ -70,7 +70,7 @@ class Message:
 
     @property
     def numbers(self) -> int:
-        """Number of numbers in the queries; 0: the message has no queries."""
+        """Number of elements of the queries; 0: the message has no queries."""
         question = getattr(getattr(self, "of", self), "question", None)
         return 0 if question is None else int(question.queries.size)
 

@@ -14,6 +14,7 @@ import pytest
 from softdb.check import Metric, Schema
 from softdb.cluster import actors
 from softdb.cluster.actors import Actors
+from softdb.cluster.hosts import PERIOD
 from softdb.cluster.shard import NEWEST, VERSION_BITS, CallVerb, Description, Message, Refresh
 from softdb.errors import StaleRead
 from softdb.lance_table.truth import Truth
@@ -254,6 +255,21 @@ def test_a_refresh_brings_the_other_replicas_to_the_same_version(ray: Ray) -> No
     for ask in (CallVerb(AT, "count", {}), CallVerb(AT, "build_index", {})):
         transport.ask({0: ask}, TIMEOUT)
     assert len(second.asked) == 1
+
+
+def test_refreshes_look_for_moved_shards_as_often_as_shards_move(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, times = Actor(ray, "host", Does(1.0)), list[float]()
+
+    def layout() -> Any:
+        times.append(ray.now)
+        return Call(ray.now, {0: ["host"], 1: ["host"]})  # type: ignore[arg-type]
+
+    named = {"host": host, "places": SimpleNamespace(layout=SimpleNamespace(remote=layout))}
+    monkeypatch.setattr(Ray, "get_actor", lambda _, name, namespace: named[name], raising=False)
+    transport = Actors([], 2, "places")
+    for _ in range(5):
+        transport.ask(NEWS, TIMEOUT)
+    assert (times, len(host.asked), PERIOD) == ([0.0, 2.0, 4.0], 5, 2.0)
 
 
 def test_a_busy_replica_still_gets_the_change(ray: Ray) -> None:
