@@ -206,19 +206,21 @@ class Hydrated(Directories):
 
     def _catch_up(self, pool: ThreadPoolExecutor, shards: list[int], since: int, dataset: Any) -> None:
         """Bring shards from version `since` to `dataset`: apply the changes, or rebuild if these are unknown."""
-        same = since >= 0 and self._same(shards, since) is not None
-        changes = self.truth.changes(since, dataset) if same else None
+        while 0 <= since < dataset.version:
+            before = self._same(shards, since)
+            changes = None if before is None else self.truth.changes(before, dataset)
+            if changes is None or (changes.large and self._serves):
+                self._rebuild(pool, shards, dataset, copies=changes is not None)
+                return
+            self._apply_changes(pool, shards, changes)
+            since = int(changes.dataset.version)
         if since < 0:
             self._make(pool, shards, dataset)
-        elif changes is None or (changes.large and self._serves):
-            self._rebuild(pool, shards, dataset, copies=changes is not None)
-        else:
-            self._apply_changes(pool, shards, changes, dataset)
 
-    def _apply_changes(self, pool: ThreadPoolExecutor, shards: list[int], changes: Changes, dataset: Any) -> None:
+    def _apply_changes(self, pool: ThreadPoolExecutor, shards: list[int], changes: Changes) -> None:
         """Apply changes in one transaction of each shard, or large ones part by part."""
         unclear, id_column = set[int](), str(self.truth.fields.id)
-        new = self._origin(dataset)
+        new = self._origin(changes.dataset)
         for ids, rows, is_last in changes.steps():
             origin = new if is_last else replace(new, rows=PARTLY)
             removed = shard_of(ids, self.truth.shards)
@@ -233,7 +235,7 @@ class Hydrated(Directories):
             in_turn = len(ids) + (0 if rows is None else len(rows)) < FEW
             list((map if in_turn else pool.map)(apply, set(shards) - unclear))
         if unclear:
-            self._rebuild(pool, [*unclear], dataset)
+            self._rebuild(pool, [*unclear], changes.dataset)
 
     # -- indexes ---------------------------------------------------------------------------------------------------
 

@@ -160,8 +160,7 @@ def serve(
         payload: names of the columns that form the payload; None: all others. Other columns are never read.
         num_classes: number of classes; None: the largest label + 1.
 
-    Other arguments are those of `open` and `create`. `refresh()` reads only the new changes if the table has stable row
-    ids, else all rows.
+    Other arguments are those of `open` and `create`. `refresh()` reads only the rows that have changed.
 
     Raises BadInput, before any shard is built, if a column is missing, holds null, or holds vectors of several lengths.
     Rows with NaN, rows with a repeated id, and later faulty rows are left out: see `TableCluster.left_out`.

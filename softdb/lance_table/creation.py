@@ -34,9 +34,7 @@ def create(
     )
     layout = pa.schema(columns, {"softdb": json.dumps(header.__dict__, ensure_ascii=False)})
     try:
-        dataset = lance.write_dataset(
-            layout.empty_table(), url, mode="create", storage_options=options, enable_stable_row_ids=True
-        )
+        dataset = lance.write_dataset(layout.empty_table(), url, mode="create", storage_options=options)
     except LANCE as error:
         if "already exists" in str(error):
             raise BadInput(f"{url} holds a table already; open it, or choose another address") from None

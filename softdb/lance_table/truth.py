@@ -102,9 +102,9 @@ class Truth:
 
     def columns(self, dataset: Any) -> list[str] | None:
         """Return the names of the columns to read; None: all columns."""
-        if self.payload is None:
+        if self._others is None:
             return None
-        needed_names = {self.fields.id, self.fields.key, self.fields.value, *self.payload}
+        needed_names = {self.fields.id, self.fields.key, self.fields.value, *self._others}
         return [name for name in dataset.schema.names if name in needed_names]
 
     # -- versions --------------------------------------------------------------------------------------------------
@@ -118,8 +118,13 @@ class Truth:
         self._require_columns(dataset)
         return dataset
 
+    @property
+    def _others(self) -> tuple[str, ...] | None:
+        """Columns to read other than id, key and value; None: all."""
+        return ("text", "payload") if self.own else self.payload
+
     def _require_columns(self, dataset: Any) -> None:
-        require_columns(dataset, self.fields, ("text", "payload") if self.own else self.payload or (), self.schema)
+        require_columns(dataset, self.fields, self._others or (), self.schema)
 
     def at(self, version: int) -> Any:
         """Open a version. Raises StaleRead if the version was cleaned up, and StorageUnavailable."""
@@ -193,8 +198,8 @@ class Truth:
         with lance_errors(self.url):
             return dataset.take(_arrow().array(places), self.columns(dataset))
 
-    def changes(self, since: int, dataset: Any) -> Changes | None:
-        """Return the changes from version `since` to `dataset`; None if `changes_between` cannot tell them."""
+    def changes(self, since: Any, dataset: Any) -> Changes | None:
+        """Return the changes from version `since` to `dataset`, or to one between, as `changes_between`."""
         return changes_between(self.url, since, dataset, str(self.fields.id), self.columns(dataset))
 
     # -- writing ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("lance", reason="the table of a cluster is Lance's")
 
 import lance
+import pyarrow as pa
 from lance_tables import DIM, held, made, told
 
 import softdb
@@ -205,7 +206,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("how", ["large", "restored"])
+@pytest.mark.parametrize("how", ["large", "retyped"])
 def test_a_rebuilt_shard_keeps_its_index_and_its_readers(
     shared: Shared, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -227,7 +228,7 @@ def test_a_rebuilt_shard_keeps_its_index_and_its_readers(
             writer.upsert([*IDS[:30], "new"], KEYS[:31] + 1)
     else:
         shared.truth.delete([*IDS[:5]])
-        lance.dataset(shared.truth.url, version=version).restore()
+        lance.dataset(shared.truth.url).alter_columns({"path": "text", "data_type": pa.large_string()})
         writer.refresh()
     assert len(answers) >= 2 * SHARDS, "the shards were built while a reader asked"
     for answer in answers:

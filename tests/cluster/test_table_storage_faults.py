@@ -276,7 +276,7 @@ def test_shards_are_rebuilt_only_if_a_version_is_lost(
         with cluster.open(folder, cache=folder.parent / "cache") as db:
             db.upsert(["r2"], keys(1, 1), payloads=[1])
         with monkeypatch.context() as patch:
-            patch.setattr(import_module("softdb.lance_table.changes"), "_removed", fails)
+            patch.setattr(import_module("softdb.lance_table.changes"), "_dead", fails)
             if error is None:
                 reader.refresh()
             else:
