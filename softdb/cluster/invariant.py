@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +26,14 @@ _AT_ONCE = 2000  # number of rows compared at once
 _NAMED = 10  # largest number of ids in an error message
 
 
-def is_kept(truth: Truth, known: Mapping[int, Description]) -> bool:
-    """Return True if shards at one version keep the invariant, or if a missing shard prevents the check."""
+def is_kept(truth: Truth, known: Mapping[int, Description], dataset: Any = None) -> bool:
+    """Return True if shards at one version keep the invariant, or if a missing shard prevents the check.
+
+    `dataset`: that version of the table, if it is open.
+    """
     if len(known) < truth.shards:
         return True
-    dataset = truth.at(of_records(known[0].version))
+    dataset = dataset or truth.at(of_records(known[0].version))
     rows = sum(shard.records + len(shard.left_out) for shard in known.values())
     return {shard.identity for shard in known.values()} == {truth.identity(dataset)} and rows == dataset.count_rows()
 

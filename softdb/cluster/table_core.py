@@ -77,9 +77,10 @@ class TableCore(ClusterCore):
     def refresh(self) -> None:
         """Bring the shards to the table's newest version; switch to more shards if another handle has added some."""
         with self.moving:
-            shards = self.table.stored_shards()
+            dataset = self.table.now()
+            shards = self.table.stored_shards(dataset)
             caller = self.caller if shards == self.table.shards else self._joined(shards, self.caller.timeout)
-            self._go_on(caller)
+            self._go_on(caller, dataset)
             self._take(caller)
 
     def keep_refreshing(self, seconds: float) -> None:
@@ -100,23 +101,24 @@ class TableCore(ClusterCore):
 
         threading.Thread(target=run, name="softdb-refresh", daemon=True).start()
 
-    def _go_on(self, caller: Caller) -> None:
-        """Bring shards to the newest version; rebuild them if their records differ in number from the table's."""
+    def _go_on(self, caller: Caller, dataset: Any) -> None:
+        """Bring shards to the version of `dataset`, or to a newer one; rebuild those that lack records of the table."""
         table, rebuild = self.table.with_shards(caller.shards), False
         for _ in range(_TRIES):
-            newest = table.newest()
+            newest = int(dataset.version)
             if newest < self.version:
                 raise StaleRead(f"another table has replaced {self.table.url}; open the new table")
             caller.look(lambda _: messages.Refresh(newest, rebuild))  # noqa: B023
-            if len(set(map(_version, caller.known.values()))) > 1:  # another handle refreshes, too
-                continue
-            if is_kept(table, caller.known):
-                return
-            if rebuild:
-                raise CorruptionError(
-                    f"the rebuilt shards still differ from {self.table.url}; verify() names the records that differ"
-                )
-            rebuild = True
+            versions = set(map(_version, caller.known.values()))
+            if len(versions) == 1:  # else another handle refreshes, too
+                if is_kept(table, caller.known, dataset if versions == {newest} else None):
+                    return
+                if rebuild:
+                    raise CorruptionError(
+                        f"the rebuilt shards still differ from {self.table.url}; verify() names the records that differ"
+                    )
+                rebuild = True
+            dataset = table.now()
         raise StaleRead(f"the shards changed {_TRIES} times while they were compared with the table; refresh() again")
 
     def grow(self) -> int:
@@ -127,7 +129,7 @@ class TableCore(ClusterCore):
             caller = self._joined(shards, max(PATIENCE, self.caller.timeout))
             try:
                 table.put_shards(shards)
-                self._go_on(caller)
+                self._go_on(caller, table.now())
             except BaseException:
                 caller.transport.close()
                 raise

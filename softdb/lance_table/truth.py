@@ -241,9 +241,9 @@ class Truth:
         version = self._written(newest, lambda: counts.update(merge.execute(table)))
         return counts["num_deleted_rows"], version
 
-    def stored_shards(self) -> int:
-        """Return the number of shards that the table's configuration names."""
-        return int(self.now().config()["softdb.shards"]) if self.own else self.shards
+    def stored_shards(self, dataset: Any = None) -> int:
+        """Return the number of shards that the table's configuration names, in the newest or in another version."""
+        return int((dataset or self.now()).config()["softdb.shards"]) if self.own else self.shards
 
     def with_shards(self, shards: int) -> Truth:
         """Return a copy of this object with another number of shards. The table is not changed."""
