@@ -1,4 +1,4 @@
-"""Readers of a cluster under writes, kills, stops, joins, leaves, restored versions and a full disk.
+"""Readers of a cluster under writes, kills, stops, joins, leaves, restored versions, rebuilds and a full disk.
 
     python benchmarks/cluster_soak.py --minutes 60 --out benchmarks/results/cluster-soak.json
     python benchmarks/cluster_soak.py --commits                       # 10,000 reads beside another driver's commits
@@ -30,6 +30,7 @@ from typing import Any
 
 import lance
 import numpy as np
+import pyarrow as pa
 import ray
 import torch
 from common import provenance, write_json
@@ -225,7 +226,7 @@ class Events:
 
     def happen(self) -> None:
         """Let something happen."""
-        events = [self.kill_actor, self.stop_actor, self.kill_writer, self.join, self.leave, self.restore]
+        events = [self.kill_actor, self.stop_actor, self.kill_writer, self.join, self.leave, self.restore, self.retype]
         own_disk = os.stat(self.cache).st_dev != os.stat(self.cache.parent).st_dev
         event = self.chance.choice([*events, *[self.fill_disk] * own_disk])
         with contextlib.suppress(ray.exceptions.RayError, ProcessLookupError):
@@ -272,11 +273,20 @@ class Events:
         return False
 
     def restore(self) -> bool:
-        """Make the newest version anew, as `restore` does: shards cannot follow it and are rebuilt."""
-        if self.chance.random() < 0.3:
+        """Make the newest version anew, as `restore` does."""
+        dataset = lance.dataset(self.db.url)
+        with contextlib.suppress(OSError):  # the writer was faster
+            dataset.restore()
+            return True
+        return False
+
+    def retype(self) -> bool:
+        """Change the type of a column: shards are rebuilt."""
+        for _ in range(10 if self.chance.random() < 0.3 else 0):
             dataset = lance.dataset(self.db.url)
+            is_large = pa.types.is_large_string(dataset.schema.field("text").type)
             with contextlib.suppress(OSError):  # the writer was faster
-                dataset.restore()
+                dataset.alter_columns({"path": "text", "data_type": pa.string() if is_large else pa.large_string()})
                 return True
         return False
 
