@@ -33,7 +33,8 @@ def is_kept(truth: Truth, known: Mapping[int, Description], dataset: Any = None)
     """
     if len(known) < truth.shards:
         return True
-    dataset = dataset or truth.at(of_records(known[0].version))
+    if dataset is None:
+        dataset = truth.at(of_records(known[0].version))
     rows = sum(shard.records + len(shard.left_out) for shard in known.values())
     return {shard.identity for shard in known.values()} == {truth.identity(dataset)} and rows == dataset.count_rows()
 

@@ -63,7 +63,7 @@ def changes_between(url: str, since: Any, dataset: Any, id_column: str, columns:
     versions = {since.version: since, dataset.version: dataset}
     try:
         before, after, until = (
-            versions.get(version) or dataset.checkout_version(version)
+            versions[version] if version in versions else dataset.checkout_version(version)
             for version in _without_rewrites(dataset, since.version)
         )
         names = columns or dataset.schema.names

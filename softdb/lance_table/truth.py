@@ -128,7 +128,7 @@ class Truth:
 
     def at(self, version: int) -> Any:
         """Open a version. Raises StaleRead if the version was cleaned up, and StorageUnavailable."""
-        opened = self._opened or self.now()
+        opened = self.now() if self._opened is None else self._opened
         try:
             dataset = opened.checkout_version(version)
         except LANCE as error:
@@ -243,7 +243,8 @@ class Truth:
 
     def stored_shards(self, dataset: Any = None) -> int:
         """Return the number of shards that the table's configuration names, in the newest or in another version."""
-        return int((dataset or self.now()).config()["softdb.shards"]) if self.own else self.shards
+        opened = self.now() if dataset is None else dataset
+        return int(opened.config()["softdb.shards"]) if self.own else self.shards
 
     def with_shards(self, shards: int) -> Truth:
         """Return a copy of this object with another number of shards. The table is not changed."""

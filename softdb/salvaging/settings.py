@@ -32,8 +32,8 @@ def schema_of(remains: Remains, path: Path, arguments: dict[str, Any], notes: li
 
 def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema:
     """Return the schema of the settings `known`, with a note on those `lost`. Raises BadInput if one is not known."""
-    labels = known.pop("labels", False)
-    needed = ["dim", "metric", *(["num_classes"] if labels else [])]
+    labels, hidden = known.pop("labels", False), known.pop("hidden", False) and "num_classes" not in known
+    needed = ["dim", "metric", *(["num_classes"] if labels else []), *(["value_dim"] if hidden else [])]
     missing = [name for name in needed if name not in known]
     if missing:
         raise BadInput(f"{' and '.join(missing)} cannot be read from the database any more; give {missing[0]}=")
@@ -45,7 +45,10 @@ def _combine(known: dict[str, Any], lost: list[str], notes: list[str]) -> Schema
 
 
 def _headers(path: Path) -> dict[str, Any]:
-    """Return settings from the most common header of key files and of value files; "labels": True for labels."""
+    """Return settings from the most common header of key files and of value files.
+
+    "labels": True for labels; "hidden": True if all headers of value files are damaged.
+    """
     kinds: dict[str, Counter[tuple[bytes, bytes | None]]] = {"keys": Counter(), "values": Counter()}
     for file in path.glob("*-*.npy"):
         with contextlib.suppress(OSError), files.open_regular(file) as opened:
@@ -60,4 +63,6 @@ def _headers(path: Path) -> dict[str, Any]:
     if kinds["values"]:
         descr, width = kinds["values"].most_common(1)[0][0]
         settings |= {"labels": True} if width is None else {"value_dim": int(width)}
+    elif any(path.glob("values-*.npy")):
+        settings["hidden"] = True
     return settings

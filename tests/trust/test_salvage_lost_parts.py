@@ -117,6 +117,19 @@ def test_settings_are_guessed_from_headers_and_words(
     assert "the settings are damaged" in report["notes"][0]
 
 
+def test_values_without_settings_and_headers_are_asked_for(
+    copied: Callable[[str], tuple[World, Path]], tmp_path: Path
+) -> None:
+    world, path = copied("logged")
+    sql("DELETE FROM settings")(path)
+    for file in path.glob("values-*.npy"):
+        Damage(file.name, "flip", 11, 1).do(path, world.path)
+    with pytest.raises(softdb.BadInput, match="value_dim cannot be read from the database any more; give value_dim="):
+        softdb.salvage(path, tmp_path / "saved", metric="dot")
+    _, actual = salvaged(path, tmp_path / "saved", world, metric="dot", value_dim=3)
+    assert differences(actual, world.state) == ""
+
+
 def test_words_must_agree_with_settings_that_are_intact(
     copied: Callable[[str], tuple[World, Path]], tmp_path: Path
 ) -> None:
