@@ -245,8 +245,14 @@ def hosted(truth: Truth, folder: Path, timeout: float) -> Actors:
 
 
 def stop(url: str | os.PathLike[str]) -> int:
-    """End the actors that serve a table, and return the number of hosts. The shards' directories stay on disk."""
-    ray = _connected()
+    """End the actors that serve a table, and return the number of hosts; 0 without a running cluster of Ray.
+
+    The shards' directories stay on disk.
+    """
+    try:
+        ray = _connected(address="auto")
+    except ConnectionError:  # no cluster of Ray runs
+        return 0
     names = sorted(named(ray, f"{_key(address(url))}-"), key=lambda name: not name.endswith("-places"))
     for name in names:  # first those that would start hosts again
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
@@ -269,13 +275,16 @@ def _cause(error: Exception) -> str:
     return " ".join(text.split())[:200] or type(error).__name__
 
 
-def _connected() -> Any:
-    """Return module `ray`, connected: by the user's `ray.init`, to RAY_ADDRESS, or to a new cluster on this machine."""
+def _connected(**where: str) -> Any:
+    """Return module `ray`, connected: by the user's `ray.init`, to RAY_ADDRESS, or to a new cluster on this machine.
+
+    `where`: arguments of `ray.init`; with address="auto" no new cluster is started.
+    """
     ray = _ray()
     if not ray.is_initialized():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's child processes exec at once
-            ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False)
+            ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False, **where)
     return ray
 
 

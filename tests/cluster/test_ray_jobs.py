@@ -242,6 +242,15 @@ print("equal")
 """
 
 
+def test_stop_starts_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_cluster(address: str, **_: Any) -> None:
+        raise ConnectionError(address)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", no_cluster)
+    assert cluster.stop(tmp_path / "t.lance") == 0
+
+
 def test_scores_of_a_notebook_travel_with_their_code(tmp_path: Path) -> None:
     """Stand in for a notebook: a script, whose classes no actor can import."""
     address = ray.get_runtime_context().gcs_address
