@@ -9,11 +9,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import apsw
 import hostile_catalog
 import hostile_formats
 import pytest
 from hostile_child import Nursery
 from hostile_fuzz import spoilt
+
+import softdb
 
 pytest_plugins = ["hostile_world"]
 
@@ -50,6 +53,21 @@ def test_a_spoilt_catalogue_is_refused_or_right(
             assert not judge(ended.told), f"{source}, seed {seed}, input {i}, {mode}: {judge(ended.told)}"
         shutil.rmtree(path)
         shutil.rmtree(tmp_path / "db copy", ignore_errors=True)
+
+
+def test_surplus_entries_of_an_index_are_found(goods: dict[str, Path], tmp_path: Path) -> None:
+    """SQLite counts no entries of an index that has a condition."""
+    path = shutil.copytree(goods["good"], tmp_path / "db")
+    catalogue = path / "catalog.sqlite"
+    connection = apsw.Connection(str(catalogue))
+    pages = dict(connection.execute("SELECT name, rootpage FROM sqlite_schema"))
+    connection.close()
+    data = bytearray(catalogue.read_bytes())
+    source, target = (4096 * (int(pages[name]) - 1) for name in ("field_78", "keyless"))
+    data[target : target + 4096] = data[source : source + 4096]
+    catalogue.write_bytes(data)
+    with softdb.open(path) as db, pytest.raises(softdb.CorruptionError, match="index of records without a key"):
+        db.verify()
 
 
 QUICK = {"arrays": 400, "entries": 200, "lines": 200, "wheres": 200, "commands": 30}
