@@ -129,6 +129,7 @@ class Reader:
             right = question(query)
         except SoftDBError as error:
             self.errors[type(error).__name__] += 1
+            print(f"FAILED: {question.__name__} at version {self.version}: {error}", flush=True)
             return
         self.seconds.append(time.perf_counter() - started)
         if not right:
@@ -273,12 +274,12 @@ class Events:
         return False
 
     def restore(self) -> bool:
-        """Make the newest version anew, as `restore` does."""
-        dataset = lance.dataset(self.db.url)
-        with contextlib.suppress(OSError):  # the writer was faster
-            dataset.restore()
-            return True
-        return False
+        """Make the newest version anew, as `restore` does, while the writer stands still: `restore` drops newer ones."""
+        self.writer.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        lance.dataset(self.db.url).restore()
+        self.writer.process.send_signal(signal.SIGCONT)
+        return True
 
     def retype(self) -> bool:
         """Change the type of a column: shards are rebuilt."""
