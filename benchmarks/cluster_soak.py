@@ -274,7 +274,7 @@ class Events:
         return False
 
     def restore(self) -> bool:
-        """Make the newest version anew, as `restore` does, while the writer stands still: `restore` drops newer ones."""
+        """Make the newest version anew while the writer stands still, as Lance's `restore` drops commits beside it."""
         self.writer.process.send_signal(signal.SIGSTOP)
         time.sleep(0.2)
         lance.dataset(self.db.url).restore()
