@@ -16,6 +16,7 @@ from softdb.cluster.shard import NEWEST, Describe, Description, Message, Refresh
 from softdb.errors import BadInput, ShardUnavailable, SoftDBError, StaleRead
 
 LEAVING = 1.0  # seconds that `close` waits for shards
+TAKEOVERS = 3  # number of times that a question is asked again as shards were rebuilt, or replicas took over
 
 
 class Known(dict[int, Description]):
@@ -129,12 +130,13 @@ class Caller:
 
         If shards were rebuilt, asks again. Raises ShardUnavailable if a shard is missing, unless `partial` is True.
         """
-        try:
-            return self._ask(make, which, complete)
-        except StaleRead:
-            if not self.taken_over():
-                raise
-            return self._ask(make, which, complete)
+        for _ in range(TAKEOVERS):
+            try:
+                return self._ask(make, which, complete)
+            except StaleRead:
+                if not self.taken_over():
+                    raise
+        return self._ask(make, which, complete)
 
     def taken_over(self) -> bool:
         """Switch to rebuilt shards or replicas; return False if they are at another version or lack records.
