@@ -246,13 +246,17 @@ def _read_bandwidth() -> float:
 
 
 def _timed(queries: torch.Tensor, q: int, *answers: Callable[[torch.Tensor], torch.Tensor]) -> list[Array]:
-    """Return the milliseconds of each answer in each turn; a turn has other queries, and the first two warm up."""
+    """Return the milliseconds of each answer in each turn; a turn has other queries, and the first two warm up.
+
+    Before each measurement a pause lets the threads of the last answer sleep: OpenMP's spin for a while.
+    """
     turns, times = 32 if q == 1 else 8, list[list[float]]()
     for turn in range(turns):
         low = turn * q % max(1, len(queries) - q)
         row = [0.0] * len(answers)
         for place in range(len(answers)):  # in another order each time: each answer leaves its own data in the cache
             number = (place + turn) % len(answers)
+            time.sleep(0.02)
             start = time.perf_counter()
             answers[number](queries[low : low + q])
             row[number] = (time.perf_counter() - start) * 1e3

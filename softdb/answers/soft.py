@@ -29,7 +29,7 @@ class Explanation:
     payloads: list[Any]
     scores: list[float]
     mass: float  # Σ weights, from 0 to 1
-    effective: float  # exp(entropy of the weights of all records): the effective number of records
+    effective: float  # exp(entropy of the weights of all records), or its estimate: the effective number of records
 
     def __repr__(self) -> str:
         pairs = zip(self.ids, self.weights, strict=True)

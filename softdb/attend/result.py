@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from softdb.answers import Explanation, Hits, Pooled
 from softdb.attend.blocks import scored_tiles
@@ -33,20 +34,26 @@ class Estimated(NamedTuple):
 
     @classmethod
     def joined(cls, q: int, parts: Sequence[tuple[Positions, Positions, Estimated]]) -> Estimated:
-        """Combine answers to some of q queries. Each part: query numbers, their indices in its answer, its answer."""
+        """Combine answers to all of q queries. Each part: query numbers, their indices in its answer, its answer.
+
+        Operations that torch shares among threads at small sizes are avoided: OpenMP's threads go on to spin.
+        """
         first, width = parts[0][2], max(part.positions.shape[1] for *_, part in parts)
         if len(parts) == 1 and len(parts[0][0]) == q:
             return first
-        columns = [column.new_zeros(q, *(width for _ in column.shape[1:])) for column in first]
-        answer = cls(*columns)._replace(output=first.output.new_zeros(q, first.output.shape[1]))
-        answer.positions.fill_(-1), answer.scores.fill_(-torch.inf)
-        for queries, lines, part in parts:
-            to, chosen = (torch.from_numpy(numbers).to(first.lse.device) for numbers in (queries, lines))
-            for column, some in zip(answer, part, strict=True):
-                few = some if len(lines) == len(some) else some[chosen]
-                target = column if column.ndim == 1 else column[:, : few.shape[1]]
-                target[to] = few
-        return answer
+        order = torch.from_numpy(np.argsort(np.concatenate([queries for queries, *_ in parts]))).to(first.lse.device)
+
+        def column(name: str, fill: float | None) -> Tensor:
+            pieces = []
+            for _, lines, part in parts:
+                piece: Tensor = getattr(part, name)
+                if len(lines) < len(piece):
+                    piece = piece.index_select(0, torch.from_numpy(lines).to(order.device))
+                pieces.append(piece if fill is None else pad(piece, (0, width - piece.shape[1]), value=fill))
+            return torch.cat(pieces).index_select(0, order)
+
+        fills = {"positions": -1.0, "scores": -torch.inf, "weights": 0.0}
+        return cls(*(column(name, fills.get(name)) for name in cls._fields))
 
 
 class Doubt(NamedTuple):
@@ -70,20 +77,23 @@ def answered(
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
     unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
-    bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
-    if error is not None:
-        bars = error.bar, error.stderr, error.lse_stderr, error.met
-    n_pooled, hits, weights = source.taking_part(request), None, None
+    n_pooled, hits, weights, logits = source.taking_part(request), None, None, None
     if weighed is not None:
         candidates, weights = weighed
         hits = hits_of(request, source, candidates, lse.device)
-        count = torch.from_numpy(candidates.positions >= 0).sum(1).to(lse.device)
-        n_pooled = count if error is None else torch.where(exact, n_pooled, error.drawn)
+    if error is not None:
+        bars = error.bar, error.stderr, error.lse_stderr, error.met
+        n_pooled = torch.where(exact, n_pooled, error.drawn)
+        logits = None if weighed is None else weighed[0].scores.detach() / request.temperature
+    else:
+        bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
+        if weighed is not None:
+            n_pooled = torch.from_numpy(weighed[0].positions >= 0).sum(1).to(lse.device)
     missed_mass = unknown if missed_mass is None else missed_mass
     finder += source.read_from(request.pools)
     pooled = Pooled(
         output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
-        lambda count: explain(source, request, pooled, count), *bars,
+        lambda count: explain(source, request, pooled, count, logits), *bars,
     )  # fmt: skip
     if source.missing:
         none, inf = torch.zeros_like(exact), torch.full_like(unknown, torch.inf)
@@ -101,14 +111,24 @@ def hits_of(request: Request, source: SourceRecords, candidates: Scored, device:
 
 
 @torch.no_grad()
-def explain(source: SourceRecords, request: Request, pooled: Pooled, count: int) -> list[Explanation]:
+def explain(
+    source: SourceRecords,
+    request: Request,
+    pooled: Pooled,
+    count: int,
+    logits: Tensor | None = None,  # (q, k) of the hits if they were drawn; else the answer has all of its records
+) -> list[Explanation]:
     """Explain each query's answer by its `count` heaviest records. Cost: a search, and a pass if it is exact."""
     count = min(count, int(source.taking_part(request).amax()) if len(request.queries) else 0)
     if pooled.hits is not None and pooled.weights is not None:
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
         weights, order = weights[:, :count], order[:, :count]
         hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
-        entropy = -torch.special.xlogy(pooled.weights.detach(), pooled.weights.detach()).sum(1)
+        shares = pooled.weights.detach()
+        entropy = torch.special.entr(shares).sum(1)
+        if logits is not None:  # the mean of -log weight over records that were drawn by weight
+            surprise = (pooled.lse.detach().unsqueeze(1) - logits).masked_fill(shares == 0, 0)
+            entropy = (shares * surprise).sum(1) / shares.sum(1).clamp(min=torch.finfo(shares.dtype).tiny)
         weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
     else:
         request, source, lse = request.detached, source.frozen(), pooled.lse.detach()

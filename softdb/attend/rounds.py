@@ -38,7 +38,7 @@ AT_ONCE = 1 << 22  # largest number of draws in a round, over all queries
 PROBED = 4  # number of queries of a large batch that are answered first, to measure the cost
 SMALL = 0.1  # `rtol` is relative to ‖output‖, but at least to SMALL · rms‖v‖
 NO_QUERIES: Positions = np.arange(0)
-SHOWN = 1024  # largest number of drawn records that an answer names: the heaviest
+SHOWN = 256  # largest number of drawn records that an answer names: the heaviest
 
 
 class Round(NamedTuple):
@@ -107,18 +107,24 @@ class Estimator(NamedTuple):
         if self.tolerance.most is not None:
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
         met = bar <= allowed
+        if met.all():
+            return met, [], NO_QUERIES
         with np.errstate(over="ignore", invalid="ignore"):
             by_bar, by_draws = MARGIN * np.square(bar / allowed), MARGIN * np.square(stderr / allowed)
             blind = np.fmin(np.fmax(by_draws, np.fmin(by_bar, BLIND)), WRONG)
             growth = np.where(bar <= BY_DRAWS * stderr, by_bar, blind)
             needed = np.fmin(growth * task.budget, self.taking_part)
-        if met.all():
-            return met, [], NO_QUERIES
         unmet, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
         steps = np.ceil(np.log2(needed) / STEP)
-        tasks, passed = [], [NO_QUERIES]
+        further, tasks, passed = list[Round](), list[Round](), [NO_QUERIES]
         for step in np.unique(steps).tolist():
             more = Round(unmet[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
+            joined = more._replace(which=np.concatenate([further[-1].which, more.which])) if further else more
+            if further and self.cost(joined) < self.cost(further[-1]) + self.cost(more):
+                further[-1] = joined
+            else:
+                further.append(more)
+        for more in further:
             if task.budget >= self.taking_part or self.too_dear(more, len(unmet)):
                 passed.append(more.which)
             else:
@@ -132,7 +138,9 @@ class Estimator(NamedTuple):
     def parts(self, task: Round) -> list[Round]:
         """Split a round by queries into rounds that fit into memory."""
         parts = -(-len(task.which) * min(task.budget, self.eligible.inside) // AT_ONCE)
-        return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)) or 1)]
+        if parts < 2:
+            return [task]
+        return [task._replace(which=part) for part in np.array_split(task.which, min(parts, len(task.which)))]
 
     def too_dear(self, task: Round, together: int = 0) -> bool:
         """Return True if a pass over every record costs less than the round; False if the user set the number of draws.

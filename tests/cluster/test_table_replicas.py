@@ -250,6 +250,23 @@ def test_no_reader_goes_back_to_an_older_version(world: World, monkeypatch: pyte
     assert "new" in world.db
 
 
+def test_a_question_is_asked_up_to_three_times_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas may take over one after the other, each without the version until it is told to build it."""
+    plain = world.replicas.ask
+
+    def losing(asks: Mapping[int, Message], timeout: float) -> ShardReplies:
+        if PassOver in {type(ask) for ask in asks.values()} and next(losses, None) is not None:
+            raise errors.StaleRead("shard 1 no longer serves this version")
+        return plain(asks, timeout)
+
+    monkeypatch.setattr(world.replicas, "ask", losing)
+    losses = iter(range(3))
+    assert torch.equal(world.db.attend(world.queries).lse, world.db.attend(world.queries).lse)
+    losses = iter(range(4))
+    with pytest.raises(errors.StaleRead, match="no longer serves"):
+        world.db.attend(world.queries)
+
+
 def test_no_reader_moves_to_a_newer_version_by_itself(world: World) -> None:
     """Shards that another handle has brought on still answer this one at its version."""
     version, shards = world.db.version, world.replicas.copies[0].hydrated

@@ -111,7 +111,7 @@ void spread(const Terms& args, const double* weights, const double* output, int6
     const Reader reader(args.values);
     for (int64_t t = 0; t < v; t++) line[t] = 0;
     for (int64_t j = 0; j < args.count; j++) {
-        if (args.values.kind != Kind::none) reader.prefetch(args.positions, args.count, j + kAhead);
+        if (args.values.kind != Kind::none) reader.prefetch(args.positions, args.count, j + reader.ahead);
         const double weight = weights[j], control = args.controls ? args.controls[j] : 0.0;
         const double chance = args.chances[j], root = __builtin_sqrt(chance), left = weight - control;
         if (!(chance > 0) || args.positions[j] < 0) continue;

@@ -87,7 +87,7 @@ SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Met
 
 constexpr int64_t kLine = 64;     // bytes of a cache line
 constexpr int64_t kFetched = 16;  // lines of a record that are prefetched; the processor prefetches those that follow
-constexpr int64_t kAhead = 6;     // records that are prefetched ahead of the current one
+constexpr int64_t kAtOnceLines = 32;  // lines that are prefetched together: a single prefetch waits until its page is translated
 
 // Finds the address of a record in a column.
 class Reader {
@@ -95,6 +95,7 @@ class Reader {
     explicit Reader(const Stored& column) : column(column) {
         bytes = column.kind == Kind::label ? 4 : column.width * (column.kind == Kind::half ? 2 : 4);
         lines = min(kFetched, (bytes + kLine - 1) / kLine);
+        ahead = min(int64_t(8), kAtOnceLines / max(lines, int64_t(1)));
     }
 
     const char* at(int64_t position) const {
@@ -114,6 +115,8 @@ class Reader {
         for (int64_t line = 0; line < lines; line++) __builtin_prefetch(place + line * kLine, 0, 3);
     }
 
+    int64_t ahead;  // number of records to prefetch together
+
   private:
     const Stored& column;
     int64_t bytes, lines;
@@ -122,10 +125,12 @@ class Reader {
 // Calls visit(j, record) for positions (count,), skipping those below 0, and prefetches later records meanwhile.
 template <class Visit>
 SOFTDB_INLINE void each_record(const Reader& reader, const int64_t* positions, int64_t count, Visit visit) {
-    for (int64_t j = 0; j < kAhead; j++) reader.prefetch(positions, count, j);
-    for (int64_t j = 0; j < count; j++) {
-        reader.prefetch(positions, count, j + kAhead);
-        if (positions[j] >= 0) visit(j, reader.at(positions[j]));
+    const int64_t ahead = reader.ahead;
+    for (int64_t j = 0; j < ahead; j++) reader.prefetch(positions, count, j);
+    for (int64_t first = 0; first < count; first += ahead) {
+        for (int64_t j = first + ahead; j < first + 2 * ahead; j++) reader.prefetch(positions, count, j);
+        for (int64_t j = first; j < min(first + ahead, count); j++)
+            if (positions[j] >= 0) visit(j, reader.at(positions[j]));
     }
 }
 

@@ -251,6 +251,14 @@ def test_max_draws_bounds_the_pooled_records(db: softdb.SoftDB, queries: Array) 
     assert int(pooled.n_pooled.max()) < 120
 
 
+def test_the_effective_number_is_of_all_records(db: softdb.SoftDB, queries: Array) -> None:
+    """Not of the few hundred that were drawn."""
+    pooled, true = drawn(db, queries, temperature=0.2), db.attend(queries, temperature=0.2)
+    actual, expected = (np.array([one.effective for one in answer.explain(1)]) for answer in (pooled, true))
+    assert expected.min() > 600
+    assert 0.7 < np.median(actual / expected) < 1.3
+
+
 def test_max_draws_may_exceed_the_records(db: softdb.SoftDB, queries: Array) -> None:
     for most in (10 * N, 10**18):
         pooled = db.attend(queries[:2], temperature=1.0, rtol=1e-9, max_draws=most)

@@ -73,6 +73,20 @@ def test_one_dear_query_of_a_first_round_sends_no_other_to_a_pass(unlucky: int, 
     assert not bounded.others_too_dear(first, more, np.arange(0), [waiting])
 
 
+def test_unmet_queries_share_a_round_where_that_costs_less() -> None:
+    request: Any = SimpleNamespace(pools=True)
+    source: Any = SimpleNamespace(width=128)
+    sampler: Any = SimpleNamespace(slots=10**6, parts=32)
+    unused: Any = None
+    tolerance, queries = Tolerance(0.05, 0.0, 0.95, None), np.zeros((64, 128), np.float32)
+    eligible: Any = SimpleNamespace(inside=10**6)
+    estimator = Estimator(request, source, tolerance, sampler, eligible, np.ones(64), queries, unused, 10**6)
+    bar = np.full(64, ALLOWED)
+    bar[[3, 7, 20]] *= np.array([1.5, 2.0, 14.0])  # the bar's square tells the draws: 1,462, 2,600 and 127,400
+    _, tasks, _ = estimator.after(Round(np.arange(64), BUDGET), bar, np.full(64, ALLOWED), bar / 2)
+    assert [(task.which.tolist(), task.budget) for task in tasks] == [([3, 7], 2600), ([20], 127_400)]
+
+
 def test_a_further_round_of_a_first_query_leaves_the_others_to_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("softdb.kernels._native")
     keys = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
