@@ -82,7 +82,7 @@ def test_unmet_queries_share_a_round_where_that_costs_less() -> None:
     eligible: Any = SimpleNamespace(inside=10**6)
     estimator = Estimator(request, source, tolerance, sampler, eligible, np.ones(64), queries, unused, 10**6)
     bar = np.full(64, ALLOWED)
-    bar[[3, 7, 20]] *= np.array([1.5, 2.0, 14.0])  # the bar's square tells the draws: 1,462, 2,600 and 127,400
+    bar[[3, 7, 20]] *= np.array([1.2, 2.0, 14.0])  # the bar's square tells the draws: 1,000, 2,600 and 127,400
     _, tasks, _ = estimator.after(Round(np.arange(64), BUDGET), bar, np.full(64, ALLOWED), bar / 2)
     assert [(task.which.tolist(), task.budget) for task in tasks] == [([3, 7], 2600), ([20], 127_400)]
 
