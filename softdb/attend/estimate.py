@@ -110,5 +110,5 @@ def _exactly(request: Request, source: SourceRecords) -> Estimated:
     return Estimated(
         pooled.output, pooled.lse, nothing, nothing, nothing, torch.ones_like(pooled.exact), none,
         torch.full_like(none, -torch.inf, dtype=pooled.lse.dtype), torch.zeros_like(none, dtype=pooled.lse.dtype),
-        torch.zeros_like(pooled.n_pooled),
+        torch.zeros_like(pooled.n_pooled), nothing,
     )  # fmt: skip

@@ -31,6 +31,7 @@ class Estimated(NamedTuple):
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
     drawn: Tensor  # (q,) number of records pooled; `positions` holds the heaviest of them
+    entropy: Tensor  # (q,) of the weights of all records, estimated as the mean of -log weight over the draws
 
     @classmethod
     def joined(cls, q: int, parts: Sequence[tuple[Positions, Positions, Estimated]]) -> Estimated:
@@ -77,14 +78,14 @@ def answered(
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
     unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
-    n_pooled, hits, weights, logits = source.taking_part(request), None, None, None
+    n_pooled, hits, weights, entropy = source.taking_part(request), None, None, None
     if weighed is not None:
         candidates, weights = weighed
         hits = hits_of(request, source, candidates, lse.device)
     if error is not None:
         bars = error.bar, error.stderr, error.lse_stderr, error.met
         n_pooled = torch.where(exact, n_pooled, error.drawn)
-        logits = None if weighed is None else weighed[0].scores.detach() / request.temperature
+        entropy = error.entropy
     else:
         bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
         if weighed is not None:
@@ -93,7 +94,7 @@ def answered(
     finder += source.read_from(request.pools)
     pooled = Pooled(
         output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
-        lambda count: explain(source, request, pooled, count, logits), *bars,
+        lambda count: explain(source, request, pooled, count, entropy), *bars,
     )  # fmt: skip
     if source.missing:
         none, inf = torch.zeros_like(exact), torch.full_like(unknown, torch.inf)
@@ -116,7 +117,7 @@ def explain(
     request: Request,
     pooled: Pooled,
     count: int,
-    logits: Tensor | None = None,  # (q, k) of the hits if they were drawn; else the answer has all of its records
+    estimate: Tensor | None = None,  # (q,) entropy of an estimate; None: the hits are all of the answer's records
 ) -> list[Explanation]:
     """Explain each query's answer by its `count` heaviest records. Cost: a search, and a pass if it is exact."""
     count = min(count, int(source.taking_part(request).amax()) if len(request.queries) else 0)
@@ -124,11 +125,7 @@ def explain(
         weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
         weights, order = weights[:, :count], order[:, :count]
         hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
-        shares = pooled.weights.detach()
-        entropy = torch.special.entr(shares).sum(1)
-        if logits is not None:  # the mean of -log weight over records that were drawn by weight
-            surprise = (pooled.lse.detach().unsqueeze(1) - logits).masked_fill(shares == 0, 0)
-            entropy = (shares * surprise).sum(1) / shares.sum(1).clamp(min=torch.finfo(shares.dtype).tiny)
+        entropy = torch.special.entr(pooled.weights.detach()).sum(1) if estimate is None else estimate
         weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
     else:
         request, source, lse = request.detached, source.frozen(), pooled.lse.detach()
@@ -152,6 +149,11 @@ def explain(
                 effective=float(entropy[i].exp()) if pooled.lse[i] > -torch.inf else 0.0,
             )
         )
+    if estimate is not None and bool(pooled.exact.any()):
+        which = np.flatnonzero(pooled.exact.cpu().numpy())
+        rest = replace(pooled, lse=pooled.lse[torch.from_numpy(which).to(pooled.lse.device)], hits=None, weights=None)
+        for i, explanation in zip(which.tolist(), explain(source, request.at(which), rest, count), strict=True):
+            explanations[i] = explanation
     return explanations
 
 

@@ -215,6 +215,9 @@ class Estimator(NamedTuple):
         """Compute the result of `drawn` from a sample, its scores and its pooled answer."""
         request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
+        logs = np.zeros_like(weights)  # of 1 / weight
+        np.subtract(spread.lse[:, None], sample.scores * self.factor[task.which, None], where=weights > 0, out=logs)
+        entropy = (weights * logs).sum(1) / np.maximum(weights.sum(1), 1e-300)
         if self.unindexed is None:
             roots = np.sqrt(figures.variance), np.sqrt(figures.noise)
             error = Bars(figures.bar, roots[0], figures.lse_bar, roots[1], figures.blind)
@@ -236,6 +239,7 @@ class Estimator(NamedTuple):
             as_queries(bar), torch.from_numpy(bar <= allowed).to(device),
             torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_queries(scores.detach()[:, :SHOWN]),
             as_queries(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
+            as_queries(entropy),
         )  # fmt: skip
         return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
 

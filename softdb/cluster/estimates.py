@@ -215,6 +215,7 @@ class _Rounds:
         error = Estimated(
             state.output, state.lse, as_tensor(stderr), as_tensor(lse_stderr), as_tensor(bar),
             torch.from_numpy(self.met).to(device), none, as_tensor(nothing), as_tensor(nothing), drawn,
+            torch.zeros_like(state.lse),  # unused, as no records are named
         )  # fmt: skip
         doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
         answer = state.output, state.lse + self.posed.shift

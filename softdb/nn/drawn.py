@@ -106,11 +106,13 @@ class DrawnRecords(Encoded):
             ratio = _ratio(request, errors[0 if width else 1], size)
             stderr, lse_stderr = (error.sum(1).sqrt() for error in errors)
             unknown = torch.full_like(lse, torch.nan)
+            surprise = (weights * (state.lse.unsqueeze(1) - scores / request.temperature).masked_fill(~live, 0)).sum(1)
+            entropy = surprise / weights.sum(1)
             weights, order = weights.topk(min(SHOWN, weights.shape[1]), dim=1)
             heaviest = torch.from_numpy(positions).to(live.device).gather(1, order)
             scores = scores.detach().gather(1, order)
             estimated = Estimated(
-                *state, stderr, lse_stderr, unknown, ratio <= 1, heaviest, scores, weights, live.sum(1)
+                *state, stderr, lse_stderr, unknown, ratio <= 1, heaviest, scores, weights, live.sum(1), entropy
             )  # fmt: skip
         return estimated, ratio
 

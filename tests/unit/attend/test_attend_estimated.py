@@ -16,6 +16,7 @@ from worlds import holding, indexed
 
 import softdb
 from softdb.attend.error import bars, f_quantile
+from softdb.attend.rounds import Estimator, Round
 from softdb.index.planner import pass_cost
 from softdb.index.sampler import Drawing
 from softdb.scores import Gaussian, Laplacian, NegativeL2
@@ -256,7 +257,27 @@ def test_the_effective_number_is_of_all_records(db: softdb.SoftDB, queries: Arra
     pooled, true = drawn(db, queries, temperature=0.2), db.attend(queries, temperature=0.2)
     actual, expected = (np.array([one.effective for one in answer.explain(1)]) for answer in (pooled, true))
     assert expected.min() > 600
-    assert 0.7 < np.median(actual / expected) < 1.3
+    np.testing.assert_allclose(actual, expected, rtol=0.5)
+    assert np.median(actual / expected) == pytest.approx(1, abs=0.1)
+
+
+def test_exact_answers_among_estimates_are_explained(
+    db: softdb.SoftDB, queries: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draw(monkeypatch)
+    plan = Estimator.after
+
+    def after(self: Estimator, task: Round, *errors: Any) -> Any:
+        return task.which % 3 > 0, [], task.which[task.which % 3 == 0]
+
+    monkeypatch.setattr(Estimator, "after", after)
+    pooled = db.attend(queries, temperature=0.2, rtol=0.05)
+    monkeypatch.setattr(Estimator, "after", plan)
+    true = db.attend(queries, temperature=0.2).explain(3)
+    assert pooled.exact.tolist() == [i % 3 == 0 for i in range(len(queries))]
+    for actual, expected in list(zip(pooled.explain(3), true, strict=True))[::3]:
+        assert actual.ids == expected.ids
+        assert actual.effective == pytest.approx(expected.effective, rel=1e-5)
 
 
 def test_max_draws_may_exceed_the_records(db: softdb.SoftDB, queries: Array) -> None:

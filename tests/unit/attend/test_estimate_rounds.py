@@ -113,7 +113,17 @@ def partial(numbers: list[float], width: int) -> Estimated:
     column = torch.tensor(numbers)
     wide = column[:, None].repeat(1, width)
     return Estimated(
-        column[:, None].repeat(1, 3), column, column, column, column, column > 0, wide.long(), wide, wide, column.long()
+        column[:, None].repeat(1, 3),
+        column,
+        column,
+        column,
+        column,
+        column > 0,
+        wide.long(),
+        wide,
+        wide,
+        column.long(),
+        column,
     )
 
 
