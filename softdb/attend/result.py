@@ -46,8 +46,8 @@ class Estimated(NamedTuple):
 
         def column(name: str, fill: float | None) -> Tensor:
             pieces = []
-            for _, lines, part in parts:
-                piece: Tensor = getattr(part, name)
+            for _, lines, answer in parts:
+                piece: Tensor = getattr(answer, name)
                 if len(lines) < len(piece):
                     piece = piece.index_select(0, torch.from_numpy(lines).to(order.device))
                 pieces.append(piece if fill is None else pad(piece, (0, width - piece.shape[1]), value=fill))
@@ -151,8 +151,10 @@ def explain(
         )
     if estimate is not None and bool(pooled.exact.any()):
         which = np.flatnonzero(pooled.exact.cpu().numpy())
-        rest = replace(pooled, lse=pooled.lse[torch.from_numpy(which).to(pooled.lse.device)], hits=None, weights=None)
-        for i, explanation in zip(which.tolist(), explain(source, request.at(which), rest, count), strict=True):
+        unnamed = replace(
+            pooled, lse=pooled.lse[torch.from_numpy(which).to(pooled.lse.device)], hits=None, weights=None
+        )
+        for i, explanation in zip(which.tolist(), explain(source, request.at(which), unnamed, count), strict=True):
             explanations[i] = explanation
     return explanations
 
