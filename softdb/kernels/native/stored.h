@@ -87,7 +87,8 @@ SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Met
 
 constexpr int64_t kLine = 64;     // bytes of a cache line
 constexpr int64_t kFetched = 16;  // lines of a record that are prefetched; the processor prefetches those that follow
-constexpr int64_t kAtOnceLines = 32;  // lines that are prefetched together: a single prefetch waits until its page is translated
+constexpr int64_t kLinesAtOnce = 32;  // lines that are prefetched together, as each record waits for the address of its page
+constexpr int64_t kMostAhead = 8;     // largest number of records that are prefetched together
 
 // Finds the address of a record in a column.
 class Reader {
@@ -95,7 +96,7 @@ class Reader {
     explicit Reader(const Stored& column) : column(column) {
         bytes = column.kind == Kind::label ? 4 : column.width * (column.kind == Kind::half ? 2 : 4);
         lines = min(kFetched, (bytes + kLine - 1) / kLine);
-        ahead = min(int64_t(8), kAtOnceLines / max(lines, int64_t(1)));
+        ahead = min(kMostAhead, kLinesAtOnce / max(lines, int64_t(1)));
     }
 
     const char* at(int64_t position) const {
