@@ -111,7 +111,7 @@ class _Ball(NamedTuple):
         """Return True if scoring every record costs less than a round of draws."""
         d = self.request.queries.shape[1]
         draws = draw_cost(queries, sampler.slots, sampler.parts, min(drawn, records), d, 0)
-        return draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False))
+        return bool(draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False)))
 
     def estimated(
         self, sampler: Sampler, eligible: Drawable, indexed_until: int, which: Positions, drawn: int

@@ -47,12 +47,14 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     while tasks:
         task = tasks.pop()
         answer, *sizes = estimator.drawn(task)
+        is_first, waiting = len(tasks) < waiting, min(len(tasks), waiting)
+        if is_first and not bounded:
+            estimator.plan(task, *sizes[:2])
         done, further, to_pass = estimator.after(task, *sizes)
         passed.append(to_pass)
         if done.any():
             answers.append((task.which[done], np.flatnonzero(done), answer))
         spent += estimator.cost(task)
-        is_first, waiting = len(tasks) < waiting, min(len(tasks), waiting)
         if is_first and tasks and estimator.others_too_dear(task, further, to_pass, tasks):
             passed += [other.which for other in (*tasks, *further)]
             break
@@ -95,11 +97,12 @@ def _joined(
     """Combine answers to some of the queries into the answer to all queries."""
     request, source = estimator.request, estimator.source
     device, answer = request.queries.device, Estimated.joined(len(request.queries), parts)
-    certain = torch.zeros(len(request.queries), dtype=torch.bool, device=device)
-    certain[torch.from_numpy(exact_queries).to(device)] = True
+    is_exact = np.zeros(len(request.queries), np.bool_)
+    is_exact[exact_queries] = True
+    certain = torch.from_numpy(is_exact).to(device)
     scored = Scored(answer.positions.cpu().numpy(), answer.scores)
-    error = Doubt(certain, torch.zeros_like(answer.lse.detach()), answer)
-    return answered(request, source, answer[:2], estimator.sampler.index.kind, (scored, answer.weights), error)
+    weighed, doubt = (scored, answer.weights), Doubt(certain, error=answer)
+    return answered(request, source, answer[:2], estimator.sampler.index.kind, weighed, doubt)
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:
@@ -110,5 +113,5 @@ def _exactly(request: Request, source: SourceRecords) -> Estimated:
     return Estimated(
         pooled.output, pooled.lse, nothing, nothing, nothing, torch.ones_like(pooled.exact), none,
         torch.full_like(none, -torch.inf, dtype=pooled.lse.dtype), torch.zeros_like(none, dtype=pooled.lse.dtype),
-        torch.zeros_like(pooled.n_pooled), nothing,
+        pooled.n_pooled, nothing,
     )  # fmt: skip

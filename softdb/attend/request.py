@@ -133,9 +133,13 @@ class Request(Query):
         """The score as a metric of transformed queries, which carry gradients; None if no metric can replace it."""
         return fold(self.score, self.queries)
 
-    @cached_property
+    @property
     def detached(self) -> Request:
         """The request with queries that require no gradient, for finding candidates and for measurements."""
+        return self._detached if self.queries.requires_grad else self
+
+    @cached_property
+    def _detached(self) -> Request:
         return replace(self, queries=self.queries.detach())
 
     @property

@@ -31,7 +31,7 @@ class Estimated(NamedTuple):
     scores: Tensor  # (q, k)
     weights: Tensor  # (q, k)
     drawn: Tensor  # (q,) number of records pooled; `positions` holds the heaviest of them
-    entropy: Tensor  # (q,) of the weights of all records, estimated as the mean of -log weight over the draws
+    entropy: Tensor | None = None  # (q,) of all records' weights: the mean of -log weight over draws; None: not known
 
     @classmethod
     def joined(cls, q: int, parts: Sequence[tuple[Positions, Positions, Estimated]]) -> Estimated:
@@ -57,11 +57,22 @@ class Estimated(NamedTuple):
         return cls(*(column(name, fills.get(name)) for name in cls._fields))
 
 
+class Results(NamedTuple):
+    """The columns of an answer that its explanation reads."""
+
+    lse: Tensor  # (q,)
+    exact: Tensor  # (q,) bool
+    missed_mass: Tensor  # (q,)
+    hits: Hits | None
+    weights: Tensor | None  # (q, k)
+    entropy: Tensor | None  # (q,) of an estimate that names its heaviest records; None: hits are all of its records
+
+
 class Doubt(NamedTuple):
     """The known error of an answer that might not be exact."""
 
     exact: Tensor  # (q,) bool
-    missed_mass: Tensor | None  # (q,); None: unknown for queries that are not exact
+    missed_mass: Tensor | None = None  # (q,), 0 for an estimate; None: unknown for queries that are not exact
     error: Estimated | None = None  # an estimate with error bars; None: bars are 0 for exact answers, else unknown
 
 
@@ -75,29 +86,30 @@ def answered(
 ) -> Pooled:
     """Assemble the answer from output and lse, its error, its records, and a function that explains the answer."""
     (output, lse), (exact, missed_mass, error) = state, doubt or (None, None, None)
+    hits, weights = None, None
     if exact is None:
         exact = torch.ones_like(lse, dtype=torch.bool)
-    unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
-    n_pooled, hits, weights, entropy = source.taking_part(request), None, None, None
     if weighed is not None:
         candidates, weights = weighed
         hits = hits_of(request, source, candidates, lse.device)
     if error is not None:
-        bars = error.bar, error.stderr, error.lse_stderr, error.met
-        n_pooled = torch.where(exact, n_pooled, error.drawn)
-        entropy = error.entropy
+        bars, n_pooled = (error.bar, error.stderr, error.lse_stderr, error.met), error.drawn
+        missed_mass = torch.zeros_like(error.stderr)
     else:
+        unknown = torch.full_like(lse.detach(), torch.nan).masked_fill(exact, 0)
         bars = unknown.clone(), unknown.clone(), unknown.clone(), exact.clone()
-        if weighed is not None:
+        missed_mass = unknown if missed_mass is None else missed_mass
+        if weighed is None:
+            n_pooled = source.taking_part(request)
+        else:
             n_pooled = torch.from_numpy(weighed[0].positions >= 0).sum(1).to(lse.device)
-    missed_mass = unknown if missed_mass is None else missed_mass
-    finder += source.read_from(request.pools)
+    results = Results(lse, exact, missed_mass, hits, weights, None if error is None else error.entropy)
     pooled = Pooled(
-        output, lse, exact, missed_mass, n_pooled, hits, weights, finder,
-        lambda count: explain(source, request, pooled, count, entropy), *bars,
+        output, lse, exact, missed_mass, n_pooled, hits, weights, finder + source.read_from(request.pools),
+        lambda count: explain(source, request, results, count), *bars,
     )  # fmt: skip
     if source.missing:
-        none, inf = torch.zeros_like(exact), torch.full_like(unknown, torch.inf)
+        none, inf = torch.zeros_like(exact), torch.full_like(missed_mass, torch.inf)
         return replace(
             pooled, missing=source.missing, exact=none, met=none, bar=inf, stderr=inf, lse_stderr=inf,
             missed_mass=torch.full_like(inf, torch.nan),
@@ -112,23 +124,17 @@ def hits_of(request: Request, source: SourceRecords, candidates: Scored, device:
 
 
 @torch.no_grad()
-def explain(
-    source: SourceRecords,
-    request: Request,
-    pooled: Pooled,
-    count: int,
-    estimate: Tensor | None = None,  # (q,) entropy of an estimate; None: the hits are all of the answer's records
-) -> list[Explanation]:
+def explain(source: SourceRecords, request: Request, results: Results, count: int) -> list[Explanation]:
     """Explain each query's answer by its `count` heaviest records. Cost: a search, and a pass if it is exact."""
     count = min(count, int(source.taking_part(request).amax()) if len(request.queries) else 0)
-    if pooled.hits is not None and pooled.weights is not None:
-        weights, order = pooled.weights.detach().sort(dim=1, descending=True, stable=True)
+    if results.hits is not None and results.weights is not None:
+        weights, order = results.weights.detach().sort(dim=1, descending=True, stable=True)
         weights, order = weights[:, :count], order[:, :count]
-        hits = Hits(pooled.hits.rows.gather(1, order), pooled.hits.scores.detach().gather(1, order), source.resolve)
-        entropy = torch.special.entr(pooled.weights.detach()).sum(1) if estimate is None else estimate
-        weights = weights * (1 - pooled.missed_mass.nan_to_num(0)).unsqueeze(1)
+        hits = Hits(results.hits.rows.gather(1, order), results.hits.scores.detach().gather(1, order), source.resolve)
+        entropy = torch.special.entr(results.weights.detach()).sum(1) if results.entropy is None else results.entropy
+        weights = weights * (1 - results.missed_mass.nan_to_num(0)).unsqueeze(1)
     else:
-        request, source, lse = request.detached, source.frozen(), pooled.lse.detach()
+        request, source, lse = request.detached, source.frozen(), results.lse.detach()
         top, entropy = source.heaviest(request, lse, count)
         live = torch.from_numpy(top.positions >= 0).to(lse.device)
         weights = (top.scores / request.temperature - lse.unsqueeze(1)).exp().masked_fill(~live, 0)
@@ -146,15 +152,14 @@ def explain(
                 [own_payloads[j] for j in positive],
                 hits.scores[i, positive].tolist(),
                 mass=float(np.sum([own_weights[j] for j in positive])),
-                effective=float(entropy[i].exp()) if pooled.lse[i] > -torch.inf else 0.0,
+                effective=float(entropy[i].exp()) if results.lse[i] > -torch.inf else 0.0,
             )
         )
-    if estimate is not None and bool(pooled.exact.any()):
-        which = np.flatnonzero(pooled.exact.cpu().numpy())
-        unnamed = replace(
-            pooled, lse=pooled.lse[torch.from_numpy(which).to(pooled.lse.device)], hits=None, weights=None
-        )
-        for i, explanation in zip(which.tolist(), explain(source, request.at(which), unnamed, count), strict=True):
+    if results.entropy is not None and bool(results.exact.any()):
+        which = np.flatnonzero(results.exact.cpu().numpy())
+        chosen = torch.from_numpy(which).to(results.lse.device)
+        of_exact = Results(results.lse[chosen], results.exact[chosen], results.missed_mass[chosen], None, None, None)
+        for i, explanation in zip(which.tolist(), explain(source, request.at(which), of_exact, count), strict=True):
             explanations[i] = explanation
     return explanations
 

@@ -20,7 +20,7 @@ from softdb.attend.scoring import metric_in_place, pool_rows, score_rows
 from softdb.check import Tolerance
 from softdb.index.contract import Floats, Numbers, prepared
 from softdb.index.planner import draw_cost, pass_cost
-from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, Sampler
+from softdb.index.sampler import FEWEST, FIRST, Answering, Drawable, Drawing, DrawnSample, FirstRound, Sampler
 from softdb.pool import State, merge
 from softdb.scoring import Softmax, Tempered, divided, divisor, softmax
 from softdb.store import Snapshot
@@ -38,6 +38,9 @@ AT_ONCE = 1 << 22  # largest number of draws in a round, over all queries
 PROBED = 4  # number of queries of a large batch that are answered first, to measure the cost
 SMALL = 0.1  # `rtol` is relative to ‖output‖, but at least to SMALL · rms‖v‖
 NO_QUERIES: Positions = np.arange(0)
+EPS = 2.0**-23  # relative rounding of float32
+REMEMBERED = 64  # number of queries whose needed draws are remembered
+REPLANNED = 16  # number of queries after which the first round is planned again
 SHOWN = 256  # largest number of drawn records that an answer names: the heaviest
 
 
@@ -89,7 +92,7 @@ class Estimator(NamedTuple):
         """Return the first rounds, split to fit into memory. If costs are unknown, the last, run first, is small."""
         most, every = self.tolerance.most, np.arange(len(self.queries))
         if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
-            return self.parts(Round(every, most or FIRST))
+            return self.parts(Round(every, most or self.sampler.plans.get(self.kind, FirstRound()).budget))
         probes = every[:: -(-len(every) // PROBED)]
         return [*self.parts(Round(np.delete(every, probes), FIRST)), Round(probes, FIRST)]
 
@@ -99,6 +102,24 @@ class Estimator(NamedTuple):
         rtol, atol = self.tolerance.rtol, self.tolerance.atol
         many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
         return many, self._width, round(math.log2(self.factor.max())), rtol, atol, self.tolerance.confidence
+
+    def plan(self, task: Round, bar: Numbers, allowed: Numbers) -> None:
+        """Learn from a first round how many records the next first round should draw, so that answers cost the least.
+
+        A query that needs more draws than the first round has needs a second round, or a pass.
+        """
+        budget, needed, unused = self.sampler.plans.get(self.kind, FirstRound())
+        with np.errstate(over="ignore", invalid="ignore"):
+            latest = np.fmin(MARGIN * np.square(bar / allowed), WRONG) * task.budget
+        needed, unused = (*needed, *latest.tolist())[-REMEMBERED:], unused + len(latest)
+        if unused >= REPLANNED:
+            draws, q = np.array(needed), len(self.queries)
+            passed, first = self.pass_cost(q), np.append(FIRST, draws[draws > FIRST])
+            first = first[RISK * self._cost(q, first) <= passed]
+            second = np.minimum(self._cost(q, np.maximum(draws, GROWTH * first[:, None])), passed)
+            cost = self._cost(q, first) + np.where(draws > first[:, None], second, 0).mean(1)
+            budget, unused = int(first[np.argmin(cost)]) if len(first) else FIRST, 0
+        self.sampler.plans[self.kind] = FirstRound(budget, needed, unused)
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
@@ -165,8 +186,10 @@ class Estimator(NamedTuple):
 
     def cost(self, task: Round, share: float = 1.0) -> float:
         """Return the cost of a round with `share` times its queries, in bytes read (see `softdb.index.planner`)."""
-        sampler, draws = self.sampler, min(task.budget, self.taking_part)
-        q = round(share * len(task.which))
+        return float(self._cost(round(share * len(task.which)), task.budget))
+
+    def _cost(self, q: int, budget: Any) -> Any:  # a number, or an array for an array of budgets
+        sampler, draws = self.sampler, np.minimum(budget, self.taking_part)
         return draw_cost(q, sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
@@ -184,7 +207,8 @@ class Estimator(NamedTuple):
         confidence, budget = self.tolerance.confidence, task.budget
         drawing = Drawing(self.queries[task.which], self.factor[task.which], budget, self.request.seed, 1 - confidence)
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
-        answering = Answering(snapshot.value_column, self._width, normal_quantile(confidence), salt, self.least, SLIGHT)
+        column, z = snapshot.value_column, normal_quantile(confidence)
+        answering = Answering(column, self._width, z, salt, self.least, SLIGHT, SHOWN)
         return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
@@ -215,11 +239,8 @@ class Estimator(NamedTuple):
         """Compute the result of `drawn` from a sample, its scores and its pooled answer."""
         request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
         state, spread, weights = self.spread(task, sample, state)
-        logs = np.zeros_like(weights)  # of 1 / weight
-        np.subtract(spread.lse[:, None], sample.scores * self.factor[task.which, None], where=weights > 0, out=logs)
-        entropy = (weights * logs).sum(1) / np.maximum(weights.sum(1), 1e-300)
         if self.unindexed is None:
-            roots = np.sqrt(figures.variance), np.sqrt(figures.noise)
+            roots = np.sqrt((figures.variance, figures.noise))
             error = Bars(figures.bar, roots[0], figures.lse_bar, roots[1], figures.blind)
         else:
             error = bars(spread, self.tolerance.confidence)
@@ -230,16 +251,16 @@ class Estimator(NamedTuple):
         )  # fmt: skip
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
-
-        def as_queries(column: Tensor | NDArray[Any]) -> Tensor:
-            return (column if isinstance(column, Tensor) else torch.from_numpy(column)).to(device, dtype)
-
+        entropy = figures.entropy + (spread.lse - figures.lse)  # with the weights of unindexed records
+        columns = np.stack(
+            (error.stderr, error.lse_stderr, bar, entropy)
+        )  # converted together, as that takes less time
+        stderr, lse_stderr, bars_of, entropy_of = torch.from_numpy(columns).to(device, dtype)
         answer = Estimated(
-            as_queries(state.output), as_queries(state.lse), as_queries(error.stderr), as_queries(error.lse_stderr),
-            as_queries(bar), torch.from_numpy(bar <= allowed).to(device),
-            torch.from_numpy(sample.positions[:, :SHOWN]).to(device), as_queries(scores.detach()[:, :SHOWN]),
-            as_queries(weights[:, :SHOWN]), torch.from_numpy(figures.drawn).to(device, torch.int64),
-            as_queries(entropy),
+            state.output.to(device, dtype), state.lse.to(device, dtype), stderr, lse_stderr, bars_of,
+            torch.from_numpy(bar <= allowed).to(device), torch.from_numpy(sample.positions[:, :SHOWN]).to(device),
+            scores.detach()[:, :SHOWN].to(device, dtype), torch.from_numpy(weights[:, :SHOWN]).to(device, dtype),
+            torch.from_numpy(figures.drawn.astype(np.int64)).to(device), entropy_of,
         )  # fmt: skip
         return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
 
@@ -262,7 +283,7 @@ def factors_of(request: Request) -> Numbers | None:  # (q,)
     if folded is None or folded.scale is None:
         return None
     scale = folded.scale.detach().cpu().double().numpy() if isinstance(folded.scale, Tensor) else folded.scale
-    factors = np.full(len(request.queries), scale / request.temperature, np.float64)
+    factors = np.full(len(request.queries), scale / request.temperature)
     return factors if factors.min(initial=1.0) > 1e-30 and factors.max(initial=1.0) < 1e30 else None
 
 
@@ -282,13 +303,13 @@ def error_of(
     value_size: Callable[[], float],  # rms‖v‖
 ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
     """Return the error bar of the output (or of Z relative to Z), and the largest bar that meets the tolerance."""
-    eps = float(np.finfo(np.float32).eps)
-    size = np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
+    size = 0.0 if pools and precise else np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
+    rounding = EPS * (1 + size)
     if not pools:  # add the rounding of log Z to float32
-        wide = error.lse_bar + np.expm1(np.minimum(eps * (1 + size), 700))
+        wide = error.lse_bar + np.expm1(np.minimum(rounding, 700))
         return wide, np.full_like(wide, tolerance.rtol)
-    length = np.sqrt(np.einsum("qv,qv->q", spread.output, spread.output))
-    bar = error.bar + eps * (1 if precise else 1 + size) * length
+    length = np.sqrt(np.square(spread.output).sum(1))
+    bar = error.bar + rounding * length
     allowed = tolerance.atol + tolerance.rtol * length
     if (bar > allowed).any():
         allowed = tolerance.atol + tolerance.rtol * np.maximum(length, SMALL * value_size())

@@ -210,17 +210,15 @@ class _Rounds:
         state = merge([State(*own) for own in zip(*states, strict=True)])
         exact = torch.from_numpy(np.all([book.exact[shard] for shard in shards], axis=0)).to(device)
         drawn = torch.from_numpy(np.sum([book.pooled[shard] for shard in shards], axis=0)).to(device)
+        drawn = torch.where(exact, source.taking_part(request), drawn)
         bar, stderr, lse_stderr = self.error
         none, nothing = torch.full((len(every), 0), -1, device=device), np.zeros((len(every), 0))
         error = Estimated(
             state.output, state.lse, as_tensor(stderr), as_tensor(lse_stderr), as_tensor(bar),
             torch.from_numpy(self.met).to(device), none, as_tensor(nothing), as_tensor(nothing), drawn,
-            torch.zeros_like(state.lse),  # unused, as no records are named
         )  # fmt: skip
-        doubt = Doubt(exact, torch.zeros_like(state.lse.detach()), error)
         answer = state.output, state.lse + self.posed.shift
-        pooled = answered(request, source, answer, self._finder(exact), doubt=doubt)
-        return replace(pooled, n_pooled=torch.where(exact, pooled.n_pooled, drawn))
+        return answered(request, source, answer, self._finder(exact), doubt=Doubt(exact, error=error))
 
     def _finder(self, exact: torch.Tensor) -> str:
         kinds = sorted({shard.finder for shard in self.source.caller.known.values() if shard.finder is not None})

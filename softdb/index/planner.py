@@ -6,7 +6,7 @@ counts and samples draw records or read all records; the cost of either is expre
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from softdb.index.contract import Index
 
@@ -15,12 +15,13 @@ SHARE = 0.125  # the same limit on the number of matches, as a share of the reco
 FEWEST = 2048  # the same limit for an index that scans only the matches of a filter
 PAIRS = 1 << 19  # compare pair by pair if queries times matches are at most this number
 
-CALL = 20_000_000  # fixed cost of a round of draws, in bytes read (as all costs below)
-CODE = 0.35  # cost to read one part of a code
-DRAWN = 4000  # cost to read a drawn record at a random address
-GATHERED = 20  # cost of each number of a drawn record's key
+# between the rates of two cores of a Zen 5 and of a Zen 4, which differ by up to 2.5 times
+CALL = 25_000_000  # fixed cost of a round of draws, in bytes read (as all costs below)
+CODE = 0.3  # cost to read one part of a code
+DRAWN = 4500  # cost to read a drawn record at a random address
+GATHERED = 5  # cost of each number of a drawn record's key
 SPREAD = 5  # cost of each number of a drawn record's value, error sums included
-PASSED = 0.11  # cost of each number of a record for each query, when all records are read
+PASSED = 0.15  # cost of each number of a record for each query, when all records are read
 
 Way = Literal["index", "blocks", "pairs"]
 
@@ -42,7 +43,7 @@ def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> 
     return float(records) * (record_bytes + queries * PASSED * (d + v))
 
 
-def draw_cost(queries: int, slots: int, parts: int, draws: int, d: int, v: int) -> float:
-    """Return the cost of a round of draws, in bytes read."""
+def draw_cost(queries: int, slots: int, parts: int, draws: Any, d: int, v: int) -> Any:
+    """Return the cost of a round of draws, in bytes read: a number, or an array for an array of draws."""
     each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
     return CALL + queries * each

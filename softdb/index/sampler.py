@@ -56,6 +56,7 @@ class Answering(NamedTuple):
     salt: int = 0  # seed of random signs; parts whose answers are merged need different salts
     fewest: int = 0  # with fewer draws than this the error has no bound,
     slight: float = 0.0  # unless the largest undrawn term is at most this share of Ẑ
+    shown: int = 0  # number of records to sort by weight
 
 
 class Figures(NamedTuple):
@@ -78,6 +79,7 @@ class Figures(NamedTuple):
     usual: Numbers  # root mean square distance ‖v - o‖ of a value from the answer, weighted as in `hidden`
     drift: Numbers  # length of the mean of v - o, weighted as in `hidden`
     reach: Numbers  # largest distance of a value from the answer
+    entropy: Numbers  # of the weights of all records, estimated as the mean of -log weight over the draws
     bar: Numbers  # quantile of the output's error ‖ô - o‖
     lse_bar: Numbers  # quantile of the normaliser's error |Ẑ / Z - 1|
     blind: Numbers  # the share of `lse_bar` that is due to undrawn records
@@ -95,7 +97,7 @@ class DrawnAnswer(NamedTuple):
 
 
 class DrawnSample(NamedTuple):
-    """Records drawn for each query and scored exactly, the heaviest first, and the answers computed from them."""
+    """Records drawn for each query and scored exactly, the `shown` heaviest first, and answers computed from them."""
 
     positions: Rows  # (q, w), -1 = none
     scores: Numbers  # (q, w) by the index's metric, -inf for none
@@ -103,6 +105,14 @@ class DrawnSample(NamedTuple):
     controls: Numbers  # (q, w) for counts: the probability, by code, that the record lies in the radius
     figures: Figures
     answer: DrawnAnswer | None  # None for counts
+
+
+class FirstRound(NamedTuple):
+    """The number of records that a first round draws for each query, planned from what earlier queries needed."""
+
+    budget: int = FIRST
+    needed: tuple[float, ...] = ()  # numbers of draws that the latest queries needed
+    unused: int = 0  # how many of these are newer than `budget`
 
 
 class Drawable(NamedTuple):
@@ -142,6 +152,7 @@ class Sampler:
         )  # fmt: skip
         self._native = native().Sketch(*self._held)  # refers to the arrays, which `_held` keeps alive
         self._costs: dict[object, float] = {}  # kind of queries -> mean cost of draws, over comparing all records
+        self.plans: dict[object, FirstRound] = {}  # kind of queries -> its first round
 
     def knows(self, kind: object) -> bool:
         """Return True if the cost of draws for this kind of queries has been measured."""
@@ -198,7 +209,8 @@ class Sampler:
             draw = native().Draw(self._native, self._largest, *drawn, *apart, *parameters, *written, *which)
             if answering:
                 of_values = answering.values, self.reach.means, self.reach.centre, self.reach.value_radius
-                judged = answering.salt, answering.z, -math.log(drawing.doubt), answering.fewest, answering.slight
+                limits = answering.fewest, answering.slight, answering.shown
+                judged = answering.salt, answering.z, -math.log(drawing.doubt), *limits
                 answers = (output, moved, first, *sums)
                 draw.answers(*of_values, *judged, *(array[run] for array in answers))
             return draw

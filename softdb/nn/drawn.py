@@ -60,7 +60,7 @@ class DrawnRecords(Encoded):
             return self.exact(request)
         answer = drawn[0]
         records = Scored(answer.positions.cpu().numpy(), answer.scores), answer.weights
-        doubt = Doubt(torch.zeros_like(answer.met), torch.zeros_like(answer.stderr), answer)
+        doubt = Doubt(torch.zeros_like(answer.met), error=answer)
         return answered(request, self, answer[:2], "stale index", records, doubt)
 
     def _drawn(self, request: Request, budgets: Positions) -> Drawn | None:  # (q,)

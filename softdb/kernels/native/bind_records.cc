@@ -209,14 +209,14 @@ void bind_lists(nb::module_& module) {
                             Table<const double> output, Table<double> figures_table, Table<double> first, Table<float> sums,
                             Table<double> roots) {
         const int64_t v = output.width;
-        auto line = memory<float>(v);
+        auto scratch = memory<float>(4 * v);
         auto drift = memory<double>(v);
         for (int64_t i = 0; i < positions.rows; i++) {
             Terms terms{positions[i], chances[i], positions.width, values.as_wide(v), controls[i], doubts[i], own[i], means, salt};
             Errors errors;
             errors.first = first[i], errors.drift = drift.get(), errors.signed_sums = sums[i], errors.roots = roots[i];
             std::fill_n(drift.get(), v, 0.0);
-            kernels().spread(terms, weights[i], output[i], v, errors, line.get());
+            kernels().spread(terms, weights[i], output[i], v, errors, scratch.get());
             const double figures[] = {errors.noise, errors.noises, errors.variance, errors.variances, errors.doubt, errors.apart};
             for (int64_t k = 0; k < figures_table.rows; k++) figures_table[k][i] = figures[k];
         }
@@ -283,12 +283,12 @@ void bind_lists(nb::module_& module) {
             args.values.kind = Kind::none;
         })
         .def("answers", [](BoundDraw& draw, const StoredColumn& values, Table<const float> means, Line<const double> centre,
-                           double value_radius, uint64_t salt, double z, double doubt, int64_t fewest, double slight, Table<double> output,
+                           double value_radius, uint64_t salt, double z, double doubt, int64_t fewest, double slight, int64_t shown, Table<double> output,
                            Table<double> moved, Table<double> first, Table<float> sums, Table<double> roots,
                            Table<double> weights) {
             Draw& args = draw.args;
             args.values = values.as_wide(output.width), args.means = means, args.centre = centre.first;
-            args.value_radius = value_radius, args.salt = salt, args.z = z, args.doubt = doubt, args.fewest = fewest, args.slight = slight;
+            args.value_radius = value_radius, args.salt = salt, args.z = z, args.doubt = doubt, args.fewest = fewest, args.slight = slight, args.shown = shown;
             args.output = output, args.moved = moved, args.first = first, args.sums = sums, args.roots = roots;
             args.weights = weights;
         }, "Set the arrays that answers are written to.")

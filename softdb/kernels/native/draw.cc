@@ -61,6 +61,7 @@ constexpr float kLongestWait = 22.2f;    // -log of the least u
 constexpr float kHalfRounded = 5e-4f;    // relative rounding of a float16
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
+constexpr auto product = [](auto a, auto b) { return a * b; };
 
 // Scored records: first those drawn by code, then uniform draws, then records set apart.
 struct Sample {
@@ -112,7 +113,7 @@ struct Drawing {
     BlockSums* ready;  // sums of a few blocks for kAtOnce queries
     const bool at_once = adds_at_once();
     double* totals[kMostThreads];                   // (v,) for each part of its records
-    float* lines[kMostThreads];                     // (v,)
+    float* lines[kMostThreads];                     // (4 v,)
     Errors* errors;                                 // of each part
 
     // `fresh`: the memory is not initialised.
@@ -134,7 +135,7 @@ struct Drawing {
         doubts = memory.take<double>(width), controls = memory.take<double>(width);
         ranks = memory.take<int64_t>(width), errors = memory.take<Errors>(kMostThreads);
         for (int64_t part = 0; part < args.threads; part++) {
-            totals[part] = memory.take<double>(v), lines[part] = memory.take<float>(v);
+            totals[part] = memory.take<double>(v), lines[part] = memory.take<float>(4 * v);
             Errors sums;
             sums.first = memory.take<double>(v), sums.drift = memory.take<double>(v);
             sums.signed_sums = memory.take<float>(kSigns * v), sums.roots = memory.take<double>(kSigns);
@@ -344,10 +345,14 @@ struct Drawing {
         }
     }
 
-    // Compute the scores of all centroids for some queries, and rotate the queries.
+    // Seed some queries, compute the scores of all centroids, and rotate the queries.
     void prepare(int64_t low, int64_t count) {
+        seed(low, count);
+        rotate(count, 0, 1);
+    }
+
+    void seed(int64_t low, int64_t count) {
         const int64_t d = args.queries.width;
-        auto product = [](auto a, auto b) { return a * b; };
         for (int64_t i = 0; i < count; i++) {
             Query& query = queries[i];
             uint64_t seed = args.seeds[0] + (args.points > 0 ? uint64_t(args.first_query + low + i + 1) * 0x9E3779B97F4A7C15u : 0);
@@ -361,9 +366,16 @@ struct Drawing {
             query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
             query.factor = args.factors[low + i];
             query.length = double(summed(query.seen, query.seen, d, product));
-            for (int64_t t = 0; t < args.rotation.rows; t++) query.turned[t] = summed(query.seen, args.rotation[t], d, product);
         }
-        for (int64_t j = 0; j < lists.count; j++)
+    }
+
+    // One of some parts of the rotated queries and of the scores of centroids.
+    void rotate(int64_t count, int64_t part, int64_t parts) {
+        const int64_t d = args.queries.width, rows = args.rotation.rows;
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t t = rows * part / parts; t < rows * (part + 1) / parts; t++)
+                queries[i].turned[t] = summed(queries[i].seen, args.rotation[t], d, product);
+        for (int64_t j = lists.count * part / parts; j < lists.count * (part + 1) / parts; j++)
             for (int64_t i = 0; i < count; i++) {
                 const double near = double(summed(queries[i].seen, args.centroids[j], d, product));
                 queries[i].raw[j] = queries[i].factor * (lists.origin ? 2 * near - double(args.lengths[j]) - queries[i].length : near);
@@ -783,17 +795,17 @@ struct Drawing {
     void set(int64_t i, Figure what, double number) { args.bounds[int64_t(what)][i] = number; }
     double figure(int64_t i, Figure what) const { return args.bounds[int64_t(what)][i]; }
 
-    // Write the sample to the caller's arrays, the heaviest records first if there is an answer.
+    // Write the sample to the caller's arrays, the `shown` heaviest records first if there is an answer.
     void write(const Query& query, int64_t i, bool by_weight) {
         const Sample& sample = query.sample;
         const int64_t width = args.positions.width, count = sample.count;
         if (by_weight) {
-            for (int64_t k = 0; k < count; k++) ranks[k] = entry_of(float(weights[k]), k);
+            for (int64_t k = 0; k < count; k++) ranks[k] = -entry_of(float(weights[k]), k);
             for (int64_t k = count / 2 - 1; k >= 0; k--) sink(ranks, count, ranks[k], k);
-            sort(ranks, count);
+            sort(ranks, count, args.shown);
         }
         for (int64_t place = 0; place < count; place++) {
-            const int64_t k = by_weight ? ranks[place] & 0xFFFFFFFF : place;
+            const int64_t k = by_weight ? -ranks[count - 1 - place] & 0xFFFFFFFF : place;
             args.positions[i][place] = sample.positions[k], args.scores[i][place] = sample.exact[k] / args.factors[i];
             args.chances[i][place] = 1 - chances[k];
             if (args.controlled.width) args.controlled[i][place] = controls[k] * (1 - chances[k]);
@@ -816,26 +828,61 @@ struct Drawing {
         return terms;
     }
 
+    // Adds Σ M_j v̄_j of some lists to a sum, M_j the corrections; of four lists at once, so that the sum is read less often.
+    void add_corrections(const Query& query, int64_t first, int64_t last, double* total) const {
+        const int64_t v = args.output.width;
+        const float* means[4];
+        double masses[4];
+        int many = 0;
+        for (int64_t j = first; j <= last; j++) {
+            if (j < last && query.masses[j] == 0) continue;
+            if (j < last) means[many] = args.means[j], masses[many++] = query.masses[j];
+            if (many < 4 && (j < last || !many)) continue;
+            for (; many < 4; many++) means[many] = means[0], masses[many] = 0;
+            int64_t t = 0;
+            for (; t + kPairs <= v; t += kPairs) {
+                Doubles sum;
+                std::memcpy(&sum, total + t, sizeof sum);
+                for (int u = 0; u < 4; u++) sum += masses[u] * load_wide(means[u] + t);
+                std::memcpy(total + t, &sum, sizeof sum);
+            }
+            for (; t < v; t++)
+                for (int u = 0; u < 4; u++) total[t] += masses[u] * double(means[u][t]);
+            many = 0;
+        }
+    }
+
     // The answer of what was pooled: o = (Σ w v / p + Σ_j M_j v̄_j) / Z, M_j the corrections.
     void answer(Query& query, int64_t i) {
         const int64_t v = args.output.width;
         const double z = query.mass;
         double *output = args.output[i], *moved = args.moved[i];
-        fill(output, v, 0.0), fill(moved, v, 0.0);
-        if (v && figure(i, Figure::correction) != 0)
-            for (int64_t j = 0; j < lists.count; j++)
-                if (query.masses[j] != 0) {
-                    const float* mean = args.means[j];
-                    for (int64_t t = 0; t < v; t++) moved[t] += query.masses[j] * double(mean[t]);
-                }
         for (int64_t t = 0; t < v; t++) {
-            double numerator = moved[t];
-            for (int64_t part = 0; part < args.threads; part++) numerator += totals[part][t];
-            output[t] = z > 0 ? numerator / z : 0;
+            double numerator = moved[t] = 0;
+            for (int64_t part = 0; part < args.threads; part++)
+                numerator += totals[part][t], moved[t] += errors[part].first[t];
+            output[t] = z > 0 ? (numerator + moved[t]) / z : 0;
         }
-        set(i, Figure::lse, z > 0 ? figure(i, Figure::base) + log(z) : -kInfinity);
-        const double inverse = z > 0 ? 1 / z : 0;
-        for (int64_t k = 0; k < query.sample.count; k++) weights[k] *= inverse, controls[k] *= inverse;
+        set(i, Figure::lse, z > 0 ? figure(i, Figure::base) + log(z) : -kInfinity), set(i, Figure::reach, reach(output));
+        const double inverse = z > 0 ? 1 / z : 0, lse = figure(i, Figure::lse);
+        double entropy = 0, all = 0;
+        for (int64_t k = 0; k < query.sample.count; k++) {
+            weights[k] *= inverse, controls[k] *= inverse, all += weights[k];
+            if (weights[k] > 0) entropy += weights[k] * (lse - query.sample.exact[k]);
+        }
+        set(i, Figure::entropy, all > 0 ? entropy / all : 0);
+    }
+
+    // The largest distance of a value from the answer.
+    double reach(const double* output) const {
+        const int64_t v = args.output.width;
+        double corner = 0, lowest = 0;
+        if (args.values.kind == Kind::label) {  // from the farthest corner
+            for (int64_t t = 0; t < v; t++) corner += output[t] * output[t], lowest = min(lowest, output[t]);
+            return __builtin_sqrt(corner + 1 - 2 * lowest);
+        }
+        for (int64_t t = 0; t < v; t++) corner += (output[t] - args.centre[t]) * (output[t] - args.centre[t]);
+        return v ? args.value_radius + __builtin_sqrt(corner) : 1;
     }
 
     // Sum the terms of the error, and write the bounds relative to Z.
@@ -854,18 +901,8 @@ struct Drawing {
             for (int64_t t = 0; t < kSigns * v; t++) whole.signed_sums[t] += float(root_of) * some.signed_sums[t];
             for (int64_t t = 0; t < kSigns; t++) whole.roots[t] += root_of * some.roots[t];
         }
-        double drift = 0, far = 0, corner = 0, lowest = 0;
-        const double* output = args.output[i];
+        double drift = 0;
         for (int64_t t = 0; t < v; t++) drift += whole.drift[t] * whole.drift[t];
-        if (args.values.kind == Kind::label) {  // from the farthest corner
-            for (int64_t t = 0; t < v; t++) corner += output[t] * output[t], lowest = min(lowest, output[t]);
-            far = __builtin_sqrt(corner + 1 - 2 * lowest);
-        } else if (v) {
-            for (int64_t t = 0; t < v; t++) corner += (output[t] - args.centre[t]) * (output[t] - args.centre[t]);
-            far = args.value_radius + __builtin_sqrt(corner);
-        } else {
-            far = 1;
-        }
         const double z = query.mass, inverse = z > 0 ? 1 / z : kInfinity;
         const bool few = query.sample.count < args.fewest && figure(i, Figure::unseen) * inverse > args.slight;
         auto relative = [&](Figure what, double by, bool bound) {
@@ -878,18 +915,18 @@ struct Drawing {
         set(i, Figure::variance, raised * whole.variance), set(i, Figure::variances, raised * raised * whole.variances);
         set(i, Figure::usual, whole.doubt > 0 ? __builtin_sqrt(whole.apart / whole.doubt) : 0);
         set(i, Figure::drift, whole.doubt > 0 ? __builtin_sqrt(drift) / whole.doubt : 0);
-        set(i, Figure::reach, far);
         Table<double> own = args.bounds;
         own.first += i;
         bars({own, {args.sums[i], 1, args.sums.width, args.sums.width}, args.z, args.doubt});
         write(query, i, true);
     }
 
-    enum Step : int64_t { scanning = 1, scoring, pooling, judging };
+    enum Step : int64_t { rotating = 1, scanning, scoring, pooling, judging };
 
     // One part of a step of a query's draw. Its work depends only on the number of parts.
     template <class Number>
     void work(Step step, int64_t part, Query& query, int64_t i) {
+        if (step == rotating) return rotate(1, part, args.threads);
         const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
         const int64_t v = args.output.width;
         if (step == scanning) {
@@ -900,14 +937,18 @@ struct Drawing {
         } else if (step == scoring) {
             score<Number>(i, query.sample, first, last);
         } else if (step == pooling) {
-            fill(totals[part], v, 0.0);
+            fill(totals[part], v, 0.0), fill(errors[part].first, v, 0.0);
             if (v) add_weighed(terms_of(query, first, last), weights + first, totals[part]);
+            if (v && figure(i, Figure::correction) != 0)
+                add_corrections(query, lists.count * part / args.threads, lists.count * (part + 1) / args.threads, errors[part].first);
         } else {
             Errors& sums = errors[part];
             sums.noise = sums.noises = sums.variance = sums.variances = sums.doubt = sums.apart = 0;
             fill(sums.first, v, 0.0), fill(sums.drift, v, 0.0), fill(sums.roots, kSigns, 0.0);
             fill(sums.signed_sums, kSigns * v, 0.0f);
-            spread(terms_of(query, first, last), weights + first, args.output[i], v, sums, lines[part]);
+            Terms terms = terms_of(query, first, last);
+            terms.unit = unit_of(figure(i, Figure::reach));
+            spread(terms, weights + first, args.output[i], v, sums, lines[part]);
         }
     }
 
@@ -960,7 +1001,8 @@ struct Drawing {
     template <class Number>
     void run() {
         if (args.threads > 1) {
-            prepare(0, 1);
+            seed(0, 1);
+            share<Number>(rotating, queries[0], 0);
             begin<Number>(queries[0], 0);
             cut(queries[0]);
             share<Number>(scanning, queries[0], 0);

@@ -72,6 +72,11 @@ SOFTDB_INLINE double chance_of(double y) {
     return chance;
 }
 
+// The power of two that is about 1 / x; 1 if x is 0 or not finite.
+SOFTDB_INLINE float unit_of(double x) {
+    return x > 0 && x < 1e300 ? float(__builtin_ldexp(1.0, -int(max(-120.0, min(120.0, __builtin_floor(__builtin_log2(x))))))) : 1.0f;
+}
+
 SOFTDB_INLINE double uniform(uint64_t turn, uint64_t seed) { return (double(hashed(turn, seed)) + 0.5) / 4294967296.0; }
 
 SOFTDB_INLINE Vec root(Vec x) {

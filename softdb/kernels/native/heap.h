@@ -35,9 +35,9 @@ SOFTDB_INLINE void sink(int64_t* heap, int64_t size, int64_t entry, int64_t plac
     heap[place] = entry;
 }
 
-// Sort a heap in ascending order, by moving the greatest entry to the end repeatedly.
-SOFTDB_INLINE void sort(int64_t* heap, int64_t size) {
-    for (int64_t last = size - 1; last > 0; last--) {
+// Move the `count` greatest entries of a heap to its end, in ascending order.
+SOFTDB_INLINE void sort(int64_t* heap, int64_t size, int64_t count) {
+    for (int64_t last = size - 1; last > 0 && last >= size - count; last--) {
         int64_t entry = heap[last];
         heap[last] = heap[0];
         sink(heap, last, entry);

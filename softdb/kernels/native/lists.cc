@@ -313,7 +313,7 @@ struct Search {
             });
         }
         whole &= k < 1 || heap[0] != kLast;
-        sort(heap, k);
+        sort(heap, k, k);
         unpack(heap, k, args.scores[i]);
         return whole;
     }

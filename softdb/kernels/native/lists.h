@@ -130,12 +130,13 @@ struct Draw {
     double z = 0, doubt = 0;          // as `Bars`
     int64_t fewest = 0;               // with fewer draws the error has no bound,
     double slight = 0;                // unless no undrawn record can be a larger share of Ẑ
+    int64_t shown = 0;                // number of records to sort by weight
     Table<double> output;             // (q, v), written to
     Table<double> moved;              // (q, v), written to: term that corrections add to Σ w v / p
     Table<double> first;              // (q, v), written to: Σ r y, as `Errors`
     Table<float> sums;                // (q, kSigns v), written to: Σ ±y
     Table<double> roots;              // (q, kSigns), written to: Σ ±r
-    Table<double> weights;            // (q, w), written to: shares of the answer, descending; sorts all (q, w) arrays
+    Table<double> weights;            // (q, w), written to: shares of the answer, the `shown` largest first; so all (q, w) arrays
     int64_t threads = 1;              // number of threads that share the steps of a single query
     Crew* crew = nullptr;             // state of these threads; null for one thread
     char* scratch = nullptr;
@@ -151,6 +152,7 @@ enum class Figure : int64_t {
     expected,                        // variance that the codes predict
     lse, noise, noises, variance, variances,  // log Ẑ, Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
     usual, drift, reach,             // of v - o: rms length and length of the mean, weighted as in `hidden`; the largest length
+    entropy,                         // mean of -log weight over the draws
     bar, lse_bar, blind,             // quantiles of ‖ô - o‖ and |Ẑ / Z - 1|; share of the latter for undrawn records
     count,
 };

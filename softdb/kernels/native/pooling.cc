@@ -69,81 +69,94 @@ template void weighted_sums(const Sums<double>&);
 
 namespace {
 
+constexpr int64_t kFlushed = 1024;  // number of terms after which sums in float32 are added to sums in float64
+
+// Lines of v float32 numbers, in units of `Terms::unit`.
+struct Lines {
+    float *output, *first, *drift, *label;
+};
+
 // Adds the term u = w (v - o) - h (m - o) to the sums; returns ‖u‖² in `far` and ‖v - o‖² in `apart`.
 template <class Number>
-SOFTDB_INLINE void add_term(const Number* value, const double* output, const float* mean, int64_t v, double weight,
-                            double control, double pull, float signed_root, double doubt, const Errors& into, double& far,
-                            double& apart) {
-    Doubles fars = {}, aparts = {};
-    auto part = [&](auto x, auto o, auto m, int64_t t, auto& far_sum, auto& apart_sum) {
-        using Some = decltype(x);
-        const Some centred = x - o, u = weight * centred - control * (m - o);
-        far_sum += u * u, apart_sum += centred * centred;
-        Some first, moved;
-        std::memcpy(&first, into.first + t, sizeof first);
-        std::memcpy(&moved, into.drift + t, sizeof moved);
-        first += pull * u, moved += doubt * centred;
-        std::memcpy(into.first + t, &first, sizeof first);
-        std::memcpy(into.drift + t, &moved, sizeof moved);
-        return u;
-    };
+SOFTDB_INLINE void add_term(const Number* value, const float* mean, int64_t v, float unit, float weight, float control,
+                            float pull, float signed_root, float doubt, const Lines& lines, float* signed_sums,
+                            float& far, float& apart) {
+    Vec fars = {}, aparts = {};
     int64_t t = 0;
-    for (; t + kPairs <= v; t += kPairs) {
-        Doubles o;
-        std::memcpy(&o, output + t, sizeof o);
-        const Doubles u = part(load_wide(value + t), o, mean ? load_wide(mean + t) : Doubles{}, t, fars, aparts);
-        Singles sums;
-        std::memcpy(&sums, into.signed_sums + t, sizeof sums);
-        sums += signed_root * __builtin_convertvector(u, Singles);
-        std::memcpy(into.signed_sums + t, &sums, sizeof sums);
+    for (; t + kLanes <= v; t += kLanes) {
+        const Vec o = load(lines.output + t), centred = load(value + t) * unit - o;
+        Vec u = centred * weight;
+        if (mean) u -= (load(mean + t) * unit - o) * control;
+        fars += u * u, aparts += centred * centred;
+        store(lines.first + t, load(lines.first + t) + u * pull);
+        store(lines.drift + t, load(lines.drift + t) + centred * doubt);
+        store(signed_sums + t, load(signed_sums + t) + u * signed_root);
     }
     far = sum(fars), apart = sum(aparts);
     for (; t < v; t++) {
-        const double u = part(double(widen(value[t])), output[t], mean ? double(mean[t]) : 0.0, t, far, apart);
-        into.signed_sums[t] += signed_root * float(u);
+        const float o = lines.output[t], centred = widen(value[t]) * unit - o;
+        const float u = weight * centred - (mean ? control * (mean[t] * unit - o) : 0);
+        far += u * u, apart += centred * centred;
+        lines.first[t] += pull * u, lines.drift[t] += doubt * centred, signed_sums[t] += signed_root * u;
     }
 }
 
 }  // namespace
 
-// Add the terms of an answer's error to its sums. `line`: (v,) scratch memory. Cost 8 k v operations on cached values.
-void spread(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* line) {
-    const Reader reader(args.values);
-    for (int64_t t = 0; t < v; t++) line[t] = 0;
-    for (int64_t j = 0; j < args.count; j++) {
-        if (args.values.kind != Kind::none) reader.prefetch(args.positions, args.count, j + reader.ahead);
+// Add the terms of an answer's error to its sums. `scratch`: (4 v,) memory. Cost 8 k v operations on cached values.
+void spread(const Terms& args, const double* weights, const double* output, int64_t v, Errors& into, float* scratch) {
+    const Lines lines{scratch, scratch + v, scratch + 2 * v, scratch + 3 * v};
+    const float unit = args.unit;
+    const double inverse = 1 / double(unit), area = inverse * inverse;
+    for (int64_t t = 0; t < v; t++) lines.output[t] = float(output[t] * double(unit));
+    fill(lines.first, 3 * v, 0.0f);
+    int64_t terms = 0;
+    auto flush = [&]() {
+        for (int64_t t = 0; t < v; t++) {
+            into.first[t] += inverse * double(lines.first[t]), into.drift[t] += inverse * double(lines.drift[t]);
+            lines.first[t] = lines.drift[t] = 0;
+        }
+    };
+    auto add = [&](int64_t j, const char* at) {
         const double weight = weights[j], control = args.controls ? args.controls[j] : 0.0;
         const double chance = args.chances[j], root = __builtin_sqrt(chance), left = weight - control;
-        if (!(chance > 0) || args.positions[j] < 0) continue;
+        if (!(chance > 0)) return;
         const double square = chance * left * left;
         into.noise += square, into.noises += square * square;
-        if (args.values.kind == Kind::none) continue;
+        if (!at) return;
         const uint32_t bits = hashed(uint64_t(args.positions[j]), args.salt);
         const int64_t group = bits % kSigns;
-        const float sign = bits / kSigns % 2 ? 1.0f : -1.0f;
-        Errors sums = into;
-        sums.signed_sums += group * v;
+        const double sign = bits / kSigns % 2 ? 1 : -1;
         const float* mean = control ? args.means[args.own[j]] : nullptr;
-        double far, apart;
-        const char* at = reader.at(args.positions[j]);
+        float far, apart;
         auto add_value = [&](auto value) {
-            add_term(value, output, mean, v, weight, control, chance * left, sign * float(root), args.doubts[j], sums, far, apart);
+            add_term(value, mean, v, unit, float(weight), float(control), float(chance * left), float(sign * root * inverse),
+                     float(args.doubts[j]), lines, into.signed_sums + group * v, far, apart);
         };
         if (args.values.kind == Kind::label) {
             const int32_t label = *(const int32_t*)at;
             const bool known = 0 <= label && label < v;  // a disk error may have changed it since the check
-            if (known) line[label] = 1;
-            add_value((const float*)line);
-            if (known) line[label] = 0;
+            if (known) lines.label[label] = 1;
+            add_value((const float*)lines.label);
+            if (known) lines.label[label] = 0;
         } else if (args.values.kind == Kind::half) {
             add_value((const Half*)at);
         } else {
             add_value((const float*)at);
         }
-        into.variance += chance * far, into.variances += chance * far * chance * far;
-        into.doubt += args.doubts[j], into.apart += args.doubts[j] * apart;
-        into.roots[group] += double(sign) * root * left;
+        const double size = chance * area * double(far);
+        into.variance += size, into.variances += size * size;
+        into.doubt += args.doubts[j], into.apart += args.doubts[j] * area * double(apart);
+        into.roots[group] += sign * root * left;
+        if (++terms % kFlushed == 0) flush();
+    };
+    if (args.values.kind == Kind::none) {
+        for (int64_t j = 0; j < args.count; j++)
+            if (args.positions[j] >= 0) add(j, nullptr);
+        return;
     }
+    each_record(Reader(args.values), args.positions, args.count, add);
+    flush();
 }
 
 // The quantile of F with `above` and `below` degrees of freedom, z the normal quantile: cube roots of χ² are about normal

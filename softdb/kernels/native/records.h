@@ -108,6 +108,7 @@ struct Terms {
     const int32_t* own = nullptr;      // (k,) list of each candidate, a row of `means`
     Table<const float> means;          // (lists, v) mean values
     uint64_t salt = 0;                 // seed of random signs; parts that are merged need different salts
+    float unit = 1;                    // about 1 / the largest distance |v - o|, a power of two: so no square overflows
 };
 
 // Sums over the error terms y = √(1 - p) (w (v - o) - h (m - o)) and r = √(1 - p) (w - h) of candidates. p: probability of

@@ -26,7 +26,7 @@ bool reranked(const Rerank& args) {
             if (entry < heap[0]) sink(heap, kept, entry);
         });
         whole &= !kept || heap[0] != kLast;
-        sort(heap, kept);
+        sort(heap, kept, kept);
         unpack(heap, kept, args.scores[i]);
         fill(heap + kept, k - kept, int64_t(-1));
         fill(args.scores[i] + kept, k - kept, -__builtin_inff());

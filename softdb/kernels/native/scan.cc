@@ -119,7 +119,7 @@ bool scanned(const Scan& args) {
     }
     if (block.count) flush();
     for (int64_t i = 0; i < args.queries.rows; i++) {
-        sort(args.matches[i], kept);
+        sort(args.matches[i], kept, kept);
         unpack(args.matches[i], kept, args.scores[i]);
     }
     return lost;

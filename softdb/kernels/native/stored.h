@@ -86,8 +86,8 @@ SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Met
 }
 
 constexpr int64_t kLine = 64;     // bytes of a cache line
-constexpr int64_t kFetched = 16;  // lines of a record that are prefetched; the processor prefetches those that follow
-constexpr int64_t kLinesAtOnce = 32;  // lines that are prefetched together, as each record waits for the address of its page
+constexpr int64_t kFetched = 32;  // lines of a record that are prefetched; the processor prefetches those that follow
+constexpr int64_t kLinesAtOnce = 64;  // lines that are prefetched together, as each record waits for the address of its page
 constexpr int64_t kMostAhead = 8;     // largest number of records that are prefetched together
 
 // Finds the address of a record in a column.
@@ -113,7 +113,7 @@ class Reader {
     void prefetch(const int64_t* positions, int64_t count, int64_t j) const {
         if (j >= count || positions[j] < 0) return;
         const char* place = at(positions[j]);
-        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(place + line * kLine, 0, 3);
+        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(place + line * kLine, 0, 2);
     }
 
     int64_t ahead;  // number of records to prefetch together

@@ -16,6 +16,7 @@ from softdb.attend.result import Estimated
 from softdb.attend.rounds import MARGIN, WRONG, Estimator, Round
 from softdb.check import Tolerance
 from softdb.index.planner import CALL
+from softdb.index.sampler import FIRST, FirstRound
 
 BUDGET, ALLOWED = 500, 0.05
 
@@ -67,7 +68,7 @@ def test_one_dear_query_of_a_first_round_sends_no_other_to_a_pass(unlucky: int, 
     tolerance, queries = Tolerance(0.05, 0.0, 0.95, None), np.zeros((64, 128), np.float32)
     estimator = Estimator(request, source, tolerance, sampler, unused, np.ones(64), queries, unused, 10**6)
     first, waiting = Round(np.arange(4), BUDGET), Round(np.arange(4, 64), BUDGET)
-    more = [Round(np.arange(unlucky), 2 * BUDGET)] if unlucky else []
+    more = [Round(np.arange(unlucky), 8 * BUDGET)] if unlucky else []
     assert estimator.others_too_dear(first, more, np.arange(0), [waiting]) == dear
     bounded = estimator._replace(tolerance=tolerance._replace(most=400))
     assert not bounded.others_too_dear(first, more, np.arange(0), [waiting])
@@ -106,6 +107,63 @@ def test_a_further_round_of_a_first_query_leaves_the_others_to_draws(monkeypatch
         pooled = db.attend(torch.from_numpy(keys[:64]), temperature=1.0, rtol=0.05)
     assert sizes == [4, 1, 60]
     assert not pooled.exact.any()
+
+
+def planned(needed: list[float], records: int = 10**6, d: int = 128) -> int:
+    """The first round's draws, after a first round of FIRST whose queries turned out to need these draws."""
+    segment = SimpleNamespace(keys=np.zeros((1, d), np.float32), values=None)
+    request: Any = SimpleNamespace(pools=True)
+    source: Any = SimpleNamespace(width=d, snapshot=SimpleNamespace(segments=[segment]))
+    plans: dict[object, FirstRound] = {}
+    sampler: Any = SimpleNamespace(slots=records, parts=32, plans=plans)
+    unused: Any = None
+    tolerance, queries = Tolerance(ALLOWED, 0.0, 0.95, None), np.zeros((1, d), np.float32)
+    estimator = Estimator(request, source, tolerance, sampler, unused, np.ones(1), queries, unused, records)
+    for draws in needed:
+        bar = ALLOWED * np.sqrt(np.array([draws / MARGIN / FIRST]))
+        estimator.plan(Round(np.arange(1), FIRST), bar, np.array([ALLOWED]))
+    return plans[estimator.kind].budget
+
+
+def test_a_first_round_draws_what_earlier_queries_needed() -> None:
+    assert planned([3000.0] * 15) == FIRST  # too few to plan by
+    assert planned([3000.0] * 16) == pytest.approx(3000, abs=1)
+    assert planned([3000.0] * 12 + [3400.0] * 4) == pytest.approx(3400, abs=1)  # a second round would cost more
+
+
+def test_a_first_round_stays_small_where_few_queries_need_more() -> None:
+    assert planned([300.0] * 16) == FIRST
+    assert planned([100.0] * 15 + [8000.0]) == FIRST
+
+
+def test_a_first_round_is_planned_by_the_latest_queries() -> None:
+    assert planned([3000.0] * 64 + [300.0] * 64) == FIRST
+
+
+def test_no_first_round_is_planned_that_costs_more_than_a_pass() -> None:
+    assert planned([7900.0] * 16, records=100_000) == FIRST
+    assert planned([7900.0] * 16) == pytest.approx(7900, abs=1)
+
+
+def test_queries_that_need_more_draws_are_answered_in_one_round_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("softdb.kernels._native")
+    random = np.random.default_rng(0)
+    keys = random.standard_normal((20_000, 16)).astype(np.float32)
+    monkeypatch.setattr(rounds, "pass_cost", lambda *_: np.inf)
+    budgets, drawn = list[int](), Estimator.drawn
+
+    def noted(self: Estimator, task: Round) -> Any:
+        budgets.append(task.budget)
+        return drawn(self, task)
+
+    monkeypatch.setattr(Estimator, "drawn", noted)
+    with holding(keys, random.standard_normal((20_000, 4)) + 2) as db:
+        db.build_index("flat")
+        for query in torch.from_numpy(keys[:40]):
+            budgets.clear()
+            assert db.attend(query, temperature=4.0, rtol=0.02).met.all()
+    assert len(budgets) == 1
+    assert budgets[0] > FIRST
 
 
 def partial(numbers: list[float], width: int) -> Estimated:

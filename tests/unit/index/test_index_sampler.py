@@ -58,6 +58,7 @@ class World(NamedTuple):
         budget: int = BUDGET,
         controls: bool = True,
         allowed: Array | None = None,
+        shown: int = 0,
     ) -> DrawnSample:
         snapshot = self.db._store.snapshot
         drawable = self.db._finder.sampler(snapshot, allowed)
@@ -65,7 +66,7 @@ class World(NamedTuple):
         asked = prepared(self.queries, drawable[0].index.metric)
         drawing, answering = (
             Drawing(asked, 1 / temperature, budget, seed, 0.05),
-            Answering(snapshot.value_column, V, 1.96),
+            Answering(snapshot.value_column, V, 1.96, shown=shown),
         )
         return drawable[0].draw(drawable[1], snapshot, drawing, controls, answering)
 
@@ -435,3 +436,33 @@ def test_bars_hold_where_few_records_matter(kind: str, temperature: float) -> No
         inside.append(np.abs(np.expm1(log_z.value.double().numpy() - lse)) <= log_z.bar.numpy())
     assert np.mean(inside[::2]) >= 0.9
     assert np.mean(inside[1::2]) >= 0.9
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_errors_scale_with_the_values(scale: float) -> None:
+    """Their squares are out of the range of float32."""
+    plain = world("dot")
+    values = (plain.values * np.float32(scale)).astype(np.float32)
+    db = holding(plain.keys.astype(np.float32), values)
+    db.build_index("ivf")
+    answers = [World(own, plain.keys, plain.values, plain.queries).draw(spread_of(plain)) for own in (plain.db, db)]
+    for name, power in (("variance", 2), ("variances", 4), ("usual", 1), ("drift", 1), ("reach", 1)):
+        usual, scaled = (getattr(sample.figures, name) for sample in answers)
+        np.testing.assert_allclose(scaled / scale**power, usual, rtol=1e-5, err_msg=name)
+    usual, scaled = (sample.answer for sample in answers)
+    assert usual is not None
+    assert scaled is not None
+    np.testing.assert_allclose(scaled.first / scale, usual.first, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(scaled.signed / scale, usual.signed, rtol=1e-4, atol=1e-6)
+
+
+def test_the_heaviest_records_come_first() -> None:
+    here = world("dot")
+    every = here.draw(spread_of(here), shown=BUDGET * 2)
+    some = here.draw(spread_of(here), shown=10)
+    assert every.answer is not None
+    assert some.answer is not None
+    assert (np.diff(every.answer.weights) <= 0).all()
+    assert np.array_equal(some.positions[:, :10], every.positions[:, :10])
+    assert np.array_equal(np.sort(some.positions), np.sort(every.positions))
+    assert np.array_equal(np.sort(some.answer.weights), np.sort(every.answer.weights))
