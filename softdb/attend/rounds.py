@@ -63,6 +63,7 @@ class Estimator(NamedTuple):
     queries: Floats  # (q, d) as the index compares them
     unindexed: Live | None  # (size,) mask of the records that take part but are not in the index
     taking_part: int  # number of records that take part, indexed or not
+    kind: object = None  # key under which costs are remembered: queries with the same key cost about the same
     least: int = LEAST  # least number of draws; 0 for a shard, as the caller counts the draws of all shards
 
     @classmethod
@@ -86,7 +87,9 @@ class Estimator(NamedTuple):
         if factor is None or count < FEWEST or not eligible.inside:
             return None
         queries = prepared(folded.queries.detach().cpu().numpy(), sampler.index.metric)
-        return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count)
+        many = min(len(queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
+        kind = many, source.width if request.pools else 0, round(math.log2(factor.max())), *tolerance
+        return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count, kind)
 
     def first(self) -> list[Round]:
         """Return the first rounds, split to fit into memory. If costs are unknown, the last, run first, is small."""
@@ -95,13 +98,6 @@ class Estimator(NamedTuple):
             return self.parts(Round(every, most or self.sampler.plans.get(self.kind, FirstRound()).budget))
         probes = every[:: -(-len(every) // PROBED)]
         return [*self.parts(Round(np.delete(every, probes), FIRST)), Round(probes, FIRST)]
-
-    @property
-    def kind(self) -> object:
-        """Key under which costs are remembered: queries with the same key cost about the same."""
-        rtol, atol = self.tolerance.rtol, self.tolerance.atol
-        many = min(len(self.queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
-        return many, self._width, round(math.log2(self.factor.max())), rtol, atol, self.tolerance.confidence
 
     def plan(self, task: Round, bar: Numbers, allowed: Numbers) -> None:
         """Learn from a first round how many records the next first round should draw, so that answers cost the least.

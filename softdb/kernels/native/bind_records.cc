@@ -191,7 +191,6 @@ struct BoundSketch {
                 Line<const float> origin, bool l2) {
         Lists& lists = args.lists;
         lists.starts = starts.first, lists.count = starts.length - 1, lists.codes = codes.first;
-        lists.factors = (const HalfBits*)gains.first;  // only used to prefetch
         lists.offsets = l2 ? offsets.first : nullptr, lists.unit = float(unit);
         lists.words = words.first, lists.parts = parts, lists.word = words.rows / parts;
         args.gains = gains.first, args.errors = errors.first, args.error_step = float(error_step);

@@ -60,6 +60,7 @@ constexpr float kRounded = 1.0f / (1 << 24);  // bound on the mean square of the
 constexpr float kLongestWait = 22.2f;    // -log of the least u
 constexpr float kHalfRounded = 5e-4f;    // relative rounding of a float16
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
+constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
 constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
 constexpr auto product = [](auto a, auto b) { return a * b; };
 
@@ -75,7 +76,7 @@ struct Sample {
 
 struct Query {
     ListState tables;
-    Kept kept[kMostThreads];  // one for each part of the lists
+    Kept kept[kMostThreads];  // one for each part of the scan
     Sample sample;
     double* raw;     // (lists,) logits of the centroids
     double* masses;  // (lists,) sums of the controls of their records, then corrections
@@ -112,24 +113,27 @@ struct Drawing {
     Query** scanners;  // queries that scan a list
     BlockSums* ready;  // sums of a few blocks for kAtOnce queries
     const bool at_once = adds_at_once();
+    const int64_t scans;  // number of parts of the scan
+    double* heads;        // (scans,) sums of the controls of a list whose first records are in an earlier part
     double* totals[kMostThreads];                   // (v,) for each part of its records
     float* lines[kMostThreads];                     // (4 v,)
     Errors* errors;                                 // of each part
 
     // `fresh`: the memory is not initialised.
-    Drawing(const Draw& args, Memory& memory, bool fresh) : args(args), lists(args.lists) {
+    Drawing(const Draw& args, Memory& memory, bool fresh)
+        : args(args), lists(args.lists), scans(args.threads > 1 ? min(args.threads * kShares, kMostThreads) : 1) {
         const int64_t together = min(kTogether, max(args.queries.rows, int64_t(1))), blocks = lists.starts[lists.count];
         stride = max(int64_t(1), blocks / kSome);
         queries = memory.take<Query>(together), scanners = memory.take<Query*>(together);
         ready = memory.take<BlockSums>(kAtOnce * (blocks_together() / kGroup + 1));
         entries = memory.take<float>(lists.parts * kBlock);
         order = memory.take<float>(lists.count + kLanes);
-        cuts = memory.take<int64_t>(kMostThreads + 1);
+        cuts = memory.take<int64_t>(kMostThreads + 1), heads = memory.take<double>(kMostThreads);
         const int64_t some = max((blocks / stride + 1) * kBlock, 3 * kNear) + 2 * kBlock;
         some_logits = memory.take<float>(some);
         some_squares = memory.take<float>(some), some_others = memory.take<float>(some);
         some_slots = memory.take<uint32_t>(some);
-        const int64_t room = 3 * args.budget + 64, width = max(args.positions.width, 4 * kBest) + 2 * kBlock;
+        const int64_t room = min(3 * args.budget + 64, (blocks / scans + 2) * kBlock), width = max(args.positions.width, 4 * kBest) + 2 * kBlock;
         const int64_t v = args.output.width;
         weights = memory.take<double>(width), chances = memory.take<double>(width);
         doubts = memory.take<double>(width), controls = memory.take<double>(width);
@@ -150,8 +154,8 @@ struct Drawing {
             query.sides = memory.take<float>(lists.count);
             query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
             query.bounds = memory.take<float>(lists.count);
-            for (int64_t part = 0; part < args.threads; part++)
-                query.kept[part] = kept_in(memory, room, part ? room : args.threads * room);
+            for (int64_t part = 0; part < scans; part++)
+                query.kept[part] = kept_in(memory, room, part ? room : scans * room);
             Sample& sample = query.sample;
             sample.slots = memory.take<int64_t>(width), sample.positions = memory.take<int64_t>(width);
             sample.lists = memory.take<int32_t>(width), sample.exact = memory.take<double>(width);
@@ -227,7 +231,8 @@ struct Drawing {
         const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
         const bool whole = bounded && steps >= 0;
         auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
-        each_block(lists, args.allowed, query.tables, first, last, ready, pass, [&](const BlockSums& sums, int64_t block, int u) {
+        auto ahead = [&](int64_t block) { fetch_all(block + kBlocksAhead, kGroup); };
+        each_block(lists, args.allowed, query.tables, first, last, ready, ahead, pass, [&](const BlockSums& sums, int64_t block, int u) {
             if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
@@ -246,9 +251,13 @@ struct Drawing {
         });
     }
 
-    void fetch_all(int64_t block) const {
-        fetch(lists, block, 1);
-        __builtin_prefetch(args.errors + block * kBlock, 0, 3);
+    // Prefetch some blocks into the L2 cache.
+    void fetch_all(int64_t block, int64_t count) const {
+        const char* codes = (const char*)lists.codes + block * lists.parts * 8;
+        for (int64_t line = 0; line < count * lists.parts * 8; line += kLine) __builtin_prefetch(codes + line, 0, 2);
+        __builtin_prefetch(args.gains + block * kBlock, 0, 2);
+        __builtin_prefetch(args.errors + block * kBlock, 0, 2);
+        if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 2);
     }
 
     // b and σ² of one slot; false if no scan reads the slot.
@@ -299,7 +308,7 @@ struct Drawing {
             query.bounds[j] = none ? __builtin_inff() : least - at.own - at.pad - at.certain * kSetApart;
         }
         for (int64_t k = 0; k < args.aparts && !many; k++) query.bounds[list_of(args.apart[k])] = -__builtin_inff();
-        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+        for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
     }
 
     // Write the candidates to the caller's arrays.
@@ -308,7 +317,7 @@ struct Drawing {
         Sample& sample = query.sample;
         int64_t count = 0;
         const float threshold = float(-log(args.points));
-        for (int64_t part = 0; part < args.threads; part++) {
+        for (int64_t part = 0; part < scans; part++) {
             const Kept& kept = query.kept[part];
             const bool whole = kept.threshold == threshold && count + kept.count <= args.positions.width;
             if (!whole) query.candidates = kInfinity;
@@ -465,7 +474,7 @@ struct Drawing {
         int64_t count = 0;
         for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
             while (lists.starts[j + 1] <= block) j++;
-            if (block + 8 * stride < lists.starts[lists.count]) fetch_all(block + 8 * stride);
+            if (block + 8 * stride < lists.starts[lists.count]) fetch_all(block + 8 * stride, 1);
             look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
                 bits &= above(everywhere(kApart), v);
                 if (bits) append(some, b, b, b, v, slot, bits);
@@ -508,25 +517,25 @@ struct Drawing {
                 beyond = max(beyond, 0.0);
             }
         }
-        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+        for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
         set_bounds(query);
         if (args.budget < total) return;
         query.floor = -1e30f, query.rate = 1;  // all records are drawn
-        for (int64_t part = 0; part < args.threads; part++) query.kept[part].threshold = query.floor;
+        for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = query.floor;
         fill(query.bounds, lists.count, -__builtin_inff());
     }
 
-    // `ready`: the sums of the blocks, or null.
-    void scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready = nullptr) {
-        if (query.bounds[list] == __builtin_inff()) return;
+    // Returns the sum of the controls. `ready`: the sums of the blocks, or null.
+    double scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready = nullptr) {
+        if (query.bounds[list] == __builtin_inff()) return 0;
         if (args.points > 0) return scan_caps(query, kept, list, first, last, ready);
-        if (args.controls && query.beta > 0) scan_with<true>(query, kept, list, first, last, ready);
-        else scan_with<false>(query, kept, list, first, last, ready);
+        if (args.controls && query.beta > 0) return scan_with<true>(query, kept, list, first, last, ready);
+        return scan_with<false>(query, kept, list, first, last, ready);
     }
 
-    void scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
+    double scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
         look<true, true>(query, list, first, last, [&](Vec cap, Vec v, uint32_t slot, uint32_t bits) {
             const Vec key = cap + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & bits;
@@ -534,10 +543,11 @@ struct Drawing {
             append(kept, key, cap, cap, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         }, ready);
+        return 0;
     }
 
     template <bool controls>
-    void scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
+    double scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
         const Vec floor = everywhere(query.floor);
         Vec mass = {};
         look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
@@ -548,7 +558,7 @@ struct Drawing {
             append(kept, key, share, b, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         }, ready);
-        if (controls) query.masses[list] += double(sum(mass));
+        return double(sum(mass));
     }
 
     // Scan the same blocks for some queries.
@@ -559,9 +569,12 @@ struct Drawing {
             const ListState* states[kAtOnce];
             for (int u = 0; u < kAtOnce; u++) states[u] = &scanners[i + u]->tables;
             add_up_at_once(lists.codes + first * lists.parts * 8, lists.parts * 8, args.allowed + first, last - first, states, ready);
-            for (int u = 0; u < kAtOnce; u++) scan(*scanners[i + u], scanners[i + u]->kept[0], list, first, last, ready + u * groups);
+            for (int u = 0; u < kAtOnce; u++) {
+                Query& query = *scanners[i + u];
+                query.masses[list] += scan(query, query.kept[0], list, first, last, ready + u * groups);
+            }
         }
-        for (; i < count; i++) scan(*scanners[i], scanners[i]->kept[0], list, first, last);
+        for (; i < count; i++) scanners[i]->masses[list] += scan(*scanners[i], scanners[i]->kept[0], list, first, last);
     }
 
     bool counts() const { return args.least == args.least; }
@@ -581,9 +594,9 @@ struct Drawing {
     // The records kept, cut to the budget; a uniform draw from those that no scan looked at; and those set apart.
     void choose(Query& query) {
         Kept& kept = query.kept[0];
-        for (int64_t part = 1; part < args.threads; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
+        for (int64_t part = 1; part < scans; part++) kept.threshold = max(kept.threshold, query.kept[part].threshold);
         raise(kept, kept.threshold);
-        for (int64_t part = 1; part < args.threads; part++) {
+        for (int64_t part = 1; part < scans; part++) {
             Kept& other = query.kept[part];
             raise(other, kept.threshold);
             std::memcpy(kept.keys + kept.count, other.keys, size_t(other.count) * 4);
@@ -930,9 +943,13 @@ struct Drawing {
         const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
         const int64_t v = args.output.width;
         if (step == scanning) {
+            heads[part] = 0;
             for (int64_t j = 0; j < lists.count; j++) {
                 const int64_t low = max(lists.starts[j], cuts[part]), high = min(lists.starts[j + 1], cuts[part + 1]);
-                if (low < high) scan(query, query.kept[part], j, low, high);
+                if (low >= high) continue;
+                const double mass = scan(query, query.kept[part], j, low, high);
+                if (low > lists.starts[j]) heads[part] = mass;
+                else query.masses[j] = mass;
             }
         } else if (step == scoring) {
             score<Number>(i, query.sample, first, last);
@@ -956,12 +973,13 @@ struct Drawing {
     template <class Number>
     void share(Step step, Query& query, int64_t i) {
         if (args.threads == 1) return work<Number>(step, 0, query, i);
+        const int64_t parts = step == scanning ? scans : args.threads;
         Crew& crew = *args.crew;
         __atomic_store_n(&crew.done, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&crew.ticket, int64_t(step) << 16 | args.threads, __ATOMIC_RELEASE);
+        __atomic_store_n(&crew.ticket, int64_t(step) << 16 | parts, __ATOMIC_RELEASE);
         for (int64_t part; (part = take(crew, __atomic_load_n(&crew.ticket, __ATOMIC_ACQUIRE))) >= 0;)
             finish_part<Number>(step, part);
-        while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < args.threads) pause();
+        while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < parts) pause();
     }
 
     template <class Number>
@@ -983,7 +1001,7 @@ struct Drawing {
         judge(query, i);
     }
 
-    // Assign blocks to threads: equal numbers of blocks of the lists to scan.
+    // Divide the scan into parts: equal numbers of blocks of the lists to scan.
     void cut(const Query& query) {
         auto blocks = [&](int64_t j) { return query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0; };
         int64_t all = 0, seen = 0, part = 1;
@@ -991,11 +1009,11 @@ struct Drawing {
         cuts[0] = 0;
         for (int64_t j = 0; j < lists.count; j++) {
             const int64_t here = blocks(j);
-            for (; part < args.threads && here && seen + here >= all * part / args.threads; part++)
-                cuts[part] = lists.starts[j] + (all * part / args.threads - seen);
+            for (; part < scans && here && seen + here >= all * part / scans; part++)
+                cuts[part] = lists.starts[j] + (all * part / scans - seen);
             seen += here;
         }
-        for (; part <= args.threads; part++) cuts[part] = lists.starts[lists.count];
+        for (; part <= scans; part++) cuts[part] = lists.starts[lists.count];
     }
 
     template <class Number>
@@ -1006,6 +1024,8 @@ struct Drawing {
             begin<Number>(queries[0], 0);
             cut(queries[0]);
             share<Number>(scanning, queries[0], 0);
+            for (int64_t part = 1; part < scans; part++)
+                if (heads[part] != 0) queries[0].masses[list_of(cuts[part] * kBlock)] += heads[part];
             finish<Number>(queries[0], 0);
             __atomic_store_n(&args.crew->ticket, -1, __ATOMIC_RELEASE);
             return;

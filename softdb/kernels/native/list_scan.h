@@ -292,17 +292,18 @@ SOFTDB_INLINE void fetch(const Lists& lists, int64_t block, int64_t count) {
 }
 
 // Call take(sums, block, u) for each block of a list with an allowed slot; sums.first[u] belongs to the block. `pass`
-// returns true for a group of blocks to skip. `ready`: the sums, if `add_up_at_once` has computed them.
-template <class Pass, class Take>
+// returns true for a group of blocks to skip. `ready`: the sums, if `add_up_at_once` has computed them; else fetch(block)
+// prefetches what follows a group of blocks.
+template <class Fetch, class Pass, class Take>
 SOFTDB_INLINE void each_block(const Lists& lists, const uint16_t* allowed, const ListState& state, int64_t first,
-                              int64_t last, const BlockSums* ready, Pass pass, Take take) {
+                              int64_t last, const BlockSums* ready, Fetch fetch, Pass pass, Take take) {
     const int64_t bytes = lists.parts * 8;
     BlockSums computed;
     int64_t block = first;
     for (; block + kGroup <= last; block += kGroup) {
         uint64_t any;
         std::memcpy(&any, allowed + block, sizeof any);
-        if (!ready) fetch(lists, block + kBlocksAhead, kGroup);
+        if (!ready) fetch(block);
         if (!any) continue;
         if (!ready) add_up<kGroup>(lists.codes + block * bytes, bytes, state.low, state.high, computed);
         const BlockSums& sums = ready ? ready[(block - first) / kGroup] : computed;
@@ -325,7 +326,8 @@ SOFTDB_INLINE void scan_blocks(const Lists& lists, const uint16_t* allowed, List
                                int64_t last) {
     const float step = state.step, base = state.base, unit = lists.unit;
     auto none = [](const BlockSums&) { return false; };
-    each_block(lists, allowed, state, first, last, nullptr, none, [&](const BlockSums& sums, int64_t block, int u) {
+    auto ahead = [&](int64_t block) { fetch(lists, block + kBlocksAhead, kGroup); };
+    each_block(lists, allowed, state, first, last, nullptr, ahead, none, [&](const BlockSums& sums, int64_t block, int u) {
         for (int lane = 0; lane < kBlock; lane += kLanes) {
             const int64_t slot = block * kBlock + lane;
             Vec estimate = load(lists.factors + slot) * (widened(sums, u, lane) * step + base) + score;
