@@ -41,6 +41,8 @@ NO_QUERIES: Positions = np.arange(0)
 EPS = 2.0**-23  # relative rounding of float32
 REMEMBERED = 64  # number of queries whose needed draws are remembered
 REPLANNED = 16  # number of queries after which the first round is planned again
+STARTS = (FIRST * 2 ** (np.arange(25) / 4)).astype(np.int64)  # numbers of draws that a first round may have
+CLEARLY = 0.9  # a first round changes if its cost falls below this share
 SHOWN = 256  # largest number of drawn records that an answer names: the heaviest
 
 
@@ -102,7 +104,8 @@ class Estimator(NamedTuple):
     def plan(self, task: Round, bar: Numbers, allowed: Numbers) -> None:
         """Learn from a first round how many records the next first round should draw, so that answers cost the least.
 
-        A query that needs more draws than the first round has needs a second round, or a pass.
+        A query that needs more draws than the first round has needs a second round, or a pass. The number is one of
+        STARTS and changes only for a clear gain, as the same query with another number of draws has another answer.
         """
         budget, needed, unused = self.sampler.plans.get(self.kind, FirstRound())
         with np.errstate(over="ignore", invalid="ignore"):
@@ -110,11 +113,12 @@ class Estimator(NamedTuple):
         needed, unused = (*needed, *latest.tolist())[-REMEMBERED:], unused + len(latest)
         if unused >= REPLANNED:
             draws, q = np.array(needed), len(self.queries)
-            passed, first = self.pass_cost(q), np.append(FIRST, draws[draws > FIRST])
-            first = first[RISK * self._cost(q, first) <= passed]
-            second = np.minimum(self._cost(q, np.maximum(draws, GROWTH * first[:, None])), passed)
-            cost = self._cost(q, first) + np.where(draws > first[:, None], second, 0).mean(1)
-            budget, unused = int(first[np.argmin(cost)]) if len(first) else FIRST, 0
+            passed, first, unused = self.pass_cost(q), self._cost(q, STARTS), 0
+            second = np.minimum(self._cost(q, np.maximum(draws, GROWTH * STARTS[:, None])), passed)
+            cost = first + np.where(draws > STARTS[:, None], second, 0).mean(1)
+            cost[RISK * first > passed] = np.inf
+            if cost.min() < CLEARLY * cost[budget == STARTS]:
+                budget = int(STARTS[np.argmin(cost)])
         self.sampler.plans[self.kind] = FirstRound(budget, needed, unused)
 
     def after(

@@ -127,13 +127,19 @@ def planned(needed: list[float], records: int = 10**6, d: int = 128) -> int:
 
 def test_a_first_round_draws_what_earlier_queries_needed() -> None:
     assert planned([3000.0] * 15) == FIRST  # too few to plan by
-    assert planned([3000.0] * 16) == pytest.approx(3000, abs=1)
-    assert planned([3000.0] * 12 + [3400.0] * 4) == pytest.approx(3400, abs=1)  # a second round would cost more
+    assert planned([1900.0] * 16) == 4 * FIRST
+    assert planned([1900.0] * 12 + [2100.0] * 4) == int(2**2.25 * FIRST)  # a second round would cost more
 
 
 def test_a_first_round_stays_small_where_few_queries_need_more() -> None:
     assert planned([300.0] * 16) == FIRST
     assert planned([100.0] * 15 + [8000.0]) == FIRST
+
+
+def test_a_first_round_changes_only_for_a_clear_gain() -> None:
+    assert (
+        planned([1900.0] * 16 + [990.0] * 64, records=3 * 10**6) == 4 * FIRST
+    )  # half of the draws would cost 8 % less
 
 
 def test_a_first_round_is_planned_by_the_latest_queries() -> None:
@@ -142,7 +148,7 @@ def test_a_first_round_is_planned_by_the_latest_queries() -> None:
 
 def test_no_first_round_is_planned_that_costs_more_than_a_pass() -> None:
     assert planned([7900.0] * 16, records=100_000) == FIRST
-    assert planned([7900.0] * 16) == pytest.approx(7900, abs=1)
+    assert planned([7900.0] * 16) == 16 * FIRST
 
 
 def test_queries_that_need_more_draws_are_answered_in_one_round_later(monkeypatch: pytest.MonkeyPatch) -> None:
