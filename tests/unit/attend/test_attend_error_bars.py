@@ -238,3 +238,21 @@ def test_features_that_few_records_have_cannot_hide() -> None:
             assert beyond == 0
         counted = db.count_within(queries, 0.7, max_draws=400)
         assert (np.abs(counted.value.numpy() - (scores >= 0.7).sum(1)) <= counted.bar.numpy()).all()
+
+
+def test_sums_of_errors_follow_their_equations() -> None:
+    """Of more records than are summed in float32 at a time."""
+    random = np.random.default_rng(0)
+    keys, q, k = random.standard_normal((2500, 5)), 3, 2500
+    snapshot, positions = worlds.snapshot(keys), np.tile(np.arange(k), (q, 1))
+    logits, logs = random.standard_normal((q, k)), random.exponential(1, (q, k)).astype(np.float32)
+    answer = pooled_at(logits, snapshot, positions, 5)
+    sums = errors_of(logits, logs, snapshot, positions, answer)
+    weights, chances = np.exp(logits - answer[1][:, None]), -np.expm1(-logs.astype(np.float64))
+    r = np.sqrt(chances) * weights
+    y = r[:, :, None] * (snapshot.values_at(np.arange(k)).double().numpy() - answer[0][:, None])
+    np.testing.assert_allclose(sums.noise, (r**2).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(sums.variance, (y**2).sum((1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(sums.variances, ((y**2).sum(2) ** 2).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(sums.first, np.einsum("qk,qkv->qv", r, y), rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(np.square(sums.signed).sum((1, 2)), sums.variance, rtol=0.5)  # E (Σ ±y)² = Σ y²
