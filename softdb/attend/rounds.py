@@ -252,9 +252,7 @@ class Estimator(NamedTuple):
         device = scores.device
         dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
         entropy = figures.entropy + (spread.lse - figures.lse)  # with the weights of unindexed records
-        columns = np.stack(
-            (error.stderr, error.lse_stderr, bar, entropy)
-        )  # converted together, as that takes less time
+        columns = np.stack((error.stderr, error.lse_stderr, bar, entropy))  # converted at once, which takes less time
         stderr, lse_stderr, bars_of, entropy_of = torch.from_numpy(columns).to(device, dtype)
         answer = Estimated(
             state.output.to(device, dtype), state.lse.to(device, dtype), stderr, lse_stderr, bars_of,

@@ -7,7 +7,7 @@ from softdb.attend.estimate import estimate, log_partition
 from softdb.attend.exact import all_scores, exact, log_normaliser, shared_scores
 from softdb.attend.nearest import nearest
 from softdb.attend.protocol import SourceRecords
-from softdb.attend.result import explain, heaviest
+from softdb.attend.result import heaviest
 from softdb.attend.sample import sample
 from softdb.attend.streaming import stream
 
@@ -27,7 +27,6 @@ class Source(SourceRecords):
     log_partition = log_partition
     sample = sample
     count_within = count_by_scores
-    explain = explain
     heaviest = heaviest
     all_scores = all_scores
     shared_scores = shared_scores
