@@ -15,7 +15,6 @@ from softdb.attend.result import Doubt, Estimated, answered
 from softdb.attend.rounds import Estimator, Round
 from softdb.check import shown
 from softdb.errors import BadInput
-from softdb.index.sampler import FIRST
 from softdb.scoring import Softmax
 
 
@@ -29,7 +28,7 @@ def estimate(source: SourceRecords, request: Request) -> Pooled:
 def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """Estimate the softmax answer over all records to the request's tolerance.
 
-    Each round scans all codes once and draws records for the queries whose error bar exceeds the tolerance. The drawn
+    Each round scans codes once and draws records for the queries whose error bar exceeds the tolerance. The drawn
     records are scored exactly and pooled with weights divided by their probabilities. Unindexed records are all pooled.
     A pass over every record answers the queries for which it costs less. It answers all queries if no record can be
     drawn: without an index, with an index of another metric, or with a mask. Raises BadInput for weightings and scores
@@ -38,7 +37,7 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     if request.pools:
         require_estimator(request)
     estimator, bounded = Estimator.of(request, source), request.tolerance is None or request.tolerance.most is not None
-    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), FIRST)):
+    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), estimator.budget)):
         return exact(source, request)
     if not bounded and estimator.sampler.hopeless(estimator.kind):
         return exact(source, request)

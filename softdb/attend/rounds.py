@@ -93,11 +93,16 @@ class Estimator(NamedTuple):
         kind = many, source.width if request.pools else 0, round(math.log2(factor.max())), *tolerance
         return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count, kind)
 
+    @property
+    def budget(self) -> int:
+        """Number of records that a first round draws for each query."""
+        return self.tolerance.most or self.sampler.plans.get(self.kind, FirstRound()).budget
+
     def first(self) -> list[Round]:
         """Return the first rounds, split to fit into memory. If costs are unknown, the last, run first, is small."""
         most, every = self.tolerance.most, np.arange(len(self.queries))
         if most is not None or len(every) < PROBED**2 or self.sampler.knows(self.kind):
-            return self.parts(Round(every, most or self.sampler.plans.get(self.kind, FirstRound()).budget))
+            return self.parts(Round(every, self.budget))
         probes = every[:: -(-len(every) // PROBED)]
         return [*self.parts(Round(np.delete(every, probes), FIRST)), Round(probes, FIRST)]
 
@@ -190,7 +195,7 @@ class Estimator(NamedTuple):
 
     def _cost(self, q: int, budget: Any) -> Any:  # a number, or an array for an array of budgets
         sampler, draws = self.sampler, np.minimum(budget, self.taking_part)
-        return draw_cost(q, sampler.slots, sampler.parts, draws, self.queries.shape[1], self._width)
+        return draw_cost(q, sampler.slots_for(self.kind), sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
         """Return the cost of a pass over every record for `queries` queries, in bytes read."""
@@ -200,6 +205,7 @@ class Estimator(NamedTuple):
     def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers, Numbers]:
         """Run a round. Return the answer, its bar, the largest bar that meets the tolerance, and the standard error."""
         sample = self.sample(task)
+        self.sampler.read(self.kind, float(sample.figures.scanned.mean()))
         return self.judged(task, sample, *self.pooled(task, sample))
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:

@@ -43,7 +43,7 @@ def pass_cost(queries: int, records: int, d: int, v: int, record_bytes: int) -> 
     return float(records) * (record_bytes + queries * PASSED * (d + v))
 
 
-def draw_cost(queries: int, slots: int, parts: int, draws: Any, d: int, v: int) -> Any:
+def draw_cost(queries: int, slots: float, parts: int, draws: Any, d: int, v: int) -> Any:
     """Return the cost of a round of draws, in bytes read: a number, or an array for an array of draws."""
     each = slots * (parts + 8) * CODE + draws * (DRAWN + GATHERED * d + SPREAD * v)
     return CALL + queries * each

@@ -175,7 +175,10 @@ class Allowed(NamedTuple):
 
 
 class CodeBlocks(NamedTuple):
-    """Encoded records as kernels read them: list by list in blocks of 16. A list's last block may have empty slots."""
+    """Encoded records as kernels read them: list by list in blocks of 16. A list's last block may have empty slots.
+
+    A list is in random order, so that a run of its blocks is a random sample of its records (`is_shuffled`).
+    """
 
     sizes: Rows  # (lists,) number of records
     starts: Rows  # (lists + 1,) number of the first block
@@ -192,8 +195,8 @@ class CodeBlocks(NamedTuple):
 
     @classmethod
     def of(cls, coded: Coded, lists: int, is_l2: bool) -> CodeBlocks:
-        """Arrange encoded records in blocks, sorted by list. Cost n."""
-        coded = coded.take(np.argsort(coded.lists, kind="stable"))
+        """Arrange encoded records in blocks, sorted by list and then by a hash of the row. Cost n log n."""
+        coded = coded.take(np.argsort(_in_order(coded.lists, coded.rows)))
         sizes = np.bincount(coded.lists, minlength=lists)
         starts = np.concatenate([[0], np.cumsum(-(-sizes // BLOCK))])
         count, slots = max(1, int(starts[-1])), _slots(sizes, starts)
@@ -223,6 +226,12 @@ class CodeBlocks(NamedTuple):
     def slots(self) -> Rows:  # (n,)
         """Slots of the records, sorted by list."""
         return _slots(self.sizes, self.starts)
+
+    @property
+    def is_shuffled(self) -> bool:
+        """True if the lists are in the order that `of` gives them."""
+        order = _in_order(np.repeat(np.arange(len(self.sizes)), self.sizes), self.rows[self.slots])
+        return bool((order[1:] > order[:-1]).all())
 
     def coded(self) -> Coded:
         """Return the records sorted by list, undoing `of`. Each has the mean |r|² and the largest |r| of its list."""
@@ -257,6 +266,16 @@ def sketch_of(dim: int) -> tuple[int, int]:
     """Return the numbers of a key that one word of a sketch encodes, and the number of parts of a sketch."""
     word = next(length for least, length in SKETCHED if dim >= least)
     return word, -(-dim // (8 * word)) * 8
+
+
+def _in_order(lists: Rows, rows: NDArray[np.uint32]) -> NDArray[np.uint64]:  # (n,), (n,) -> (n,)
+    """Return numbers by which records are sorted: by list, then by a hash of the row (the finalizer of MurmurHash3)."""
+    mixed = rows ^ rows >> np.uint32(16)
+    for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+        mixed *= np.uint32(factor)
+        mixed ^= mixed >> np.uint32(shift)
+    order: NDArray[np.uint64] = lists.astype(np.uint64) << np.uint64(32) | mixed
+    return order
 
 
 def _slots(sizes: Rows, starts: Rows) -> Rows:  # (lists,), (lists + 1,) -> (n,)

@@ -24,6 +24,7 @@ from softdb.kernels import native
 from softdb.kernels.threads import by_lines, with_help, workers
 from softdb.store import Snapshot
 
+LISTED = 80  # number of slots that cost as much to scan as the preparation of a list for a query
 FIRST = 500  # number of records drawn for a query in the first round
 NEWEST, FORGOTTEN = 0.3, 0.98  # weight of the newest cost in the mean; decay of a mean above 1 at each use
 PLAIN = 0.05  # share of the draws that are uniform (kPlain of draw.cc)
@@ -80,6 +81,7 @@ class Figures(NamedTuple):
     drift: Numbers  # length of the mean of v - o, weighted as in `hidden`
     reach: Numbers  # largest distance of a value from the answer
     entropy: Numbers  # of the weights of all records, estimated as the mean of -log weight over the draws
+    scanned: Numbers  # share of the codes that were read
     bar: Numbers  # quantile of the output's error ‖ô - o‖
     lse_bar: Numbers  # quantile of the normaliser's error |Ẑ / Z - 1|
     blind: Numbers  # the share of `lse_bar` that is due to undrawn records
@@ -153,6 +155,7 @@ class Sampler:
         self._native = native().Sketch(*self._held)  # refers to the arrays, which `_held` keeps alive
         self._costs: dict[object, float] = {}  # kind of queries -> mean cost of draws, over comparing all records
         self.plans: dict[object, FirstRound] = {}  # kind of queries -> its first round
+        self._scanned: dict[object, float] = {}  # kind of queries -> mean share of the codes that they read
 
     def knows(self, kind: object) -> bool:
         """Return True if the cost of draws for this kind of queries has been measured."""
@@ -169,6 +172,14 @@ class Sampler:
         """Record the cost of draws for this kind of queries, over the cost of comparing all records."""
         self._costs[kind] = self._costs.get(kind, cost) + NEWEST * (cost - self._costs.get(kind, cost))
 
+    def slots_for(self, kind: object) -> float:
+        """Return the number of slots that a query reads, by the latest queries of its kind; for a new kind all."""
+        return self.slots * self._scanned.get(kind, 1.0) + LISTED * self.index.lists
+
+    def read(self, kind: object, share: float) -> None:
+        """Record the share of the codes that queries of a kind have read."""
+        self._scanned[kind] = self._scanned.get(kind, share) + NEWEST * (share - self._scanned.get(kind, share))
+
     @property
     def parts(self) -> int:
         """Number of parts of a code."""
@@ -176,7 +187,7 @@ class Sampler:
 
     @property
     def slots(self) -> int:
-        """Number of slots that one round of draws scans."""
+        """Number of slots of the codes."""
         return int(self.index.layout.rows.size)
 
     def draw(
@@ -184,7 +195,7 @@ class Sampler:
         eligible: Drawable,
         snapshot: Snapshot,
         drawing: Drawing,
-        controls: bool,  # True: correct the answer by sums of controls over all records
+        controls: bool,  # True: correct the answer by control variates
         answering: Answering | None = None,  # None: count records instead of pooling values
     ) -> DrawnSample:
         """Draw about `drawing.budget` records for each query, and compute an answer from them. Cost: see draw.cc."""

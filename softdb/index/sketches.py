@@ -230,6 +230,8 @@ def _check(
     fits = (layout.sizes >= 0).all() and (layout.starts == ends).all() and blocks >= max(1, ends[-1])
     if parts % 8 or coarse % 8 or not lists or not fits:
         raise ValueError("the sizes of the lists in the index file do not match")
+    if not layout.is_shuffled:
+        raise ValueError("an earlier version of softdb wrote the index file")
 
 
 def _no_records(inner: Quantizer, sketch: Quantizer) -> Coded:

@@ -1,4 +1,4 @@
-// Draw records in one scan of all codes. Logits are a = φ s, weights e^a, Z their sum.
+// Draw records in one scan of the codes. Logits are a = φ s, weights e^a, Z their sum.
 //
 // A code gives an estimate â of a record's logit and its standard error σ = κ φ u ε / √d, with ε = |k - k̂| of the record
 // and u = |q|, or 2 |q - c| for l2; κ is fitted to the errors of some records that are scored exactly for this query. With
@@ -11,12 +11,16 @@
 // drawn, divided by p, are unbiased and their terms uncorrelated (Duffield, Lund and Thorup 2007, priority sampling). A
 // share kPlain of the draws is uniform. log u is interpolated between powers of two, and p accordingly.
 //
-// Controls: if estimates are good, h = e^(b + σ²/2) is summed over all records of a list, S_j = Σ h, and the sum over
-// the records drawn is corrected by β (S_j - Σ h / p), whose mean is zero (Särndal, Swensson and Wretman 1992, chapter
-// 6). β is 1 if this lowers the squared errors of the pilot's records, which do not depend on draws; else 0.
+// Windows: lists are in random order. As no l of a list is above l⁺ (its longest residual along the query), and a lower bound
+// τ₀ of τ is known before the scan, no p of the list is above f = e^(l⁺ - τ₀). The scan reads a share of at least f of the
+// list's blocks, from a random block on. There f u takes the place of u, so p = f P(u <= e^(l - τ) / f).
 //
-// Counts: B is the radius. Doubtful records are drawn most, l = -(b / σ)² / 4, and h, the probability to be inside, is about
-// Φ(b / σ).
+// Controls: each record of a list has the same h = β e^(φ q·c - B - s²/2), s² the variance of a logit in the list for a random
+// direction, if s² <= 1. The sum over the records drawn is corrected by S_j - Σ h / p, S_j = Σ h over the list, whose mean is zero
+// (Särndal, Swensson and Wretman 1992, chapter 6). β minimises the variance that codes of the pilot's records predict.
+//
+// Counts: B is the radius. Doubtful records are drawn most, l = -(b / σ)² / 4, h is the probability to be inside, about
+// Φ(b / σ), and all codes are read to sum it.
 //
 // Samples (`points` = λ > 0): a record is a candidate if U - log u >= -log λ, U >= a - B a certain bound by its code's
 // error and its list's longest residual, so with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller accepts it with
@@ -26,8 +30,8 @@
 // a <= â + z σ, z = 5, or the certain a <= â + √d σ; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
 // of the mean square, estimated from the records drawn.
 //
-// Cost of a query over n slots: n (parts / 2 + 4) bytes of codes, read once for kAtOnce queries of a batch where the
-// processor permutes bytes, and 2 m d operations for exact scores of m draws.
+// Cost of a query: (parts / 2 + 4) bytes of codes for each slot of its windows, read once for kAtOnce queries of a batch
+// where the processor permutes bytes and the window is the list; and 2 m d operations for exact scores of m draws.
 #include "draw.h"
 
 #include <sched.h>
@@ -59,6 +63,11 @@ constexpr double kPrior = 8;           // weight of the prior κ = 1, in records
 constexpr float kRounded = 1.0f / (1 << 24);  // bound on the mean square of the rounding of an offset
 constexpr float kLongestWait = 22.2f;    // -log of the least u
 constexpr float kHalfRounded = 5e-4f;    // relative rounding of a float16
+constexpr float kSteady = 1;             // largest variance of the logits of a list whose records have controls
+constexpr float kDeep = 1.5f;            // least l of such records, below the log of their control
+constexpr double kLeastFactor = 0.2;     // least β
+constexpr float kWhole = 0.5f;           // a window of more than this share is the list
+constexpr int64_t kListsAhead = 3;       // number of lists whose windows are prefetched
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
 constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
@@ -74,25 +83,73 @@ struct Sample {
     int64_t drawn, plain, count;       // end of the first, the second and the third group
 };
 
+// Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y is
+// larger than chance has it: then the record lies along the query. The second line is about the scan of the list: the
+// least l of a record, the least y that is looked at, -log of the share that is scanned, bounds of σ² and of the gain, the
+// least sum of table entries that is looked at (-1: any), and the window: `count` blocks from `first` on, whose first block follows on the last.
+struct ListView {
+    float step, base, unit, own, slope, rough, usual, most;
+    float floor, bound, lift, widest, gain;
+    int32_t edge, first, count;
+
+    SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
+        const Vec y = sums * step + base;
+        return lists.offsets ? y - load(lists.offsets + slot) * unit : y;
+    }
+    SOFTDB_INLINE Vec logit(Vec y, Vec gain) const {
+        return smaller(y + greater(y - usual, Vec{}) * (gain - 1.0f), everywhere(most)) + own;
+    }
+    SOFTDB_INLINE Vec square(const Lists& lists, Vec steps, int64_t slot) const {
+        const Vec off = steps * slope;
+        Vec v = off * off + rough;
+        if (lists.offsets) {
+            const Vec offset = load(lists.offsets + slot) * unit;
+            v += offset * offset * kRounded;
+        }
+        return steps < float(kSetApart) ? v : everywhere(2 * kApart);
+    }
+    // A bound of the l of records with these y, whatever their factors and errors: l <= b + σ².
+    SOFTDB_INLINE Vec most_share(Vec y) const {
+        return greater(y + greater(y - usual, Vec{}) * (gain - 1.0f) + (own + widest), everywhere(floor));
+    }
+};
+
+// A certain upper bound of logits: how far they may be above what a code says, for each step of its error, and rounding.
+struct Cap {
+    float certain, pad;
+
+    SOFTDB_INLINE Vec operator()(const ListView& at, const Lists& lists, Vec y, Vec steps, int64_t slot) const {
+        Vec room = steps * certain + pad;
+        if (lists.offsets) {
+            const Vec offset = load(lists.offsets + slot) * at.unit;
+            room += (offset < 0.0f ? -offset : offset) * kHalfRounded;
+        }
+        const Vec most = everywhere(at.most + pad);
+        return (steps < float(kSetApart) ? smaller(y + room, most) : most) + at.own;
+    }
+};
+
 struct Query {
     ListState tables;
     Kept kept[kMostThreads];  // one for each part of the scan
     Sample sample;
     double* raw;     // (lists,) logits of the centroids
     double* masses;  // (lists,) sums of the controls of their records, then corrections
+    float* controls;  // (lists,) h of every record of a list, relative to e^B; not for counts
+    ListView* views;  // (lists,) of the scan
     float *seen, *turned;  // (d,) query minus the origin; (parts · word,) rotated query
-    float* sides;    // (lists,) |q|, for l2 2 |q - c|
-    float* slopes;   // (lists,) σ of a record whose error is one step
-    float* bounds;   // (lists,) least y that matters; infinite if no code in the list reaches it
-    float* usual;    // (lists,) the largest estimate along a residual that chance explains
     double base;     // B
     double spread;   // κ
-    double beta;     // 1 if controls correct the answer, else 0
+    double beta;     // factor on controls; 0 if they do not correct the answer
+    int64_t scanned;  // number of blocks in the windows
     double rate;     // rate of uniform draws
     float floor;     // the l with the same probability
     float rough;     // mean square of the rounding of tables
     double factor;   // logit / score
     double length;   // |q|² of the query minus the origin
+    float side;      // its root
+    float along;     // φ / √d
+    float slope;     // σ for each step of a record's error and each unit of `side_of`
     double raised;   // expected variance over that of the draws, at least 1
     double mass;     // Ẑ / e^top
     double candidates;  // expected number of candidates, for samples
@@ -106,15 +163,16 @@ struct Drawing {
     const Draw& args;
     const Lists& lists;
     Query* queries;
-    float *entries, *order, *some_logits, *some_squares, *some_others;
+    float *entries, *order, *tops, *squares, *floors, *some_logits, *some_squares, *some_others;
     uint32_t* some_slots;
-    int64_t stride, total = 0, *cuts, *ranks;
+    int64_t stride, total = 0, *ranks;
     double *weights, *chances, *doubts, *controls;  // (w,) for the query in progress
     Query** scanners;  // queries that scan a list
     BlockSums* ready;  // sums of a few blocks for kAtOnce queries
     const bool at_once = adds_at_once();
     const int64_t scans;  // number of parts of the scan
     double* heads;        // (scans,) sums of the controls of a list whose first records are in an earlier part
+    int64_t* head_lists;  // (scans,) that list
     double* totals[kMostThreads];                   // (v,) for each part of its records
     float* lines[kMostThreads];                     // (4 v,)
     Errors* errors;                                 // of each part
@@ -127,8 +185,9 @@ struct Drawing {
         queries = memory.take<Query>(together), scanners = memory.take<Query*>(together);
         ready = memory.take<BlockSums>(kAtOnce * (blocks_together() / kGroup + 1));
         entries = memory.take<float>(lists.parts * kBlock);
-        order = memory.take<float>(lists.count + kLanes);
-        cuts = memory.take<int64_t>(kMostThreads + 1), heads = memory.take<double>(kMostThreads);
+        float** const of_lists[] = {&order, &tops, &squares, &floors};
+        for (float** column : of_lists) *column = memory.take<float>(lists.count + kLanes);
+        heads = memory.take<double>(kMostThreads), head_lists = memory.take<int64_t>(kMostThreads);
         const int64_t some = max((blocks / stride + 1) * kBlock, 3 * kNear) + 2 * kBlock;
         some_logits = memory.take<float>(some);
         some_squares = memory.take<float>(some), some_others = memory.take<float>(some);
@@ -151,9 +210,7 @@ struct Drawing {
             query.tables.high = memory.take<uint8_t>(lists.parts * 8);
             query.seen = memory.take<float>(args.queries.width), query.turned = memory.take<float>(args.rotation.rows);
             query.raw = memory.take<double>(lists.count), query.masses = memory.take<double>(lists.count);
-            query.sides = memory.take<float>(lists.count);
-            query.slopes = memory.take<float>(lists.count), query.usual = memory.take<float>(lists.count);
-            query.bounds = memory.take<float>(lists.count);
+            query.controls = memory.take<float>(lists.count + kLanes), query.views = memory.take<ListView>(lists.count);
             for (int64_t part = 0; part < scans; part++)
                 query.kept[part] = kept_in(memory, room, part ? room : scans * room);
             Sample& sample = query.sample;
@@ -179,59 +236,37 @@ struct Drawing {
         return kept;
     }
 
-    // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y
-    // is larger than chance has it: then the record lies along the query.
-    struct CodeView {
-        float step, base, unit, own, slope, rough, usual, most, certain, pad;
-
-        SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
-            const Vec y = sums * step + base;
-            return lists.offsets ? y - load(lists.offsets + slot) * unit : y;
-        }
-        SOFTDB_INLINE Vec logit(Vec y, Vec gain) const {
-            return smaller(y + greater(y - usual, Vec{}) * (gain - 1.0f), everywhere(most)) + own;
-        }
-        // A certain upper bound of the logit.
-        SOFTDB_INLINE Vec cap(const Lists& lists, Vec y, Vec steps, int64_t slot) const {
-            Vec room = steps * certain + pad;
-            if (lists.offsets) {
-                const Vec offset = load(lists.offsets + slot) * unit;
-                room += (offset < 0.0f ? -offset : offset) * kHalfRounded;
-            }
-            return (steps < float(kSetApart) ? smaller(y + room, everywhere(most + pad)) : everywhere(most + pad)) + own;
-        }
-        SOFTDB_INLINE Vec square(const Lists& lists, Vec steps, int64_t slot) const {
-            const Vec off = steps * slope;
-            Vec v = off * off + rough;
-            if (lists.offsets) {
-                const Vec offset = load(lists.offsets + slot) * unit;
-                v += offset * offset * kRounded;
-            }
-            return steps < float(kSetApart) ? v : everywhere(2 * kApart);
-        }
-    };
-
-    CodeView view(const Query& query, int64_t list) const {
-        const float factor = float(query.factor), spread = args.spreads[list], square = lists.offsets ? factor * spread * spread : 0;
-        return {query.tables.step * factor, query.tables.base * factor, lists.unit * factor,
-                float(query.raw[list] - query.base), query.slopes[list], query.rough, query.usual[list] - square,
-                factor * query.sides[list] * args.radii[list], factor * query.sides[list] * args.error_step,
-                0.5f * query.tables.step * factor * float(lists.parts) + 1e-3f + 1e-6f * float(__builtin_fabs(query.raw[list]))};
+    // |q|, or 2 |q - c| for l2.
+    float side_of(const Query& query, int64_t list) const {
+        return lists.offsets ? 2 * __builtin_sqrtf(max(float(-query.raw[list] / query.factor), 0.0f)) : query.side;
     }
 
-    // Calls take(b, σ², first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound;
-    // with caps in the place of b.
-    template <bool bounded, bool caps = false, class Take>
-    SOFTDB_INLINE void look(const Query& query, int64_t list, int64_t first, int64_t last, Take take,
+    ListView view(const Query& query, int64_t list) const {
+        const float factor = float(query.factor), spread = args.spreads[list], side = side_of(query, list);
+        const float square = lists.offsets ? factor * spread * spread : 0;
+        ListView at{};
+        at.step = query.tables.step * factor, at.base = query.tables.base * factor, at.unit = lists.unit * factor;
+        at.own = float(query.raw[list] - query.base), at.slope = query.slope * side, at.rough = query.rough;
+        at.usual = float(kUsual) * query.along * side * spread - square, at.most = factor * side * args.radii[list];
+        return at;
+    }
+
+    Cap cap_of(const Query& query, int64_t list) const {
+        const float factor = float(query.factor), raw = float(__builtin_fabs(query.raw[list]));
+        const float rounding = 0.5f * query.tables.step * factor * float(lists.parts) + 1e-3f + 1e-6f * raw;
+        return {factor * side_of(query, list) * args.error_step, rounding};
+    }
+
+    // Call take(at, y, first slot, bits) for the allowed slots of some blocks of a list, where some y is above a bound.
+    template <bool bounded, class Take>
+    SOFTDB_INLINE void look(const Query& query, const ListView& at, int64_t first, int64_t last, Take take,
                             const BlockSums* ready = nullptr) const {
-        const CodeView at = view(query, list);
-        const float bound = bounded ? query.bounds[list] : 0;
-        // whole numbers of steps, where nothing but these tells
-        const float steps = lists.offsets || !bounded ? -1 : floor((bound - at.base) / max(at.step, 1e-30f));
-        const Eight edge = Eight{} + uint16_t(max(0.0f, min(steps, 65534.0f)));
-        const bool whole = bounded && steps >= 0;
+        const Eight edge = Eight{} + uint16_t(max(at.edge, 0));
+        const bool whole = bounded && at.edge >= 0;
         auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
-        auto ahead = [&](int64_t block) { fetch_all(block + kBlocksAhead, kGroup); };
+        auto ahead = [&](int64_t block) {
+            if (args.threads > 1 && block + kBlocksAhead < last) fetch_all(block + kBlocksAhead, kGroup);
+        };
         each_block(lists, args.allowed, query.tables, first, last, ready, ahead, pass, [&](const BlockSums& sums, int64_t block, int u) {
             if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
@@ -239,17 +274,14 @@ struct Drawing {
                 const Vec y = at.from_code(lists, widened(sums, u, lane), slot);
                 uint32_t bits = uint32_t(args.allowed[block]) >> lane;
                 if constexpr (kLanes < 16) bits &= (1u << kLanes) - 1;
-                if (bounded) bits &= above(y, everywhere(bound));
-                if (!bits) continue;
-                if (caps) {
-                    take(at.cap(lists, y, octets(args.errors + slot), slot), Vec{}, uint32_t(slot), bits);
-                    continue;
-                }
-                const Vec b = at.logit(y, octets(args.gains + slot) * kGain);
-                take(b, at.square(lists, octets(args.errors + slot), slot), uint32_t(slot), bits);
+                if (bounded) bits &= above(y, everywhere(at.bound));
+                if (bits) take(at, y, uint32_t(slot), bits);
             }
         });
     }
+
+    Vec logit(const ListView& at, Vec y, int64_t slot) const { return at.logit(y, octets(args.gains + slot) * kGain); }
+    Vec square(const ListView& at, int64_t slot) const { return at.square(lists, octets(args.errors + slot), slot); }
 
     // Prefetch some blocks into the L2 cache.
     void fetch_all(int64_t block, int64_t count) const {
@@ -262,7 +294,7 @@ struct Drawing {
 
     // b and σ² of one slot; false if no scan reads the slot.
     bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
-        const CodeView at = view(query, list);
+        const ListView& at = query.views[list];
         const int64_t block = slot / kBlock, lane = slot % kBlock / kLanes * kLanes, place = slot % kBlock;
         const uint8_t* codes = lists.codes + block * lists.parts * 8;
         int64_t total = 0;
@@ -273,21 +305,63 @@ struct Drawing {
         }
         const int64_t first = block * kBlock + lane;
         const Vec y = at.from_code(lists, everywhere(float(total)), first);
-        b = at.logit(y, octets(args.gains + first) * kGain)[place % kLanes];
-        v = at.square(lists, octets(args.errors + first), first)[place % kLanes];
-        return y[place % kLanes] > query.bounds[list];
+        b = logit(at, y, first)[place % kLanes], v = square(at, first)[place % kLanes];
+        return y[place % kLanes] > at.bound;
     }
 
-    // Below these nothing is drawn but by the plain draws, and controls are 0; infinite where no residual of a list can
-    // be above, and that list is not looked at.
-    void set_bounds(Query& query) const {
+    int64_t blocks_of(int64_t list) const { return lists.starts[list + 1] - lists.starts[list]; }
+
+    // log of the control h of a list's records, relative to e^B: what weights e^x, x normal, have as their harmonic mean.
+    // Where weights differ more than by kSteady it does not help.
+    float control_of(const Query& query, int64_t list) const {
+        const float spread = args.spreads[list], off = query.along * side_of(query, list) * spread;
+        if (off * off > kSteady) return -1e30f;
+        return float(query.raw[list] - query.base) - (lists.offsets ? float(query.factor) * spread * spread : 0) - off * off / 2;
+    }
+
+    // Controls, and views of all lists for the scan. Below the bounds nothing is drawn but by the plain draws; a list is not
+    // looked at if none of its records can be above. A window holds the share of a list that its largest p may need.
+    void set_views(Query& query) {
+        const float control = Design::windowed && query.beta > 0 ? float(log(query.beta)) : -1e30f;
         for (int64_t j = 0; j < lists.count; j++) {
-            const CodeView at = view(query, j);
-            const float off = at.slope * args.most_errors[j], v = off * off + at.rough, gain = max(args.gained[j], 1.0f);
-            const float left = Design::cold(query.floor, v) - at.own;
-            query.bounds[j] = left <= at.usual ? left : (left + (gain - 1) * at.usual) / gain;
-            if (!(args.sizes[j] > 0) || at.most <= left) query.bounds[j] = __builtin_inff();
+            ListView at = view(query, j);
+            const float off = at.slope * args.most_errors[j];
+            at.widest = off * off + at.rough, at.gain = max(args.gained[j], 1.0f);
+            const float left = Design::cold(query.floor, at.widest) - at.own;
+            at.bound = left <= at.usual ? left : (left + (at.gain - 1) * at.usual) / at.gain;
+            query.controls[j] = control > -1e29f ? control_of(query, j) + control : -1e30f;
+            at.floor = max(query.floor, query.controls[j] - kDeep);
+            if (at.floor > query.floor) at.bound = -__builtin_inff();
+            else if (at.most <= left) at.bound = __builtin_inff();
+            tops[j] = at.own + at.most, squares[j] = at.widest, floors[j] = at.floor;
+            query.views[j] = at;
         }
+        for (int64_t j = 0; j < lists.count; j += kLanes) {
+            store(query.controls + j, exp_at_most(load(query.controls + j)));
+            const Vec most = greater(Design::shares(load(tops + j), load(squares + j)), load(floors + j));
+            store(tops + j, exp_at_most(most - query.kept[0].threshold));
+        }
+        for (int64_t j = 0; j < lists.count; j++) open(query, j, Design::windowed ? tops[j] : 1);
+    }
+
+    // Set the window of a list to at least a share of it.
+    void open(Query& query, int64_t list, float share) {
+        ListView& at = query.views[list];
+        if (!(args.sizes[list] > 0)) at.bound = __builtin_inff();
+        const int64_t blocks = blocks_of(list);
+        int64_t count = at.bound < __builtin_inff() ? min(blocks, int64_t(share * float(blocks)) + 1) : 0;
+        if (count > kGroup / 2) count = (count + kGroup - 1) / kGroup * kGroup;
+        if (float(count) > kWhole * float(blocks)) count = blocks;
+        at.first = int32_t(count < blocks ? int64_t(hashed(uint64_t(list), query.seed)) * blocks >> 32 : 0);
+        at.count = int32_t(count), at.lift = -about_log(float(count) / float(max(blocks, int64_t(1))));
+        // sums are whole numbers of steps, where nothing but the tables tells
+        at.edge = lists.offsets ? -1 : int32_t(max(-1.0f, min(float(floor((at.bound - at.base) / max(at.step, 1e-30f))), 65534.0f)));
+        query.scanned += count;
+    }
+
+    // The share of a list that is in its window.
+    double share_of(const Query& query, int64_t list) const {
+        return double(query.views[list].count) / double(blocks_of(list));
     }
 
     // Threshold and bounds of candidates for samples; none where these would be more than the budget.
@@ -296,18 +370,22 @@ struct Drawing {
         double expected = 0;
         for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
             while (lists.starts[j + 1] <= block) j++;
-            look<false, true>(query, j, block, block + 1, [&](Vec cap, Vec, uint32_t, uint32_t bits) {
-                expected += double(sum(where(bits, exp_at_most(cap - threshold))));
+            const Cap cap = cap_of(query, j);
+            look<false>(query, view(query, j), block, block + 1, [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
+                const Vec bound = cap(at, lists, y, octets(args.errors + slot), slot);
+                expected += double(sum(where(bits, exp_at_most(bound - threshold))));
             });
         }
         query.candidates = expected * double(stride);
         const bool many = query.candidates > double(args.budget);
         for (int64_t j = 0; j < lists.count; j++) {
-            const CodeView at = view(query, j);
-            const bool none = many || !(args.sizes[j] > 0) || at.most + at.pad + at.own <= least;
-            query.bounds[j] = none ? __builtin_inff() : least - at.own - at.pad - at.certain * kSetApart;
+            ListView& at = query.views[j] = view(query, j);
+            const Cap cap = cap_of(query, j);
+            const bool none = many || at.most + cap.pad + at.own <= least;
+            at.bound = none ? __builtin_inff() : least - at.own - cap.pad - cap.certain * kSetApart;
         }
-        for (int64_t k = 0; k < args.aparts && !many; k++) query.bounds[list_of(args.apart[k])] = -__builtin_inff();
+        for (int64_t k = 0; k < args.aparts && !many; k++) query.views[list_of(args.apart[k])].bound = -__builtin_inff();
+        for (int64_t j = 0; j < lists.count; j++) open(query, j, 1);
         for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
     }
 
@@ -343,15 +421,8 @@ struct Drawing {
         });
     }
 
-    void set_slopes(Query& query) const {
-        const double along = query.factor / __builtin_sqrt(double(args.queries.width));
-        const double turn = query.spread * query.factor * args.error_step / __builtin_sqrt(double(args.queries.width));
-        for (int64_t j = 0; j < lists.count; j++) {
-            const double square = lists.offsets ? max(-query.raw[j] / query.factor, 0.0) * 4 : query.length;
-            query.sides[j] = float(__builtin_sqrt(square));
-            query.slopes[j] = float(turn) * query.sides[j];
-            query.usual[j] = float(kUsual * along) * query.sides[j] * args.spreads[j];
-        }
+    void set_slope(Query& query) const {
+        query.slope = float(query.spread * double(query.along) * double(args.error_step));
     }
 
     // Seed some queries, compute the scores of all centroids, and rotate the queries.
@@ -375,6 +446,7 @@ struct Drawing {
             query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
             query.factor = args.factors[low + i];
             query.length = double(summed(query.seen, query.seen, d, product));
+            query.side = float(__builtin_sqrt(query.length));
         }
     }
 
@@ -395,15 +467,16 @@ struct Drawing {
     template <class Number>
     void begin(Query& query, int64_t i) {
         make_tables(lists, query.turned, entries, query.tables);
-        query.spread = query.beta = 1, query.base = -kInfinity;
+        query.spread = query.beta = 1, query.base = -kInfinity, query.scanned = 0;
         fill(query.masses, lists.count, 0.0);
         const double rounding = query.tables.step * query.factor;
         query.rough = float(rounding * rounding * double(lists.parts) / 12);
-        set_slopes(query);
+        query.along = float(query.factor / __builtin_sqrt(double(args.queries.width)));
+        set_slope(query);
         const double per_unit = 2 / double(args.error_step);
         for (int64_t j = 0; j < lists.count; j++) query.base = max(query.base, query.raw[j]);
         for (int64_t j = 0; j < lists.count; j++) {
-            const double wide = query.slopes[j] * per_unit * args.spreads[j];
+            const double wide = double(query.slope * side_of(query, j)) * per_unit * args.spreads[j];
             order[j] = args.sizes[j] > 0 ? float(query.raw[j] - query.base + wide) : -__builtin_inff();
         }
         if (counts()) query.base = query.factor * args.least;
@@ -424,8 +497,9 @@ struct Drawing {
         for (int64_t j = 0; j < lists.count && chosen < 64; j++)
             if (order[j] >= edge && args.sizes[j] > 0) picks[chosen++] = j;
         for (int64_t c = 0; c < chosen && some.count < 2 * kNear; c++)
-            look<false>(query, picks[c], lists.starts[picks[c]], min(lists.starts[picks[c] + 1], lists.starts[picks[c]] + 256),
-                 [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
+            look<false>(query, view(query, picks[c]), lists.starts[picks[c]], min(lists.starts[picks[c] + 1], lists.starts[picks[c]] + 256),
+                 [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
+                     const Vec b = logit(at, y, slot), v = square(at, slot);
                      bits &= above(everywhere(kApart), v);
                      if (bits && some.count < 2 * kNear) append(some, b, b, b, v, slot, bits);
                  });
@@ -454,16 +528,8 @@ struct Drawing {
             off += min(apart * apart / double(squares[j]), 1e4), checked++;
         }
         query.spread = max(__builtin_sqrt(off / checked), counts() ? 1.0 : kLeastSpread);
-        set_slopes(query);
+        set_slope(query);
         if (counts()) return;
-        // what controls leave of the squared weights of these: no draw decides whether they correct
-        double squares_of = 0, left = 0;
-        for (int64_t j = 0; j < many; j++) {
-            const double v = double(squares[j]) * query.spread * query.spread, w = exp(min(exact[j] - top, 300.0));
-            const double h = v <= kTame ? exp(min(query.base + double(guesses[j]) + v / 2 - top, 300.0)) : 0;
-            squares_of += w * w, left += (w - h) * (w - h);
-        }
-        query.beta = left < squares_of ? 1 : 0;
         for (int64_t j = 0; j < plain; j++) sum += exp(exact[j] - top);
         query.base = top + log(sum);
     }
@@ -475,13 +541,15 @@ struct Drawing {
         for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
             while (lists.starts[j + 1] <= block) j++;
             if (block + 8 * stride < lists.starts[lists.count]) fetch_all(block + 8 * stride, 1);
-            look<false>(query, j, block, block + 1, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
+            const Vec control = everywhere(control_of(query, j));
+            look<false>(query, view(query, j), block, block + 1, [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
+                const Vec b = logit(at, y, slot), v = square(at, slot);
                 bits &= above(everywhere(kApart), v);
-                if (bits) append(some, b, b, b, v, slot, bits);
+                if (bits) append(some, b, control, control, v, slot, bits);
             });
         }
         count = some.count;
-        for (int64_t j = count; j % kLanes; j++) some_logits[j] = -1e30f, some_squares[j] = 1;
+        for (int64_t j = count; j % kLanes; j++) some_logits[j] = some_others[j] = -1e30f, some_squares[j] = 1;
         float shift = 0;
         if (!counts()) {
             double mass = 0;
@@ -520,27 +588,61 @@ struct Drawing {
         for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
         query.rate = min(max(plain, 1.0) / double(max(total, int64_t(1))), 1.0);
         query.floor = threshold + float(log(query.rate));
-        set_bounds(query);
-        if (args.budget < total) return;
-        query.floor = -1e30f, query.rate = 1;  // all records are drawn
-        for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = query.floor;
-        fill(query.bounds, lists.count, -__builtin_inff());
+        if (args.budget >= total) {  // all records are drawn
+            query.floor = -1e30f, query.rate = 1, query.beta = 0;
+            for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = query.floor;
+        } else if (!counts()) {
+            query.beta = args.controls ? factor_of_controls(query, count, shift) : 0;
+        }
+        set_views(query);
     }
 
-    // Returns the sum of the controls. `ready`: the sums of the blocks, or null.
+    // β, which minimises the variance of Ẑ that the codes of the pilot's records predict; no draw decides it.
+    double factor_of_controls(const Query& query, int64_t count, float shift) const {
+        const float threshold = query.kept[0].threshold;
+        Vec explained = {}, squared = {};
+        for (int64_t j = 0; j < count; j += kLanes) {
+            const Vec b = load(some_logits + j) - shift, v = load(some_squares + j), control = load(some_others + j) - shift;
+            const Vec share = greater(greater(Design::shares(b, v), everywhere(query.floor)), control - kDeep);
+            const Vec h = exp_at_most(control), odds = 1.0f / exp_at_most(share - threshold) - 1.0f;
+            explained += odds * h * exp_at_most(b + v * 0.5f), squared += odds * h * h;
+        }
+        const double most = double(sum(squared)), beta = most > 0 ? min(double(sum(explained)) / most, 1.0) : 0;
+        return beta > kLeastFactor ? beta : 0;
+    }
+
+    // Scan some blocks of a list. Return the sum of their controls, for counts. `ready`: the sums of the blocks, or null.
     double scan(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready = nullptr) {
-        if (query.bounds[list] == __builtin_inff()) return 0;
         if (args.points > 0) return scan_caps(query, kept, list, first, last, ready);
-        if (args.controls && query.beta > 0) return scan_with<true>(query, kept, list, first, last, ready);
+        if constexpr (!Design::windowed)
+            if (args.controls) return scan_with<true>(query, kept, list, first, last, ready);
         return scan_with<false>(query, kept, list, first, last, ready);
     }
 
+    // Scan the blocks from `low` to `high` of the window of a list.
+    double scan_window(Query& query, Kept& kept, int64_t list, int64_t low, int64_t high) {
+        const int64_t start = lists.starts[list], blocks = blocks_of(list), first = query.views[list].first + low;
+        const int64_t last = first - low + high;
+        double mass = 0;
+        if (first < blocks) mass += scan(query, kept, list, start + first, start + min(last, blocks));
+        if (last > blocks) mass += scan(query, kept, list, start + max(first - blocks, int64_t(0)), start + last - blocks);
+        return mass;
+    }
+
+    // Prefetch the first blocks of the window of a list.
+    void fetch_window(const Query& query, int64_t list) const {
+        const ListView& at = query.views[list];
+        if (at.count) fetch_all(lists.starts[list] + at.first, min(int64_t(at.count), kBlocksAhead));
+    }
+
     double scan_caps(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
-        look<true, true>(query, list, first, last, [&](Vec cap, Vec v, uint32_t slot, uint32_t bits) {
-            const Vec key = cap + random_waits(slot, query.low, query.high);
+        const Cap cap = cap_of(query, list);
+        look<true>(query, query.views[list], first, last, [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
+            const Vec bound = cap(at, lists, y, octets(args.errors + slot), slot);
+            const Vec key = bound + random_waits(slot, query.low, query.high);
             const uint32_t hits = above(key, everywhere(kept.threshold)) & bits;
             if (__builtin_expect(!hits, 1)) return;
-            append(kept, key, cap, cap, v, slot, hits);
+            append(kept, key, bound, bound, Vec{}, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         }, ready);
         return 0;
@@ -548,14 +650,16 @@ struct Drawing {
 
     template <bool controls>
     double scan_with(Query& query, Kept& kept, int64_t list, int64_t first, int64_t last, const BlockSums* ready) {
-        const Vec floor = everywhere(query.floor);
         Vec mass = {};
-        look<true>(query, list, first, last, [&](Vec b, Vec v, uint32_t slot, uint32_t bits) {
-            const Vec share = greater(Design::shares(b, v), floor), key = share + random_waits(slot, query.low, query.high);
+        look<true>(query, query.views[list], first, last, [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
+            const Vec waits = random_waits(slot, query.low, query.high) + at.lift;  // of records that are in the window
+            if (!controls && !(above(at.most_share(y) + waits, everywhere(kept.threshold)) & bits)) return;
+            const Vec b = logit(at, y, slot), v = square(at, slot), share = greater(Design::shares(b, v), everywhere(at.floor));
+            const Vec key = share + waits;
             const uint32_t hits = above(key, everywhere(kept.threshold)) & above(everywhere(kApart), v) & bits;
-            if (controls) mass += where(bits, Design::controls(b, v));
+            if constexpr (controls) mass += where(bits, Design::controls(b, v));
             if (__builtin_expect(!hits, 1)) return;
-            append(kept, key, share, b, v, slot, hits);
+            append(kept, key, share + at.lift, b, v, slot, hits);
             if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
         }, ready);
         return double(sum(mass));
@@ -616,7 +720,7 @@ struct Drawing {
             while (lists.starts[list + 1] * kBlock <= slot) list++;
             sample.slots[k] = slot, sample.lists[k] = int32_t(list), sample.squares[k] = kept.squares[k];
             sample.logits[k] = kept.logits[k], sample.shares[k] = kept.shares[k];
-            sample.chances[k] = float(chance_of(double(kept.threshold) - double(kept.shares[k])));
+            sample.chances[k] = float(chance_at(query, k));
         }
         // uniform draws from the slots that no scan read
         const double skip = 1 / log1p(-min(query.rate, 1 - 1e-12));
@@ -635,15 +739,17 @@ struct Drawing {
         sample.plain = count;
         for (int64_t k = 0; k < args.aparts; k++) {
             if (!takes_part(args.apart[k])) continue;
-            sample.slots[count] = args.apart[k], sample.lists[count] = int32_t(list_of(args.apart[k]));
-            sample.shares[count++] = args.scales[k];
+            const int64_t list = list_of(args.apart[k]);
+            sample.slots[count] = args.apart[k], sample.lists[count] = int32_t(list), sample.shares[count++] = args.scales[k];
+            if (Design::windowed) query.masses[list] -= double(query.controls[list]);  // these have no controls
         }
         sample.count = count;
     }
 
     // Sums over the records drawn by chance, each divided by p, that estimate sums over all. Weights are relative to e^top.
     struct Evidence {
-        Vec squared = {}, seen = {}, model = {};     // Σ (1 - p) h² / p², of (w - h)², and of w² as that is expected
+        Vec seen = {};                               // Σ (1 - p) (w - h)² / p²
+        Vec model = {}, checked = {};                // with the mean by code for h: as it is expected, and as it is
         Vec terms = {}, expected = {};               // Σ w² / p², and as it is expected
         Vec hidden = {}, alone = {}, missed = {};    // of errors that may not show Σ w² / p², Σ w² / p, Σ w / p
         Vec worst = {};                              // deviations of the record that errs the most, and a margin
@@ -654,6 +760,7 @@ struct Drawing {
         const float cap = float(max(1.0, 1 / query.spread)), x = float(args.visible), up = float(rise);
         const float z = float(certain(query));
         const Vec rare = normal(everywhere(-x));
+        const bool controlled = query.beta > 0;
         const float rounded = z < kCertain ? float(kCertain) * cap * __builtin_sqrtf(query.rough) : 0;
         Evidence sums;
         for (int64_t j = 0; j < sample.plain; j += kLanes) {
@@ -665,7 +772,7 @@ struct Drawing {
             const Vec size = a + base, beyond = a - b - rounded - 1e-3f - 1e-6f * (size < 0.0f ? -size : size);
             const Vec over = beyond > wide * z ? beyond * float(kMargin) / wide : Vec{};
             sums.worst = greater(only(over), sums.worst);
-            Vec w, mean_square, hidden, missed, shown;
+            Vec w, mean_square, hidden, missed, shown, mean = {};
             if (counts()) {
                 const Vec inside = normal(b / deviation), unit = everywhere(1.0f);
                 w = a >= 0.0f ? unit : Vec{};
@@ -677,13 +784,15 @@ struct Drawing {
                 mean_square = exp_at_most((Design::shares(b, v) + up) * 2.0f);
                 hidden = smaller(normal(wide * 2.0f - x) * exp_at_most((b + wide * wide + up) * 2.0f), rare);
                 missed = smaller(normal(wide - x) * exp_at_most(b + wide * wide * 0.5f + up), rare);
-                shown = mean_square * normal(x - deviation * 2.0f);  // for errors that draws show
+                if (controlled) mean = exp_at_most(smaller(b + v * 0.5f, Design::shares(b, v)) + up);
+                shown = greater(mean_square * normal(x - deviation * 2.0f) - mean * mean, Vec{});  // errors that draws show
             }
             const Vec left = counts() ? w : w - h, square = inverse * inverse;
             sums.terms += only(w * w * square), sums.expected += only(mean_square * square);
             sums.hidden += only(hidden * square), sums.alone += only(hidden * inverse), sums.missed += only(missed * inverse);
-            sums.squared += only(far * h * h * square), sums.seen += only(far * left * left * square);
-            sums.model += only(far * shown * square);
+            sums.seen += only(far * left * left * square), sums.model += only(far * shown * square);
+            const Vec off = counts() ? w : w - mean;
+            sums.checked += only(far * off * off * square);
             store(sample.doubts + j, only(hidden * square));
         }
         return sums;
@@ -711,6 +820,7 @@ struct Drawing {
         }
         const double correction = correct(query, rise, sum_of_weights);
         set(i, Figure::correction, correction), query.mass = sum_of_weights + correction;
+        set(i, Figure::scanned, double(query.scanned) / double(max(lists.starts[lists.count], int64_t(1))));
         bound(query, i, rise);
     }
 
@@ -740,24 +850,27 @@ struct Drawing {
     // there are none or they would take more than kLost of the weights.
     double correct(Query& query, double rise, double sum_of_weights) {
         Sample& sample = query.sample;
-        const bool controlled = args.controls && query.beta > 0;
-        const double unit = counts() ? 1 : exp(double(kShift) + rise);  // unit of the sums of controls
-        for (int64_t k = 0; k < sample.plain; k += kLanes) {
-            const Vec h = Design::controls(load(sample.logits + k), load(sample.squares + k)) * float(unit);
-            store(sample.controls + k, controlled ? h : Vec{});
-        }
-        for (int64_t k = sample.drawn; k < sample.plain; k++) sample.controls[k] = 0;
-        if (!controlled) return 0;
+        fill(sample.controls, sample.plain, 0.0f);
+        if (!args.controls || query.beta == 0) return 0;
         double *masses = query.masses, correction = 0;
-        for (int64_t j = 0; j < lists.count; j++) masses[j] *= unit;
-        for (int64_t k = 0; k < sample.drawn; k++) {
+        if constexpr (Design::windowed) {
+            const double unit = exp(rise);
+            for (int64_t j = 0; j < lists.count; j++)
+                masses[j] = (masses[j] + double(args.sizes[j]) * double(query.controls[j])) * unit;
+            for (int64_t k = 0; k < sample.plain; k++) sample.controls[k] = query.controls[sample.lists[k]] * float(unit);
+        } else {
+            for (int64_t k = 0; k < sample.drawn; k += kLanes)
+                store(sample.controls + k, Design::controls(load(sample.logits + k), load(sample.squares + k)));
+            fill(sample.controls + sample.drawn, sample.plain - sample.drawn, 0.0f);
+        }
+        for (int64_t k = 0; k < sample.plain; k++) {
             controls[k] = double(sample.controls[k]) / chance_at(query, k);
             masses[sample.lists[k]] -= controls[k];
         }
         for (int64_t j = 0; j < lists.count; j++) correction += masses[j];
         if (counts() || (correction >= -kLost * sum_of_weights && correction < 1e300)) return correction;
-        fill(controls, sample.drawn, 0.0);
-        fill(sample.controls, sample.drawn, 0.0f);
+        fill(controls, sample.plain, 0.0);
+        fill(sample.controls, sample.plain, 0.0f);
         return 0;
     }
 
@@ -771,7 +884,7 @@ struct Drawing {
         const double threshold = double(query.kept[0].threshold);
         const double worst = double(-least_of(-sums.worst)), most = max(certain(query), worst);
         double widest = 0;  // the largest σ
-        for (int64_t j = 0; j < lists.count; j++) widest = max(widest, double(query.slopes[j]));
+        for (int64_t j = 0; j < (lists.offsets ? lists.count : 1); j++) widest = max(widest, double(query.slope * side_of(query, j)));
         widest = widest * double(args.largest) / double(args.error_step) + __builtin_sqrt(double(query.rough)) * 4;
         widest *= max(1.0, 1 / query.spread);
         // the largest b + z σ - log p: where l = b + σ², and where p is about to be 1
@@ -785,10 +898,9 @@ struct Drawing {
         auto undrawn = [&](Figure figure, double number) { set(i, figure, others ? number + wrong : 0); };
         undrawn(Figure::unseen, exp(over + rise)), undrawn(Figure::hidden, double(sum(sums.hidden)) * ratio);
         undrawn(Figure::missed, double(sum(sums.missed)) * ratio), undrawn(Figure::alone, double(sum(sums.alone)) * ratio);
-        // variance that corrections explain; `squared` is 0 without corrections
-        const double model = counts() ? double(sum(sums.model)) : max(double(sum(sums.model) - sum(sums.squared)), 0.0);
+        const double model = double(sum(sums.model));
         set(i, Figure::expected, model);
-        query.raised = seen > 0 ? max(1.0, model / seen) : 1;
+        query.raised = seen > 0 ? 1 + max(model - double(sum(sums.checked)), 0.0) / seen : 1;
     }
 
     // Fill the last vector of a sample with neutral records.
@@ -802,7 +914,7 @@ struct Drawing {
     double chance_at(const Query& query, int64_t k) const {
         const Sample& sample = query.sample;
         if (k >= sample.drawn) return query.rate;
-        return chance_of(double(query.kept[0].threshold) - double(sample.shares[k]));
+        return share_of(query, sample.lists[k]) * chance_of(double(query.kept[0].threshold) - double(sample.shares[k]));
     }
 
     void set(int64_t i, Figure what, double number) { args.bounds[int64_t(what)][i] = number; }
@@ -943,14 +1055,7 @@ struct Drawing {
         const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
         const int64_t v = args.output.width;
         if (step == scanning) {
-            heads[part] = 0;
-            for (int64_t j = 0; j < lists.count; j++) {
-                const int64_t low = max(lists.starts[j], cuts[part]), high = min(lists.starts[j + 1], cuts[part + 1]);
-                if (low >= high) continue;
-                const double mass = scan(query, query.kept[part], j, low, high);
-                if (low > lists.starts[j]) heads[part] = mass;
-                else query.masses[j] = mass;
-            }
+            scan_part(query, part);
         } else if (step == scoring) {
             score<Number>(i, query.sample, first, last);
         } else if (step == pooling) {
@@ -1001,19 +1106,19 @@ struct Drawing {
         judge(query, i);
     }
 
-    // Divide the scan into parts: equal numbers of blocks of the lists to scan.
-    void cut(const Query& query) {
-        auto blocks = [&](int64_t j) { return query.bounds[j] < __builtin_inff() ? lists.starts[j + 1] - lists.starts[j] : 0; };
-        int64_t all = 0, seen = 0, part = 1;
-        for (int64_t j = 0; j < lists.count; j++) all += blocks(j);
-        cuts[0] = 0;
-        for (int64_t j = 0; j < lists.count; j++) {
-            const int64_t here = blocks(j);
-            for (; part < scans && here && seen + here >= all * part / scans; part++)
-                cuts[part] = lists.starts[j] + (all * part / scans - seen);
-            seen += here;
+    // Scan one of some parts of all windows, with equal numbers of blocks.
+    void scan_part(Query& query, int64_t part) {
+        const int64_t first = query.scanned * part / scans, last = query.scanned * (part + 1) / scans;
+        heads[part] = 0;
+        for (int64_t j = 0, seen = 0; j < lists.count && seen < last; j++) {
+            const int64_t count = query.views[j].count, low = max(first - seen, int64_t(0)), high = min(last - seen, count);
+            seen += count;
+            if (low >= high) continue;
+            if (j + kListsAhead < lists.count) fetch_window(query, j + kListsAhead);
+            const double mass = scan_window(query, query.kept[part], j, low, high);
+            if (low > 0) heads[part] = mass, head_lists[part] = j;
+            else if (!Design::windowed) query.masses[j] = mass;
         }
-        for (; part <= scans; part++) cuts[part] = lists.starts[lists.count];
     }
 
     template <class Number>
@@ -1022,10 +1127,9 @@ struct Drawing {
             seed(0, 1);
             share<Number>(rotating, queries[0], 0);
             begin<Number>(queries[0], 0);
-            cut(queries[0]);
             share<Number>(scanning, queries[0], 0);
             for (int64_t part = 1; part < scans; part++)
-                if (heads[part] != 0) queries[0].masses[list_of(cuts[part] * kBlock)] += heads[part];
+                if (heads[part] != 0) queries[0].masses[head_lists[part]] += heads[part];
             finish<Number>(queries[0], 0);
             __atomic_store_n(&args.crew->ticket, -1, __ATOMIC_RELEASE);
             return;
@@ -1037,9 +1141,15 @@ struct Drawing {
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
             for (int64_t j = 0; j < lists.count; j++) {
                 int64_t scanning = 0;
-                for (int64_t i = 0; i < count; i++)
-                    if (queries[i].bounds[j] < __builtin_inff()) scanners[scanning++] = queries + i;
-                for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
+                const int64_t next = min(j + 1, lists.count - 1), ahead = min(step, blocks_of(next)), start = lists.starts[next];
+                for (int64_t i = 0; i < count; i++) {  // each query prefetches a part of the next list
+                    __builtin_prefetch(queries[i].views + next, 0, 3);
+                    fetch_all(start + ahead * i / count, ahead * (i + 1) / count - ahead * i / count);
+                    const int64_t blocks = queries[i].views[j].count;
+                    if (blocks == blocks_of(j)) scanners[scanning++] = queries + i;
+                    else if (blocks) scan_window(queries[i], queries[i].kept[0], j, 0, blocks);
+                }
+                for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last && scanning; first += step)
                     scan_by(scanners, scanning, j, first, min(first + step, last));
             }
             for (int64_t i = 0; i < count; i++) finish<Number>(queries[i], low + i);

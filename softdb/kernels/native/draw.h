@@ -1,4 +1,4 @@
-// Draw records in a scan of all codes.
+// Draw records in a scan of codes.
 #pragma once
 
 #include "lists.h"

@@ -9,7 +9,7 @@ namespace SOFTDB_LEVEL {
 
 typedef uint32_t UIntVec __attribute__((vector_size(kLanes * 4)));
 constexpr float kApart = 1e30f;        // records with at least this σ² are set apart
-constexpr float kTame = 4;             // estimates with at most this σ² are used as controls
+constexpr float kTame = 4;             // estimates with at most this σ² are trusted as means
 constexpr float kShift = 2;            // e^kShift is the largest control: weights of float32 cancel up to their rounding
 constexpr float kLog2 = 0.69314718f;
 
@@ -101,10 +101,11 @@ SOFTDB_INLINE Vec normal(Vec x) {
     return x < 0.0f ? beyond : 1.0f - beyond;
 }
 
-// e^x for x <= 0, interpolated linearly between powers of two (at most 6 % too large); 0 below -88.
-SOFTDB_INLINE Vec about_exp(Vec x) {
-    const Vec bits = greater(x * (float(1 << 23) / kLog2) + float(127 << 23), Vec{});
-    return (Vec)__builtin_convertvector(bits, IntVec);
+// log x, interpolated linearly between powers of two, as in `random_waits`.
+SOFTDB_INLINE float about_log(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return float(bits - (127 << 23)) * (kLog2 / float(1 << 23));
 }
 
 SOFTDB_INLINE Vec exp_at_most(Vec x) { return exp_negative(smaller(x, Vec{})); }  // min(e^x, 1)
@@ -189,6 +190,7 @@ inline void raise(Kept& kept, float threshold) {
 }
 
 struct WeightDesign {  // draw by weight
+    static constexpr bool windowed = true;  // scans only a part of a list; controls are the same for all its records
     // The largest b for which l is at most this large, for a σ² of at most v.
     static float cold(float floor, float v) { return min(floor - v, -2 * v); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) {
@@ -197,13 +199,10 @@ struct WeightDesign {  // draw by weight
         const Vec shares = b < v * -2.0f ? b + v : capped;
         return shares;
     }
-    static SOFTDB_INLINE Vec controls(Vec b, Vec v) {
-        const Vec x = smaller(b + v * 0.5f - kShift, Vec{});
-        return (Vec)((IntVec)about_exp(x) & (v <= kTame));
-    }
 };
 
 struct CountDesign {  // draw by the probability that a record lies on the other side of the radius
+    static constexpr bool windowed = false;
     static float cold(float floor, float v) { return -__builtin_sqrtf(v) * max(2.4f, 2 * __builtin_sqrtf(max(-floor, 0.0f))); }
     static SOFTDB_INLINE Vec shares(Vec b, Vec v) { return b * b / (v * -4.0f); }
     static SOFTDB_INLINE Vec controls(Vec b, Vec v) {  // about Φ(x); 0 or 1 beyond 2.4 deviations

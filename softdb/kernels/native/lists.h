@@ -86,7 +86,7 @@ struct Crew {
 
 constexpr int64_t kMostThreads = 64;
 
-// Arguments of a draw of records in a scan of all codes (equations in draw.cc).
+// Arguments of a draw of records in a scan of codes (equations in draw.cc).
 struct Draw {
     Lists lists;                        // the coarse codes; matrices and factors are not set
     const uint8_t* gains = nullptr;     // (blocks, 16) factors, in steps of kGain
@@ -114,7 +114,7 @@ struct Draw {
     double points = 0;                // for samples: expected number of points; 0: no samples
     int64_t first_query = 0;          // number of the first query, so that equal queries get different samples
     double visible = 0;               // draws may show no error of more deviations than this
-    bool controls = false;            // true: sum the estimates of all records, to correct the answer
+    bool controls = false;            // true: correct the answer by control variates
     const uint64_t* seeds = nullptr;  // (d,) odd factors of the hash that turns a query into its seed
     Table<int64_t> positions;         // (q, w), written to, then -1
     Table<double> scores;             // (q, w), written to, then -inf
@@ -153,6 +153,7 @@ enum class Figure : int64_t {
     lse, noise, noises, variance, variances,  // log Ẑ, Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
     usual, drift, reach,             // of v - o: rms length and length of the mean, weighted as in `hidden`; the largest length
     entropy,                         // mean of -log weight over the draws
+    scanned,                         // share of the codes that were read
     bar, lse_bar, blind,             // quantiles of ‖ô - o‖ and |Ẑ / Z - 1|; share of the latter for undrawn records
     count,
 };

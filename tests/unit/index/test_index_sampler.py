@@ -145,7 +145,7 @@ def test_corrections_are_right_on_average(metric: str) -> None:
         drawn = [here.draw(temperature, seed) for seed in range(300)]
         corrections = np.stack([np.exp(sample.figures.base - top) * sample.figures.correction for sample in drawn])
         doubt = corrections.std(0) / len(drawn) ** 0.5
-        assert (np.abs(corrections.mean(0)) <= 4 * doubt).all()
+        assert (np.abs(corrections.mean(0)) <= 4 * doubt + 1e-6).all()  # Z is at least 1
 
 
 @pytest.mark.parametrize("metric", METRICS)
