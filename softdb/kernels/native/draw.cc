@@ -67,6 +67,7 @@ constexpr float kSteady = 1;             // largest variance of the logits of a 
 constexpr float kDeep = 1.5f;            // least l of such records, below the log of their control
 constexpr double kLeastFactor = 0.2;     // least β
 constexpr float kWhole = 0.5f;           // a window of more than this share is the list
+constexpr int64_t kPilotAhead = 8;       // number of blocks that the pilot prefetches ahead
 constexpr int64_t kListsAhead = 3;       // number of lists whose windows are prefetched
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
@@ -321,9 +322,11 @@ struct Drawing {
 
     // Controls, and views of all lists for the scan. Below the bounds nothing is drawn but by the plain draws; a list is not
     // looked at if none of its records can be above. A window holds the share of a list that its largest p may need.
-    void set_views(Query& query) {
+    void set_views(Query& query, int64_t part) {
+        const int64_t groups = (lists.count + kLanes - 1) / kLanes;
+        const int64_t begin = groups * part / args.threads * kLanes, end = min(groups * (part + 1) / args.threads * kLanes, lists.count);
         const float control = Design::windowed && query.beta > 0 ? float(log(query.beta)) : -1e30f;
-        for (int64_t j = 0; j < lists.count; j++) {
+        for (int64_t j = begin; j < end; j++) {
             ListView at = view(query, j);
             const float off = at.slope * args.most_errors[j];
             at.widest = off * off + at.rough, at.gain = max(args.gained[j], 1.0f);
@@ -336,16 +339,18 @@ struct Drawing {
             tops[j] = at.own + at.most, squares[j] = at.widest, floors[j] = at.floor;
             query.views[j] = at;
         }
-        for (int64_t j = 0; j < lists.count; j += kLanes) {
+        for (int64_t j = begin; j < end; j += kLanes) {
             store(query.controls + j, exp_at_most(load(query.controls + j)));
             const Vec most = greater(Design::shares(load(tops + j), load(squares + j)), load(floors + j));
             store(tops + j, exp_at_most(most - query.kept[0].threshold));
         }
-        for (int64_t j = 0; j < lists.count; j++) open(query, j, Design::windowed ? tops[j] : 1);
+        int64_t scanned = 0;
+        for (int64_t j = begin; j < end; j++) scanned += open(query, j, Design::windowed ? tops[j] : 1);
+        __atomic_fetch_add(&query.scanned, scanned, __ATOMIC_RELAXED);
     }
 
-    // Set the window of a list to at least a share of it.
-    void open(Query& query, int64_t list, float share) {
+    // Set the window of a list to at least a share of it. Return the number of its blocks.
+    int64_t open(Query& query, int64_t list, float share) {
         ListView& at = query.views[list];
         if (!(args.sizes[list] > 0)) at.bound = __builtin_inff();
         const int64_t blocks = blocks_of(list);
@@ -356,7 +361,7 @@ struct Drawing {
         at.count = int32_t(count), at.lift = -about_log(float(count) / float(max(blocks, int64_t(1))));
         // sums are whole numbers of steps, where nothing but the tables tells
         at.edge = lists.offsets ? -1 : int32_t(max(-1.0f, min(float(floor((at.bound - at.base) / max(at.step, 1e-30f))), 65534.0f)));
-        query.scanned += count;
+        return count;
     }
 
     // The share of a list that is in its window.
@@ -385,7 +390,7 @@ struct Drawing {
             at.bound = none ? __builtin_inff() : least - at.own - cap.pad - cap.certain * kSetApart;
         }
         for (int64_t k = 0; k < args.aparts && !many; k++) query.views[list_of(args.apart[k])].bound = -__builtin_inff();
-        for (int64_t j = 0; j < lists.count; j++) open(query, j, 1);
+        for (int64_t j = 0; j < lists.count; j++) query.scanned += open(query, j, 1);
         for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
     }
 
@@ -481,7 +486,9 @@ struct Drawing {
         }
         if (counts()) query.base = query.factor * args.least;
         near<Number>(query, i);
-        all(query);
+        share<Number>(looking, query, i);
+        settle(query);
+        if (!(args.points > 0)) share<Number>(viewing, query, i);
     }
 
     // First part of the pilot: score some records of the best lists.
@@ -534,22 +541,29 @@ struct Drawing {
         query.base = top + log(sum);
     }
 
-    // Looks at some blocks of all lists: B is raised to what they amount to, and the threshold set that about so many pass.
-    void all(Query& query) {
-        Kept some{some_logits, some_others, some_others, some_squares, some_slots, 0, 0, 0};
-        int64_t count = 0;
-        for (int64_t block = 0, j = 0; block < lists.starts[lists.count]; block += stride) {
+    int64_t looked() const { return (lists.starts[lists.count] + stride - 1) / stride; }
+
+    // Look at one of some parts of the blocks of the pilot, which are from all lists. Other slots are far below all.
+    void look_around(const Query& query, int64_t part) {
+        const int64_t first = looked() * part / args.threads, last = looked() * (part + 1) / args.threads;
+        for (int64_t k = first, j = list_of(first * stride * kBlock); k < last; k++) {
+            const int64_t block = k * stride;
             while (lists.starts[j + 1] <= block) j++;
-            if (block + 8 * stride < lists.starts[lists.count]) fetch_all(block + 8 * stride, 1);
-            const Vec control = everywhere(control_of(query, j));
+            if (k + kPilotAhead < last) fetch_all(block + kPilotAhead * stride, 1);
+            const Vec control = everywhere(control_of(query, j)), none = everywhere(-1e30f);
+            for (int lane = 0; lane < kBlock; lane += kLanes) store(some_logits + k * kBlock + lane, none);
             look<false>(query, view(query, j), block, block + 1, [&](const ListView& at, Vec y, uint32_t slot, uint32_t bits) {
-                const Vec b = logit(at, y, slot), v = square(at, slot);
-                bits &= above(everywhere(kApart), v);
-                if (bits) append(some, b, control, control, v, slot, bits);
+                const int64_t place = k * kBlock + slot % kBlock;
+                const Vec v = square(at, slot), b = v < kApart ? logit(at, y, slot) : none;
+                store(some_logits + place, where(bits, b) + where(~bits, none));
+                store(some_squares + place, v), store(some_others + place, control);
             });
         }
-        count = some.count;
-        for (int64_t j = count; j % kLanes; j++) some_logits[j] = some_others[j] = -1e30f, some_squares[j] = 1;
+    }
+
+    // Raise B to what the pilot's records amount to, and set the first threshold, which about the wanted number will pass.
+    void settle(Query& query) {
+        const int64_t count = looked() * kBlock;
         float shift = 0;
         if (!counts()) {
             double mass = 0;
@@ -594,7 +608,6 @@ struct Drawing {
         } else if (!counts()) {
             query.beta = args.controls ? factor_of_controls(query, count, shift) : 0;
         }
-        set_views(query);
     }
 
     // β, which minimises the variance of Ẑ that the codes of the pilot's records predict; no draw decides it.
@@ -1046,12 +1059,14 @@ struct Drawing {
         write(query, i, true);
     }
 
-    enum Step : int64_t { rotating = 1, scanning, scoring, pooling, judging };
+    enum Step : int64_t { rotating = 1, looking, viewing, scanning, scoring, pooling, judging };
 
     // One part of a step of a query's draw. Its work depends only on the number of parts.
     template <class Number>
     void work(Step step, int64_t part, Query& query, int64_t i) {
         if (step == rotating) return rotate(1, part, args.threads);
+        if (step == looking) return look_around(query, part);
+        if (step == viewing) return set_views(query, part);
         const int64_t count = query.sample.count, first = count * part / args.threads, last = count * (part + 1) / args.threads;
         const int64_t v = args.output.width;
         if (step == scanning) {
