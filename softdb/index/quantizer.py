@@ -342,15 +342,21 @@ def _means(points: Floats, lists: int) -> Floats:  # (m, d) -> (lists, d)
     random = np.random.default_rng(1234)
     if len(points) > POINTS_A_LIST * lists:
         points = points[np.sort(random.permutation(len(points))[: POINTS_A_LIST * lists])]
-    means, room = points[random.permutation(len(points))[:lists]], np.empty_like(points)  # reused: new pages take time
+    means = points[random.permutation(len(points))[:lists]]
     for _ in range(ROUNDS):
         own = nearest_centroids(Matrix.of(means), points)
-        order, sizes = np.argsort(own, kind="stable"), np.bincount(own, minlength=lists)
-        filled, first = np.flatnonzero(sizes), np.cumsum(sizes) - sizes
-        means[filled] = np.add.reduceat(points.take(order, 0, room, "clip"), first[filled]) / sizes[filled, None]
+        sizes = np.bincount(own, minlength=lists)
+        means = np.asarray(sums_of(points, own, lists) / np.maximum(sizes, 1)[:, None], np.float32)
         empty = np.flatnonzero(sizes == 0)
         means[empty] = points[random.integers(0, len(points), len(empty))]
     return means
+
+
+def sums_of(points: Floats, own: Rows, lists: int) -> Floats:  # (n, d), (n,) -> (lists, d)
+    """Return the sum of the points of each list, in their order."""
+    sums = torch.zeros(lists, points.shape[1])
+    result: Floats = sums.index_add_(0, torch.from_numpy(own), torch.from_numpy(points)).numpy()
+    return result
 
 
 def product(a: Floats, b: Floats) -> Floats:  # (n, d), (d, m) -> (n, m)

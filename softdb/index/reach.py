@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.index.contract import Numbers, Reach, Rows, sampled
-from softdb.index.quantizer import FACTOR, ORDINARY, SHARE
+from softdb.index.quantizer import FACTOR, ORDINARY, SHARE, sums_of
 from softdb.index.sketches import Sketches
 from softdb.store import Snapshot
 
@@ -90,36 +90,39 @@ def unpacked(data: bytes | memoryview, index: Sketches) -> Reach:
 
 
 def _measured(index: Sketches, snapshot: Snapshot, num_classes: int | None) -> Reach:
-    """Measure the statistics in one pass over the values, list by list. Cost n v."""
+    """Measure the statistics in one pass over the values. Cost n v."""
     layout, lists = index.layout, index.lists
-    rows, own = layout.rows[layout.slots].astype(np.int64), np.repeat(np.arange(lists), layout.sizes)
+    order = np.argsort(layout.rows[layout.slots])  # values are read in the order in which they are stored
+    rows, own = layout.rows[layout.slots][order].astype(np.int64), np.repeat(np.arange(lists), layout.sizes)[order]
     positions, centre = snapshot.positions(rows), _centre(snapshot)
     far = np.zeros(len(rows))
     width = num_classes if num_classes is not None and num_classes <= MOST_CLASSES else len(centre)
     sums, counts = np.zeros((lists, width), np.float32), np.zeros(lists)
     step = max(1, GATHERED // max(1, snapshot.segments[0].keys.shape[1], width))
-    for low in range(0, len(rows), step):
-        present = np.flatnonzero(positions[low : low + step] >= 0) + low
-        values, where = snapshot.values_at(positions[present]), own[present]
-        counts += np.bincount(where, minlength=lists)
-        if len(centre):
-            numbers = values.float().numpy()
-            apart = numbers - centre.astype(np.float32)
-            far[present] = np.sqrt(np.einsum("nv,nv->n", apart, apart, dtype=np.float64))
-            first = np.flatnonzero(np.diff(where, prepend=-1))
-            if len(first):
-                sums[where[first]] += np.add.reduceat(numbers, first)
-        elif width:
-            np.add.at(sums, (where, values.numpy()), 1)
+
+    def add(which: Rows) -> None:
+        for low in range(0, len(which), step):
+            chosen = which[low : low + step]
+            values, where = snapshot.values_at(positions[chosen]), own[chosen]
+            counts[:] += np.bincount(where, minlength=lists)
+            if len(centre):
+                numbers = values.float().numpy()
+                apart = numbers - centre.astype(np.float32)
+                far[chosen] = np.sqrt(np.einsum("nv,nv->n", apart, apart, dtype=np.float64))
+                sums[:] += sums_of(numbers, where, lists)
+            elif width:
+                np.add.at(sums, (where, values.numpy()), 1)
+
+    present = np.flatnonzero(positions >= 0)
+    add(present)
     limit = _limit(far)
     some = sampled(snapshot.live, WITNESSES, 5)
     outside = np.flatnonzero(far > limit)
-    for extreme in np.unique(own[outside]):  # an extreme value would dominate the mean of its list
-        low, high = np.searchsorted(own, [extreme, extreme + 1])
-        others = positions[low:high][(positions[low:high] >= 0) & (far[low:high] <= limit)]
-        counts[extreme], sums[extreme] = len(others), snapshot.values_at(others).float().numpy().sum(0)
+    extreme = np.zeros(lists, np.bool_)  # lists whose mean an extreme value would dominate: summed again without it
+    extreme[own[outside]] = True
+    counts[extreme], sums[extreme] = 0, 0
+    add(present[extreme[own[present]] & (far[present] <= limit)])
     means = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
-    outside = outside[np.argsort(rows[outside])]
     scales = (np.maximum(far[outside], limit) / max(limit, 1e-300)).astype(np.float32)
     return Reach(rows[outside], scales, means, centre, limit, snapshot.rows(some), _checksums(snapshot, some))
 

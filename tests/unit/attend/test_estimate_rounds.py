@@ -63,7 +63,7 @@ def test_one_dear_query_of_a_first_round_sends_no_other_to_a_pass(unlucky: int, 
     segment = SimpleNamespace(keys=np.zeros((1, 128), np.float32), values=None)
     request: Any = SimpleNamespace(pools=True)
     source: Any = SimpleNamespace(width=128, snapshot=SimpleNamespace(segments=[segment]))
-    sampler: Any = SimpleNamespace(slots=10**6, parts=32)
+    sampler: Any = SimpleNamespace(slots_for=lambda kind: 10**6, parts=32)
     unused: Any = None
     tolerance, queries = Tolerance(0.05, 0.0, 0.95, None), np.zeros((64, 128), np.float32)
     estimator = Estimator(request, source, tolerance, sampler, unused, np.ones(64), queries, unused, 10**6)
@@ -77,7 +77,7 @@ def test_one_dear_query_of_a_first_round_sends_no_other_to_a_pass(unlucky: int, 
 def test_unmet_queries_share_a_round_where_that_costs_less() -> None:
     request: Any = SimpleNamespace(pools=True)
     source: Any = SimpleNamespace(width=128)
-    sampler: Any = SimpleNamespace(slots=10**6, parts=32)
+    sampler: Any = SimpleNamespace(slots_for=lambda kind: 10**6, parts=32)
     unused: Any = None
     tolerance, queries = Tolerance(0.05, 0.0, 0.95, None), np.zeros((64, 128), np.float32)
     eligible: Any = SimpleNamespace(inside=10**6)
@@ -115,7 +115,7 @@ def planned(needed: list[float], records: int = 10**6, d: int = 128) -> int:
     request: Any = SimpleNamespace(pools=True)
     source: Any = SimpleNamespace(width=d, snapshot=SimpleNamespace(segments=[segment]))
     plans: dict[object, FirstRound] = {}
-    sampler: Any = SimpleNamespace(slots=records, parts=32, plans=plans)
+    sampler: Any = SimpleNamespace(slots_for=lambda kind: records, parts=32, plans=plans)
     unused: Any = None
     tolerance, queries = Tolerance(ALLOWED, 0.0, 0.95, None), np.zeros((1, d), np.float32)
     estimator = Estimator(request, source, tolerance, sampler, unused, np.ones(1), queries, unused, records)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from worlds import holding
 
@@ -146,6 +147,19 @@ def test_queries_differ_in_what_they_read() -> None:
     shared = [len(a & b) / max(1, min(len(a), len(b))) for a, b in itertools.pairwise(rare)]
     assert min(map(len, rare)) > 10
     assert np.mean(shared) < 0.1
+
+
+def test_the_cost_of_draws_follows_what_queries_have_read() -> None:
+    db, _, queries = world("dot")
+    drawable = db._finder.sampler(db._store.snapshot, None)
+    assert drawable is not None
+    sampler = drawable[0]
+    assert sampler.slots_for("new") >= sampler.slots
+    temperature = temperature_of("dot")
+    for _ in range(3):
+        db.attend(torch.from_numpy(queries), temperature=temperature, rtol=0.1, max_draws=BUDGET)
+    (kind,) = sampler._scanned
+    assert sampler.slots_for(kind) < 0.6 * sampler.slots_for("new")
 
 
 # -- the order of a list -----------------------------------------------------------------------------------------------
