@@ -487,7 +487,7 @@ struct Drawing {
         if (counts()) query.base = query.factor * args.least;
         near<Number>(query, i);
         share<Number>(looking, query, i);
-        settle(query);
+        set_threshold(query);
         if (!(args.points > 0)) share<Number>(viewing, query, i);
     }
 
@@ -562,7 +562,7 @@ struct Drawing {
     }
 
     // Raise B to what the pilot's records amount to, and set the first threshold, which about the wanted number will pass.
-    void settle(Query& query) {
+    void set_threshold(Query& query) {
         const int64_t count = looked() * kBlock;
         float shift = 0;
         if (!counts()) {
