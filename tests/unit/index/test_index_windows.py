@@ -97,6 +97,33 @@ def test_sums_and_their_errors_are_right_on_average(metric: str, controls: bool)
     assert (ratio > 0.7).all()
 
 
+def test_records_set_apart_have_no_controls() -> None:
+    """Records with extreme values are scored for every query: the sum of controls of their list leaves them out."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((60, D))
+    keys = (centres[np.arange(N) % 60] + 0.25 * random.standard_normal((N, D))).astype(np.float32)
+    values = keys.copy()
+    values[: 60 * 8 : 60] *= 1000  # eight records of one cluster
+    queries = (centres[:1] + 0.3 * random.standard_normal((4, D))).astype(np.float32)
+    with holding(keys, values, metric="dot") as db:
+        db.build_index("ivf")
+        snapshot = db._store.snapshot
+        drawable = db._finder.sampler(snapshot, None)
+        assert drawable is not None
+        assert set(range(0, 480, 60)) <= set(drawable[0].index.layout.rows[drawable[0]._apart].tolist())
+        temperature = 0.3 * float((queries @ keys.T).std())
+        truth = db.attend(torch.from_numpy(queries), temperature=temperature).lse.numpy()
+        errors = []
+        for seed in range(30):
+            drawing = Drawing(queries, 1 / temperature, 6000, seed, 0.05)
+            sample = drawable[0].draw(drawable[1], snapshot, drawing, True, Answering(snapshot.value_column, D, 1.96))
+            assert sample.figures.correction.all()
+            errors.append(np.expm1(sample.figures.lse - truth))
+        doubt = np.std(errors) / np.size(errors) ** 0.5
+        assert doubt < 0.002
+        assert abs(np.mean(errors)) < 4 * doubt
+
+
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_every_place_of_a_list_is_drawn_with_its_probability(metric: str, share: float) -> None:
