@@ -68,6 +68,7 @@ constexpr float kDeep = 1.5f;            // least l of such records, below the l
 constexpr double kLeastFactor = 0.2;     // least β
 constexpr float kWhole = 0.5f;           // a window of more than this share is the list
 constexpr int64_t kPilotAhead = 8;       // number of blocks that the pilot prefetches ahead
+constexpr int64_t kMany = 16;            // number of queries whose windows cover most of a list
 constexpr int64_t kListsAhead = 3;       // number of lists whose windows are prefetched
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
@@ -87,7 +88,8 @@ struct Sample {
 // Estimates of the records of one list, as one query sees it. y is what the code says, b = own + y, and more where y is
 // larger than chance has it: then the record lies along the query. The second line is about the scan of the list: the
 // least l of a record, the least y that is looked at, -log of the share that is scanned, bounds of σ² and of the gain, the
-// least sum of table entries that is looked at (-1: any), and the window: `count` blocks from `first` on, whose first block follows on the last.
+// least sum of table entries that is looked at (-1: any), and the window: `count` blocks from `first` on, where the first block
+// of the list follows on its last.
 struct ListView {
     float step, base, unit, own, slope, rough, usual, most;
     float floor, bound, lift, widest, gain;
@@ -882,7 +884,7 @@ struct Drawing {
         }
         for (int64_t j = 0; j < lists.count; j++) correction += masses[j];
         if (counts() || (correction >= -kLost * sum_of_weights && correction < 1e300)) return correction;
-        fill(controls, sample.plain, 0.0);
+        query.beta = 0, fill(controls, sample.plain, 0.0);
         fill(sample.controls, sample.plain, 0.0f);
         return 0;
     }
@@ -1157,9 +1159,10 @@ struct Drawing {
             for (int64_t j = 0; j < lists.count; j++) {
                 int64_t scanning = 0;
                 const int64_t next = min(j + 1, lists.count - 1), ahead = min(step, blocks_of(next)), start = lists.starts[next];
-                for (int64_t i = 0; i < count; i++) {  // each query prefetches a part of the next list
+                for (int64_t i = 0; i < count; i++) {  // many queries prefetch the next list, each a part; few their windows
                     __builtin_prefetch(queries[i].views + next, 0, 3);
-                    fetch_all(start + ahead * i / count, ahead * (i + 1) / count - ahead * i / count);
+                    if (count < kMany) fetch_window(queries[i], next);
+                    else fetch_all(start + ahead * i / count, ahead * (i + 1) / count - ahead * i / count);
                     const int64_t blocks = queries[i].views[j].count;
                     if (blocks == blocks_of(j)) scanners[scanning++] = queries + i;
                     else if (blocks) scan_window(queries[i], queries[i].kept[0], j, 0, blocks);
