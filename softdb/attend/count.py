@@ -114,7 +114,7 @@ class _Ball(NamedTuple):
         return bool(draws > pass_cost(queries, records, d, 0, record_bytes(self.source.snapshot, pools=False)))
 
     def estimated(
-        self, sampler: Sampler, eligible: Drawable, indexed_until: int, which: Positions, drawn: int
+        self, sampler: Sampler, eligible: Drawable, which: Positions, drawn: int
     ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
         """Draw records for the queries `which`; return estimated counts and their error bars."""
         confidence, queries = self.tolerance.confidence, self.request.queries.detach().cpu().numpy()
@@ -131,8 +131,8 @@ class _Ball(NamedTuple):
         variance = np.maximum(variance, sample.figures.expected)
         bar = BOUNDARY + np.sqrt(variance * [f_quantile(confidence, 1.0, draw) for draw in draws])
         bar += np.minimum(np.sqrt(2 * doubt * sample.figures.hidden), doubt * sample.figures.unseen)
-        if indexed_until < self.source.columns.size:
+        if eligible.until < self.source.columns.size:
             unindexed = self.keep.copy()
-            unindexed[:indexed_until] = False
+            unindexed[: eligible.until] = False
             counts += self.exactly(which, unindexed)
         return counts, bar

@@ -59,7 +59,11 @@ class Bars(NamedTuple):
     stderr: Numbers  # (q,)
     lse_bar: Numbers  # (q,) quantile of the normaliser's error |Ẑ / Z - 1|
     lse_stderr: Numbers  # (q,)
-    blind: Numbers  # (q,) the share of `lse_bar` that is due to undrawn records
+
+    @classmethod
+    def of(cls, figures: Figures) -> Bars:
+        """Return the errors that the kernel computed."""
+        return cls(figures.bar, figures.stderr, figures.lse_bar, figures.lse_stderr)
 
 
 def sure(output: Numbers, lse: Numbers) -> ErrorEstimate:
@@ -91,6 +95,12 @@ def joined(parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
         np.max(unseen, axis=0), np.sum(hidden, axis=0), np.sum(missed, axis=0), np.sum(alone, axis=0),
         np.max(thinned, axis=0), np.max(usual, axis=0), np.max(drift, axis=0), np.max(reach, axis=0),
     )  # fmt: skip
+
+
+def lengths(output: Numbers) -> Numbers:  # (q, v) -> (q,)
+    """Return the length ‖o‖ of each output."""
+    length: Numbers = np.sqrt(np.square(output).sum(1))
+    return length
 
 
 def parts_of_error(parts: Sequence[ErrorEstimate], union: ErrorEstimate, pools: bool) -> Numbers:  # (parts, q)
@@ -150,8 +160,7 @@ def bars(spread: ErrorEstimate, confidence: float) -> Bars:
         figures[row] = getattr(spread, name, 0.0)
     signed = np.ascontiguousarray(spread.signed.reshape(len(spread.lse), -1))
     native().bars(figures, signed, normal_quantile(confidence), math.log(1 / (1 - confidence)))
-    known = Figures(*figures)
-    return Bars(known.bar, np.sqrt(spread.variance), known.lse_bar, np.sqrt(spread.noise), known.blind)
+    return Bars.of(Figures(*figures))
 
 
 @functools.lru_cache(maxsize=16)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from softdb.answers import Estimate, Pooled
+from softdb import check
+from softdb.answers import Estimate, Hits, Pooled
 from softdb.attend.exact import exact
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Positions, Request, Scored
-from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import Estimator, Round
+from softdb.attend.result import Doubt, Estimated, Results, answered, explain
+from softdb.attend.rounds import NO_QUERIES, SHOWN, Estimator, Round
 from softdb.check import shown
 from softdb.errors import BadInput
+from softdb.index.contract import Numbers
+from softdb.index.sampler import DrawnSample
 from softdb.scoring import Softmax
 
 
@@ -36,29 +40,55 @@ def estimate_drawn(source: IndexedRecords, request: Request) -> Pooled:
     """
     if request.pools:
         require_estimator(request)
-    estimator, bounded = Estimator.of(request, source), request.tolerance is None or request.tolerance.most is not None
-    if estimator is None or estimator.too_dear(Round(np.arange(len(request.queries)), estimator.budget)):
+    estimator = Estimator.of(request, source)
+    if estimator is None:
+        return exact(source, request)
+    estimator.remember()
+    return _by_rounds(estimator)
+
+
+def estimate_plainly(source: IndexedRecords, queries: Any, parameters: tuple[Any, ...]) -> Pooled | None:
+    """Estimate with less overhead, as before with the same temperature, rtol, atol and confidence (`parameters`).
+
+    Return None if `estimate_drawn` has to answer, and raise errors: for parameters that are new, and for other queries
+    than finite numbers (q, d) of float32 on the CPU without gradients.
+    """
+    vectors = check.vectors(queries, source.schema.dim)
+    if vectors is None or not all(type(number) is float for number in parameters) or not check.all_finite(vectors):
+        return None
+    estimator = Estimator.plainly(source, vectors, parameters)
+    return None if estimator is None else _by_rounds(estimator)
+
+
+def _by_rounds(estimator: Estimator) -> Pooled:
+    """Draw records in rounds until the error of each query is within the tolerance, or read all records."""
+    request, source, bounded = estimator.request, estimator.source, estimator.tolerance.most is not None
+    if estimator.too_dear(Round(np.arange(len(request.queries)), estimator.budget)):
         return exact(source, request)
     if not bounded and estimator.sampler.hopeless(estimator.kind):
         return exact(source, request)
-    passed, answers, tasks = [np.arange(0)], list[tuple[Positions, Positions, Estimated]](), estimator.first()
+    passed, answers, tasks = list[Positions](), list[tuple[Positions, Positions, Estimated]](), estimator.first()
     spent, waiting = 0.0, len(tasks)  # `waiting`: number of first rounds that have not run
     while tasks:
         task = tasks.pop()
-        answer, *sizes = estimator.drawn(task)
+        spent += estimator.cost(task)
+        sample = estimator.sample(task)
         is_first, waiting = len(tasks) < waiting, min(len(tasks), waiting)
+        assembled, *sizes = estimator.judged(task, sample)
         if is_first and not bounded:
             estimator.plan(task, *sizes[:2])
         done, further, to_pass = estimator.after(task, *sizes)
-        passed.append(to_pass)
-        if done.any():
-            answers.append((task.which[done], np.flatnonzero(done), answer))
-        spent += estimator.cost(task)
+        if np.count_nonzero(done) == len(request.queries) and not bounded and estimator.is_plain:
+            estimator.sampler.learn(estimator.kind, spent / estimator.pass_cost(len(done)))
+            return _plainly(estimator, sample, sizes[0])
+        passed += [to_pass] if len(to_pass) else []
+        if np.count_nonzero(done):
+            answers.append((task.which[done], np.flatnonzero(done), assembled()))
         if is_first and tasks and estimator.others_too_dear(task, further, to_pass, tasks):
             passed += [other.which for other in (*tasks, *further)]
             break
         tasks += further
-    exact_queries = np.sort(np.concatenate(passed))
+    exact_queries = np.sort(np.concatenate(passed)) if passed else NO_QUERIES
     if not bounded:
         full_cost = estimator.pass_cost(len(request.queries))
         estimator.sampler.learn(estimator.kind, (spent + estimator.pass_cost(len(exact_queries))) / full_cost)
@@ -95,13 +125,34 @@ def _joined(
 ) -> Pooled:
     """Combine answers to some of the queries into the answer to all queries."""
     request, source = estimator.request, estimator.source
-    device, answer = request.queries.device, Estimated.joined(len(request.queries), parts)
-    is_exact = np.zeros(len(request.queries), np.bool_)
-    is_exact[exact_queries] = True
-    certain = torch.from_numpy(is_exact).to(device)
+    answer = Estimated.joined(len(request.queries), parts)
+    certain = torch.zeros_like(answer.met)
+    if len(exact_queries):
+        certain[torch.from_numpy(exact_queries).to(certain.device)] = True
     scored = Scored(answer.positions.cpu().numpy(), answer.scores)
     weighed, doubt = (scored, answer.weights), Doubt(certain, error=answer)
     return answered(request, source, answer[:2], estimator.sampler.index.kind, weighed, doubt)
+
+
+def _plainly(estimator: Estimator, sample: DrawnSample, bar: Numbers) -> Pooled:  # (q,)
+    """Return the answer of a plain estimate of which one round met the tolerance for all queries; cheaply."""
+    request, source, figures, drawn = estimator.request, estimator.source, sample.figures, sample.answer
+    assert drawn is not None
+    scores, weights, none = sample.scores[:, :SHOWN], drawn.weights[:, :SHOWN], np.zeros(len(bar))
+    numbers = drawn.output, figures.lse, none, scores, weights, bar, figures.stderr, figures.lse_stderr, figures.entropy
+    output, lse, missed, scores_of, weights_of, bars, stderr, lse_stderr, entropy = (
+        torch.from_numpy(column.astype(np.float32)) for column in numbers
+    )
+    exact, met_of, pooled, rows = (
+        torch.from_numpy(column)
+        for column in (none > 0, none == 0, figures.drawn.astype(np.int64), source.rows(sample.positions[:, :SHOWN]))
+    )
+    hits = Hits(rows, scores_of, source.resolve)
+    results = Results(lse, exact, missed, hits, weights_of, entropy)
+    return Pooled(
+        output, lse, exact, missed, pooled, hits, weights_of, estimator.sampler.index.kind,
+        lambda count: explain(source, request, results, count), bars, stderr, lse_stderr, met_of,
+    )  # fmt: skip
 
 
 def _exactly(request: Request, source: SourceRecords) -> Estimated:

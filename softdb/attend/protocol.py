@@ -151,5 +151,5 @@ class IndexedRecords(SourceRecords, Protocol):
     def in_radius(self, query: Query) -> Positions:  # (q, m), -1 = none
         """Return the positions of every record whose score may be at least `query.least`."""
 
-    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """Return a sampler, the records that it may draw, and the first unindexed position (see `Finder.sampler`)."""
+    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable] | None:
+        """Return a sampler and the records that it may draw (see `Finder.sampler`)."""

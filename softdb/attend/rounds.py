@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from softdb.attend.error import Bars, ErrorEstimate, bars, joined, normal_quantile, sure
+from softdb.attend.error import Bars, ErrorEstimate, bars, joined, lengths, normal_quantile, sure
 from softdb.attend.protocol import IndexedRecords
 from softdb.attend.request import Live, Positions, Request
 from softdb.attend.result import Estimated
@@ -43,6 +42,8 @@ REMEMBERED = 64  # number of queries whose needed draws are remembered
 REPLANNED = 16  # number of queries after which the first round is planned again
 STARTS = (FIRST * 2 ** (np.arange(25) / 4)).astype(np.int64)  # numbers of draws that a first round may have
 CLEARLY = 0.9  # a first round changes if its cost falls below this share
+FEW_QUERIES = 64  # largest number of queries of a request whose parameters are remembered,
+ESTIMATORS = 64  # and largest number of such requests
 SHOWN = 256  # largest number of drawn records that an answer names: the heaviest
 
 
@@ -78,13 +79,13 @@ class Estimator(NamedTuple):
         folded = request.detached.folded if isinstance(request.weighting, Softmax) else None
         if drawable is None or folded is None or folded.scale is None:
             return None
-        sampler, eligible, indexed_until = drawable
+        sampler, eligible = drawable
         if folded.metric is not sampler.index.metric:
             return None
         factor, count, unindexed = factors_of(request.detached), eligible.inside, None
-        if indexed_until < columns.size:
+        if eligible.until < columns.size:
             unindexed = request.keep(source.live).copy()
-            unindexed[:indexed_until] = False
+            unindexed[: eligible.until] = False
             count += int(np.count_nonzero(unindexed))
         if factor is None or count < FEWEST or not eligible.inside:
             return None
@@ -92,6 +93,42 @@ class Estimator(NamedTuple):
         many = min(len(queries).bit_length(), PROBED)  # the cost of a pass per query hardly changes for many
         kind = many, source.width if request.pools else 0, round(math.log2(factor.max())), *tolerance
         return cls(request, source, tolerance, sampler, eligible, factor, queries, unindexed, count, kind)
+
+    @classmethod
+    def plainly(cls, source: IndexedRecords, queries: Floats, parameters: tuple[float, ...]) -> Estimator | None:
+        """Return an estimator for queries (q, d) and parameters like those of a remembered one; None: there is none."""
+        drawable = source.sampler(None)
+        if drawable is None:
+            return None
+        sampler, eligible = drawable
+        remembered = sampler.remembered.get((len(queries), *parameters))
+        if remembered is None or eligible.until < source.columns.size or eligible.inside < FEWEST:
+            return None
+        earlier, factor, kind = remembered
+        request, vectors = replace(earlier, queries=torch.from_numpy(queries)), prepared(queries, sampler.index.metric)
+        count = eligible.inside
+        return cls(request, source, earlier.tolerance, sampler, eligible, factor, vectors, None, count, kind)
+
+    def remember(self) -> None:
+        """Remember a plain request, so that `plainly` can answer others with its parameters."""
+        request, known, few = self.request, self.sampler.remembered, len(self.queries) <= FEW_QUERIES
+        plain = self.tolerance.most is None and request.allowed is None and not (request.seed or request.need_weights)
+        if few and plain and self.is_plain:
+            if len(known) >= ESTIMATORS:
+                known.clear()
+            key = len(request.queries), request.temperature, *self.tolerance[:3]
+            known[key] = replace(request, queries=request.queries[:0].clone()), self.factor, self.kind
+
+    @property
+    def in_place(self) -> bool:
+        """True if kernels score the drawn records for the answer, without gradients."""
+        return metric_in_place(self.request.plain_score, self.request.queries, self.source.columns) is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the kernel's answer is the answer, for queries of one temperature."""
+        request = self.request
+        return request.pools and self.unindexed is None and self.in_place and not isinstance(request.score, Tempered)
 
     @property
     def budget(self) -> int:
@@ -113,13 +150,16 @@ class Estimator(NamedTuple):
         STARTS and changes only for a clear gain, as the same query with another number of draws has another answer.
         """
         budget, needed, unused = self.sampler.plans.get(self.kind, FirstRound())
-        with np.errstate(over="ignore", invalid="ignore"):
-            latest = np.fmin(MARGIN * np.square(bar / allowed), WRONG) * task.budget
-        needed, unused = (*needed, *latest.tolist())[-REMEMBERED:], unused + len(latest)
+        ratios = (
+            error / most if most else math.inf for error, most in zip(bar.tolist(), allowed.tolist(), strict=True)
+        )
+        latest = [task.budget * min(WRONG, MARGIN * ratio * ratio) for ratio in ratios]
+        needed, unused = (*needed, *latest)[-REMEMBERED:], unused + len(latest)
         if unused >= REPLANNED:
             draws, q = np.array(needed), len(self.queries)
-            passed, first, unused = self.pass_cost(q), self._cost(q, STARTS), 0
-            second = np.minimum(self._cost(q, np.maximum(draws, GROWTH * STARTS[:, None])), passed)
+            starts, others = np.minimum(STARTS, self.taking_part), np.maximum(draws, GROWTH * STARTS[:, None])
+            passed, first, unused = self.pass_cost(q), self._cost(q, starts), 0
+            second = np.minimum(self._cost(q, np.minimum(others, self.taking_part)), passed)
             cost = first + np.where(draws > STARTS[:, None], second, 0).mean(1)
             cost[RISK * first > passed] = np.inf
             if cost.min() < CLEARLY * cost[budget == STARTS]:
@@ -128,13 +168,11 @@ class Estimator(NamedTuple):
 
     def after(
         self, task: Round, bar: Numbers, allowed: Numbers, stderr: Numbers
-    ) -> tuple[NDArray[np.bool_], list[Round], Positions]:
+    ) -> tuple[Live, list[Round], Positions]:
         """Return the mask (q,) of the queries that a round answered, further rounds, and queries for a pass."""
-        if self.tolerance.most is not None:
+        met: Live = bar <= allowed
+        if self.tolerance.most is not None or np.count_nonzero(met) == len(met):
             return np.ones(len(bar), np.bool_), [], NO_QUERIES
-        met = bar <= allowed
-        if met.all():
-            return met, [], NO_QUERIES
         with np.errstate(over="ignore", invalid="ignore"):
             by_bar, by_draws = MARGIN * np.square(bar / allowed), MARGIN * np.square(stderr / allowed)
             blind = np.fmin(np.fmax(by_draws, np.fmin(by_bar, BLIND)), WRONG)
@@ -143,7 +181,7 @@ class Estimator(NamedTuple):
         unmet, needed = task.which[~met], np.fmax(needed[~met], GROWTH * task.budget)
         steps = np.ceil(np.log2(needed) / STEP)
         further, tasks, passed = list[Round](), list[Round](), [NO_QUERIES]
-        for step in np.unique(steps).tolist():
+        for step in sorted(set(steps.tolist())):
             more = Round(unmet[steps == step], int(min(2 ** (step * STEP), needed[steps == step].max())))
             joined = more._replace(which=np.concatenate([further[-1].which, more.which])) if further else more
             if further and self.cost(joined) < self.cost(further[-1]) + self.cost(more):
@@ -191,22 +229,16 @@ class Estimator(NamedTuple):
 
     def cost(self, task: Round, share: float = 1.0) -> float:
         """Return the cost of a round with `share` times its queries, in bytes read (see `softdb.index.planner`)."""
-        return float(self._cost(round(share * len(task.which)), task.budget))
+        return float(self._cost(round(share * len(task.which)), min(task.budget, self.taking_part)))
 
-    def _cost(self, q: int, budget: Any) -> Any:  # a number, or an array for an array of budgets
-        sampler, draws = self.sampler, np.minimum(budget, self.taking_part)
+    def _cost(self, q: int, draws: Any) -> Any:  # a number, or an array for an array of numbers of draws
+        sampler = self.sampler
         return draw_cost(q, sampler.slots_for(self.kind), sampler.parts, draws, self.queries.shape[1], self._width)
 
     def pass_cost(self, queries: int) -> float:
         """Return the cost of a pass over every record for `queries` queries, in bytes read."""
         d, v = self.queries.shape[1], self._width
         return pass_cost(queries, self.taking_part, d, v, record_bytes(self.source.snapshot, v > 0)) if queries else 0.0
-
-    def drawn(self, task: Round) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """Run a round. Return the answer, its bar, the largest bar that meets the tolerance, and the standard error."""
-        sample = self.sample(task)
-        self.sampler.read(self.kind, float(sample.figures.scanned.mean()))
-        return self.judged(task, sample, *self.pooled(task, sample))
 
     def sample(self, task: Round, salt: int = 0) -> DrawnSample:
         """Draw records and pool them. `salt` seeds random signs; parts that are merged need different salts."""
@@ -215,14 +247,16 @@ class Estimator(NamedTuple):
         snapshot, controls = self.source.snapshot, not self._width or bool(self.sampler.reach.means.shape[1])
         column, z = snapshot.value_column, normal_quantile(confidence)
         answering = Answering(column, self._width, z, salt, self.least, SLIGHT, SHOWN)
-        return self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
+        sample = self.sampler.draw(self.eligible, snapshot, drawing, controls, answering)
+        self.sampler.read(self.kind, float(sample.figures.scanned.sum()) / len(task.which))
+        return sample
 
     def pooled(self, task: Round, sample: DrawnSample) -> tuple[Tensor, State]:  # (q, k), …
-        """Return scores of the drawn records, with the gradients of the request's score, and the answer."""
+        """Return scores of the drawn records, and the answer with the gradients of the request's score."""
         request, columns, positions = self.request.at(task.which), self.source.columns, sample.positions
         scores, figures, answer = torch.from_numpy(sample.scores), sample.figures, sample.answer
         assert answer is not None
-        if metric_in_place(request.plain_score, request.queries, columns) is not None:
+        if self.in_place:
             if isinstance(request.score, Tempered):
                 scores = divided(scores, request.queries)
             return scores, State(torch.from_numpy(answer.output), torch.from_numpy(figures.lse))
@@ -239,46 +273,60 @@ class Estimator(NamedTuple):
             output = (output + moved.to(output)) / (1 + share).unsqueeze(1).to(output)
         return scores, State(output, lse + share.log1p())
 
-    def judged(
-        self, task: Round, sample: DrawnSample, scores: Tensor, state: State
-    ) -> tuple[Estimated, Numbers, Numbers, Numbers]:
-        """Compute the result of `drawn` from a sample, its scores and its pooled answer."""
-        request, figures, precise = self.request, sample.figures, not scores.requires_grad and self.unindexed is None
-        state, spread, weights = self.spread(task, sample, state)
-        if self.unindexed is None:
-            roots = np.sqrt((figures.variance, figures.noise))
-            error = Bars(figures.bar, roots[0], figures.lse_bar, roots[1], figures.blind)
-        else:
-            error = bars(spread, self.tolerance.confidence)
-        most = 1.0 if self.source.num_classes else None
-        bar, allowed = error_of(
-            self.tolerance, request.pools, spread, error, precise and scores.device.type == "cpu",
-            lambda: most or self.source.columns.value_size,
-        )  # fmt: skip
-        device = scores.device
-        dtype = request.queries.dtype if request.queries.is_floating_point() else torch.float32
-        entropy = figures.entropy + (spread.lse - figures.lse)  # with the weights of unindexed records
-        columns = np.stack((error.stderr, error.lse_stderr, bar, entropy))  # converted at once, which takes less time
-        stderr, lse_stderr, bars_of, entropy_of = torch.from_numpy(columns).to(device, dtype)
-        answer = Estimated(
-            state.output.to(device, dtype), state.lse.to(device, dtype), stderr, lse_stderr, bars_of,
-            torch.from_numpy(bar <= allowed).to(device), torch.from_numpy(sample.positions[:, :SHOWN]).to(device),
-            scores.detach()[:, :SHOWN].to(device, dtype), torch.from_numpy(weights[:, :SHOWN]).to(device, dtype),
-            torch.from_numpy(figures.drawn.astype(np.int64)).to(device), entropy_of,
-        )  # fmt: skip
-        return answer, bar, allowed, error.stderr if request.pools else error.lse_stderr
+    def judged(self, task: Round, sample: DrawnSample) -> tuple[Callable[[], Estimated], Numbers, Numbers, Numbers]:
+        """Return a function that assembles a round's answer, its error bar, the tolerance, and the standard error."""
+        request, figures, answer = self.request, sample.figures, sample.answer
+        assert answer is not None
+        error, weights, entropy = Bars.of(figures), answer.weights[:, :SHOWN], figures.entropy
+        lse, length, precise, pooled = figures.lse, figures.length, self.in_place, None
+        if not self.in_place or self.unindexed is not None:
+            scores, state = self.pooled(task, sample)
+            precise = not scores.requires_grad and scores.device.type == "cpu"
+            if self.unindexed is not None:
+                state, spread = self.spread(task, sample, state)
+                grown, lse, length, precise = spread.lse - lse, spread.lse, lengths(spread.output), False
+                error, entropy = bars(spread, self.tolerance.confidence), entropy + grown
+                weights = weights * np.exp(-grown)[:, None]
+            pooled = scores, state
+        size = 0.0 if request.pools and precise else magnitude(lse)
+        bar, allowed = error_of(self.tolerance, request.pools, size, length, error, self._value_size)
 
-    def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate, Numbers]:
-        """Merge unindexed records into the answer. Return it, its error estimate, and candidates' weights (q, k)."""
+        def assembled() -> Estimated:
+            scores, state = pooled or self.pooled(task, sample)
+            columns = *state, error.stderr, error.lse_stderr, bar, scores.detach()[:, :SHOWN], weights, entropy
+            output, lse, stderr, lse_stderr, bars, shown, weights_of, entropy_of = (
+                _alike(column, request.queries, scores.device) for column in columns
+            )
+            met, positions, drawn = (
+                torch.from_numpy(column).to(scores.device)
+                for column in (bar <= allowed, sample.positions[:, :SHOWN], figures.drawn.astype(np.int64))
+            )
+            return Estimated(
+                output, lse, stderr, lse_stderr, bars, met, positions, shown, weights_of, drawn, entropy_of
+            )
+
+        return assembled, bar, allowed, error.stderr if request.pools else error.lse_stderr
+
+    def _value_size(self) -> float:
+        return 1.0 if self.source.num_classes else self.source.columns.value_size
+
+    def spread(self, task: Round, sample: DrawnSample, state: State) -> tuple[State, ErrorEstimate]:
+        """Merge unindexed records into the answer. Return the answer and its error estimate."""
         assert sample.answer is not None
-        spread, weights = ErrorEstimate.of(sample.figures, sample.answer), sample.answer.weights
+        spread = ErrorEstimate.of(sample.figures, sample.answer)
         if self.unindexed is not None:
             streamed = self.source.stream(replace(self.request.at(task.which), allowed=self.unindexed))
             state = merge([state, (streamed[0].to(state.output), streamed[1].to(state.lse))])
-            exact = sure(*(column.detach().cpu().double().numpy() for column in streamed))
-            before, spread = spread.lse, joined([spread, exact])
-            weights = weights * np.exp(before - spread.lse)[:, None]
-        return state, spread, weights
+            spread = joined([spread, sure(*(column.detach().cpu().double().numpy() for column in streamed))])
+        return state, spread
+
+
+def _alike(column: Tensor | Numbers, queries: Tensor, device: torch.device) -> Tensor:
+    """Return a column in the dtype of the queries, by numpy if no gradient is lost: that takes less time than torch."""
+    if isinstance(column, Tensor) and (column.requires_grad or device.type != "cpu"):
+        return column.to(device, queries.dtype)
+    numbers = np.asarray(column).astype(np.float64 if queries.dtype is torch.float64 else np.float32, copy=False)
+    return torch.from_numpy(numbers).to(device)
 
 
 def factors_of(request: Request) -> Numbers | None:  # (q,)
@@ -294,27 +342,29 @@ def factors_of(request: Request) -> Numbers | None:  # (q,)
 def record_bytes(snapshot: Snapshot, pools: bool) -> int:
     """Return the bytes of a record that a pass reads: its key, and its value if values are pooled and not the keys."""
     segment = snapshot.segments[0]
-    values = 0 if segment.values is None or not pools else segment.values[:1].nbytes
-    return int(segment.keys[:1].nbytes + values)
+    return int(segment.keys.strides[0] + (segment.values.strides[0] if pools and segment.values is not None else 0))
+
+
+def magnitude(lse: Numbers) -> Numbers:
+    """Return |lse|, and 0 where it is -inf."""
+    return np.abs(np.where(np.isneginf(lse), 0.0, lse))
 
 
 def error_of(
     tolerance: Tolerance,
     pools: bool,  # False: only the log-normaliser is computed
-    spread: ErrorEstimate,
+    size: Numbers | float,  # (q,) |log Ẑ|, for rounding; 0 if logits are float64 and values are pooled
+    length: Numbers,  # (q,) ‖o‖
     error: Bars,
-    precise: bool,  # True if logits are float64
     value_size: Callable[[], float],  # rms‖v‖
 ) -> tuple[Numbers, Numbers]:  # (q,), (q,)
     """Return the error bar of the output (or of Z relative to Z), and the largest bar that meets the tolerance."""
-    size = 0.0 if pools and precise else np.abs(np.where(np.isneginf(spread.lse), 0.0, spread.lse))
     rounding = EPS * (1 + size)
     if not pools:  # add the rounding of log Z to float32
         wide = error.lse_bar + np.expm1(np.minimum(rounding, 700))
         return wide, np.full_like(wide, tolerance.rtol)
-    length = np.sqrt(np.square(spread.output).sum(1))
     bar = error.bar + rounding * length
     allowed = tolerance.atol + tolerance.rtol * length
-    if (bar > allowed).any():
+    if np.count_nonzero(bar > allowed):
         allowed = tolerance.atol + tolerance.rtol * np.maximum(length, SMALL * value_size())
     return bar, allowed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softdb.answers import Resolve
 from softdb.attend.count import count_drawn
-from softdb.attend.estimate import estimate_drawn
+from softdb.attend.estimate import estimate_drawn, estimate_plainly
 from softdb.attend.hits import hits
 from softdb.attend.request import Candidates, Live, Positions, Request, Scored
 from softdb.attend.sample import sample_drawn
@@ -75,6 +75,7 @@ class Stored(OfGeneration):
     hits = hits
     count_within = count_drawn
     estimate = estimate_drawn
+    estimate_plainly = estimate_plainly
     sample = sample_drawn
 
     @property
@@ -135,6 +136,6 @@ class Stored(OfGeneration):
         """Return the text to append to an answer's `finder`: the device that holds the columns, "" for the host."""
         return "" if self.placed is None else self.placed.place(pools)
 
-    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """Return a sampler, the records that it may draw, and the first unindexed position (see `Finder.sampler`)."""
+    def sampler(self, allowed: Live | None) -> tuple[Sampler, Drawable] | None:
+        """Return a sampler and the records that it may draw (see `Finder.sampler`)."""
         return self.finder.sampler(self.snapshot, allowed)

@@ -231,12 +231,19 @@ def _labels(value: object, num_classes: int, count: int) -> Array:
     return filled(array.astype(np.int32), "values", count)
 
 
+def has_tangent(tensor: Tensor) -> bool:
+    """Return True for a tensor that carries a tangent of forward mode."""
+    from torch.autograd.forward_ad import unpack_dual
+
+    return unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def vectors(value: object, width: int) -> NDArray[np.float32] | None:
     """Return queries (q, width) as numpy, without a copy, if they are float32 on the CPU and want no gradient.
 
     Return None otherwise: the caller then uses `queries`. NaN and infinity are not checked for.
     """
-    if is_tensor(value) and not value.requires_grad and value.is_cpu:
+    if is_tensor(value) and not value.requires_grad and value.is_cpu and not has_tangent(value):
         try:
             value = value.numpy()
         except (RuntimeError, TypeError):  # sparse, within a transform, or of a dtype that numpy lacks
@@ -263,10 +270,11 @@ def queries(
 
     if is_tensor(value):
         signed = (torch.int8, torch.int16, torch.int32, torch.int64)
-        value = dense(value, "queries")
-        if not (value.is_floating_point() or value.dtype in signed):
-            raise BadInput(f"queries are of type {value.dtype}; expected real numbers")
-        tensor = value.to(torch.promote_types(value.dtype, torch.float32))
+        tensor = dense(value, "queries")
+        if tensor.dtype not in (torch.float32, torch.float64):
+            if not (tensor.is_floating_point() or tensor.dtype in signed):
+                raise BadInput(f"queries are of type {tensor.dtype}; expected real numbers")
+            tensor = tensor.to(torch.float32)
     else:
         array = numbers(value, "queries")
         wide = array.dtype.kind == "f" and not isinstance(value, list | tuple)
@@ -278,7 +286,7 @@ def queries(
     if tensor.shape[-1:] != (width,) and (width or not tensor.ndim or not tensor.shape[-1]):
         came = f"{tensor.shape[1]} wide" if tensor.ndim == 2 else f"of shape {tuple(tensor.shape)}"
         raise BadInput(f"queries are {came} but {taker} {width} wide; encode them alike")
-    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+    if has_tangent(tensor):
         raise BadInput(
             "queries carry tangents of forward mode (jvp), which no database follows; use torch.autograd.grad"
         )

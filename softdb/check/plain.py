@@ -103,6 +103,8 @@ def number(
     gradient: str = "it only selects records; pass a plain number",  # why it has no gradient, for the message
 ) -> float:
     """Return a finite number for which `fits` returns True. Raises BadInput."""
+    if type(value) is float and abs(value) < math.inf and fits(value):
+        return value
     if is_tensor(value) and value.requires_grad:
         raise BadInput(f"{name} is a tensor that wants a gradient, but {gradient}")
     with contextlib.suppress(TypeError, ValueError, RuntimeError, ArithmeticError):

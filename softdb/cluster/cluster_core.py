@@ -204,6 +204,10 @@ class ClusterCore(Core[Sharded]):
             raise BadInput("need_weights needs the weights of all records, which a cluster does not gather; pass k=")
         return super().request(*positional, **named)
 
+    def estimate_plainly(self, queries: Any, parameters: tuple[Any, ...]) -> None:
+        """Return None: `attend` takes its general path, as shards draw."""
+        return None
+
     def taking_part(
         self, queries: Any, width: int, where: dict[str, Any] | None, mask: Any
     ) -> tuple[Tensor, None, None, Sharded]:

@@ -66,7 +66,7 @@ class ShardDrawing(NamedTuple):
     def _drawn(self, task: Round, estimator: Estimator) -> tuple[State, ErrorEstimate, Positions]:
         """Draw records for some queries; return outputs and lses, error sums, and numbers of records drawn."""
         sample = estimator.sample(task, salt=self.shard)
-        state, spread, _ = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
+        state, spread = estimator.spread(task, sample, estimator.pooled(task, sample)[1])
         return state, spread, sample.figures.drawn.astype(np.int64)
 
     def _exactly(self) -> Live:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from softdb.answers import Pooled
 from softdb.attend import Request
-from softdb.attend.error import ErrorEstimate, bars, joined, parts_of_error
+from softdb.attend.error import ErrorEstimate, bars, joined, lengths, parts_of_error
 from softdb.attend.request import Positions
 from softdb.attend.result import Doubt, Estimated, answered
-from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of
+from softdb.attend.rounds import GROWTH, LEAST, MARGIN, SLIGHT, error_of, magnitude
 from softdb.cluster import shard as messages
 from softdb.cluster.posed import Posed
 from softdb.cluster.shard_source import QueriedShards
@@ -155,8 +155,9 @@ class _Rounds:
         error = bars(merged, tolerance.confidence)
         size = 1.0 if self.source.num_classes else None
         bar, allowed = error_of(
-            tolerance, request.pools, merged, error, False, lambda: size or self.source.caller.value_size
-        )
+            tolerance, request.pools, magnitude(merged.lse), lengths(merged.output), error,
+            lambda: size or self.source.caller.value_size,
+        )  # fmt: skip
         exact = np.all([book.exact[shard][which] for shard in book.shards], axis=0)
         met = exact | (bar <= allowed)
         for column, values in zip(self.error, (bar, error.stderr, error.lse_stderr), strict=True):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb import check
-from softdb.answers import Hits, Records
+from softdb.answers import Hits, Pooled, Records
 from softdb.attend import Stored
 from softdb.check import Id, Schema
 from softdb.database.core import ALL, Core, Rows, SearchArguments, with_one_encoder
@@ -166,15 +166,17 @@ class DatabaseCore(Core[Stored]):
         snapshot, keyed = self.store.loader.loaded
         vectors = check.vectors(queries, keyed.schema.dim) if self.device is None else None
         count = check.DEFAULT_K if k is None else k
-        if vectors is None or type(count) is not int or count < 1:
-            return None
         allowed = None if where is None else self.store.known_matching(where, snapshot)
-        if where is not None and allowed is None:
+        if vectors is None or type(count) is not int or count < 1 or (where is not None and allowed is None):
             return None
         hits = self.finder.find_plainly(snapshot, vectors, count, allowed)
         if hits is None or hits.scores is None:
             return None
         return Hits(torch.from_numpy(snapshot.rows(hits.positions)), torch.from_numpy(hits.scores), self.store.read)
+
+    def estimate_plainly(self, queries: Any, parameters: tuple[Any, ...]) -> Pooled | None:
+        """Answer `attend` as before with the same parameters; None if it must take its general path."""
+        return self.source(self.view()[0]).estimate_plainly(queries, parameters) if self.device is None else None
 
     def query(
         self,
@@ -341,9 +343,7 @@ class DatabaseCore(Core[Stored]):
 
     def delete(self, ids: list[Id] | None, where: dict[str, Any] | None) -> int:
         """Delete records by id, or those that a filter matches, and return the number of deleted records."""
-        if ids is not None:
-            return self.store.delete(ids)
-        return self.store.delete_matching({} if where is None else where)
+        return self.store.delete_matching({} if where is None else where) if ids is None else self.store.delete(ids)
 
     def rewrite(self, rows: Rows, keys: Tensor | None, values: Tensor | None) -> tuple[Snapshot, Rows]:
         """Update the records at rows (m,) in one transaction; return the new snapshot and the records' new rows (m,).

@@ -146,8 +146,8 @@ class Finder:
         nearest: Rows = (self.devices or flat).nearest(snapshot, alone)[0]
         return nearest
 
-    def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable, int] | None:
-        """Return a sampler of indexed records, the records that it may draw, and the first unindexed position.
+    def sampler(self, snapshot: Snapshot, allowed: Live | None) -> tuple[Sampler, Drawable] | None:
+        """Return a sampler of indexed records and the records that it may draw.
 
         Return None if the index has no sketches or the records are too few to draw from.
         """
@@ -159,7 +159,7 @@ class Finder:
             drawer = self.searcher(index).drawer
             if drawer.sampler is None:
                 drawer.sampler = Sampler(sketches, snapshot, self._store.schema.num_classes)
-            return drawer.sampler, drawer.eligible(snapshot, allowed), indexed_until(snapshot, sketches)
+            return drawer.sampler, drawer.eligible(snapshot, allowed)
 
     def builder(
         self,

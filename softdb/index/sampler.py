@@ -80,11 +80,13 @@ class Figures(NamedTuple):
     usual: Numbers  # root mean square distance ‖v - o‖ of a value from the answer, weighted as in `hidden`
     drift: Numbers  # length of the mean of v - o, weighted as in `hidden`
     reach: Numbers  # largest distance of a value from the answer
+    length: Numbers  # ‖o‖
     entropy: Numbers  # of the weights of all records, estimated as the mean of -log weight over the draws
     scanned: Numbers  # share of the codes that were read
+    stderr: Numbers  # √Σ ‖y‖², standard error of the output
+    lse_stderr: Numbers  # √Σ r², standard error of Ẑ / Z
     bar: Numbers  # quantile of the output's error ‖ô - o‖
     lse_bar: Numbers  # quantile of the normaliser's error |Ẑ / Z - 1|
-    blind: Numbers  # the share of `lse_bar` that is due to undrawn records
 
 
 class DrawnAnswer(NamedTuple):
@@ -123,6 +125,7 @@ class Drawable(NamedTuple):
     slots: Allowed
     places: Places  # position of the record in each slot
     inside: int  # number of these slots
+    until: int  # the first unindexed position
 
 
 class Sampler:
@@ -155,6 +158,7 @@ class Sampler:
         self._native = native().Sketch(*self._held)  # refers to the arrays, which `_held` keeps alive
         self._costs: dict[object, float] = {}  # kind of queries -> mean cost of draws, over comparing all records
         self.plans: dict[object, FirstRound] = {}  # kind of queries -> its first round
+        self.remembered: dict[object, Any] = {}  # parameters of plain estimates -> what estimates with them share
         self._scanned: dict[object, float] = {}  # kind of queries -> mean share of the codes that they read
 
     def knows(self, kind: object) -> bool:

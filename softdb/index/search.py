@@ -139,7 +139,7 @@ class Searcher:
     def eligible(self, snapshot: Snapshot, allowed: Live | None) -> Drawable:
         """Return the slots of the lists that may be drawn: live records that the filter allows."""
         known = self._coverage_of(snapshot).of(snapshot, self.index, allowed)
-        return Drawable(known.slots, known.places, known.inside)
+        return Drawable(known.slots, known.places, known.inside, known.until)
 
     def _coverage_of(self, snapshot: Snapshot) -> _Coverage:
         known = self._coverage

@@ -66,10 +66,10 @@ constexpr float kHalfRounded = 5e-4f;    // relative rounding of a float16
 constexpr float kSteady = 1;             // largest variance of the logits of a list whose records have controls
 constexpr float kDeep = 1.5f;            // least l of such records, below the log of their control
 constexpr double kLeastFactor = 0.2;     // least β
+constexpr float kSlight = 1e-3f;         // largest share of Z of all lists that are too light to have controls
 constexpr float kWhole = 0.5f;           // a window of more than this share is the list
 constexpr int64_t kPilotAhead = 8;       // number of blocks that the pilot prefetches ahead
 constexpr int64_t kMany = 16;            // number of queries whose windows cover most of a list
-constexpr int64_t kListsAhead = 3;       // number of lists whose windows are prefetched
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
 constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
@@ -267,10 +267,8 @@ struct Drawing {
         const Eight edge = Eight{} + uint16_t(max(at.edge, 0));
         const bool whole = bounded && at.edge >= 0;
         auto pass = [&](const BlockSums& sums) { return whole && none_above(sums, edge); };
-        auto ahead = [&](int64_t block) {
-            if (args.threads > 1 && block + kBlocksAhead < last) fetch_all(block + kBlocksAhead, kGroup);
-        };
-        each_block(lists, args.allowed, query.tables, first, last, ready, ahead, pass, [&](const BlockSums& sums, int64_t block, int u) {
+        auto fetch = [](int64_t) {};  // the processor does it as well
+        each_block(lists, args.allowed, query.tables, first, last, ready, fetch, pass, [&](const BlockSums& sums, int64_t block, int u) {
             if (whole && none_above(sums, u, edge)) return;
             for (int lane = 0; lane < kBlock; lane += kLanes) {
                 const int64_t slot = block * kBlock + lane;
@@ -347,7 +345,10 @@ struct Drawing {
             store(tops + j, exp_at_most(most - query.kept[0].threshold));
         }
         int64_t scanned = 0;
-        for (int64_t j = begin; j < end; j++) scanned += open(query, j, Design::windowed ? tops[j] : 1);
+        for (int64_t j = begin; j < end; j++) {
+            if (query.controls[j] * args.sizes[j] * float(lists.count) < kSlight) query.controls[j] = 0;
+            scanned += open(query, j, Design::windowed ? tops[j] : 1);
+        }
         __atomic_fetch_add(&query.scanned, scanned, __ATOMIC_RELAXED);
     }
 
@@ -996,12 +997,13 @@ struct Drawing {
     void answer(Query& query, int64_t i) {
         const int64_t v = args.output.width;
         const double z = query.mass;
-        double *output = args.output[i], *moved = args.moved[i];
+        double *output = args.output[i], *moved = args.moved[i], length = 0;
         for (int64_t t = 0; t < v; t++) {
             double numerator = moved[t] = 0;
             for (int64_t part = 0; part < args.threads; part++)
                 numerator += totals[part][t], moved[t] += errors[part].first[t];
             output[t] = z > 0 ? (numerator + moved[t]) / z : 0;
+            length += output[t] * output[t];
         }
         set(i, Figure::lse, z > 0 ? figure(i, Figure::base) + log(z) : -kInfinity), set(i, Figure::reach, reach(output));
         const double inverse = z > 0 ? 1 / z : 0, lse = figure(i, Figure::lse);
@@ -1010,7 +1012,7 @@ struct Drawing {
             weights[k] *= inverse, controls[k] *= inverse, all += weights[k];
             if (weights[k] > 0) entropy += weights[k] * (lse - query.sample.exact[k]);
         }
-        set(i, Figure::entropy, all > 0 ? entropy / all : 0);
+        set(i, Figure::entropy, all > 0 ? entropy / all : 0), set(i, Figure::length, __builtin_sqrt(length));
     }
 
     // The largest distance of a value from the answer.
@@ -1131,7 +1133,6 @@ struct Drawing {
             const int64_t count = query.views[j].count, low = max(first - seen, int64_t(0)), high = min(last - seen, count);
             seen += count;
             if (low >= high) continue;
-            if (j + kListsAhead < lists.count) fetch_window(query, j + kListsAhead);
             const double mass = scan_window(query, query.kept[part], j, low, high);
             if (low > 0) heads[part] = mass, head_lists[part] = j;
             else if (!Design::windowed) query.masses[j] = mass;

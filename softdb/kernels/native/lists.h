@@ -152,9 +152,11 @@ enum class Figure : int64_t {
     expected,                        // variance that the codes predict
     lse, noise, noises, variance, variances,  // log Ẑ, Σ r², Σ r⁴, Σ ‖y‖², Σ ‖y‖⁴
     usual, drift, reach,             // of v - o: rms length and length of the mean, weighted as in `hidden`; the largest length
+    length,                          // of the answer
     entropy,                         // mean of -log weight over the draws
     scanned,                         // share of the codes that were read
-    bar, lse_bar, blind,             // quantiles of ‖ô - o‖ and |Ẑ / Z - 1|; share of the latter for undrawn records
+    error, lse_error,                // standard errors √Σ ‖y‖², √Σ r²
+    bar, lse_bar,                    // quantiles of ‖ô - o‖ and |Ẑ / Z - 1|
     count,
 };
 

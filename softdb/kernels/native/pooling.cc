@@ -213,7 +213,7 @@ void bars(const Bars& args) {
         const double known = doubt / 3 * at(Figure::thinned, i);
         at(Figure::bar, i) = __builtin_sqrt(variance * f_quantile(args.z, many, pooled) + of_output * of_output) + reach * known;
         at(Figure::lse_bar, i) = __builtin_sqrt(noise * f_quantile(args.z, 1, draws) + blind * blind) + known;
-        at(Figure::blind, i) = blind;
+        at(Figure::error, i) = __builtin_sqrt(variance), at(Figure::lse_error, i) = __builtin_sqrt(noise);
     }
 }
 

@@ -89,7 +89,7 @@ def test_every_record_is_drawn_with_the_probability_stated(db: softdb.SoftDB, qu
     snapshot = db._store.snapshot
     drawable = db._finder.sampler(snapshot, None)
     assert drawable is not None
-    sampler, eligible, _ = drawable
+    sampler, eligible = drawable
     sums, squares, hits, (draws, budget) = np.zeros(N), np.zeros(N), np.zeros(N), (300, 1500)
     for seed in range(draws):
         sample = sampler.draw(eligible, snapshot, Drawing(queries[:1], 10.0, budget, seed, 0.05), True)
@@ -116,7 +116,7 @@ def test_all_are_drawn_where_the_budget_is_everything(db: softdb.SoftDB, queries
     snapshot = db._store.snapshot
     drawable = db._finder.sampler(snapshot, None)
     assert drawable is not None
-    sampler, eligible, _ = drawable
+    sampler, eligible = drawable
     for budget in (N, 2 * N):
         sample = sampler.draw(eligible, snapshot, Drawing(queries[:2], 10.0, budget, 0, 0.05), True)
         for rows, chances in zip(sample.positions, sample.chances, strict=True):

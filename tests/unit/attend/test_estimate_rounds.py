@@ -156,13 +156,13 @@ def test_queries_that_need_more_draws_are_answered_in_one_round_later(monkeypatc
     random = np.random.default_rng(0)
     keys = random.standard_normal((20_000, 16)).astype(np.float32)
     monkeypatch.setattr(rounds, "pass_cost", lambda *_: np.inf)
-    budgets, drawn = list[int](), Estimator.drawn
+    budgets, drawn = list[int](), Estimator.sample
 
     def noted(self: Estimator, task: Round) -> Any:
         budgets.append(task.budget)
         return drawn(self, task)
 
-    monkeypatch.setattr(Estimator, "drawn", noted)
+    monkeypatch.setattr(Estimator, "sample", noted)
     with holding(keys, random.standard_normal((20_000, 4)) + 2) as db:
         db.build_index("flat")
         for query in torch.from_numpy(keys[:40]):

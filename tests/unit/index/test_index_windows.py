@@ -60,7 +60,7 @@ def draw(
     snapshot = db._store.snapshot
     drawable = db._finder.sampler(snapshot, allowed)
     assert drawable is not None
-    sampler, eligible, _ = drawable
+    sampler, eligible = drawable
     drawing = Drawing(prepared(queries[which], sampler.index.metric), 1 / temperature_of(metric), BUDGET, seed, 0.05)
     return sampler.draw(eligible, snapshot, drawing, controls, Answering(snapshot.value_column, D, 1.96))
 
@@ -122,6 +122,43 @@ def test_records_set_apart_have_no_controls() -> None:
         doubt = np.std(errors) / np.size(errors) ** 0.5
         assert doubt < 0.002
         assert abs(np.mean(errors)) < 4 * doubt
+
+
+def test_records_far_below_their_control_are_drawn_often_enough() -> None:
+    """Some records of each list weigh next to nothing: else their terms h / p are rare errors that no bar shows."""
+    random = np.random.default_rng(0)
+    centres, axis, away = random.standard_normal((60, D)), np.eye(D)[:1], random.standard_normal((N, D))
+    centres[:, 0] = away[:, 0] = 0
+    away = 2 * away / np.linalg.norm(away, axis=1, keepdims=True) - 1.5 * axis  # all alone, so that lists are mixed
+    below = (random.random((N, 1)) < 0.02) * away
+    keys = (centres[np.arange(N) % 60] + below + 0.1 * random.standard_normal((N, D))).astype(np.float32)
+    queries = (axis + 0.05 * random.standard_normal((8, D))).astype(np.float32)
+    with holding(keys, keys, metric="dot") as db:
+        db.build_index("ivf")
+        snapshot = db._store.snapshot
+        drawable = db._finder.sampler(snapshot, None)
+        assert drawable is not None
+        truth = db.attend(torch.from_numpy(queries), temperature=0.2).lse.numpy()
+        errors, stated = [], []
+        for seed in range(100):
+            drawing = Drawing(queries, 5.0, 1000, seed, 0.05)
+            sample = drawable[0].draw(drawable[1], snapshot, drawing, True, Answering(snapshot.value_column, D, 1.96))
+            assert sample.figures.correction.all()
+            errors.append(np.expm1(sample.figures.lse - truth))
+            stated.append(sample.figures.noise)
+        deviation = np.sqrt(np.mean(stated))
+        assert np.abs(errors).max() < 5 * deviation
+        assert 0.9 < deviation / np.std(errors) < 1.2
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_error_is_at_least_what_codes_predict(metric: str) -> None:
+    """Else draws that miss the records that err the most would have a small error."""
+    for seed in range(10):
+        figures = draw(metric, seed, controls=False).figures
+        predicted = figures.expected * np.exp(2 * (figures.base - figures.lse))
+        assert (predicted > 0).all()
+        assert (figures.noise >= 0.999 * predicted).all()
 
 
 @pytest.mark.parametrize("metric", METRICS)
