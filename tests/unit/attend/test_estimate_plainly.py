@@ -21,8 +21,9 @@ COLUMNS = ("output", "lse", "exact", "missed_mass", "n_pooled", "weights", "bar"
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass over so few records costs less than any draw: forbid it."""
+    """Forbid passes, which cost less for so few records, and plans, after which a query gets another answer."""
     monkeypatch.setattr("softdb.attend.rounds.pass_cost", lambda *_: np.inf)
+    monkeypatch.setattr(Estimator, "plan", lambda *_: None)
 
 
 def world(metric: Any = "dot", num_classes: int | None = None) -> softdb.SoftDB:
