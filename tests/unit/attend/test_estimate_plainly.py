@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_general_path(
             slow = general(monkeypatch, db, queries(seed, q), temperature=2.0, rtol=0.1)
             fast = db.attend(queries(seed, q), temperature=2.0, rtol=0.1)
             for name in COLUMNS:
-                torch.testing.assert_close(getattr(fast, name), getattr(slow, name), rtol=1e-6, atol=1e-7)
+                assert torch.equal(getattr(fast, name), getattr(slow, name)), name
             assert slow.hits is not None
             assert fast.hits is not None
             assert torch.equal(fast.hits.rows, slow.hits.rows)
@@ -158,6 +158,29 @@ def test_inserted_and_deleted_records_are_seen() -> None:
         assert again.hits is not None
         assert nearest[0] not in again.hits.ids[0]
         assert again.lse < before.lse + 0.2
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"where": {"part": 1}},
+    {"need_weights": True},
+    {"max_draws": 500},
+    {"temperature": torch.tensor([1.0, 2.0])},
+    {"score": softdb.scores.ScaledDot()},
+    {"generator": torch.Generator().manual_seed(1)},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
+def test_other_questions_are_not_remembered(plain: softdb.SoftDB, other: dict[str, Any]) -> None:
+    """A later question with the same temperature and tolerance would be answered with their filter, score or seed."""
+    drawable = plain._finder.sampler(plain._store.snapshot, None)
+    assert drawable is not None
+    given = queries(0, 2)
+    plain.attend(given, **{"temperature": 1.0, "rtol": 0.3, **other})
+    plain.attend(given.clone().requires_grad_(), temperature=1.0, rtol=0.3)
+    assert not drawable[0].remembered
+    plain.attend(given, temperature=1.0, rtol=0.3, atol=0.1, confidence=0.9)
+    assert [*drawable[0].remembered] == [(2, 1.0, 0.3, 0.1, 0.9)]
 
 
 def test_few_parameters_and_no_queries_are_remembered(plain: softdb.SoftDB) -> None:
