@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -192,7 +193,7 @@ def forward(queries: Array, what: Pass, scales: Array | None = None) -> _PassSum
     def work(pieces: Iterator[Any]) -> tuple[Array, Array, Array]:
         output = np.zeros((what.num_classes or 0, q) if what.labels else (q, layout.value_width))
         top, total, scratch = np.full(q, LOWEST), np.zeros(q), _aligned(floats)
-        for piece in pieces:
+        for _, piece in pieces:
             attention.forward(piece, output, top, total, scratch)
         return output.T if what.labels else output, top, total
 
@@ -204,6 +205,34 @@ def forward(queries: Array, what: Pass, scales: Array | None = None) -> _PassSum
     output = sum(decay[:, None] * own_output for decay, own_output in zip(decays, outputs, strict=True))
     output /= np.where(total > 0, total, 1)[:, None]
     return _PassSums(output.astype(np.float32), np.where(total == 0, 0 * top, top).astype(np.float32), total)
+
+
+def run_masses(request: Request, source: SourceRecords, most: int) -> tuple[Array, Array] | None:  # (r + 1,), (q, r)
+    """Return the positions between which runs of at most `most` records lie, and log Σ exp(s / T) over each run.
+
+    None if torch has to compute them, or a score overflows. Cost q n d, as one pass over the keys.
+    """
+    form = pass_of(replace(request.detached, pools=False), source)
+    if form is None:
+        return None
+    queries, scales, what, bias = form
+    plain, factors = np.ascontiguousarray(queries), None if scales is None else np.ascontiguousarray(scales)
+    layout = _PassLayout(plain, what, factors)
+    attention, none = layout.attention(plain), np.zeros((len(plain), 0))
+    floats = attention.scratch(0)
+
+    def work(pieces: Iterator[tuple[int, Any]]) -> list[tuple[int, Array]]:
+        masses, scratch = [], _aligned(floats)
+        for first, piece in pieces:
+            top, total = np.full(len(plain), LOWEST), np.zeros(len(plain))
+            attention.forward(piece, none, top, total, scratch)
+            with np.errstate(divide="ignore"):
+                masses.append((first, np.log(total) + top / what.temperature))
+        return masses
+
+    firsts, masses = zip(*itertools.chain(*share_out(work, layout.shares(most))), strict=True)
+    table = np.stack(masses, 1) + bias.numpy()[..., None]
+    return None if np.isnan(table).any() else (np.append(firsts, len(what.keep)), table)
 
 
 def backward(
@@ -234,7 +263,7 @@ def backward(
 
     def work(pieces: Iterator[Any]) -> tuple[Array, Array, Array]:
         pulled, (mass, along), scratch = np.zeros(queries.shape), np.zeros((2, len(queries))), _aligned(floats)
-        for piece in pieces:
+        for _, piece in pieces:
             attention.backward(
                 piece, pooled_grad, offset, inverse_total, top, pulled, mass, None if scales is None else along,
                 *column_grads, scratch,
@@ -279,14 +308,20 @@ class _PassLayout:
             queries, what.metric.value, 1 / what.temperature, negligible, what.num_classes or 0, centre, self.scales
         )
 
-    def shares(self) -> list[Iterator[Any]]:
-        """Return an iterator over pieces for each thread. All threads get equal numbers of positions."""
-        size = len(self.what.keep)
-        bounds = [size * i // self.threads for i in range(self.threads + 1)]
-        return [self.pieces(low, high) for low, high in itertools.pairwise(bounds)]
+    def shares(self, most: int | None = None) -> list[Iterator[tuple[int, Any]]]:
+        """Return an iterator over `pieces` for each thread. All threads get about equal numbers of positions.
 
-    def pieces(self, low: int, high: int) -> Iterator[Any]:
-        """Yield pieces of the records that take part, at positions from low to high - 1."""
+        With `most` the pieces are the same for any number of threads.
+        """
+        size, unit = len(self.what.keep), most or 1
+        bounds = [*(size * i // self.threads // unit * unit for i in range(self.threads)), size]
+        return [self.pieces(low, high, most or PIECE) for low, high in itertools.pairwise(bounds)]
+
+    def pieces(self, low: int, high: int, most: int) -> Iterator[tuple[int, Any]]:
+        """Yield the records that take part at positions from low to high - 1 in pieces of at most `most` positions.
+
+        Each piece comes with its first position.
+        """
         what, piece = self.what, native().Piece
         place = 0 if what.mask is None else int(np.count_nonzero(what.columns.live[:low]))
         for segment, start in zip(what.columns.segments, what.columns.starts.tolist(), strict=False):
@@ -296,8 +331,8 @@ class _PassLayout:
                 labels = np.ascontiguousarray(segment.values, np.int32)
             elif what.pools:
                 values = keys if segment.values is None else np.ascontiguousarray(segment.values)
-            for first in range(begin, end, PIECE):
-                last = min(first + PIECE, end)
+            for first in range(begin, end, most):
+                last = min(first + most, end)
                 keep, live = what.keep[first:last], what.columns.live[first:last]
                 rows = places = None
                 bounds = (first - start, last - start)
@@ -307,4 +342,4 @@ class _PassLayout:
                 if what.mask is not None:
                     places = place + np.cumsum(live)[keep] - 1
                     place += int(np.count_nonzero(live))
-                yield piece(keys, values, labels, rows, places, what.mask, *bounds)
+                yield first, piece(keys, values, labels, rows, places, what.mask, *bounds)

@@ -12,6 +12,7 @@ from torch import Tensor
 from softdb.answers import Samples
 from softdb.attend.blocks import scored_tiles
 from softdb.attend.exact import log_normaliser
+from softdb.attend.fused import run_masses
 from softdb.attend.protocol import IndexedRecords, SourceRecords
 from softdb.attend.request import Positions, Request
 from softdb.attend.result import hits_of
@@ -24,44 +25,96 @@ from softdb.index.sampler import Drawing
 from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # for n samples, POINTS n + SURE (√n + 1) points are expected, so that fewer than n are rare
-SLOWER = 2  # least time of a pass that samples, over that of a pass that pools
 PROPOSED = 16  # at most 1 / PROPOSED of the records may be candidates: with more of them, a pass costs less
 EXPECTED = 1500  # number of candidates of a query, assumed before the first draw
 NEWER = 4096  # largest number of unindexed records that are scored for each query
+RUN = 2048  # number of records in a run, of which a pass computes the mass
+PAIRS = 256  # number of runs that are scored again together
+ROUNDED = 2.0**-30  # share of a run's weight that rounding may move to the next run
 MANY = 100  # if points are more than MANY times the wanted number, B is too far from log Z
 
 
 def sample(source: SourceRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
     """Draw `count` independent records for each query, P(i) = exp(s_i / T) / Z, with their log-probabilities.
 
-    The records are read block by block. Each sample moves to a record of the block with a probability equal to the
-    block's share of all weight so far (weighted reservoir sampling, Chao 1982). So every record has probability P(i) in
-    the end. Cost q n d, memory O(block), and a second pass if the queries require a gradient.
+    The records are read once, and once more if the queries require a gradient. Cost q n d, memory O(block).
     """
     require_softmax(request)
-    queries, temperature = request.queries.detach(), request.temperature
+    with torch.no_grad():
+        total, drawn = _by_runs(source, request, count, generator) or _by_blocks(source, request, count, generator)
+    scored = source.scored(request, drawn)
+    lse = log_normaliser(source, request) if request.wants_gradient else total
+    hits = hits_of(request, source, scored, request.queries.device)
+    log_prob = (scored.scores / request.temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
+    return Samples(hits, torch.ones_like(total, dtype=torch.bool), lambda: log_prob)
+
+
+def _by_runs(
+    source: SourceRecords, request: Request, count: int, generator: torch.Generator
+) -> tuple[Tensor, Positions] | None:  # (q,), (q, count)
+    """Return log Z and positions drawn by kernels: first a run for each sample by the runs' masses, then its record.
+
+    The records of the chosen runs are scored again. None: kernels cannot compute the masses of runs.
+    """
+    runs = run_masses(request, source, RUN)
+    if runs is None:
+        return None
+    (bounds, table), keep, mask = runs, request.keep(source.live), request.masks(source.live)[1]
+    masses, drawn = torch.from_numpy(table), np.full((len(table), count), -1)
+    lse = masses.logsumexp(1)
+    chosen = _places((masses - lse.unsqueeze(1)).exp().nan_to_num(0), count, generator).numpy()
+    pairs, pair_of = np.unique(chosen + np.arange(len(table))[:, None] * table.shape[1], return_inverse=True)
+    pair_of = pair_of.reshape(chosen.shape)
+    for low in range(0, len(pairs), PAIRS):
+        which, numbers = np.divmod(pairs[low : low + PAIRS], table.shape[1])
+        positions = bounds[numbers][:, None] + np.arange(RUN)
+        places = np.minimum(positions, len(keep) - 1)
+        takes_part = (positions < bounds[numbers + 1][:, None]) & keep[places]
+        if mask is not None:
+            takes_part &= mask.cpu().numpy()[which[:, None], places]
+        own = replace(request, queries=request.queries.detach()[torch.from_numpy(which)], mask=None, allowed=None)
+        scored = source.scored(own, np.where(takes_part, positions, -1))
+        weights = (scored.scores.double() / request.temperature).softmax(1).nan_to_num(0)
+        samples = (pair_of >= low) & (pair_of < low + len(which))
+        drawn[samples] = scored.positions.reshape(-1)[_among(weights, pair_of[samples] - low, generator)]
+    drawn[lse.isneginf().numpy()] = -1
+    return lse.to(request.queries), drawn
+
+
+def _among(weights: Tensor, lines: Positions, generator: torch.Generator) -> Positions:  # (p, m), (k,) -> (k,)
+    """Sample an element of each given line by its share of the line's weights; return indices into all elements."""
+    cumulative = weights.cumsum(1)
+    ends = (cumulative / cumulative[:, -1:]).nan_to_num(1) + torch.arange(len(weights)).unsqueeze(1)
+    chances = torch.rand(len(lines), generator=generator, dtype=torch.float64) * (1 - ROUNDED)
+    return torch.searchsorted(ends.flatten(), torch.from_numpy(lines) + chances, right=True).numpy()
+
+
+def _by_blocks(
+    source: SourceRecords, request: Request, count: int, generator: torch.Generator
+) -> tuple[Tensor, Positions]:  # (q,), (q, count)
+    """Return log Z and positions drawn in a pass by torch.
+
+    Each sample moves to a record of the next block with a probability equal to the block's share of all weight so far
+    (weighted reservoir sampling, Chao 1982). So every record has probability P(i) in the end.
+    """
+    queries = request.queries.detach()
     total = queries.new_full((len(queries),), -torch.inf)
     drawn = torch.full((len(queries), count), -1, device=queries.device)
-    with torch.no_grad():
-        for tile, scores in scored_tiles(request.detached, source):
-            logits = scores / temperature
-            block_lse = logits.logsumexp(1)
-            new_total = torch.logaddexp(total[tile.chunk], block_lse)
-            share = (block_lse - new_total).exp().nan_to_num(0)  # NaN while no record takes part
-            chances = torch.rand(len(block_lse), count, generator=generator).to(share)
-            moves = chances < share.unsqueeze(1)
-            lines = moves.any(1).nonzero()[:, 0]
-            if len(lines):
-                places = _places(logits[lines].softmax(1), count, generator)
-                moved = tile.positions.to(places.device)[places].to(drawn)
-                chunk_drawn = drawn[tile.chunk]
-                chunk_drawn[lines] = torch.where(moves[lines], moved, chunk_drawn[lines])
-            total[tile.chunk] = new_total
-    scored = source.scored(request, drawn.cpu().numpy())
-    lse = log_normaliser(source, request) if request.wants_gradient else total
-    hits = hits_of(request, source, scored, queries.device)
-    log_prob = (scored.scores / temperature - lse.unsqueeze(1)).masked_fill(~hits.live, -torch.inf)
-    return Samples(hits, torch.ones_like(total, dtype=torch.bool), lambda: log_prob)
+    for tile, scores in scored_tiles(request.detached, source):
+        logits = scores / request.temperature
+        block_lse = logits.logsumexp(1)
+        new_total = torch.logaddexp(total[tile.chunk], block_lse)
+        share = (block_lse - new_total).exp().nan_to_num(0)  # NaN while no record takes part
+        chances = torch.rand(len(block_lse), count, generator=generator).to(share)
+        moves = chances < share.unsqueeze(1)
+        lines = moves.any(1).nonzero()[:, 0]
+        if len(lines):
+            places = _places(logits[lines].softmax(1), count, generator)
+            moved = tile.positions.to(places.device)[places].to(drawn)
+            chunk_drawn = drawn[tile.chunk]
+            chunk_drawn[lines] = torch.where(moves[lines], moved, chunk_drawn[lines])
+        total[tile.chunk] = new_total
+    return total, drawn.cpu().numpy()
 
 
 def sample_drawn(source: IndexedRecords, request: Request, count: int, generator: torch.Generator) -> Samples:
@@ -99,7 +152,7 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
     wanted, (q, d) = POINTS * count + SURE * math.sqrt(count) + SURE, estimator.queries.shape
     kind, positions = ("sample", estimator.kind, round(math.log2(wanted))), np.full((q, count), -1)
     most = estimator.eligible.inside // PROPOSED
-    full_cost = SLOWER * pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
+    full_cost = pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
     unindexed = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
     each = draw_cost(q, sampler.slots, sampler.parts, EXPECTED, d, 0)
     if sampler.hopeless(kind) or each > full_cost or len(unindexed) > NEWER:

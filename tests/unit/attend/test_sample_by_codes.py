@@ -1,4 +1,4 @@
-"""Samples drawn by codes have the probabilities of the weights, also with filters, deletions and young records."""
+"""Samples drawn by codes or in a pass have the probabilities of the weights, also of some records only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy import stats
-from worlds import clusters, indexed
+from worlds import clusters, holding, indexed
 
 import softdb
 
@@ -159,3 +159,67 @@ def test_loose_codes_send_a_query_to_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
     samples = db.sample(clustered(1)[:2], 200, temperature=temperature_of(db))
     assert samples.scanned.all()
     assert (samples.hits.rows >= 0).all()
+
+
+def passed(monkeypatch: pytest.MonkeyPatch, by_kernels: bool, metric: Any = "dot") -> softdb.SoftDB:
+    """Open a database without an index that a pass samples, in many runs of a few records each."""
+    monkeypatch.setattr("softdb.attend.sample.RUN", 100)
+    monkeypatch.setattr("softdb.attend.sample.PAIRS", 7)
+    if not by_kernels:
+        monkeypatch.setattr("softdb.attend.sample.run_masses", lambda request, source, most: None)
+    return holding(clustered(), payloads=[{"even": i % 2 == 0} for i in range(N)], metric=metric)
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine", "l2"])
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_samples_of_a_pass_are_as_likely_as_their_weights(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: bool, metric: str
+) -> None:
+    db = passed(monkeypatch, by_kernels, metric)
+    db.delete(range(0, 3000))
+    temperature, query, where = temperature_of(db), clustered(1)[:1], {"even": True}
+    rows, scanned = drawn(db, query, temperature, where=where)
+    assert scanned == 1
+    assert p_value(rows, weights(db, query, temperature, where=where)) > 1e-4
+    per_query = torch.tensor([1e4, temperature], dtype=torch.float32)
+    other = db.sample(np.repeat(query, 2, axis=0), 4000, temperature=per_query, where=where).hits.rows[1].numpy()
+    assert p_value(other, weights(db, query, temperature, where=where)) > 1e-4
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_pass_samples_what_a_mask_leaves(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> None:
+    db = passed(monkeypatch, by_kernels)
+    db.delete(range(0, 3000))
+    mask = torch.zeros(3, N - 3000, dtype=torch.bool)
+    mask[0, 40:43], mask[1, -1] = True, True
+    samples = db.sample(clustered(1)[:3], 500, temperature=1e4, mask=mask)
+    assert set(samples.hits.rows[0].tolist()) == {3040, 3041, 3042}
+    assert set(samples.hits.rows[1].tolist()) == {N - 1}
+    assert set(samples.hits.rows[2].tolist()) == {-1}
+    assert samples.log_prob[0].exp().mean().item() == pytest.approx(1 / 3, abs=1e-3)
+    assert (samples.log_prob[2] == -torch.inf).all()
+
+
+def test_samples_of_a_pass_are_independent_and_the_same_for_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = passed(monkeypatch, True)
+    temperature, query, rows = temperature_of(db), clustered(1)[:1], []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr("softdb.attend.fused.workers", lambda products, threads=threads: threads)
+        generator = torch.Generator().manual_seed(0)
+        rows.append(db.sample(np.repeat(query, 9, axis=0), 8, temperature=temperature, generator=generator).hits.rows)
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+    assert len({tuple(line) for line in rows[0].tolist()}) == 9
+
+
+def test_log_probabilities_of_a_pass_are_exact_and_scores_that_overflow_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    db, temperature = passed(monkeypatch, True), 1e-4
+    query = torch.from_numpy(clustered(1)[:2])
+    samples = db.sample(query, 6, temperature=temperature)
+    exact = db.attend(query.double(), temperature=temperature).lse
+    expected = samples.hits.scores.double() / temperature - exact[:, None]
+    assert (samples.log_prob - expected).abs().max() < 1e-5 * (exact.abs().max() + 1)
+    with pytest.raises(softdb.BadInput, match="NaN"):
+        db.sample(query * 1e38, 6, temperature=1e38)
