@@ -21,12 +21,13 @@ from softdb.check import Tolerance, shown
 from softdb.errors import BadInput
 from softdb.index.contract import Numbers
 from softdb.index.planner import draw_cost, pass_cost
-from softdb.index.sampler import Drawing
+from softdb.index.sampler import Drawing, FirstRound
 from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # for n samples, POINTS n + SURE (√n + 1) points are expected, so that fewer than n are rare
 PROPOSED = 16  # at most 1 / PROPOSED of the records may be candidates: with more of them, a pass costs less
 EXPECTED = 1500  # number of candidates of a query, assumed before the first draw
+SPARE = 3  # room for candidates, over the largest expected number of the latest queries
 NEWER = 4096  # largest number of unindexed records that are scored for each query
 RUN = 2048  # number of records in a run, of which a pass computes the mass
 PAIRS = 256  # number of runs that are scored again together
@@ -154,18 +155,20 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
     most = estimator.eligible.inside // PROPOSED
     full_cost = pass_cost(q, estimator.taking_part, d, 0, record_bytes(source.snapshot, False))
     unindexed = np.flatnonzero(estimator.unindexed) if estimator.unindexed is not None else np.arange(0)
-    each = draw_cost(q, sampler.slots, sampler.parts, EXPECTED, d, 0)
+    each = draw_cost(q, sampler.slots_for(kind), sampler.parts, EXPECTED, d, 0)
     if sampler.hopeless(kind) or each > full_cost or len(unindexed) > NEWER:
         return positions
-    drawing = Drawing(estimator.queries, estimator.factor, most, seed, 0.5, points=wanted)
+    room = sampler.plans.get(kind, FirstRound(most)).budget  # few, as large arrays take longer than the draw
+    drawing = Drawing(estimator.queries, estimator.factor, min(room, most), seed, 0.5, points=wanted)
     drawn = sampler.draw(estimator.eligible, source.snapshot, drawing, False)
-    sampler.learn(kind, 2 * float((drawn.figures.expected > most).mean()))
+    expected = drawn.figures.expected
+    sampler.read(kind, float(drawn.figures.scanned.mean()))
+    sampler.learn(kind, 2 * float((expected > most).mean()))
+    sampler.plans[kind] = FirstRound(int(SPARE * expected[expected <= most].max(initial=EXPECTED)))
     scores: Numbers = np.empty((q, 0))
     if len(unindexed):
         scores = source.scored(estimator.request, np.tile(unindexed, (q, 1))).scores.cpu().double().numpy()
-    for i in range(q):
-        if not drawn.figures.expected[i] <= most:
-            continue
+    for i in np.flatnonzero(expected <= min(room, most)):
         live = slice(int(drawn.figures.drawn[i]))
         base, proposed = drawn.figures.base[i], drawn.chances[i, live]
         near = scores[i] / estimator.request.temperature

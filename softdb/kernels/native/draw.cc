@@ -24,7 +24,9 @@
 //
 // Samples (`points` = λ > 0): a record is a candidate if U - log u >= -log λ, U >= a - B a certain bound by its code's
 // error and its list's longest residual, so with a probability p >= 1 - e^-w, w = λ e^(a - B). The caller accepts it with
-// probability (1 - e^-w) / p, as a Poisson process of rate w has a point in (0, 1): points are independent records.
+// probability (1 - e^-w) / p, as a Poisson process of rate w has a point in (0, 1): points are independent records. In a
+// list where no p is above f < kRare, a geometric variable of mean 1 / f leads from one record to the next; the records
+// that it reaches are candidates with probability p / f. Only their codes are read.
 //
 // Undrawn records have two bounds, relative to e^B, which docs/error-bars.md derives: `unseen`, the largest w / p, from
 // a <= â + z σ, z = 5, or the certain a <= â + √d σ; and `hidden`, Σ w² / p over errors beyond x deviations, Φ(2 σ - x)
@@ -67,6 +69,7 @@ constexpr float kSteady = 1;             // largest variance of the logits of a 
 constexpr float kDeep = 1.5f;            // least l of such records, below the log of their control
 constexpr double kLeastFactor = 0.2;     // least β
 constexpr float kSlight = 1e-3f;         // largest share of Z of all lists that are too light to have controls
+constexpr float kRare = 1.0f / 16;       // in lists with fewer candidates than this share, records are drawn before their codes are read
 constexpr float kWhole = 0.5f;           // a window of more than this share is the list
 constexpr int64_t kPilotAhead = 8;       // number of blocks that the pilot prefetches ahead
 constexpr int64_t kMany = 16;            // number of queries whose windows cover most of a list
@@ -89,10 +92,10 @@ struct Sample {
 // larger than chance has it: then the record lies along the query. The second line is about the scan of the list: the
 // least l of a record, the least y that is looked at, -log of the share that is scanned, bounds of σ² and of the gain, the
 // least sum of table entries that is looked at (-1: any), and the window: `count` blocks from `first` on, where the first block
-// of the list follows on its last.
+// of the list follows on its last. `chance`: the largest p in a list that `leap` draws from, else 0.
 struct ListView {
     float step, base, unit, own, slope, rough, usual, most;
-    float floor, bound, lift, widest, gain;
+    float floor, bound, lift, widest, gain, chance;
     int32_t edge, first, count;
 
     SOFTDB_INLINE Vec from_code(const Lists& lists, Vec sums, int64_t slot) const {
@@ -293,21 +296,26 @@ struct Drawing {
         if (lists.offsets) __builtin_prefetch(lists.offsets + block * kBlock, 0, 2);
     }
 
-    // b and σ² of one slot; false if no scan reads the slot.
-    bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
-        const ListView& at = query.views[list];
-        const int64_t block = slot / kBlock, lane = slot % kBlock / kLanes * kLanes, place = slot % kBlock;
-        const uint8_t* codes = lists.codes + block * lists.parts * 8;
+    // The sum of the table entries of one slot.
+    Vec sum_of(const Query& query, int64_t slot) const {
+        const int64_t place = slot % kBlock;
+        const uint8_t* codes = lists.codes + slot / kBlock * lists.parts * 8;
         int64_t total = 0;
         for (int64_t part = 0; part < lists.parts; part++) {
             const uint8_t* row = codes + part / 2 * kBlock;
             const uint8_t pair = row[place < 8 ? 2 * place : 2 * (place - 8) + 1];
             total += part % 2 ? query.tables.high[part / 2 * kBlock + (pair >> 4)] : query.tables.low[part / 2 * kBlock + (pair & 15)];
         }
-        const int64_t first = block * kBlock + lane;
-        const Vec y = at.from_code(lists, everywhere(float(total)), first);
-        b = logit(at, y, first)[place % kLanes], v = square(at, first)[place % kLanes];
-        return y[place % kLanes] > at.bound;
+        return everywhere(float(total));
+    }
+
+    // b and σ² of one slot; false if no scan reads the slot.
+    bool in_scan(const Query& query, int64_t list, int64_t slot, float& b, float& v) const {
+        const ListView& at = query.views[list];
+        const int64_t first = slot / kLanes * kLanes, lane = slot % kLanes;
+        const Vec y = at.from_code(lists, sum_of(query, slot), first);
+        b = logit(at, y, first)[lane], v = square(at, first)[lane];
+        return y[lane] > at.bound;
     }
 
     int64_t blocks_of(int64_t list) const { return lists.starts[list + 1] - lists.starts[list]; }
@@ -352,6 +360,10 @@ struct Drawing {
         __atomic_fetch_add(&query.scanned, scanned, __ATOMIC_RELAXED);
     }
 
+    double share_scanned(const Query& query) const {
+        return double(query.scanned) / double(max(lists.starts[lists.count], int64_t(1)));
+    }
+
     // Set the window of a list to at least a share of it. Return the number of its blocks.
     int64_t open(Query& query, int64_t list, float share) {
         ListView& at = query.views[list];
@@ -389,12 +401,40 @@ struct Drawing {
         for (int64_t j = 0; j < lists.count; j++) {
             ListView& at = query.views[j] = view(query, j);
             const Cap cap = cap_of(query, j);
-            const bool none = many || at.most + cap.pad + at.own <= least;
-            at.bound = none ? __builtin_inff() : least - at.own - cap.pad - cap.certain * kSetApart;
+            const float most = at.most + cap.pad + at.own;
+            at.bound = many || most <= least ? __builtin_inff() : least - at.own - cap.pad - cap.certain * kSetApart;
+            if (!many && chance_of(double(threshold) - double(most)) < double(kRare))
+                at.chance = float(chance_of(double(threshold) - double(most))), at.bound = __builtin_inff();
         }
-        for (int64_t k = 0; k < args.aparts && !many; k++) query.views[list_of(args.apart[k])].bound = -__builtin_inff();
+        for (int64_t k = 0; k < args.aparts && !many; k++) {
+            ListView& at = query.views[list_of(args.apart[k])];
+            if (!(at.chance > 0)) at.bound = -__builtin_inff();
+        }
         for (int64_t j = 0; j < lists.count; j++) query.scanned += open(query, j, 1);
         for (int64_t part = 0; part < scans; part++) query.kept[part].threshold = threshold, query.kept[part].count = 0;
+    }
+
+    // Draw candidates from some of the lists with few.
+    void leap(Query& query, Kept& kept, int64_t begin, int64_t end) {
+        for (int64_t j = begin; j < end && args.points > 0; j++) {
+            const ListView& at = query.views[j];
+            if (!(at.chance > 0)) continue;
+            const Cap cap = cap_of(query, j);
+            const double skip = 1 / log1p(-double(at.chance)), least = -log(args.points);
+            const int64_t last = lists.starts[j + 1] * kBlock;
+            int64_t slot = lists.starts[j] * kBlock - 1;
+            for (uint64_t turn = uint64_t(j) << 32;; turn += 2) {
+                const double ahead = floor(log(uniform(turn, query.seed)) * skip) + 1;
+                if (!(ahead < double(last - slot))) break;
+                slot += int64_t(ahead);
+                const int64_t first = slot / kLanes * kLanes, lane = slot % kLanes;
+                const Vec y = at.from_code(lists, sum_of(query, slot), first), bound = cap(at, lists, y, octets(args.errors + first), first);
+                const double chance = chance_of(least - double(bound[lane]));
+                if (takes_part(slot) && uniform(turn + 1, query.seed) * double(at.chance) < chance)
+                    append(kept, bound, bound, bound, Vec{}, uint32_t(first), 1u << lane);
+                if (kept.count > kept.room) raise(kept, largest_but(kept.keys, kept.count, args.budget + 1));
+            }
+        }
     }
 
     // Write the candidates to the caller's arrays.
@@ -415,6 +455,7 @@ struct Drawing {
         sample.count = count;
         share<Number>(scoring, query, i);
         set(i, Figure::base, query.base), set(i, Figure::expected, query.candidates);
+        set(i, Figure::scanned, share_scanned(query));
         write(query, i, false);
     }
 
@@ -836,7 +877,7 @@ struct Drawing {
         }
         const double correction = correct(query, rise, sum_of_weights);
         set(i, Figure::correction, correction), query.mass = sum_of_weights + correction;
-        set(i, Figure::scanned, double(query.scanned) / double(max(lists.starts[lists.count], int64_t(1))));
+        set(i, Figure::scanned, share_scanned(query));
         bound(query, i, rise);
     }
 
@@ -1129,6 +1170,7 @@ struct Drawing {
     void scan_part(Query& query, int64_t part) {
         const int64_t first = query.scanned * part / scans, last = query.scanned * (part + 1) / scans;
         heads[part] = 0;
+        leap(query, query.kept[part], lists.count * part / scans, lists.count * (part + 1) / scans);
         for (int64_t j = 0, seen = 0; j < lists.count && seen < last; j++) {
             const int64_t count = query.views[j].count, low = max(first - seen, int64_t(0)), high = min(last - seen, count);
             seen += count;
@@ -1171,7 +1213,7 @@ struct Drawing {
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last && scanning; first += step)
                     scan_by(scanners, scanning, j, first, min(first + step, last));
             }
-            for (int64_t i = 0; i < count; i++) finish<Number>(queries[i], low + i);
+            for (int64_t i = 0; i < count; i++) leap(queries[i], queries[i].kept[0], 0, lists.count), finish<Number>(queries[i], low + i);
         }
     }
 };

@@ -86,6 +86,21 @@ def test_samples_are_as_likely_as_their_weights(metric: str, dtype: str) -> None
     assert p_value(rows, weights(db, query, temperature)) > 1e-4
 
 
+@pytest.mark.parametrize("metric", ["dot", "l2"])
+def test_lists_of_few_candidates_are_not_scanned(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    """Their candidates, too, have the probabilities of the weights, and are independent."""
+    db, shares = halves(metric), []
+    temperature, query = 4 * temperature_of(db), clustered(1)[:1]
+    monkeypatch.setattr("softdb.index.sampler.Sampler.read", lambda self, kind, share: shares.append(share))
+    rows, scanned = drawn(db, query, temperature)
+    assert scanned == 0
+    assert max(shares) < 0.5
+    assert p_value(rows, weights(db, query, temperature)) > 1e-4
+    by_batch = np.array([len(set(batch)) for batch in rows.reshape(40, -1).tolist()])
+    equal = 1 - (1 - weights(db, query, temperature)) ** (DRAWS // 4)  # of records that occur
+    assert abs(by_batch.mean() - equal.sum()) < 5 * np.sqrt(equal.sum() / 40)
+
+
 def test_samples_of_filtered_deleted_and_young_records() -> None:
     db = halves("dot")
     db.delete(range(0, 3000))
