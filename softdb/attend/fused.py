@@ -226,7 +226,7 @@ def run_masses(request: Request, source: SourceRecords, most: int) -> tuple[Arra
         for first, piece in pieces:
             top, total = np.full(len(plain), LOWEST), np.zeros(len(plain))
             attention.forward(piece, none, top, total, scratch)
-            with np.errstate(divide="ignore"):
+            with np.errstate(divide="ignore", over="ignore"):
                 masses.append((first, np.log(total) + top / what.temperature))
         return masses
 
