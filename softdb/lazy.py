@@ -6,8 +6,8 @@ other's objects, and a fork while a thread holds the lock would block the child 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["cached_property"]
@@ -16,17 +16,11 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
     from functools import cached_property
 else:
 
-    class cached_property:
+    class cached_property(functools.cached_property):
         """Property computed at its first use, then stored. If two threads compute it at once, the later value stays."""
-
-        def __init__(self, function: Callable[[Any], Any]) -> None:
-            self.function, self.__doc__ = function, function.__doc__
-
-        def __set_name__(self, owner: type, name: str) -> None:
-            self.name = name
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
             if instance is None:
                 return self
-            value = instance.__dict__[self.name] = self.function(instance)
+            value = instance.__dict__[self.attrname] = self.func(instance)
             return value

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from softdb import check
 from softdb.answers import Pooled
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
+from softdb.tables.arrow_tables import needed
 
 __all__ = ["COLORS", "STYLE", "attention_heatmap", "figure", "save", "style", "temperature_sweep", "weight_bars"]
 
@@ -57,11 +58,7 @@ def style() -> Iterator[None]:
     ...     drawn, (axes,) = plots.figure()
     ...     lines = axes.plot([0.4, 0.6])
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingDependency("pictures need matplotlib; pip install 'softdb[plot]'") from None
-    with matplotlib.rc_context(STYLE):
+    with needed("matplotlib", "plot", "a picture").rc_context(STYLE):
         yield
 
 

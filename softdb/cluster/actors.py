@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from softdb.cluster.addresses import address
-from softdb.cluster.hosts import NAMESPACE, PERIOD, THREADS, ShardPlaces, named
+from softdb.cluster.hosts import NAMESPACE, PERIOD, THREADS, ShardPlaces, named, ray_module
 from softdb.cluster.merge import of_owners
-from softdb.cluster.shard import Message, Refresh, ShardReplies, of_records
+from softdb.cluster.shard import Message, Refresh, ShardReplies, Transport, of_records
 from softdb.errors import ShardUnavailable
 from softdb.lance_table.truth import Truth
-from softdb.tables.arrow_tables import needed
 
 HEDGE = 3  # if a replica has not answered after timeout / HEDGE seconds, the next replica is asked, too
 AGAIN = 0.5  # seconds after which hosts that were killed for good are looked up again
@@ -43,10 +42,8 @@ class HostLayout:
         return [(first + i) % count for i in range(count)]
 
 
-class Actors:
+class Actors(Transport):
     """Transport to actors, found by the `ShardPlaces` named `places`; None: shard s is on host s mod their number."""
-
-    collective = False
 
     def __init__(self, hosts: Sequence[Sequence[Any]], shards: int, places: str | None = None) -> None:
         self.shards, self._places, self._owners = shards, places, dict[int, list[str]]()
@@ -109,7 +106,7 @@ class Actors:
         """
         if self._places is None:
             return False
-        ray, self._located = _ray(), time.monotonic()
+        ray, self._located = ray_module(), time.monotonic()
         try:
             if anew or self._actor is None:
                 self._actor = ray.get_actor(self._places, namespace=NAMESPACE)
@@ -139,7 +136,7 @@ class Actors:
                 by_host.setdefault(layout.home[shard], {})[shard] = replace(
                     ask, version=version, rebuild=False, again=False
                 )
-        ray = _ray()
+        ray = ray_module()
         for host, refreshes in by_host.items():
             for replica in layout.order(host)[1:]:
                 actor = layout.hosts[host][replica]
@@ -147,10 +144,6 @@ class Actors:
                     if actor in self._following:
                         ray.cancel(self._following[actor])
                     self._following[actor] = actor.tend.remote(pickle.dumps(refreshes))
-
-    def anyone(self, more: bool) -> bool:
-        """Return `more`, because there is only one caller (see `Transport.anyone`)."""
-        return more
 
     def close(self) -> None:
         """Do nothing: the actors keep running until `stop`."""
@@ -171,7 +164,7 @@ class _FanOut:
 
     def answers(self) -> ShardReplies:
         """Ask one replica of every host, or the next if it is dead or slow; return the replies that arrive in time."""
-        ray = _ray()
+        ray = ray_module()
         for host in self.parts:
             self._send(host)
         hedged, sent = False, list(self.waiting)
@@ -208,11 +201,11 @@ class _FanOut:
             try:
                 self.waiting[method.remote(pickle.dumps(asks))] = host, replica
                 return
-            except _ray().exceptions.RayError as error:
+            except ray_module().exceptions.RayError as error:
                 self._failed(host, error)
 
     def _take(self, ref: Any) -> None:
-        ray = _ray()
+        ray = ray_module()
         try:
             self._note(ref, ray.get(ref))
         except ray.exceptions.RayError as error:
@@ -222,7 +215,7 @@ class _FanOut:
 
     def _failed(self, host: int, error: Exception) -> None:
         self.failures[host] = _cause(error)
-        self.died |= isinstance(error, _ray().exceptions.ActorDiedError)
+        self.died |= isinstance(error, ray_module().exceptions.ActorDiedError)
 
     def _note(self, ref: Any, reply: bytes) -> None:
         host, replica = self.waiting.pop(ref)
@@ -280,13 +273,9 @@ def _connected(**where: str) -> Any:
 
     `where`: arguments of `ray.init`; with address="auto" no new cluster is started.
     """
-    ray = _ray()
+    ray = ray_module()
     if not ray.is_initialized():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "lance is not fork-safe")  # Ray's child processes exec at once
             ray.init(namespace=NAMESPACE, log_to_driver=False, include_dashboard=False, **where)
     return ray
-
-
-def _ray() -> Any:
-    return needed("ray", "cluster", "actors")

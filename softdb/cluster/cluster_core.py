@@ -39,26 +39,23 @@ class ClusterCore(Core[Sharded]):
 
     mode = "r"
     path = None
+    fields = ()
+    closed = False
 
     def __init__(self, caller: Caller) -> None:
-        self.caller, self._closed = caller, False
+        self.caller = caller
 
     # -- the handle ------------------------------------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._closed
-
     def require_open(self) -> None:
         """Raise Closed if the cluster was closed."""
-        if self._closed:
+        if self.closed:
             raise Closed("the cluster was closed; open it again")
 
     def close(self) -> None:
         """Close the transport. Calling `close` twice is allowed."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self.caller.leave()
             self.caller.transport.close()
 
@@ -71,11 +68,6 @@ class ClusterCore(Core[Sharded]):
     def encoder_name(self) -> str | None:
         """Name of the encoder that made the keys; None if unknown."""
         return self.caller.first.encoder
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Declared fields: none in a cluster."""
-        return ()
 
     @property
     def id_types(self) -> set[str]:

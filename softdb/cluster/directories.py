@@ -112,11 +112,6 @@ class Directories:
             self._origins[shard] = state, noted if ours else None
         return self._origins[shard][1]
 
-    def _applied(self, shard: int, origin: ShardOrigin) -> None:
-        """Note the origin that the newest generation of a shard's directory stores."""
-        db = self.databases[shard]
-        self._origins[shard] = (db, db.generation), origin
-
     def version(self, shard: int) -> int:
         """Return the table's version that a shard holds; -1 while the shard is incomplete or needs repair."""
         origin = None if shard in self._unfit else self.origin(shard)

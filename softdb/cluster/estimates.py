@@ -84,18 +84,14 @@ class _Rounds:
         tolerance, q = request.tolerance, len(request.queries)
         assert tolerance is not None
         self.source, self.request, self.posed, self.tolerance = source, request, posed, tolerance
-        counts = np.array([source.caller.known[s].keyed if s in source.caller.known else 0 for s in range(self.shards)])
+        known = source.caller.known
+        counts = np.array([known[shard].keyed if shard in known else 0 for shard in range(source.caller.shards)])
         self.records: Numbers = counts / max(1, counts.sum())  # (p,) fraction of all records that each shard has
         self.shares = np.repeat(self.records[:, None], q, axis=1)  # (p, q) fraction of a query's draws for each shard
         self.budgets = np.full(q, min(FIRST, tolerance.most or FIRST))  # (q,) number of draws over all shards
         self.reshared = np.zeros(q, np.bool_)  # (q,) True: the extra round after a new division is used up
         self.remaining, self.book = np.arange(q), _Book()
         self.error, self.met = [np.zeros(q) for _ in range(3)], np.zeros(q, np.bool_)  # bar, stderr, lse_stderr
-
-    @property
-    def shards(self) -> int:
-        """Number of shards."""
-        return self.source.caller.shards
 
     def draw(self) -> None:
         """Run one round: each shard draws for the remaining queries that it has not answered exactly yet."""

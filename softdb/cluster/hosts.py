@@ -198,7 +198,7 @@ class ShardPlaces:
 
     def _adopt(self) -> None:
         """Learn what the hosts own that run already, after Ray has restarted this actor."""
-        ray = _ray()
+        ray = ray_module()
         for name in named(ray, f"{self.start}host-"):
             with contextlib.suppress(ValueError):
                 self._hosts[name] = ray.get_actor(name, namespace=NAMESPACE)
@@ -214,7 +214,7 @@ class ShardPlaces:
 
     def _status(self, timeout: float) -> dict[str, dict[int, float]]:
         """Return `Host.status` of the hosts that reply in time. Forgets hosts that somebody has killed for good."""
-        ray, status = _ray(), dict[str, dict[int, float]]()
+        ray, status = ray_module(), dict[str, dict[int, float]]()
         refs = {name: host.status.remote() for name, host in self._hosts.items()}
         ready = ray.wait([*refs.values()], num_returns=len(refs), timeout=timeout)[0] if refs else []
         for name, ref in refs.items():
@@ -237,7 +237,7 @@ class ShardPlaces:
 
     def balance(self, moves: bool = True) -> None:
         """Start hosts on new nodes, give shards without owner to hosts, and move shards from full hosts to others."""
-        ray = _ray()
+        ray = ray_module()
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         slots = {node: _slots(resources) for node, resources in nodes.items() if resources.get("CPU", 0) >= 1}
         slots = {node: max(count, -(-self.truth.replicas // len(slots))) for node, count in slots.items()}
@@ -305,7 +305,7 @@ class ShardPlaces:
 
     def _host(self, name: str, node: str, threads: int) -> Any:
         """Start a host on a node, or on another one if the node is lost."""
-        ray = _ray()
+        ray = ray_module()
         actor_class = ray.remote(
             concurrency_groups={"answers": THREADS, "tending": THREADS},
             max_restarts=-1,
@@ -358,5 +358,6 @@ def named(ray: Any, start: str) -> list[str]:
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(start)]
 
 
-def _ray() -> Any:
+def ray_module() -> Any:
+    """Import Ray. Raises MissingDependency."""
     return needed("ray", "cluster", "actors")

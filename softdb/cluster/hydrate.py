@@ -339,7 +339,7 @@ class Hydrated(Directories):
         except (WriteFailed, CorruptionError) as error:
             self._unfit[shard] = self._reopen if isinstance(error, WriteFailed) else self._anew
             raise
-        self._applied(shard, replace(origin, left_out=left_out))
+        self._origins[shard] = (db, db.generation), replace(origin, left_out=left_out)
         if self._serves and origin.rows is None:
             self.serve(shard)
         for id, reason in left_out[known:]:

@@ -22,6 +22,7 @@ from softdb.cluster.shard import (
     Message,
     Refresh,
     ShardReplies,
+    Transport,
     of_records,
 )
 from softdb.errors import Closed, CorruptionError, SoftDBError, StaleRead
@@ -30,10 +31,8 @@ from softdb.reports import ShardReport
 _log = logging.getLogger("softdb")
 
 
-class Local:
+class Local(Transport):
     """Transport to several shards in this process. The shards share the process's cores."""
-
-    collective = False
 
     def __init__(self, shards: Sequence[ClusterShard]) -> None:
         self._shards = list(shards)
@@ -59,10 +58,6 @@ class Local:
             except Exception as error:
                 missing[shard] = f"{type(error).__name__}: {error}"
         return ShardReplies(replies, missing)
-
-    def anyone(self, more: bool) -> bool:
-        """Return `more`, because there are no other ranks (see `Transport.anyone`)."""
-        return more
 
     def close(self) -> None:
         """End the threads. The shards stay open."""

@@ -312,7 +312,7 @@ class Transport(Protocol):
     """Carries messages to several shards at once, and their replies back."""
 
     shards: int  # number of shards; they are numbered from 0
-    collective: bool  # True: if one rank asks, every rank must ask
+    collective: bool = False  # True: if one rank asks, every rank must ask
 
     def ask(self, asks: Mapping[int, Message], timeout: float) -> ShardReplies:
         """Send each shard its message, and return the replies that arrive within `timeout` seconds.
@@ -324,6 +324,7 @@ class Transport(Protocol):
 
     def anyone(self, more: bool) -> bool:
         """Return True if any rank passes more=True. A transport without ranks returns `more`."""
+        return more
 
     def close(self) -> None:
         """End the connection to the shards. Shards that other callers use keep running."""

@@ -140,10 +140,8 @@ class TableCluster(Cluster):
         """
         self.core.require_writable()
         truth = self.table
-        before = occupied(truth.now())
+        _, dead, files, size = occupied(truth.now())
         truth.compact()
-        after = occupied(truth.now())
+        records, dead_after, files_after, size_after = occupied(truth.now())
         self.core.seen()
-        return CompactReport(
-            after.records, before.dead - after.dead, before.files, after.files, before.bytes, after.bytes
-        )
+        return CompactReport(records, dead - dead_after, files, files_after, size, size_after)

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from softdb.answers import Records
 from softdb.answers.frames import COLUMNS, column_names, field_cells, warn_of_unknown
 from softdb.database.core import Core
-from softdb.errors import BadInput, MissingDependency
+from softdb.errors import BadInput
+from softdb.tables.arrow_tables import column, needed
 
 
 def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | None) -> Any:
@@ -21,14 +20,14 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
     converter = _Converter(core, None if names is None else ["id", *(name for name in names if name in COLUMNS)])
     for records in batches:
         blocks.append(converter.batch(records))
-        for name, column in fields.items():
-            column += field_cells(records.payloads, name)
+        for name, cells in fields.items():
+            cells += field_cells(records.payloads, name)
     warn_of_unknown(fields)
-    pyarrow = _pyarrow()
+    pyarrow = needed("pyarrow", "arrow", "a table")
     table = pyarrow.Table.from_batches(blocks, converter.schema)
-    for name, column in fields.items():
+    for name, cells in fields.items():
         try:
-            table = table.append_column(name, pyarrow.array(column))
+            table = table.append_column(name, pyarrow.array(cells))
         except (pyarrow.ArrowException, OverflowError) as error:
             raise BadInput(f"field {name!r} cannot become a column ({error}); export whole payloads") from None
     if names is None:
@@ -39,15 +38,15 @@ def table(core: Core[Any], batches: Iterable[Records], columns: Sequence[str] | 
 
 def reader(core: Core[Any], batches: Iterable[Records]) -> Any:
     """Return a `pyarrow.RecordBatchReader` that converts one batch of records at a time."""
-    converter = _Converter(core, None)
-    return _pyarrow().RecordBatchReader.from_batches(converter.schema, map(converter.batch, batches))
+    pa, converter = needed("pyarrow", "arrow", "a table"), _Converter(core, None)
+    return pa.RecordBatchReader.from_batches(converter.schema, map(converter.batch, batches))
 
 
 class _Converter:
     """Converts records to Arrow record batches, all with the schema of the database."""
 
     def __init__(self, core: Core[Any], names: list[str] | None) -> None:
-        pa = _pyarrow()
+        pa = needed("pyarrow", "arrow", "a table")
         kinds, schema = core.id_types, core.schema
         self.mixed, self.integers = len(kinds) == 2, kinds == {"integer"}
         number = pa.from_numpy_dtype(schema.dtype)
@@ -66,11 +65,11 @@ class _Converter:
 
     def batch(self, records: Records) -> Any:
         """Return records as a `pyarrow.RecordBatch`."""
-        pa = _pyarrow()
+        pa = needed("pyarrow", "arrow", "a table")
         return pa.record_batch([self._column(name, records) for name in self.schema.names], schema=self.schema)
 
     def _column(self, name: str, records: Records) -> Any:
-        pa, kind = _pyarrow(), self.schema.field(name).type
+        pa, kind = needed("pyarrow", "arrow", "a table"), self.schema.field(name).type
         if name == "id":
             if not self.mixed and any((type(name) is int) is not self.integers for name in records.ids):
                 raise BadInput("ids of another type were inserted meanwhile; read the table again")
@@ -79,20 +78,8 @@ class _Converter:
             return pa.array([type(name) is int for name in records.ids], kind)
         if name in ("text", "payload"):
             return pa.array(records.texts if name == "text" else records.payload_texts, kind)
-        column, without = records.keys if name == "key" else records.values, ~records.keyed.numpy()
-        assert column is not None
+        cells = records.keys if name == "key" else records.values
+        assert cells is not None
         if name == "key" and not pa.types.is_fixed_size_list(kind):
-            return pa.nulls(len(column), kind)  # no record has a key
-        mask = pa.array(without) if without.any() else None
-        if not pa.types.is_fixed_size_list(kind):
-            return pa.array(column.numpy(), kind, mask=None if mask is None else np.asarray(without))
-        flat = pa.array(np.ascontiguousarray(column.numpy()).reshape(-1), kind.value_type)
-        return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=mask)
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise MissingDependency("tables need pyarrow; pip install 'softdb[arrow]'") from None
-    return pyarrow
+            return pa.nulls(len(cells), kind)  # no record has a key
+        return column(cells.numpy(), kind, records.keyed.numpy())

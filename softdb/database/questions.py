@@ -332,9 +332,10 @@ class Questions(OwnNames):
         """Draw n records for each query, with replacement, exactly from softmax(score / temperature) over all records.
 
         `log_prob` carries the gradient for REINFORCE: -(reward * samples.log_prob).mean(). Cost: with an index a scan
-        of some of its coarser codes, and exact scores of some records; without an index, or if its codes are too coarse,
-        one pass over all keys (`scanned` is then True). If not scanned, reading `log_prob` costs a pass. Equations are
-        in docs/error-bars.md. Other arguments as `attend`; without a generator torch's default generator draws.
+        of some of its coarser codes, and exact scores of some records; without an index, or if its codes are too
+        coarse, one pass over all keys (`scanned` is then True). If not scanned, reading `log_prob` costs a pass.
+        Equations are in docs/error-bars.md. Other arguments as `attend`; without a generator torch's default generator
+        draws.
 
         Raises BadInput for arguments that do not fit, and BadFilter.
 

@@ -20,9 +20,10 @@ from softdb.device.pooled import nearest as kernel_nearest
 from softdb.device.resident import Shard
 from softdb.index import flat
 from softdb.index.contract import Live, Rows
-from softdb.index.products import Best, KeyBlock, pair_scores, reduced, top
+from softdb.index.products import Best, pair_scores, reduced, top
 from softdb.index.query import Query
 from softdb.index.rerank import ordered as ordered_on_host
+from softdb.store.snapshot import Block
 
 SCORED = 1 << 26  # number of scores computed at once: 256 MB
 CONVERTED = 1 << 26  # number of half-precision elements converted at once
@@ -148,11 +149,10 @@ class DeviceScan(flat.Scan):
         block_best = top(None, scores, positions.expand(scores.shape), width)
         return block_best if best is None else top(best, *block_best, width)
 
-    def blocks(self, queries: int) -> Iterator[KeyBlock]:
+    def blocks(self, queries: int) -> Iterator[Block]:
         """Yield blocks of keys, so small that the scores of `queries` queries fit into memory."""
         size = max(4096, min(SCORED // queries, CONVERTED // self.dim, 1 << 20))
-        for positions, keys, _ in self.shard.blocks(size, self.live, self.start, pools=False):
-            yield KeyBlock(positions, keys)
+        yield from self.shard.blocks(size, self.live, self.start, pools=False)
 
     def keys_at(self, positions: Tensor) -> Tensor:
         """Copy the keys at these positions."""

@@ -95,10 +95,8 @@ class OnGPU(IVF):
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
         """Train centroids and codes on the device; return the empty index."""
-        inner = cls.untrained(metric, sample, count, codes)
         with session(cls.device):
-            inner.train(sample)
-        return cls(metric, inner)
+            return super().train(metric, sample, count, codes)
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:

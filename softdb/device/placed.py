@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from softdb.check import Metric
@@ -130,14 +129,13 @@ class DeviceColumns(PlacedColumns):
         queries: Floats,  # (q, d)
         positions: Rows,  # (q, c), -1 = none
         metric: Metric,
-        dtype: torch.dtype,
-    ) -> NDArray[Any]:  # (q, c)
+    ) -> Floats:  # (q, c)
         """Return exact scores of candidates; -inf for position -1. Copies only the scores to the host."""
-        scores = np.full(positions.shape, -np.inf, np.dtype(str(dtype).removeprefix("torch.")))
+        scores = np.full(positions.shape, -np.inf, np.float32)
         chunk = max(1, GATHERED // max(1, positions.shape[1] * queries.shape[1]))
         for low in range(0, len(positions) if positions.size else 0, chunk):
             batch = slice(low, low + chunk)
-            keys = self.keys_at(positions[batch]).to(dtype)
+            keys = self.keys_at(positions[batch]).float()
             exact = pair_scores(torch.from_numpy(queries[batch]).to(keys).unsqueeze(1), keys, metric).cpu().numpy()
             scores[batch] = np.where(positions[batch] < 0, -np.inf, exact)
         return scores

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-import apsw
 import numpy as np
 from numpy.typing import NDArray
 
@@ -121,10 +120,7 @@ def _list_rows(catalog: Catalog, field: str, source: str, next_row: int) -> Rows
     """Return the rows of an SQL source (a table, with or without conditions), sorted by a field's value."""
     ordered = f"SELECT row FROM {source} ORDER BY {', '.join(field_sql(parts_of(field)))}, row"
     kind = np.int32 if next_row <= np.iinfo(np.int32).max else np.int64
-    try:
-        return np.fromstring(catalog.one(f"SELECT group_concat(row) FROM ({ordered})")[0] or "", kind, sep=",")
-    except apsw.TooBigError:
-        return np.fromiter((row for (row,) in catalog.connection.execute(ordered)), kind)
+    return catalog.rows(ordered, kind=kind)
 
 
 def _live_rows(rows: Rows, snapshot: Snapshot) -> Rows:

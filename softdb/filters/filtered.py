@@ -92,5 +92,5 @@ class FilteredStore(Store):
             scores, rows = self._full_text.scorer(texts, self.catalog, snapshot), self.locate(left_out).rows
             if where is None:
                 return ByText(snapshot, scores, None, None, rows)
-            keep = scores.among(self.matching_rows(where)[1])
+            keep = np.isin(scores.rows, self.matching_rows(where)[1])
             return ByText(snapshot, scores, keep, self.matching(where)[1], rows)

@@ -56,10 +56,6 @@ class TextScores(NamedTuple):
     norms: Floats  # (m,) k1 (1 - b + b · length / average)
     words: list[list[tuple[float, _Word]]]  # for each query its words: occurrences in the query · idf, and the records
 
-    def among(self, rows: Rows) -> Live:  # (r,) -> (m,)
-        """Return a mask of the m records with a text: True if the record's row is in `rows`."""
-        return np.isin(self.rows, rows)
-
     def scores(self, i: int) -> Floats:  # (m,)
         """Score all m records for query i, 0 for a record without its words. Cost: number of records with its words."""
         total = np.zeros(len(self.rows))
@@ -139,12 +135,12 @@ class FullText:
         last = int(cached.rows[-1]) if len(cached.rows) else -1
         sql = "SELECT group_concat(id), group_concat(hex(sz), '') FROM texts_docsize WHERE id > ?"
         ids, sizes = catalog.one(sql, (last,))  # SQLite returns both in the order of ids
-        new = _parse_integers(ids)
+        new = np.fromstring(ids or "", np.int64, sep=",")
         rows = np.concatenate([cached.rows, new])
         lengths = np.concatenate([cached.lengths, _decode_varints(bytes.fromhex(sizes or ""), len(new))])
         live = np.concatenate([cached.live, np.ones(len(new), np.bool_)])
         if catalog.one("SELECT count(*) FROM texts_docsize")[0] != np.count_nonzero(live):
-            live = np.isin(rows, _parse_integers(catalog.one("SELECT group_concat(id) FROM texts_docsize")[0]))
+            live = np.isin(rows, catalog.rows("SELECT id AS row FROM texts_docsize"))
         if not snapshot.holds(rows[live]).all():
             raise damaged_text_index("names rows without a record")
         return _Documents(snapshot.generation, rows, lengths, live)
@@ -158,10 +154,6 @@ def _occurrences(api: Any, *_: object) -> int:
 def _idf(count: int, containing: int) -> float:
     idf = math.log((count - containing + 0.5) / (containing + 0.5))
     return idf if idf > 0 else LEAST_IDF
-
-
-def _parse_integers(listed: str | None) -> Rows:
-    return np.fromstring(listed or "", np.int64, sep=",")
 
 
 def _decode_varints(blobs: bytes, count: int) -> Rows:

@@ -52,9 +52,8 @@ class PinnedStore(FilteredStore):
         snapshot, rows, payloads, own_texts = super().locate(ids, texts)
         missing = np.flatnonzero(rows < 0).tolist()
         if missing:
-            with typed_errors():
-                source = self.catalog.retired.since(snapshot)
-                deleted = self.catalog.lookup([ids[i] for i in missing], texts, source)
+            source = self.catalog.retired.since(snapshot)
+            deleted = self.catalog.lookup([ids[i] for i in missing], texts, source)
             for i in missing:
                 entry = deleted.get(ids[i])
                 if entry is not None:
@@ -66,8 +65,7 @@ class PinnedStore(FilteredStore):
         """Return {row: entry} for the rows of the pinned generation, as `Store.read` does."""
         entries = super().read(rows, payloads, texts)
         if len(entries) < len(rows):
-            with typed_errors():
-                entries |= self.catalog.read(rows, payloads, texts, source=self.catalog.retired.since(self.snapshot))
+            entries |= self.catalog.read(rows, payloads, texts, source=self.catalog.retired.since(self.snapshot))
         return entries
 
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> Live | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -245,13 +244,12 @@ class _FullTrial:
         name = (effort, fetch_k, held_out)
         if name not in self.known:
             half = self._half(held_out)
+            queries = self.queries[half]
             if self.ordinary is None or held_out:
-                matches, truth = self._search(self.queries[half], effort, fetch_k), self.truth[half]
+                matches, truth = self._search(queries, effort, fetch_k), self.truth[half]
             else:
-                matches, truth = (
-                    self._candidates(self.queries[half], effort, fetch_k, self.ordinary[0]),
-                    self.ordinary[1],
-                )
+                rows, truth = self.ordinary
+                matches = self._candidates(queries, effort, fetch_k, rows)
             self.known[name] = recalls_of(matches, truth, None if self.own is None else self.own[half])
         return self.known[name]
 
@@ -288,16 +286,11 @@ class _FullTrial:
 
     def seconds(self, effort: int, fetch_k: int) -> float:
         """Return the seconds of a search for one query, or the engine's own measure of cost."""
-        self.index.fetch_k = fetch_k
-        counted = self.index.cost(prepared(self.queries.float().numpy(), self.index.metric), self.wanted, effort)
-        return (
-            counted
-            if counted is not None
-            else seconds_of(self._searching(effort, fetch_k), np.ascontiguousarray(self.queries.float().numpy()))
-        )
-
-    def _searching(self, effort: int, fetch_k: int) -> Callable[[Floats], Rows]:
-        return lambda queries: self._search(torch.from_numpy(queries), effort, fetch_k)
+        self.index.fetch_k, queries = fetch_k, np.ascontiguousarray(self.queries.float().numpy())
+        counted = self.index.cost(prepared(queries, self.index.metric), self.wanted, effort)
+        if counted is not None:
+            return counted
+        return seconds_of(lambda some: self._search(torch.from_numpy(some), effort, fetch_k), queries)
 
     def _search(self, queries: Tensor, effort: int, fetch_k: int) -> Rows:
         self.index.effort, self.index.fetch_k = effort, fetch_k

@@ -85,7 +85,7 @@ def _unit(vectors: Floats) -> Floats:
     """Scale vectors to length 1; zero vectors stay. Lengths are float64, which holds the square of any float32."""
     units = np.empty_like(vectors)
     if available():
-        native().prepare(vectors, True, units)
+        native().prepare(vectors, units)
         return units
     lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))[:, None]
     lengths[lengths == 0] = 1

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Live, Rows, prepared
-from softdb.index.products import Best, BlockKeys, KeyBlock, Probe, merge, pair_scores
+from softdb.index.products import Best, BlockKeys, Probe, merge, pair_scores
 from softdb.index.query import Query
 from softdb.index.rerank import CODES
 from softdb.kernels import available, native
 from softdb.kernels.threads import share_out, workers
-from softdb.store.snapshot import Snapshot
+from softdb.store.snapshot import Block, Snapshot
 
 _BLOCK = 1 << 20  # numbers in a block of keys: 4 MB of float32; twice as many for few queries
 MANY, WIDE, LARGE = 64, 256, 1 << 28  # torch is faster above MANY queries and LARGE products, below WIDE numbers a key
@@ -199,17 +199,16 @@ class Scan:
                 best[i] = self.merge(best[i], scores, block.positions, width)
         return [top for top in best if top is not None]
 
-    def blocks(self, queries: int) -> Iterator[KeyBlock]:
+    def blocks(self, queries: int) -> Iterator[Block]:
         """Yield the records that take part, in blocks of a few megabytes."""
         size = _block_for(queries, self.dim)
         if 4 * self.count > len(self.keep) - self.start:
-            for positions, keys, _ in self.snapshot.blocks(size, self.keep, self.start):
-                yield KeyBlock(positions, keys)
+            yield from self.snapshot.blocks(size, self.keep, self.start)
         else:
             sparse = np.flatnonzero(self.keep[self.start :]) + self.start
             for low in range(0, len(sparse), size):
                 positions = torch.from_numpy(sparse[low : low + size])
-                yield KeyBlock(positions, self.keys_at(positions))
+                yield Block(positions, keys := self.keys_at(positions), keys)
 
     def keys_at(self, positions: Tensor) -> Tensor:
         """Return copies of the keys (…, d) at positions (…)."""

@@ -5,7 +5,6 @@ An index of kind "ivf" that is built on the CPU is another class, `softdb.index.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,18 +48,12 @@ class IVF(Index):
 
     @classmethod
     def train(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Index:
-        """Return an empty index whose centroids (by k-means) and scalar quantiser are trained on the sample."""
-        inner = cls.untrained(metric, sample, count, codes)
-        inner.train(sample)
-        return cls(metric, inner)
-
-    @classmethod
-    def untrained(cls, metric: Metric, sample: Floats, count: int, codes: str) -> Any:
-        """Return the untrained FAISS index for `count` records, with its training parameters set."""
+        """Return an empty index whose centroids (by k-means) and codes are trained on the sample."""
         lists = max(1, min(lists_for(count), len(sample) // 39))
         inner = cls.uploaded(faiss_module().index_factory(sample.shape[1], f"IVF{lists},{codes}", measure_of(metric)))
         inner.cp.niter, inner.cp.seed, inner.cp.max_points_per_centroid = ROUNDS, 1234, POINTS_A_LIST
-        return inner
+        inner.train(sample)
+        return cls(metric, inner)
 
     @classmethod
     def uploaded(cls, inner: Any) -> Any:
@@ -69,7 +62,7 @@ class IVF(Index):
 
     def parameters(self, effort: int, selector: Any) -> Any:
         """Return FAISS search parameters. The effort is the number of lists that are probed."""
-        return _probing(effort) if selector is None else faiss_module().SearchParametersIVF(nprobe=effort, sel=selector)
+        return faiss_module().SearchParametersIVF(nprobe=effort, **({} if selector is None else {"sel": selector}))
 
     @property
     def lists(self) -> int:
@@ -81,9 +74,3 @@ class IVFSQ8(IVF):
     """Inverted lists with 8-bit scalar codes, under the name "ivf-sq8" that the engine has on GPUs."""
 
     kind: ClassVar[str] = "ivf-sq8"
-
-
-@functools.lru_cache(maxsize=64)
-def _probing(effort: int) -> Any:
-    """Return cached search parameters, as making new ones takes microseconds. FAISS only reads them."""
-    return faiss_module().SearchParametersIVF(nprobe=effort)

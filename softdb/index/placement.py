@@ -6,7 +6,7 @@ Code that computes on the CPU reads a `Snapshot`, whose `placed` is None.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -116,8 +116,7 @@ class PlacedColumns(ColumnPass, Protocol):
         queries: NDArray[np.float32],  # (q, d)
         positions: Rows,  # (q, c), -1 = none
         metric: Metric,
-        dtype: torch.dtype,
-    ) -> NDArray[Any]:  # (q, c)
+    ) -> NDArray[np.float32]:  # (q, c)
         """Return exact scores of candidates, -inf for none. The device computes them; only scores go to the host."""
 
     def radius_search(self, query: Query) -> Rows:  # (q, m), -1 = none

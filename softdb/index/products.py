@@ -22,13 +22,6 @@ class Best(NamedTuple):
     positions: Tensor  # (q, c)
 
 
-class KeyBlock(NamedTuple):
-    """A block of records on the device where they are compared."""
-
-    positions: Tensor  # (m,)
-    keys: Tensor  # (m, d)
-
-
 class BlockKeys:
     """A block of keys and the terms of their scores that do not depend on the query."""
 

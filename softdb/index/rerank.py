@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from softdb.check import Metric
 from softdb.index.contract import Floats, Rows, prepared
@@ -35,24 +33,18 @@ def ordered(
     """
     if not available() or not snapshot.size:
         return _gathered(snapshot, queries, positions, k, metric)
-    plain = prepared(queries, metric) if plain is None else plain
-    return best_of(snapshot, plain, np.ascontiguousarray(positions), k, metric)[:2]
+    seen, positions = prepared(queries, metric) if plain is None else plain, np.ascontiguousarray(positions)
+    best, scores = np.empty((len(seen), k), np.int64), np.empty((len(seen), k), np.float32)
+    keys, code, products = snapshot.key_column, CODES[metric], positions.size * seen.shape[1]
+    if workers(products) == 1:  # avoids the microseconds of `by_lines`
+        native().rerank(seen, positions, keys, code, best, scores)
+        return best, scores
 
+    def some(run: slice) -> tuple[Any, ...]:
+        return seen[run], positions[run], keys, code, best[run], scores[run]
 
-def best_of(
-    snapshot: Snapshot,
-    plain: Floats,  # (q, d) as `prepared` returns them
-    positions: Rows,  # (q, c), -1 = none
-    k: int,
-    metric: Metric,
-) -> tuple[Rows, Floats, bool]:  # (q, k), (q, k)
-    """Return `ordered` from the kernels, and True if every query has k candidates and all scores are finite."""
-    best, scores = np.empty((len(plain), k), np.int64), np.empty((len(plain), k), np.float32)
-    rerank, keys, code = native().rerank, snapshot.key_column, CODES[metric]
-    if workers(positions.size * plain.shape[1]) == 1:  # avoids the microseconds of `by_lines`
-        return best, scores, rerank(plain, positions, keys, code, best, scores)
-    given, products = _given(snapshot, plain, positions, metric, best, scores)
-    return best, scores, all(by_lines(rerank, given, len(plain), products))
+    by_lines(native().rerank, some, len(seen), products)
+    return best, scores
 
 
 def scores_at(
@@ -60,40 +52,26 @@ def scores_at(
     queries: Floats,  # (q, d)
     positions: Rows,  # (q, c), -1 = none
     metric: Metric,
-    precise: bool = False,
-) -> NDArray[Any]:  # (q, c)
-    """Return the exact score of each candidate, -inf for none, in float64 if `precise`, else in float32.
+) -> Floats:  # (q, c)
+    """Return the exact score of each candidate, -inf for none.
 
     Needs the kernels unless the columns lie on a device. Cost q c d.
     """
     if columns.placed is not None:
-        return columns.scores_at(queries, positions, metric, torch.float64 if precise else torch.float32)
-    scores = np.empty(positions.shape, np.float64 if precise else np.float32)
-    if scores.size:
-        plain, positions = prepared(queries, metric), np.ascontiguousarray(positions)
-        given, products = _given(columns, plain, positions, metric, scores)
-        if len(scores) == 1:  # threads share the candidates of the single query
-            column = columns.key_column
+        return columns.scores_at(queries, positions, metric)
+    scores = np.empty(positions.shape, np.float32)
+    if not scores.size:
+        return scores
+    plain, positions = prepared(queries, metric), np.ascontiguousarray(positions)
+    keys, code, single = columns.key_column, CODES[metric], len(scores) == 1
 
-            def some(run: slice) -> tuple[Any, ...]:
-                return plain, positions[:, run], column, CODES[metric], scores[:, run]
+    def some(run: slice) -> tuple[Any, ...]:
+        if single:  # threads share the candidates of the single query
+            return plain, positions[:, run], keys, code, scores[:, run]
+        return plain[run], positions[run], keys, code, scores[run]
 
-            by_lines(native().score, some, positions.shape[1], products)
-        else:
-            by_lines(native().score, given, len(scores), products)
+    by_lines(native().score, some, scores.size if single else len(scores), positions.size * plain.shape[1])
     return scores
-
-
-def _given(
-    snapshot: Snapshot, plain: Floats, positions: Rows, metric: Metric, *out: Any
-) -> tuple[Callable[[slice], tuple[Any, ...]], int]:
-    """Return a function from a slice of queries to kernel arguments, and the number of products for all queries."""
-    keys, code = snapshot.key_column, CODES[metric]
-
-    def given(run: slice) -> tuple[Any, ...]:
-        return plain[run], positions[run], keys, code, *(array[run] for array in out)
-
-    return given, positions.size * plain.shape[1]
 
 
 def _gathered(

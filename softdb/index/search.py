@@ -14,7 +14,6 @@ from softdb.index.flat import nearest
 from softdb.index.lists import Among, Lists
 from softdb.index.outliers import LEAST, SHARE, Outliers, outliers_of
 from softdb.index.planner import FEW, way
-from softdb.index.quantizer import NO_ROW, Places
 from softdb.index.query import Query
 from softdb.index.rerank import ordered
 from softdb.index.rule import MOSTLY
@@ -155,12 +154,7 @@ def _compared(snapshot: Snapshot, vectors: Floats, positions: Rows, k: int, metr
 
 def indexed_until(snapshot: Snapshot, index: Index) -> int:
     """Return the first unindexed position."""
-    return sum(_below(s.first_row, s.rows, len(s), index.covered) for s in snapshot.segments)
-
-
-def _below(first: int, rows: Rows | None, length: int, covered: int) -> int:
-    """Return how many rows of a segment are below `covered`, and so in the index."""
-    return min(max(covered - first, 0), length) if rows is None else int(np.searchsorted(rows, covered))
+    return snapshot.count_below(index.covered)
 
 
 class _Eligible:
@@ -192,7 +186,8 @@ class _Coverage:
         self.until = indexed_until(snapshot, index)
         self.places = np.empty(0, np.uint32)  # position for each slot of the lists
         if isinstance(index, Sketches):
-            self.places = index.layout.rows if self.aligned else _places(snapshot, index.layout.rows)
+            rows = index.layout.rows  # -1, for a row that the snapshot lacks, becomes NO_ROW
+            self.places = rows if self.aligned else snapshot.positions(rows.astype(np.int64)).astype(np.uint32)
         self.every = _Eligible(snapshot, index, snapshot.live, self)
         self._filtered: Recent[_Eligible] = Recent()
 
@@ -201,9 +196,3 @@ class _Coverage:
         if allowed is None:
             return self.every
         return self._filtered.of(lambda: _Eligible(snapshot, index, snapshot.live & allowed, self), allowed)
-
-
-def _places(snapshot: Snapshot, rows: Places) -> Places:  # (slots,)
-    """Return the position of each row, NO_ROW for unknown rows."""
-    positions = snapshot.positions(rows.astype(np.int64))
-    return np.where(positions >= 0, positions, NO_ROW).astype(np.uint32)

@@ -8,7 +8,6 @@ signatures: str  # SHA-256 of this file when the kernels were built
 
 def levels() -> list[str]: ...
 def level() -> str: ...
-def lanes() -> int: ...
 def use(level: str) -> bool: ...
 
 # native/bind_attention.cc
@@ -81,16 +80,16 @@ def take_in(
     positions: NDArray[int64],  # (m,) negative = excluded
     keys: NDArray[float32],  # (m, d) padded like the queries
     lengths: NDArray[float64],  # (m,) descending
-    found: NDArray[int64],  # (q, k), changed: best first, ties by position, negative = none
+    matches: NDArray[int64],  # (q, k), changed: best first, ties by position, negative = none
     scores: NDArray[float32],  # (q, k), changed
 ) -> bool: ...
-def prepare(queries: NDArray[float32], cosine: bool, out: NDArray[float32]) -> bool: ...
+def prepare(vectors: NDArray[float32], out: NDArray[float32]) -> None: ...
 def rerank(
     queries: NDArray[float32],  # (q, d)
     positions: NDArray[int64],  # (q, c)
     keys: Column,
     metric: int,
-    found: NDArray[int64],  # (q, k), written to
+    matches: NDArray[int64],  # (q, k), written to
     scores: NDArray[float32],  # (q, k), written to
 ) -> bool: ...
 def score(
@@ -98,7 +97,7 @@ def score(
     positions: NDArray[int64],  # (q, c)
     keys: Column,
     metric: int,
-    scores: NDArray[Any],  # (q, c) float32 or float64, written to
+    scores: NDArray[float32],  # (q, c), written to
 ) -> None: ...
 def scan(
     queries: NDArray[float32],  # (q, d)
@@ -107,7 +106,7 @@ def scan(
     keep: NDArray[bool_],  # (size,)
     low: int,
     high: int,
-    found: NDArray[int64],  # (q, c), written to
+    matches: NDArray[int64],  # (q, c), written to
     scores: NDArray[float32],  # (q, c), written to
 ) -> bool: ...
 def rescore(
@@ -116,7 +115,7 @@ def rescore(
     floor: NDArray[float64],  # (q,)
     keys: Column,
     metric: int,
-    found: NDArray[int64],  # (q, c), written to
+    matches: NDArray[int64],  # (q, c), written to
     exact: NDArray[float64],  # (q, c), written to
     k: int,
     unsure: NDArray[bool_],  # (q,), written to
@@ -169,14 +168,18 @@ def search_lists(
     lists: Lists,
     queries: NDArray[float32],  # (q, d)
     allowed: NDArray[uint16],  # (blocks,)
+    sizes: NDArray[float32],  # (lists,) padded: number of allowed records
     places: NDArray[uint32],  # (slots,)
     keys: Column | None,
     metric: int,
-    rates: NDArray[float64],  # gap, linear, square, constant
-    records_per_match: float,
+    gap: float,  # these five: see `softdb.index.rule.Rule`
+    linear: float,
+    square: float,
+    least: float,
+    less: float,
     nearest: int,
     kept: int,
-    found: NDArray[int64],  # (q, k), written to
+    matches: NDArray[int64],  # (q, k), written to
     scores: NDArray[float32],  # (q, k), written to
 ) -> int: ...  # slots that were scanned; where not all queries have k, or a score is NaN: minus that, minus 1
 def nearest_lists(

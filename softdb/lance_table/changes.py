@@ -71,10 +71,10 @@ def changes_between(url: str, since: Any, dataset: Any, id_column: str, columns:
         if difference is None:
             return None
         removed, added, size = list[list[Id]](), list[Any](), 0
-        for ids, table in difference.rows(id_column, names):
-            removed += [] if ids is None else [ids]
-            added += [] if table is None else [table]
-            size += _ID_BYTES * len(ids or ()) + (0 if table is None else table.nbytes)
+        for rows in itertools.chain(difference.removed(id_column), difference.added(names)):
+            is_removed = isinstance(rows, list)
+            (removed if is_removed else added).append(rows)
+            size += _ID_BYTES * len(rows) if is_removed else rows.nbytes
             if size > LARGEST:
                 return Changes(difference.removed(id_column), difference.added(names), True, until)
         return Changes(removed, added, False, until)
@@ -143,11 +143,6 @@ class _Difference(NamedTuple):
                 del gone[fragment.fragment_id]
                 deleted.append(dead + (fragment.fragment_id << _FRAGMENT_BITS))
         return cls(before, after, [*gone.values()], new, np.concatenate(deleted))
-
-    def rows(self, id_column: str, columns: list[str]) -> Iterator[tuple[list[Id] | None, Any]]:
-        """Yield lists of removed ids, then tables of added rows, each in a pair with None."""
-        yield from ((ids, None) for ids in self.removed(id_column))
-        yield from ((None, table) for table in self.added(columns))
 
     def removed(self, id_column: str) -> Iterator[list[Id]]:
         """Yield the ids of rows that are not in `after`."""

@@ -8,9 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from softdb.check import Id, Schema
 from softdb.errors import BadInput, CorruptionError, NotADatabase, SoftDBError, StorageUnavailable, WriteFailed
@@ -122,16 +120,6 @@ class Synced:
         self._known[folder] = names
 
 
-def column(values: Any, kind: Any, present: Any = None) -> Any:
-    """Convert numbers (n, …) to an Arrow column of type `kind`, with nulls where `present` (n,) is False."""
-    pa, array = needed("pyarrow", "cluster", "a cluster"), np.ascontiguousarray(values)
-    mask = None if present is None or present.all() else ~present
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
-    flat = pa.array(array.reshape(-1), kind.value_type)
-    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if mask is None else pa.array(mask))
-
-
 def require_columns(dataset: Any, fields: Fields, others: Sequence[str], schema: Schema) -> None:
     """Raise BadInput if a column in `fields` or `others` is missing, or has another width than the schema says."""
     widths = {fields.key: schema.dim, fields.value: schema.value_dim}
@@ -149,21 +137,12 @@ def literal(id: Id) -> str:
     return str(id) if type(id) is int else "'" + str(id).replace("'", "''") + "'"
 
 
-class Occupied(NamedTuple):
-    """Numbers of records, dead rows, files and bytes in one version of a table."""
-
-    records: int
-    dead: int  # number of rows whose records were deleted or replaced
-    files: int
-    bytes: int
-
-
-def occupied(dataset: Any) -> Occupied:
-    """Count the records, dead rows, files and bytes of one version of a table."""
+def occupied(dataset: Any) -> tuple[int, int, int, int]:
+    """Count the records, the rows of deleted and replaced records, the files and the bytes of a table's version."""
     parts = dataset.get_fragments()
     sizes = [file.file_size_bytes or 0 for fragment in parts for file in fragment.data_files()]
     dead = sum(fragment.num_deletions for fragment in parts)
-    return Occupied(dataset.count_rows(), dead, len(sizes), sum(sizes))
+    return dataset.count_rows(), dead, len(sizes), sum(sizes)
 
 
 def merge_small_files(dataset: Any) -> None:

@@ -40,7 +40,6 @@ from softdb.lance_table.storage import (
     LANCE,
     Synced,
     cause,
-    column,
     dataset_at,
     failure,
     lance_errors,
@@ -52,7 +51,7 @@ from softdb.lance_table.storage import (
 )
 from softdb.store import Batch
 from softdb.store.entry import merged
-from softdb.tables.arrow_tables import Table, needed, read_table
+from softdb.tables.arrow_tables import Table, column, needed, read_table
 from softdb.tables.rows import Fields, Header, Rows
 
 _TRIES = 20  # number of attempts to update while other handles write, too

@@ -114,7 +114,7 @@ class Memory(Reindexed, SparseRows):
             self._heat = check.number(temperature, "temperature", "a finite number above 0", lambda x: x > 0, advice)
         origin = Origin.newest(db)
         self.k, self.overfetch = check.integer(k, "k"), check.integer(overfetch, "overfetch")
-        self._followed = Followed.of(origin)
+        self._followed = Followed(origin, origin.names())
         dtype = "float16" if db.core.schema.dtype == np.float16 else "float32"
         self._begin(reindex, StaleIndex(db.core.schema.metric, dtype=dtype))
         trained, every = chosen(db.core.schema, keys, values), np.arange(len(self))
@@ -293,7 +293,7 @@ class Memory(Reindexed, SparseRows):
                     "commit with smaller steps"
                 )
         origin = Origin(origin.db, np.concatenate([origin.rows[present], inserted]), origin.snapshot)
-        self._followed = Followed.of(origin)
+        self._followed = Followed(origin, origin.names())
         new = np.arange(len(present), len(self))
         for name, stored in (("keys", origin.keys), ("values", origin.values)):
             old: torch.nn.Parameter | None = getattr(self, name)

@@ -175,11 +175,6 @@ class Followed:
     origin: Origin
     names: Names  # (n,) digests of the ids, from `Origin.names` when the memory was made
 
-    @classmethod
-    def of(cls, origin: Origin) -> Followed:
-        """Make a `Followed` of an origin, with the digests of its ids. Cost: reads n ids."""
-        return cls(origin, origin.names())
-
     def digests(self) -> Tensor:  # (n, DIGEST) bytes
         """Return the digests of the records' ids for a state_dict; zeros for a deleted or replaced record."""
         names = np.where(self.origin.present, self.names, UNKNOWN).astype(self.names.dtype)

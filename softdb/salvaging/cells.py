@@ -109,10 +109,7 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Value, int]:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = 0
-    for i in range(9):
-        if at + i >= len(data):
-            raise Damaged
-        byte = data[at + i]
+    for i, byte in enumerate(data[at : at + 9]):
         if i == 8:
             return value << 8 | byte, at + 9
         value = value << 7 | byte & 127

@@ -29,7 +29,7 @@ class Log:
         self.size = 0  # bytes of a page; 0: no commit is valid
         self.pages = 0  # number of pages of the database, as of the last valid commit
         self.cut = False  # True if damaged or uncommitted frames of the current round follow
-        head = _read(self._file.fileno(), 0, _HEADER)
+        head = read(self._file.fileno(), 0, _HEADER)
         if len(head) == _HEADER:
             self._replay(head)
 
@@ -43,7 +43,7 @@ class Log:
         offset = self._offsets.get(number)
         if offset is None:
             return None
-        data = _read(self._file.fileno(), offset, self.size)
+        data = read(self._file.fileno(), offset, self.size)
         return data if len(data) == self.size else None
 
     def _replay(self, head: bytes) -> None:
@@ -57,7 +57,7 @@ class Log:
         waiting: dict[int, int] = {}
         offset = _HEADER
         while True:
-            frame = _read(self._file.fileno(), offset, _FRAME + size)
+            frame = read(self._file.fileno(), offset, _FRAME + size)
             if len(frame) < _FRAME + size:
                 self.cut = bool(waiting or frame)
                 return
@@ -77,7 +77,8 @@ class Log:
             offset += len(frame)
 
 
-def _read(descriptor: int, offset: int, size: int) -> bytes:
+def read(descriptor: int, offset: int, size: int) -> bytes:
+    """Read at most `size` bytes of a file; b"" if the disk cannot read them."""
     try:
         return os.pread(descriptor, size, offset)
     except OSError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import io
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Schema
+from softdb.salvaging.log import read
 from softdb.salvaging.remains import Remains
 from softdb.store import files
 from softdb.store.segments import MAX_ROWS, header
@@ -72,22 +72,11 @@ def at_once(size: int) -> int:
 
 def read_slots(file: BinaryIO, size: int, low: int, high: int) -> Iterator[bytes]:
     """Yield the bytes of slots low … high - 1; b"" for slots beyond the file, or that the disk cannot read."""
-    start = HEAD + low * size
-    data = _read(file, start, (high - low) * size)
-    if data is None:  # read slot by slot
-        slots = (_read(file, start + i * size, size) for i in range(high - low))
-        yield from (b"" if slot is None or len(slot) < size else slot for slot in slots)
-        return
-    for i in range(high - low):
-        slot = data[i * size : (i + 1) * size]
+    start, descriptor = HEAD + low * size, file.fileno()
+    data = read(descriptor, start, (high - low) * size)
+    for i in range(high - low):  # if not readable as a whole, read slot by slot
+        slot = data[i * size : (i + 1) * size] if data else read(descriptor, start + i * size, size)
         yield slot if len(slot) == size else b""
-
-
-def _read(file: BinaryIO, offset: int, size: int) -> bytes | None:
-    try:
-        return os.pread(file.fileno(), size, offset)
-    except OSError:
-        return None
 
 
 def crcs_in(path: Path, size: int) -> Numbers:

@@ -22,6 +22,7 @@ from softdb.salvaging.settings import schema_of
 from softdb.salvaging.sifting import sift
 from softdb.store import committed, files
 from softdb.store.append import Batch
+from softdb.store.backup import require_free
 from softdb.store.store import Store
 
 LISTED = 1000  # maximum number of lost records, and of unconfirmed ones, that a report names
@@ -79,7 +80,7 @@ def salvage(
 def _salvage(path: Path, destination: Path, given: dict[str, Any]) -> dict[str, Any]:
     if not path.is_dir():
         raise NotADatabase(f"{path} is no directory; expected the directory of a database")
-    _require_free(path, destination)
+    require_free(destination, path, "destination")
     with _hold_off_writers(path), contextlib.closing(Remains(path / "catalog.sqlite")) as remains:
         if not remains.has_records:
             raise CorruptionError(
@@ -94,13 +95,6 @@ def _salvage(path: Path, destination: Path, given: dict[str, Any]) -> dict[str, 
         except (OSError, apsw.Error) as error:
             raise WriteFailed(f"{destination} cannot be written ({error}); make room or choose another path") from error
     return {"path": str(destination), **report}
-
-
-def _require_free(path: Path, destination: Path) -> None:
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise BadInput(f"destination {str(destination)!r} is taken; expected a directory that is new or empty")
-    if destination.resolve().is_relative_to(path.resolve()):
-        raise BadInput(f"destination {str(destination)!r} is inside the database; choose a path outside of it")
 
 
 @contextlib.contextmanager

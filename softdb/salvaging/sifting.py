@@ -7,10 +7,11 @@ the record is not trusted. If the index is lost, the table's id is used, and rep
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 import apsw
@@ -80,17 +81,11 @@ def _lost(row: int, name: Value, why: str) -> tuple[Value, ...]:
 
 
 def _payload_error(payload: Value) -> str | None:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(payload, str):
-            json.loads(payload, parse_constant=_refuse)
+            json.loads(payload, parse_constant=int)  # `int` refuses NaN and infinity, which JSON lacks
             return None
-    except (ValueError, RecursionError):
-        pass
     return "catalog.sqlite: its payload is not JSON"
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)  # NaN and infinity, which JSON lacks
 
 
 def _confirm(remains: Remains, scratch: apsw.Connection) -> None:

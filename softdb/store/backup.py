@@ -50,14 +50,13 @@ def backup(store: Store, path: Path) -> SnapshotReport:
     return SnapshotReport(str(path), snapshot.records, snapshot.generation, files.occupied(path))
 
 
-def require_free(path: Path, database: Path | None = None) -> None:
+def require_free(path: Path, database: Path | None = None, name: str = "path") -> None:
     """Raise BadInput if `path` is a file, a directory that is not empty, or inside the directory `database`."""
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"path {str(path)!r} is a file; expected a directory that does not exist or is empty")
-    if path.is_dir() and any(path.iterdir()):
-        raise BadInput(f"path {str(path)!r} is a directory that is not empty; choose a new or an empty one")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "directory that is not empty" if path.is_dir() else "file"
+        raise BadInput(f"{name} {str(path)!r} is taken: it is a {what}; choose a new or an empty directory")
     if database is not None and path.resolve().is_relative_to(database.resolve()):
-        raise BadInput(f"path {str(path)!r} is inside the database; choose a path outside of {str(database)!r}")
+        raise BadInput(f"{name} {str(path)!r} is inside the database; choose a path outside of {str(database)!r}")
 
 
 def _copy(store: Store, path: Path) -> Snapshot:

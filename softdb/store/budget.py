@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Callable
 
 STEPS = 20_000  # thousands of SQLite's steps allowed to any query, plus 100 steps for each byte of the file
 DENSEST = 1024  # largest ratio of claimed size to bytes on disk: no file system compresses better
 
 
-class Budget:
-    """Progress handler of SQLite, called every thousand steps, which stops a query that takes too many steps."""
-
-    def __init__(self) -> None:
-        self._steps = math.inf  # remaining steps, in thousands
-
-    def allow(self, size: int) -> None:
-        """Limit the steps of the next query, on a catalogue of `size` bytes."""
-        self._steps = STEPS + size // 10
-
-    def end(self) -> None:
-        """Remove the limit at the end of a query: statements that write have none."""
-        self._steps = math.inf
-
-    def __call__(self) -> bool:
-        """Count a thousand steps, and return True if the query must stop."""
-        self._steps -= 1
-        return self._steps < 0
+def step_limit(size: int) -> Callable[[], bool]:
+    """Return a progress handler of SQLite, called every thousand steps: True if a query on `size` bytes must stop."""
+    remaining = iter(range(STEPS + size // 10))
+    return lambda: next(remaining, None) is None
 
 
 def occupied(path: str) -> int:

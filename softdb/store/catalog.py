@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from softdb.check import Id, Schema, shown
 from softdb.errors import CorruptionError, NotADatabase
 from softdb.store import format
-from softdb.store.budget import DENSEST, Budget, occupied
+from softdb.store.budget import DENSEST, occupied, step_limit
 from softdb.store.connect import BUSY, connect, damaged_catalog, damaged_text, has_no_log, typed
 from softdb.store.entry import RecordEntry, plain
 from softdb.store.format import CHUNK, FORMAT
@@ -47,8 +47,7 @@ class Catalog:
         self.connection, self.immutable = connection, immutable  # True: read without locks until a writer opens it
         self.laid_out = laid_out  # False if the file has no tables: its creation was not begun or was interrupted
         self._state: CatalogState | None = None  # the state as last read or written in the open transaction
-        self.retired, self._budget = Retired(connection), Budget()
-        connection.set_progress_handler(self._budget, 1000)
+        self.retired = Retired(connection)
 
     @classmethod
     def open(cls, path: Path | None, write: bool) -> Catalog:
@@ -122,13 +121,13 @@ class Catalog:
 
     def _run_bounded(self, fetch: Callable[[apsw.Cursor], Any], sql: str, bindings: Sequence[Any]) -> Any:
         """Run a query; raise CorruptionError if it takes more steps than a sound file of this size can need."""
-        self._budget.allow(self._bytes())
+        self.connection.set_progress_handler(step_limit(self._bytes()), 1000)
         try:
             return fetch(self.connection.execute(sql, bindings))
         except apsw.InterruptError as error:
             raise damaged_catalog("has a cycle of pages") from error
         finally:
-            self._budget.end()
+            self.connection.set_progress_handler(None)
 
     def _bytes(self) -> int:
         """Return the bytes that the catalogue occupies, on disk or in memory: a damaged header may claim more."""
@@ -294,25 +293,17 @@ class Catalog:
             ids = sorted(ids)  # neighbours share pages: twice as fast over a million records
         columns = "r.payload, r.text" if whole else "NULL, NULL"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN {source} r ON r.id = j.value"
-        return {record.id: record for record in plain(self._look_up(sql, json.dumps(ids)))}
+        return {record.id: record for record in plain(self.connection.execute(sql, (json.dumps(ids),)).fetchall())}
 
     def read(self, rows: Rows, payloads: bool = True, texts: bool = False, *, source: str = "records") -> Entries:
         """Return {row: entry} for the rows that hold a record, with the requested columns. Raises CorruptionError."""
         columns = f"{'r.payload' if payloads else 'NULL'}, {'r.text' if texts else 'NULL'}"
         sql = f"SELECT r.row, r.id, {columns} FROM json_each(?) j CROSS JOIN {source} r ON r.row = j.value"
-        return {record.row: record for record in plain(self._look_up(sql, _json(rows)))}
+        return {record.row: record for record in plain(self.connection.execute(sql, (_json(rows),)).fetchall())}
 
     def keyless(self) -> NDArray[np.int64]:
         """Return the rows of records without a key, ascending. Cost: a scan of the SQL index `keyless`."""
-        return np.sort(self._rows("SELECT group_concat(row) FROM records WHERE key_crc IS NULL"))
-
-    def _look_up(self, sql: str, keys: str) -> list[Any]:
-        """Fetch records by a JSON list of ids or rows, with no step counter: see `Worker.run_between`."""
-        self.connection.set_progress_handler(None)
-        try:
-            return self.connection.execute(sql, (keys,)).fetchall()
-        finally:
-            self.connection.set_progress_handler(self._budget, 1000)
+        return np.sort(self.rows("SELECT row FROM records WHERE key_crc IS NULL"))
 
     def checksums(self, first: int, last: int) -> list[tuple[int, int, int | None]]:
         """Return (row, key_crc, value_crc) of each record with a key in rows first … last, in the order of rows."""
@@ -349,16 +340,14 @@ class Catalog:
             source, before = "records NOT INDEXED WHERE row IN (SELECT value FROM json_each(?)) AND", [_json(among)]
         elif first:
             source, before = "records NOT INDEXED WHERE row >= ? AND", [first]
-        bound = [*before, *bindings]
-        try:
-            return self._rows(f"SELECT group_concat(row) FROM {source} {condition}", bound)
-        except apsw.TooBigError:
-            cursor = self.connection.execute(f"SELECT row FROM {source} {condition}", bound)
-            return np.fromiter((row for (row,) in cursor), np.int64)
+        return self.rows(f"SELECT row FROM {source} {condition}", [*before, *bindings])
 
-    def _rows(self, sql: str, bindings: Sequence[Any] = ()) -> NDArray[np.int64]:
-        """Return the rows that a query joins into one text: three times as fast as one Python object for each row."""
-        return np.fromstring(self.one(sql, bindings)[0] or "", np.int64, sep=",")
+    def rows(self, sql: str, bindings: Sequence[Any] = (), kind: type[np.integer[Any]] = np.int64) -> NDArray[Any]:
+        """Return the rows that a query lists, joined by SQLite into a text: three times as fast as one object each."""
+        try:
+            return np.fromstring(self.one(f"SELECT group_concat(row) FROM ({sql})", bindings)[0] or "", kind, sep=",")
+        except apsw.TooBigError:
+            return np.fromiter((row for (row,) in self.connection.execute(sql, bindings)), kind)
 
     # -- declared fields -------------------------------------------------------------------------------------------
 

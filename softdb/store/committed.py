@@ -10,7 +10,6 @@ synced: a file that is absent or malformed is ignored, and a writer creates it a
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from zlib import crc32
@@ -23,30 +22,18 @@ NAME = "committed"
 _LINE = len("00000000000000000000 01234567\n")  # bytes of the file
 
 
-class Committed:
+class Committed(files.Descriptor):
     """The file `committed`, which a writer keeps open."""
-
-    _descriptor = -1
 
     def __init__(self, directory: Path, folder: int) -> None:
         """`folder`: descriptor of the directory, see `softdb.store.files`."""
-        self._descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, folder=folder)
-        disk.truncate(self._descriptor, _LINE)
+        self.descriptor = disk.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, folder=folder)
+        disk.truncate(self.descriptor, _LINE)
 
     def put(self, generation: int) -> None:
         """Write the number of a generation that is on disk. Raises OSError."""
         digits = f"{generation:020d}"
-        disk.write(self._descriptor, f"{digits} {crc32(digits.encode()):08x}\n".encode(), 0)
-
-    def close(self) -> None:
-        """Close the file; safe to call twice."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            disk.close(descriptor)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
+        disk.write(self.descriptor, f"{digits} {crc32(digits.encode()):08x}\n".encode(), 0)
 
 
 def last(directory: Path) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from softdb.reports import CompactReport
 from softdb.store import gaps
 from softdb.store.segments import MAX_ROWS, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import AT_ONCE, damaged
+from softdb.store.soundness import AT_ONCE, damaged, require_sound
 from softdb.store.store import Store
 
 
@@ -52,7 +53,7 @@ def _groups(snapshot: Snapshot) -> list[set[int]]:
     """
     groups: list[set[int]] = []
     group: list[int] = []  # indices of segments
-    counts = [int(np.count_nonzero(live)) for _, live in _live_slots(snapshot)]
+    counts = [int(np.count_nonzero(snapshot.live[low:high])) for low, high in pairwise(snapshot.starts)]
 
     def close() -> None:
         if len(group) > 1 or any(counts[i] < len(snapshot.segments[i]) for i in group):
@@ -70,12 +71,6 @@ def _groups(snapshot: Snapshot) -> list[set[int]]:
     return groups
 
 
-def _live_slots(snapshot: Snapshot) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yield each segment's first position and the mask of its live slots."""
-    for segment, start in zip(snapshot.segments, snapshot.starts.tolist(), strict=False):
-        yield start, snapshot.live[start : start + len(segment)]
-
-
 class _Group(NamedTuple):
     """Segments of one snapshot that are to become one segment."""
 
@@ -91,10 +86,9 @@ class _Group(NamedTuple):
         places = [i for i, segment in enumerate(snapshot.segments) if segment.number in numbers]
         if len(places) < len(numbers):
             return None
-        lives = [(start, live) for i, (start, live) in enumerate(_live_slots(snapshot)) if i in places]
-        alive = np.concatenate([start + np.flatnonzero(live) for start, live in lives])
-        dead = np.concatenate([start + np.flatnonzero(~live) for start, live in lives])
-        return cls(snapshot, places, alive, snapshot.rows(dead))
+        own = np.arange(snapshot.starts[places[0]], snapshot.starts[places[-1] + 1])
+        live = snapshot.live[own]
+        return cls(snapshot, places, own[live], snapshot.rows(own[~live]))
 
     @property
     def shape(self) -> list[tuple[int, int]]:
@@ -176,9 +170,8 @@ def _write(store: Store, group: _Group, number: int) -> _Written | None:
 def _require_sound(store: Store, group: _Group) -> None:
     """Raise CorruptionError if a record to be copied is damaged: its file must stay, to be restored from a copy."""
     segments = (group.snapshot.segments[i] for i in group.places)
-    damage = [d for segment in segments for d in damaged(store.checksums, segment) if d.file.endswith(".npy")]
-    if damage:
-        raise CorruptionError("; ".join(map(str, damage)) + ": restore them from a copy, then compact")
+    damage = (d for segment in segments for d in damaged(store.checksums, segment) if d.file.endswith(".npy"))
+    require_sound(damage, "then compact")
 
 
 def _swap(store: Store, group: _Group, written: _Written | None) -> None:

@@ -297,19 +297,13 @@ def acquire(path: Path, folder: int | None = None) -> Lock | None:
     return lock
 
 
-class Lock:
-    """A lock on a file, held while any process has its descriptor open."""
+class Descriptor:
+    """An open file, closed at the latest when this object is deleted."""
 
     descriptor = -1  # -1: closed
 
-    def release(self) -> None:
-        """Unlock and close, even if a forked child also has the descriptor open."""
-        if self.descriptor >= 0:
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        self.close()
-
     def close(self) -> None:
-        """Close the descriptor without unlocking, as a forked child must; safe to call twice."""
+        """Close the descriptor without unlocking the file, as a forked child must; safe to call twice."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             disk.close(descriptor)
@@ -317,6 +311,16 @@ class Lock:
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
             self.close()
+
+
+class Lock(Descriptor):
+    """A lock on a file, held while any process has its descriptor open."""
+
+    def release(self) -> None:
+        """Unlock and close, even if a forked child also has the descriptor open."""
+        if self.descriptor >= 0:
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        self.close()
 
 
 @contextlib.contextmanager

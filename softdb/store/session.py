@@ -48,26 +48,21 @@ def _flush_all() -> None:
         session.flush_late()
 
 
-def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make a method run on the store's thread, where nothing interrupts it."""
+def on_thread(
+    method: Callable[Concatenate[S, P], T], by: Callable[[Worker, Callable[[], T]], T] = Worker.run
+) -> Callable[Concatenate[S, P], T]:
+    """Make a method run on the store's thread, where nothing interrupts it; or `by` another method of `Worker`."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
-        result: T = self.worker.run(functools.partial(method, self, *args, **words))
-        return result
+        return by(self.worker, functools.partial(method, self, *args, **words))
 
     return call
 
 
 def lookup(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make a method that looks up records run in the caller's thread, between two operations."""
-
-    @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **words: P.kwargs) -> T:
-        result: T = self.worker.run_between(functools.partial(method, self, *args, **words))
-        return result
-
-    return call
+    """Make a method that looks up records run in the caller's thread, between two operations, with typed errors."""
+    return on_thread(typed_errors()(method), Worker.run_between)
 
 
 class Session:

@@ -161,10 +161,18 @@ class Snapshot:
         if self.contiguous:
             return positions
         rows = np.full(positions.shape, -1, np.int64)
-        for segment, start, inside in self._by_segment(positions):
-            slots = positions[inside] - start
+        for segment, low, high in zip(self.segments, self.starts[:-1], self.starts[1:], strict=True):
+            inside = (positions >= low) & (positions < high)
+            slots = positions[inside] - low
             rows[inside] = segment.first_row + slots if segment.rows is None else segment.rows[slots]
         return rows
+
+    def count_below(self, row: int) -> int:
+        """Return the number of slots whose row is below `row`."""
+        return sum(
+            min(max(row - s.first_row, 0), len(s)) if s.rows is None else int(s.rows.searchsorted(row))
+            for s in self.segments
+        )
 
     def positions(self, rows: Rows) -> Rows:
         """Return the positions of rows (…); -1 for rows without a slot. Dead rows have a slot until a compaction."""
@@ -217,13 +225,6 @@ class Snapshot:
                 keys = torch.from_numpy(segment.keys[slots])
                 values = keys if segment.values is None else torch.from_numpy(segment.values[slots])
                 yield Block(positions, keys, values if values.is_floating_point() else values.long())
-
-    def _by_segment(self, positions: Rows) -> Iterator[tuple[Segment, int, NDArray[np.bool_]]]:
-        """Yield each segment that holds some of the positions, its first position, and the mask of positions in it."""
-        for segment, low, high in zip(self.segments, self.starts[:-1], self.starts[1:], strict=True):
-            inside = (positions >= low) & (positions < high)
-            if inside.any():
-                yield segment, int(low), inside
 
     def _column(self, columns: list[NDArray[np.generic]]) -> Column:
         kind = {"float32": 0, "float16": 1, "int32": 2}[columns[0].dtype.name]

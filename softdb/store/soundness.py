@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array
+from softdb.errors import CorruptionError
 from softdb.store.snapshot import Segment
 
 AT_ONCE = 8192  # records read at once
@@ -62,6 +63,12 @@ def damaged_texts(fetch: FetchTexts, only: Rows | None = None) -> Iterator[Damag
     for column in ("payload", "text"):
         if rows := fetch(column, only):
             yield Damage("catalog.sqlite", rows, f"{column} of ")
+
+
+def require_sound(damage: Iterable[Damage], remedy: str) -> None:
+    """Raise CorruptionError if there is damage; `remedy` says what to do after, or instead of, restoring a copy."""
+    if text := "; ".join(map(str, damage)):
+        raise CorruptionError(f"{text}: restore them from a copy, {remedy}")
 
 
 def _fetch_records(

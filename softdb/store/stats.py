@@ -8,7 +8,6 @@ import numpy as np
 
 from softdb.kernels import in_use
 from softdb.reports import DeviceReport, IndexReport, Stats
-from softdb.store.snapshot import Snapshot
 from softdb.store.store import Store
 
 
@@ -50,15 +49,5 @@ def noted_index(store: Store) -> IndexReport | None:
         exists = entry.get("file") in os.listdir(store.path / "index")
     except OSError:
         return None
-    return IndexReport.of({**facts, "unindexed": _unindexed(store.snapshot, covered)}) if exists else None
-
-
-def _unindexed(snapshot: Snapshot, covered: int) -> int:
-    """Count the rows of a snapshot from row `covered` on: they are newer than the index."""
-    count = 0
-    for segment in snapshot.segments:
-        if segment.rows is None:
-            count += max(0, segment.stop_row - max(covered, segment.first_row))
-        else:
-            count += len(segment) - int(segment.rows.searchsorted(covered))
-    return count
+    unindexed = store.snapshot.size - store.snapshot.count_below(covered)
+    return IndexReport.of({**facts, "unindexed": unindexed}) if exists else None

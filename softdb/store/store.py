@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import apsw
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Array, Id, shown
-from softdb.errors import BadInput, CorruptionError, DuplicateId, UnknownId
+from softdb.errors import BadInput, DuplicateId, UnknownId
 from softdb.store import files, keyed, textindex
 from softdb.store.append import Batch, append, new_ids
 from softdb.store.connect import damaged_catalog, typed_errors
@@ -24,7 +25,7 @@ from softdb.store.entry import RecordEntry, merged
 from softdb.store.keyed import Keyed
 from softdb.store.session import Session, lookup, on_thread
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import damaged, damaged_texts
+from softdb.store.soundness import damaged, damaged_texts, require_sound
 
 
 class Located(NamedTuple):
@@ -44,8 +45,7 @@ class Store(Session):
     @lookup
     def locate(self, ids: list[Id], whole: bool = False) -> Located:
         """Find the rows of ids in the snapshot, of records with or without a key; `whole`: with payloads and texts."""
-        with typed_errors():
-            stored, snapshot = self.catalog.lookup(ids, whole), self.snapshot
+        stored, snapshot = self.catalog.lookup(ids, whole), self.snapshot
         entries = [stored.get(name) or RecordEntry(-1, name) for name in ids]
         rows = np.fromiter((entry.row for entry in entries), np.int64, len(ids))
         rows[~snapshot.holds(rows)] = -1  # the record was written after the generation that this reader sees
@@ -77,8 +77,7 @@ class Store(Session):
     @lookup
     def read(self, rows: NDArray[np.int64], payloads: bool = True, texts: bool = False) -> dict[int, RecordEntry]:
         """Return {row: entry} for the rows that are still stored; entries have payload and text if requested."""
-        with typed_errors():
-            return self.catalog.read(rows, payloads, texts)
+        return self.catalog.read(rows, payloads, texts)
 
     @on_thread
     def checksums(self, first: int, last: int) -> list[Any]:
@@ -238,10 +237,9 @@ class Store(Session):
 
     def _require_sound(self, snapshot: Snapshot, rows: NDArray[np.int64]) -> None:
         """Raise CorruptionError if records of `rows` fail their checksums: rewriting them would hide the damage."""
-        damage = [str(item) for segment in snapshot.segments for item in damaged(self.checksums, segment, rows)]
-        damage += map(str, damaged_texts(self.damaged_texts, rows))
-        if damage:
-            raise CorruptionError("; ".join(damage) + ": restore them from a copy, or upsert the whole records")
+        damage = (item for segment in snapshot.segments for item in damaged(self.checksums, segment, rows))
+        texts = damaged_texts(self.damaged_texts, rows)
+        require_sound(chain(damage, texts), "or upsert the whole records")
 
     @on_thread
     def delete(self, ids: list[Id]) -> int:

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softdb.check import Schema
-from softdb.errors import CorruptionError, WriteFailed
+from softdb.errors import WriteFailed
 from softdb.store import gaps, keyed
 from softdb.store.catalog import Catalog
 from softdb.store.gathered import Gathered
 from softdb.store.keyed import Keyed
 from softdb.store.segments import MAX_ROWS, ColumnFiles, SegmentEntry, SegmentPart, checksum
 from softdb.store.snapshot import Snapshot
-from softdb.store.soundness import AT_ONCE, checksums, damaged
+from softdb.store.soundness import AT_ONCE, checksums, damaged, require_sound
 from softdb.store.store import Store
 
 Rows = NDArray[np.int64]
@@ -91,10 +91,8 @@ def _crcs(catalog: Catalog) -> Iterator[tuple[Rows, Rows]]:
 def require_sound_values(store: Store) -> None:
     """Raise CorruptionError if stored values, which re-embedding copies, differ from their checksums."""
     segments = store.snapshot.segments if store.schema.has_values else ()
-    reports = [item for segment in segments for item in damaged(store.checksums, segment)]
-    damage = [str(item) for item in reports if item.file.startswith("values")]
-    if damage:
-        raise CorruptionError("; ".join(damage) + ": restore them from a copy, then reembed")
+    reports = (item for segment in segments for item in damaged(store.checksums, segment))
+    require_sound((item for item in reports if item.file.startswith("values")), "then reembed")
 
 
 @dataclass

@@ -49,6 +49,16 @@ def needed(module: str, extra: str, name: str) -> Any:
         raise MissingDependency(f"{name} needs {module.partition('.')[0]}; pip install 'softdb[{extra}]'") from None
 
 
+def column(values: Any, kind: Any, present: Any = None) -> Any:
+    """Convert numbers (n, …) to an Arrow column of type `kind`, with nulls where `present` (n,) is False."""
+    pa, array = needed("pyarrow", "arrow", "a table"), np.ascontiguousarray(values)
+    mask = None if present is None or present.all() else ~present
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(array.tolist() if array.dtype == object else array, kind, mask=mask)
+    flat = pa.array(array.reshape(-1), kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if mask is None else pa.array(mask))
+
+
 def _parquet(path: Path, size: int) -> Table:
     parquet = needed("pyarrow.parquet", "arrow", path.name)
     # without pre_buffer a row group, which may be as large as the file, is read page by page

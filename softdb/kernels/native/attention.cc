@@ -3,7 +3,7 @@
 //
 // Queries are grouped in panels of one or two vectors. The scores of a block and a panel form a table (records, lanes).
 // S = K Q', best = max S, W = exp((S - top) / T), total += sum of W, O += W' V.
-#include "attention.h"
+#include "level.h"
 
 #include "block.h"
 #include "table.h"

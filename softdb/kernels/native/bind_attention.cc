@@ -27,12 +27,6 @@ struct Piece {
     std::optional<Read<bool, 2>> mask;
     int64_t low, high;
     Column key_column = column_of(keys), value_column = values ? column_of(*values) : Column{};
-
-    Piece(
-        Rows keys_, std::optional<Rows> values_, std::optional<Read<int32_t, 1>> labels_,
-        std::optional<Read<int64_t, 1>> rows_, std::optional<Read<int64_t, 1>> places_,
-        std::optional<Read<bool, 2>> mask_, int64_t low_, int64_t high_
-    ) : keys(keys_), values(values_), labels(labels_), rows(rows_), places(places_), mask(mask_), low(low_), high(high_) {}
 };
 
 // The arguments that are the same for all pieces.

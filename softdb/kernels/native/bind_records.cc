@@ -127,16 +127,11 @@ void bind_scores(nb::module_& module) {
                              Line<const double> lengths, Table<int64_t> matches, Table<float> scores) {
         return kernels().take_in({queries, positions.first, keys, lengths.first, matches, scores});
     }, free, "Merge the longest keys into the k best of each query; True if any match changed.");
-    module.def("prepare", [](Table<const float> queries, bool cosine, Table<float> out) {
-        return kernels().prepare({queries, cosine, out});
-    }, "Write queries, of length 1 for the cosine; True if all numbers are finite.");
+    module.def("prepare", [](Table<const float> vectors, Table<float> out) { kernels().prepare(vectors, out); },
+               "Scale vectors to length 1.");
     module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
                            Table<float> scores) {
-        kernels().score({queries, positions, keys.stored, Metric(metric), scores, {}});
-    }, free);
-    module.def("score", [](Table<const float> queries, Table<const int64_t> positions, const StoredColumn& keys, int metric,
-                           Table<double> scores) {
-        kernels().score({queries, positions, keys.stored, Metric(metric), {}, scores});
+        kernels().score({queries, positions, keys.stored, Metric(metric), scores});
     }, free);
     module.def("scan", [](Table<const float> queries, const StoredColumn& keys, int metric, Line<const bool> keep, int64_t low,
                           int64_t high, Table<int64_t> matches, Table<float> scores) {

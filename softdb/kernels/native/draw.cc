@@ -34,20 +34,17 @@
 //
 // Cost of a query: (parts / 2 + 4) bytes of codes for each slot of its windows, read once for kAtOnce queries of a batch
 // where the processor permutes bytes and the window is the list; and 2 m d operations for exact scores of m draws.
-#include "draw.h"
+#include "level.h"
 
 #include <sched.h>
 
 #include "draw_parts.h"
-#include "pooling.h"
 
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
 namespace {
 
-constexpr int64_t kTogether = 64;      // queries that scan the codes of a list together
-constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
 constexpr int64_t kNear = 2048;        // number of slots of the best lists in the pilot, the first look at some records
 constexpr int64_t kBest = 48;          // number of pilot slots scored as best by code; as many others are scored
 constexpr int64_t kSome = 512;         // number of blocks of all lists in the pilot
@@ -76,7 +73,6 @@ constexpr int64_t kMany = 16;            // number of queries whose windows cove
 constexpr double kLost = 0.5;            // largest share of the drawn weights that a correction may remove
 constexpr int64_t kShares = 4;           // number of parts of a scan for each thread, as threads may begin late
 constexpr int64_t kPatience = 20000;     // number of idle loops after which a thread yields
-constexpr auto product = [](auto a, auto b) { return a * b; };
 
 // Scored records: first those drawn by code, then uniform draws, then records set apart.
 struct Sample {
@@ -474,12 +470,7 @@ struct Drawing {
         query.slope = float(query.spread * double(query.along) * double(args.error_step));
     }
 
-    // Seed some queries, compute the scores of all centroids, and rotate the queries.
-    void prepare(int64_t low, int64_t count) {
-        seed(low, count);
-        rotate(count, 0, 1);
-    }
-
+    // Seed some queries.
     void seed(int64_t low, int64_t count) {
         const int64_t d = args.queries.width;
         for (int64_t i = 0; i < count; i++) {
@@ -494,7 +485,7 @@ struct Drawing {
             }
             query.seed = seed, query.low = uint32_t(seed), query.high = uint32_t(seed >> 32);
             query.factor = args.factors[low + i];
-            query.length = double(summed(query.seen, query.seen, d, product));
+            query.length = double(summed<float>(query.seen, query.seen, d, product));
             query.side = float(__builtin_sqrt(query.length));
         }
     }
@@ -504,10 +495,10 @@ struct Drawing {
         const int64_t d = args.queries.width, rows = args.rotation.rows;
         for (int64_t i = 0; i < count; i++)
             for (int64_t t = rows * part / parts; t < rows * (part + 1) / parts; t++)
-                queries[i].turned[t] = summed(queries[i].seen, args.rotation[t], d, product);
+                queries[i].turned[t] = summed<float>(queries[i].seen, args.rotation[t], d, product);
         for (int64_t j = lists.count * part / parts; j < lists.count * (part + 1) / parts; j++)
             for (int64_t i = 0; i < count; i++) {
-                const double near = double(summed(queries[i].seen, args.centroids[j], d, product));
+                const double near = double(summed<float>(queries[i].seen, args.centroids[j], d, product));
                 queries[i].raw[j] = queries[i].factor * (lists.origin ? 2 * near - double(args.lengths[j]) - queries[i].length : near);
             }
     }
@@ -1197,7 +1188,7 @@ struct Drawing {
         const int64_t step = blocks_together();
         for (int64_t low = 0; low < args.queries.rows; low += kTogether) {
             const int64_t count = min(kTogether, args.queries.rows - low);
-            prepare(low, count);
+            seed(low, count), rotate(count, 0, 1);
             for (int64_t i = 0; i < count; i++) begin<Number>(queries[i], low + i);
             for (int64_t j = 0; j < lists.count; j++) {
                 int64_t scanning = 0;
@@ -1217,10 +1208,6 @@ struct Drawing {
         }
     }
 };
-
-}  // namespace
-
-namespace {
 
 // Call take(drawing, a value of the keys' number type).
 template <class Take>

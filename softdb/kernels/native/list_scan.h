@@ -8,13 +8,8 @@
 namespace softdb {
 namespace SOFTDB_LEVEL {
 
-int64_t list_scratch(const ListSearch& args);  // bytes
-bool search_lists(const ListSearch& args, char* scratch);
-int64_t nearest_scratch(const NearestLists& args);  // bytes
-void nearest_lists(const NearestLists& args, char* scratch);
-int64_t encode_scratch(const Encode& args);  // bytes
-void encode(const Encode& args, char* scratch);
-
+constexpr int64_t kTogether = 64;      // queries of a batch that scan lists together, one bit each
+constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
 constexpr int kBlock = 16;           // records
 constexpr int64_t kBlocksAhead = 8;  // number of blocks that are prefetched ahead of the current one
 constexpr int kTop = 127;            // the largest entry of a table: the sum of two fits in a byte

@@ -17,7 +17,7 @@
 //
 // A batch does steps 3 and 4 list by list, so that codes are read once for all of its queries. Cost of a query:
 // (lists + parts · word) d / 2 products of int16, parts / 2 bytes a slot scanned, 2 kept d for exact scores.
-#include "lists.h"
+#include "level.h"
 
 #include "heap.h"
 #include "list_scan.h"
@@ -28,9 +28,7 @@ namespace SOFTDB_LEVEL {
 
 namespace {
 
-constexpr int64_t kTogether = 64;      // queries of a batch that scan lists together: one bit each
 constexpr int64_t kFirst = 4;          // number of lists that are always scanned
-constexpr int64_t kCached = 24 << 10;  // bytes of codes that stay in the L1 cache
 constexpr int64_t kWide = 4096;        // records of the first lists that are kept at once
 constexpr float kLeastFactor = 0.25f;  // <r, w> is at least this times |r|², so that no factor is above 4
 constexpr int kQuery = 63;             // largest integer of a rounded query: two products with uint8 fit into int16
@@ -224,11 +222,11 @@ struct Search {
         fill(centred, lists.rotation.width + kLanes, 0.0f);
         for (int64_t j = 0; j < d; j++) centred[j] = given[j];
         for (int64_t j = 0; lists.origin && j < d; j++) centred[j] -= lists.origin[j];
-        query.length = summed(centred, centred, d, [](auto a, auto b) { return a * b; });
+        query.length = summed<float>(centred, centred, d, product);
         round_off(centred, lists.rotation.width, steps);
-        const auto product = dots ? multiply<true> : multiply<false>;
-        product(lists.rotation, steps, turned);
-        product(lists.centroids, steps, query.scores);
+        const auto times = dots ? multiply<true> : multiply<false>;
+        times(lists.rotation, steps, turned);
+        times(lists.centroids, steps, query.scores);
         for (int64_t j = 0; j < lists.centroids.rows; j += kLanes)
             store(query.scores + j, load(query.scores + j) - load(lists.lengths + j));
         put_last(query.scores);
@@ -292,33 +290,26 @@ struct Search {
     }
 
     // Step 4. Return true if k records were found, the query is finite and no score is NaN.
-    template <class Number>
     bool finish(Query& query, int64_t i) {
         ListState& state = query.state;
         const int64_t k = args.matches.width;
         int64_t* heap = args.matches[i];
-        bool whole = query.length < kInfinity;
-        fill(heap, k, kLast);
-        if (args.keys.kind == Kind::none) {
-            for (int64_t j = 0; j < state.count; j++)
-                push(heap, k, entry_of(state.estimates[j], args.places[state.slots[j]]));
-        } else {
+        const bool finite = query.length < kInfinity;
+        if (args.keys.kind != Kind::none) {
             cut(state);
             for (int64_t j = 0; j < state.count; j++) positions[j] = args.places[state.slots[j]];
-            const Reader reader(args.keys);
-            each_record(reader, positions, state.count, [&](int64_t j, const char* at) {
-                float score = score_of<float>(args.queries[i], (const Number*)at, args.keys.width, args.metric);
-                whole &= score == score;
-                push(heap, k, entry_of(score, positions[j]));
-            });
+            return rerank({{args.queries[i], 1, args.queries.width, 0}, {positions, 1, state.count, 0}, args.keys,
+                           args.metric, {heap, 1, k, 0}, {args.scores[i], 1, k, 0}}) && finite;
         }
-        whole &= k < 1 || heap[0] != kLast;
+        fill(heap, k, kLast);
+        for (int64_t j = 0; j < state.count; j++)
+            push(heap, k, entry_of(state.estimates[j], args.places[state.slots[j]]));
+        const bool whole = k < 1 || heap[0] != kLast;
         sort(heap, k, k);
         unpack(heap, k, args.scores[i]);
-        return whole;
+        return whole && finite;
     }
 
-    template <class Number>
     bool run() {
         bool whole = true;
         const int64_t step = max(kCached / (lists.parts * 8) / 2 * 2, int64_t(2));  // blocks
@@ -334,7 +325,7 @@ struct Search {
                 for (int64_t first = lists.starts[j], last = lists.starts[j + 1]; first < last; first += step)
                     for (uint64_t left = visits[j]; left; left &= left - 1)
                         scan(queries[__builtin_ctzll(left)], j, first, min(first + step, last));
-            for (int64_t i = 0; i < count; i++) whole &= finish<Number>(queries[i], low + i);
+            for (int64_t i = 0; i < count; i++) whole &= finish(queries[i], low + i);
         }
         *args.scanned += scanned;
         return whole;
@@ -354,7 +345,7 @@ int64_t list_scratch(const ListSearch& args) {
 bool search_lists(const ListSearch& args, char* scratch) {
     Memory memory{scratch};
     Search search(args, memory);
-    return args.keys.kind == Kind::half ? search.run<HalfBits>() : search.run<float>();
+    return search.run();
 }
 
 constexpr int kKeys = kLanes / 2;  // keys that share each load of centroids: their sums take eight registers
@@ -431,7 +422,7 @@ void turn_residuals(const Encode& args, int64_t first, int64_t count, float* res
         const float *key = args.keys[record], *centroid = args.centroids[args.own[record]];
         float* residual = residuals + i * d;
         for (int64_t t = 0; t < d; t++) residual[t] = key[t] - centroid[t];
-        if (i < count) args.squares[record] = summed(residual, residual, d, [](auto a, auto b) { return a * b; });
+        if (i < count) args.squares[record] = summed<float>(residual, residual, d, product);
     }
     for (int64_t j = 0; j < width; j += kBlock) {
         constexpr int kVectors = kBlock / kLanes;

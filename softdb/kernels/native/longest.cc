@@ -1,8 +1,8 @@
 // The m longest keys (m, d), sorted by length, compared with every query (q, d) and merged into its k best by dot product.
 // As q·k <= |q| |k| (Cauchy and Schwarz), the pass ends at the first key shorter than every query's k-th score over |q|.
 // Cost 2 q m d operations at most.
-#include "longest.h"
-
+#include "level.h"
+#include "stored.h"
 #include "tile.h"
 
 namespace softdb {
@@ -37,13 +37,8 @@ bool put(const TakeIn& args, int64_t i, int64_t position, float score) {
 double least_length(const TakeIn& args, int64_t i) {
     float worst = args.scores[i][args.scores.width - 1];
     if (!(worst > 0)) return -1;
-    Wide squares{};  // float64 holds the square of every float32
-    for (int64_t x = 0; x < args.queries.width; x += kLanes) {
-        Wide part = __builtin_convertvector(load(args.queries[i] + x), Wide);
-        squares += part * part;
-    }
-    double total = 0;
-    for (int lane = 0; lane < kLanes; lane++) total += squares[lane];
+    const float* query = args.queries[i];
+    const double total = summed<double>(query, query, args.queries.width, product);
     return worst / (__builtin_sqrt(total) * (1 + double(args.queries.width) * kRounding));
 }
 

@@ -15,7 +15,6 @@ NB_MODULE(_native, module) {
         return result;
     }, "Instruction sets that this processor has and that kernels were built for, the best first.");
     module.def("level", [] { return std::string(softdb::kernels().level); }, "The one in use.");
-    module.def("lanes", [] { return softdb::kernels().lanes; }, "float32 of one of its vectors.");
     module.def("use", [](const std::string& level) { return softdb::use_level(level.c_str()); },
                "Use another level from now on; False if there is none of this name.");
     module.attr("signatures") = SOFTDB_SIGNATURES;  // SHA-256 of _native.pyi

@@ -4,7 +4,7 @@
 //
 // of the error of an answer from draws. `bars` computes error bars from these sums (see softdb/attend/error.py). Cost of k
 // candidates: k v numbers read; 2 k v operations to pool, 8 k v for the error.
-#include "pooling.h"
+#include "level.h"
 
 #include "hashing.h"
 #include "stored.h"
@@ -179,11 +179,10 @@ double draws_of(double sum, double squares) {
 // tr(C)² / tr(C²), C = Σ y yᵀ: tr(C²) is Σ ‖y‖⁴ plus Σ (y·y')² over pairs. Pairs in different groups are estimated by the
 // squares of x·x', which have this mean, x = Σ ±y of a group. Cost v kSigns².
 double directions(const float* sums, int64_t v, double variance, double fourths) {
-    auto product = [](auto a, auto b) { return a * b; };
     double square = 0;
     for (int a = 0; a < kSigns; a++)
         for (int b = 0; b < a; b++) {
-            const double x = double(summed(sums + a * v, sums + b * v, v, product));
+            const double x = double(summed<float>(sums + a * v, sums + b * v, v, product));
             square += x * x;
         }
     square = fourths + 2 * square * kSigns / (kSigns - 1);

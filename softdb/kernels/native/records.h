@@ -47,19 +47,12 @@ struct TakeIn {
     Table<float> scores;                 // (q, k)
 };
 
-struct Prepare {
-    Table<const float> queries;  // (q, d)
-    bool cosine = false;
-    Table<float> out;  // (q, d), written to for the cosine: of length 1, or zeros
-};
-
 struct Score {
     Table<const float> queries;      // (q, d); of length 1 for the cosine
     Table<const int64_t> positions;  // (q, c), negative = none
     Stored keys;
     Metric metric = Metric::dot;
-    Table<float> scores;     // (q, c), written to: -inf = none
-    Table<double> precisely;  // like `scores`, in float64; exactly one of the two is set
+    Table<float> scores;  // (q, c), written to: -inf = none
 };
 
 // Arguments of `scan` (the best of all records by float32 scores) and `rescore` (their order by float64 scores).

@@ -1,6 +1,6 @@
 // Exact scores s(q, k) = q·k, q·k / |k| or -|q - k|² of candidates (q, c) for queries (q, d), from stored keys that are
 // read in place. `rerank` keeps the k best of each query, `score` returns all. It reads q c d numbers; operations 2 q c d.
-#include "rerank.h"
+#include "level.h"
 
 #include "heap.h"
 #include "stored.h"
@@ -34,13 +34,13 @@ bool reranked(const Rerank& args) {
     return whole;
 }
 
-template <class Number, class Sum>
-void scored(const Score& args, const Table<Sum>& scores) {
+template <class Number>
+void scored(const Score& args) {
     const Reader reader(args.keys);
     for (int64_t i = 0; i < args.queries.rows; i++) {
-        fill(scores[i], args.positions.width, -(Sum)kInfinity);
+        fill(args.scores[i], args.positions.width, -__builtin_inff());
         each_record(reader, args.positions[i], args.positions.width, [&](int64_t j, const char* at) {
-            scores[i][j] = score_of<Sum>(args.queries[i], (const Number*)at, args.keys.width, args.metric);
+            args.scores[i][j] = score_of<float>(args.queries[i], (const Number*)at, args.keys.width, args.metric);
         });
     }
 }
@@ -52,29 +52,20 @@ bool rerank(const Rerank& args) {
     return args.keys.kind == Kind::half ? reranked<Half>(args) : reranked<float>(args);
 }
 
-// Prepare queries as an index compares them: for the cosine of length 1, computed in float64, which holds the square of any
-// float32. Returns false if a query is not finite.
-bool prepare(const Prepare& args) {
-    const int64_t d = args.queries.width;
-    bool finite = true;
-    for (int64_t i = 0; i < args.queries.rows; i++) {
-        const float* query = args.queries[i];
-        double square = summed_wide(query, query, d, [](auto a, auto b) { return a * b; });
-        finite &= square - square == 0;
-        if (!args.cosine) continue;
-        double length = square > 0 ? __builtin_sqrt(square) : 1;
-        for (int64_t j = 0; j < d; j++) args.out[i][j] = float(query[j] / length);
+// Scale vectors to length 1, computed in float64, which holds the square of any float32; zero vectors stay.
+void prepare(const Table<const float>& vectors, const Table<float>& out) {
+    const int64_t d = vectors.width;
+    for (int64_t i = 0; i < vectors.rows; i++) {
+        const double square = summed<double>(vectors[i], vectors[i], d, product);
+        const double length = square > 0 ? __builtin_sqrt(square) : 1;
+        for (int64_t j = 0; j < d; j++) out[i][j] = float(vectors[i][j] / length);
     }
-    return finite;
 }
 
-// Exact scores of candidates, in the candidates' order; in float64 if the last digits matter, as at a low temperature.
+// Exact scores of candidates, in the candidates' order.
 void score(const Score& args) {
-    bool half = args.keys.kind == Kind::half, wide = args.precisely.first;
-    if (half && wide) scored<Half, double>(args, args.precisely);
-    else if (half) scored<Half, float>(args, args.scores);
-    else if (wide) scored<float, double>(args, args.precisely);
-    else scored<float, float>(args, args.scores);
+    if (args.keys.kind == Kind::half) scored<Half>(args);
+    else scored<float>(args);
 }
 
 }  // namespace SOFTDB_LEVEL

@@ -3,7 +3,7 @@
 // scores these c again in float64 and sorts them. A query is unsure if another record may be among its k best, that is if
 // s_k <= floor + slack, slack a bound on the rounding of float32; cost 2 q c d.
 #include "heap.h"
-#include "rerank.h"
+#include "level.h"
 #include "stored.h"
 
 namespace softdb {
@@ -13,15 +13,13 @@ namespace {
 
 template <class Number>
 SOFTDB_INLINE float length_of(const Number* key, int64_t d) {
-    auto product = [](auto a, auto b) { return a * b; };
-    float square;
-    if constexpr (sizeof(Number) == 4) square = summed(key, key, d, product);
-    else square = (float)summed_wide(key, key, d, product);
+    const float square = sizeof(Number) == 4 ? summed<float>(key, key, d, product) : float(summed<double>(key, key, d, product));
     if (square > 1e-30f && square < 1e30f) return __builtin_sqrtf(square);
-    return (float)__builtin_sqrt(summed_wide(key, key, d, product));
+    return (float)__builtin_sqrt(summed<double>(key, key, d, product));
 }
 
 constexpr int kBlock = 64;  // number of keys compared with all queries while the keys are in a cache
+constexpr int64_t kAhead = 16 << 10;  // bytes between a key and what is prefetched: processors stop at the end of a page
 
 // A block of keys.
 template <class Number>
@@ -111,6 +109,7 @@ bool scanned(const Scan& args) {
         for (int64_t p = max(begin, args.low); p < end; p++) {
             if (!args.keep[p]) continue;
             const Number* key = (const Number*)((const char*)args.keys.addresses[s] + (p - begin) * bytes);
+            for (int64_t line = 0; line < bytes; line += kLine) __builtin_prefetch((const char*)key + kAhead + line, 0, 2);
             const float length = cosine ? length_of(key, d) : 1;
             block.at[block.count] = key, block.positions[block.count] = p;
             block.inverse[block.count++] = length > 0 ? 1 / length : 0;
@@ -160,13 +159,12 @@ double slack_of(const Rescore& args, const Reader& reader, int64_t i) {
     const int64_t d = args.keys.width;
     const double terms = 0x1p-24 * double(2 * d + 16), worst = args.exact[i][args.k - 1];
     if (args.metric != Metric::dot) return terms * (args.metric == Metric::l2 ? -worst : 1.0);
-    auto product = [](auto a, auto b) { return a * b; };
     double longest = 0;
     for (int64_t j = 0; j < args.k; j++) {
         const Number* key = (const Number*)reader.at(args.matches[i][j]);
-        longest = max(longest, summed_wide(key, key, d, product));
+        longest = max(longest, summed<double>(key, key, d, product));
     }
-    return terms * __builtin_sqrt(longest * summed_wide(args.queries[i], args.queries[i], d, product));
+    return terms * __builtin_sqrt(longest * summed<double>(args.queries[i], args.queries[i], d, product));
 }
 
 template <class Number>
@@ -177,8 +175,7 @@ void rescored(const Rescore& args) {
         int64_t* matches = args.matches[i];
         double* exact = args.exact[i];
         int64_t count = 0;
-        auto product = [](auto a, auto b) { return a * b; };
-        double square = args.metric == Metric::cosine ? summed_wide(args.queries[i], args.queries[i], args.keys.width, product) : 1;
+        double square = args.metric == Metric::cosine ? summed<double>(args.queries[i], args.queries[i], args.keys.width, product) : 1;
         const double inverse = square > 0 ? 1 / __builtin_sqrt(square) : 0;
         each_record(reader, args.positions[i], c, [&](int64_t j, const char* at) {
             matches[count] = args.positions[i][j];

@@ -41,47 +41,33 @@ SOFTDB_INLINE double sum(Doubles x) {
     return total;
 }
 
-// Σ term(a, b) over the numbers of two rows, in float32.
-template <class B, class Term>
-SOFTDB_INLINE float summed(const float* a, const B* b, int64_t d, Term term) {
-    Vec sums[4] = {};
-    int64_t j = 0;
-    for (; j + 4 * kLanes <= d; j += 4 * kLanes)
-        for (int u = 0; u < 4; u++) sums[u] += term(load(a + j + u * kLanes), load(b + j + u * kLanes));
-    for (; j + kLanes <= d; j += kLanes) sums[0] += term(load(a + j), load(b + j));
-    float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; j < d; j++) total += term(a[j], widen(b[j]));
-    return total;
-}
+inline constexpr auto product = [](auto a, auto b) { return a * b; };
 
-// Σ term(a, b) over the numbers of two rows, in float64.
-template <class A, class B, class Term>
-SOFTDB_INLINE double summed_wide(const A* a, const B* b, int64_t d, Term term) {
-    Doubles sums[4] = {};
+// Σ term(a, b) over the numbers of two rows, in float32 or float64.
+template <class Sum, class A, class B, class Term>
+SOFTDB_INLINE Sum summed(const A* a, const B* b, int64_t d, Term term) {
+    constexpr int lanes = sizeof(Sum) == 8 ? kPairs : kLanes;
+    auto some = [](auto* at) {
+        if constexpr (sizeof(Sum) == 8) return load_wide(at);
+        else return load(at);
+    };
+    decltype(some(b)) sums[4] = {};
     int64_t j = 0;
-    for (; j + 4 * kPairs <= d; j += 4 * kPairs)
-        for (int u = 0; u < 4; u++) sums[u] += term(load_wide(a + j + u * kPairs), load_wide(b + j + u * kPairs));
-    for (; j + kPairs <= d; j += kPairs) sums[0] += term(load_wide(a + j), load_wide(b + j));
-    double total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; j < d; j++) total += term(double(widen(a[j])), double(widen(b[j])));
+    for (; j + 4 * lanes <= d; j += 4 * lanes)
+        for (int u = 0; u < 4; u++) sums[u] += term(some(a + j + u * lanes), some(b + j + u * lanes));
+    for (; j + lanes <= d; j += lanes) sums[0] += term(some(a + j), some(b + j));
+    Sum total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; j < d; j++) total += term(Sum(widen(a[j])), Sum(widen(b[j])));
     return total;
 }
 
 // The score of a query and a key: q.k, q.k / |k| or -|q - k|^2.
 template <class Sum, class Number>
 SOFTDB_INLINE Sum score_of(const float* query, const Number* key, int64_t d, Metric metric) {
-    auto apart = [](auto a, auto b) { return (a - b) * (a - b); };
-    auto product = [](auto a, auto b) { return a * b; };
-    constexpr bool wide = sizeof(Sum) == 8;
-    if (metric == Metric::l2) {
-        if constexpr (wide) return -summed_wide(query, key, d, apart);
-        else return -summed(query, key, d, apart);
-    }
-    Sum result;
-    if constexpr (wide) result = summed_wide(query, key, d, product);
-    else result = summed(query, key, d, product);
+    if (metric == Metric::l2) return -summed<Sum>(query, key, d, [](auto a, auto b) { return (a - b) * (a - b); });
+    const Sum result = summed<Sum>(query, key, d, product);
     if (metric == Metric::dot) return result;
-    double square = summed_wide(key, key, d, product);  // float64 holds the squares of every float32
+    const double square = summed<double>(key, key, d, product);  // float64 holds the squares of every float32
     return square > 0 ? Sum(result / __builtin_sqrt(square)) : Sum(0);
 }
 

@@ -1,12 +1,7 @@
 // The table of kernels of one level.
 #include "table.h"
 
-#include "attention.h"
-#include "draw.h"
-#include "list_scan.h"
-#include "longest.h"
-#include "pooling.h"
-#include "rerank.h"
+#include "level.h"
 #include "vec.h"
 
 #define SOFTDB_NAME_OF(level) #level

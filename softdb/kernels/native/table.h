@@ -17,7 +17,7 @@ struct Kernels {
     void (*attend_backward)(const Attend& args);
     bool (*rerank)(const Rerank& args);
     bool (*take_in)(const TakeIn& args);
-    bool (*prepare)(const Prepare& args);
+    void (*prepare)(const Table<const float>& vectors, const Table<float>& out);
     void (*score)(const Score& args);
     bool (*scan)(const Scan& args);
     void (*rescore)(const Rescore& args);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,10 +45,10 @@ class Engine(ABC):
     each_goal: ClassVar[bool] = False  # True if the engine tunes itself, so that it is built for each recall
     number_bytes: ClassVar[int] = 4  # bytes of each number of the keys that `bytes` includes; 0: it includes no keys
 
-    def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
+    def __init__(self, data: Dataset, setup: Setup, variant: int = 0) -> None:
         self.data, self.setup, self.variant = data, setup, variant
         self.threads = setup.threads
-        self.facts: dict[str, Any] = {}  # for the report; "left_out" says why the engine cannot be measured
+        self.facts: dict[str, Any] = {}  # for the report
 
     @classmethod
     def missing(cls) -> list[str]:
@@ -113,7 +113,7 @@ class _Database(Engine):
         few = cls.kind not in ("auto", "flat") and data.n < LEAST
         return f"{data.n:,} keys are too few to train it on; it needs {LEAST:,}" if few else ""
 
-    def __init__(self, data: Dataset, setup: Setup, variant: int = 0, before: Sequence[Engine] = ()) -> None:
+    def __init__(self, data: Dataset, setup: Setup, variant: int = 0) -> None:
         super().__init__(data, setup, variant)
         self._folder = tempfile.TemporaryDirectory(prefix="softdb-bench-")
         self.db = open_database(Path(self._folder.name) / "db", dim=data.dim, metric=data.metric.value)

@@ -77,8 +77,7 @@ class _Entry:
     """An engine of the grid, the seconds that its build took, and its effort for the present goal."""
 
     engine: Engine
-    seconds: dict[str, float] = field(default_factory=dict)
-    built: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)  # empty: not built yet
     effort: int = 0
     tuned: float = 0.0  # recall of the queries for tuning
     size: int = 0  # size of the index in bytes
@@ -98,13 +97,11 @@ def run(
         WrongAnswer: an engine's answers are impossible.
     """
     grid.checked()
-    left_out: dict[str, str] = {}
-
-    def leave_out(name: str, reason: str) -> None:
-        left_out[name] = reason
+    reasons = {name: _unfit(grid.known[name], data) for name in grid.engines}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    for name, reason in left_out.items():
         note(f"{name} is left out: {reason}")
-
-    kinds = [grid.known[name] for name in grid.engines if _serves(grid.known[name], data, leave_out)]
+    kinds = [grid.known[name] for name in grid.engines if name not in left_out]
     pin_threads(max(grid.threads))
     progress("true neighbours", 0, 1)
     truth = true_nearest(data, grid.k)
@@ -115,12 +112,12 @@ def run(
         setup = Setup(grid.k, max(grid.threads), grid.construction)
         for kind in kinds:
             for variant in kind.variants:
-                engine = kind(data, setup, variant, [entry.engine for entry in entries])
+                engine = kind(data, setup, variant)
                 stack.callback(engine.close)
                 entries.append(_Entry(engine))
         goals = [_Goal(None, effort) for effort in grid.efforts] or [_Goal(recall, 0) for recall in grid.recalls]
         for goal in goals:
-            rows += _measured(entries, exams, goal, grid, leave_out, progress)
+            rows += _measured(entries, exams, goal, grid, progress)
     packages = ["softdb", "torch", "numpy", *(package for kind in kinds for package in kind.packages)]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -139,13 +136,10 @@ def run(
     }  # fmt: skip
 
 
-def _serves(kind: type[Engine], data: Dataset, leave_out: Callable[[str, str], None]) -> bool:
+def _unfit(kind: type[Engine], data: Dataset) -> str:
+    """Return the reason why an engine cannot be measured; empty if it can."""
     missing = kind.missing()
-    reason = f"{' and '.join(missing)} is not installed; pip install {kind.packages[0]}" if missing else ""
-    reason = reason or kind.unfit(data)
-    if reason:
-        leave_out(kind.name, reason)
-    return not reason
+    return f"{' and '.join(missing)} is not installed; pip install {kind.packages[0]}" if missing else kind.unfit(data)
 
 
 def _measured(
@@ -153,24 +147,17 @@ def _measured(
     exams: tuple[Exam, Exam],  # with the queries for tuning, and with those for measuring
     goal: _Goal,
     grid: Grid,
-    leave_out: Callable[[str, str], None],
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Tune and time the engines for one goal; return one row for each engine and number of threads."""
     pin_threads(max(grid.threads))
-    ready = []
     for entry in entries:
         _prepare(entry, exams[0], goal, grid, progress)
-        reason = entry.engine.facts.get("left_out")
-        if reason:
-            leave_out(entry.engine.label, f"{reason} ({goal.name})")
-        else:
-            ready.append(entry)
-    facts = [_facts(entry, exams[1], goal) for entry in ready]
+    facts = [_facts(entry, exams[1], goal) for entry in entries]
     rows = []
     for threads in grid.threads:
         progress(f"timing at {goal.name}, {threads} threads", 0, 1)
-        speeds = _timed(ready, exams[1].data.queries, threads, grid.rounds)
+        speeds = _timed(entries, exams[1].data.queries, threads, grid.rounds)
         rows += [{**fact, "threads": threads, **speed} for fact, speed in zip(facts, speeds, strict=True)]
     return rows
 
@@ -179,12 +166,9 @@ def _prepare(entry: _Entry, exam: Exam, goal: _Goal, grid: Grid, progress: Progr
     """Build the engine if it is not built, or is built for each goal; then tune its effort to the goal."""
     engine = entry.engine
     engine.pin(max(grid.threads))
-    if not entry.built or (engine.each_goal and goal.recall is not None):
+    if not entry.seconds or (engine.each_goal and goal.recall is not None):
         progress(f"{engine.label}: building", 0, 1)
-        entry.seconds, entry.built = engine.build(goal.recall or grid.recalls[0], progress), True
-        entry.size = 0 if "left_out" in engine.facts else engine.bytes()
-    if "left_out" in engine.facts:
-        return
+        entry.seconds, entry.size = engine.build(goal.recall or grid.recalls[0], progress), engine.bytes()
     progress(f"{engine.label}: tuning to {goal.name}", 0, 1)
     start = time.perf_counter()
 

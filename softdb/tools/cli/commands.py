@@ -92,24 +92,15 @@ class _Commands(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(HELP)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line. If the parser refuses an argument, print one line of error and exit with code 2."""
         words = list(sys.argv[1:] if args is None else args)
         self.as_json = "--json" in words[: words.index("--") if "--" in words else None]
         if words[:1] == ["--show-completion"] and len(words) == 2:  # for any shell, not only the one in use
             os.environ["_SOFTDB_COMPLETE"] = f"source_{words[1]}"
             words = []
-        extra |= {"complete_var": complete_var, "windows_expand_args": windows_expand_args}
         try:
-            code = super().main(words or ["--help"], prog_name, standalone_mode=False, **extra)
+            code = super().main(words or ["--help"], standalone_mode=False, **extra)
         except Exception as error:
             if not standalone_mode or not hasattr(error, "format_message"):
                 raise

@@ -87,11 +87,8 @@ def fields_of(payloads: Iterable[Any], declared: Iterable[str], has_text: bool) 
         }
         for name, (kinds, values) in sorted(seen.items())
     ]  # fmt: skip
-    return (
-        [*fields, {"name": "$text", "kinds": ["text"], "indexed": False, "values": [], "repeated": False}]
-        if has_text
-        else fields
-    )
+    own_text = {"name": "$text", "kinds": ["text"], "indexed": False, "values": [], "repeated": False}
+    return [*fields, own_text] if has_text else fields
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

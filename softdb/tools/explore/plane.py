@@ -1,4 +1,4 @@
-"""The explorer's map: a sample of the keys, projected on their first two principal components."""
+"""The explorer's map, a sample of the keys projected on their first two principal components, and `SearchResult`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,24 @@ class Plane:
         """Return the factor that scales a query to `length`."""
         norm = float(query.norm())
         return 1.0 if self.length is None or not norm else self.length / norm
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The part of a reply that does not depend on the temperature."""
+
+    generation: int
+    query: Tensor | None  # (1, d); None for a search by words alone, which has no weights
+    hits: list[dict[str, Any]]
+    scores: list[float | None]  # scores of the hits' keys; None for a hit without a key
+    ids: list[str | int]
+    query_id: str | int | None  # id of the record whose key is the query
+    by_words: bool  # True: the text has no vector, so words find the hits; the first one's key is the query
+    plane: Plane
+    places: list[list[float] | None]  # coordinates of the hits on the map
+    lights: list[float | None]  # scores of the map's records; None if the filter excludes them
+    milliseconds: float
+    notes: list[str]
 
 
 def _hashed(rows: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from softdb.database import SoftDB
-from softdb.tools.explore.matches import SearchResult
+from softdb.tools.explore.plane import SearchResult
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.suggestions import known_words
 

@@ -25,8 +25,7 @@ from softdb.tools.cli.served import Served
 from softdb.tools.explore import python_code
 from softdb.tools.explore.display import fields_of, named_id, record
 from softdb.tools.explore.gradient import Place
-from softdb.tools.explore.matches import SearchResult
-from softdb.tools.explore.plane import Plane
+from softdb.tools.explore.plane import Plane, SearchResult
 from softdb.tools.explore.questions import Question, Weighing
 from softdb.tools.explore.regions import colours, region_names, value_at
 from softdb.tools.explore.suggestions import completions, examples, known_words

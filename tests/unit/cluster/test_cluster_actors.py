@@ -129,7 +129,7 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     ray = Ray()
-    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    monkeypatch.setattr(actors, "ray_module", lambda: ray)
     monkeypatch.setattr(actors, "time", SimpleNamespace(monotonic=lambda: ray.now))
     return ray
 

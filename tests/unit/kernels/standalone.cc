@@ -7,12 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "attention.h"
-#include "draw.h"
+#include "level.h"
 #include "list_scan.h"
-#include "longest.h"
-#include "pooling.h"
-#include "rerank.h"
 #include "table.h"
 
 namespace softdb {
@@ -195,9 +191,8 @@ void World::check_candidates(Metric metric, bool half) const {
     const softdb::Stored key_column{&key_address, starts, 1, d, kind}, value_column{&value_address, starts, 1, v, kind};
     const softdb::Table<const float> seen{asked.data(), q, d, d};
     const softdb::Table<const int64_t> places{positions.data(), q, c, c};
-    std::vector<double> precise(q * c), scratch(v);
-    level::score({seen, places, key_column, metric, {scores.data(), q, c, c}, {}});
-    level::score({seen, places, key_column, metric, {}, {precise.data(), q, c, c}});
+    std::vector<double> scratch(v);
+    level::score({seen, places, key_column, metric, {scores.data(), q, c, c}});
     auto close = [&](double actual, double expected, double bound, const char* what) {
         bool right = std::isinf(expected) ? actual == expected : std::fabs(actual - expected) <= bound;
         expect(right, what, q, d, int(metric), actual, expected);
@@ -216,7 +211,6 @@ void World::check_candidates(Metric metric, bool half) const {
         for (int64_t x = 0; x < c; x++) {
             int64_t i = positions[j * c + x];
             right[x] = i < 0 ? -HUGE_VAL : score(j, i, metric);
-            close(precise[j * c + x], right[x], 1e-12, "a precise score");
             close(scores[j * c + x], right[x], 2e-5, "a score");
             sum += std::exp(right[x]);
             for (int64_t y = 0; i >= 0 && y < v; y++) mean[y] += std::exp(right[x]) * values[i * v + y];
