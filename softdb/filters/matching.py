@@ -7,7 +7,6 @@ compaction replaces, invalidate the cache.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import warnings
@@ -53,16 +52,12 @@ class Matches:
     def __init__(self) -> None:
         self.orders = Orders()
         self.is_whole = True  # False in a shard of a cluster, which cannot tell that no record has a field
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # keys: SQL and its bindings, as JSON
-        self._last: dict[str, _Cached] = {}  # keys: the JSON of `where`; all of one generation
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()  # keys: see `key_of`
         self._looked_for: set[str] = set()  # fields that `_warn_of_unknown` has checked
 
     def cached(self, where: dict[str, Any], generation: int) -> Live | None:
         """Return the mask of a filter that was evaluated in this generation, else None. Call it in any thread."""
-        try:
-            entry = self._last.get(json.dumps(where))
-        except (TypeError, ValueError, RecursionError):  # `parse` will report the error
-            return None
+        entry = self._cached.get(key_of(where))
         return entry.matching.live if entry is not None and entry.generation == generation else None
 
     def of(self, where: dict[str, Any], catalog: Catalog, snapshot: Snapshot) -> Matching:
@@ -72,25 +67,16 @@ class Matches:
         appended rows; n bytes copied.
         """
         node = parse(where)
-        condition, bindings = statement(node)
-        if textindex.MATCHING in condition and textindex.tokenizer(catalog.connection) is None:
+        if textindex.MATCHING in statement(node)[0] and textindex.tokenizer(catalog.connection) is None:
             raise BadFilter(f"where has $match, but {textindex.NONE}")
-        text = json_text([condition, bindings], "where")
-        entry = self._cached.pop(text, None)
+        key = key_of(where)
+        entry = self._cached.pop(key, None)
         if entry is None or entry.generation != snapshot.generation:
             entry = self._evaluate(node, entry, catalog, snapshot)
-        self._cached[text] = entry
+        self._cached[key] = entry
         if len(self._cached) > MAX_FILTERS:
             self._cached.popitem(last=False)
-        self._note_last(where, entry)
         return entry.matching
-
-    def _note_last(self, where: dict[str, Any], entry: _Cached) -> None:
-        others = [other for other in self._last.values() if other.generation == entry.generation]
-        last = self._last.copy() if 0 < len(others) < MAX_FILTERS else {}
-        with contextlib.suppress(TypeError):
-            last[json.dumps(where)] = entry
-        self._last = last
 
     def _evaluate(self, node: Node, old: _Cached | None, catalog: Catalog, snapshot: Snapshot) -> _Cached:
         next_row, line = catalog.state().next_row, RecordLine(snapshot)
@@ -111,6 +97,14 @@ class Matches:
                 own = {"id": "; the record's id is $id", "text": "; the record's text is $text"}.get(name)
                 message = f"no record has the field {shown(name)}{own or _suggest(name, catalog)}"
                 warnings.warn(message, UnknownField, stacklevel=2)
+
+
+def key_of(where: dict[str, Any]) -> str:
+    """Return a key for caches of filters: the JSON of `where`, or of its SQL if it has arrays. Raises BadFilter."""
+    try:
+        return json.dumps(where)
+    except (TypeError, ValueError, RecursionError):
+        return json_text(statement(parse(where)), "where")
 
 
 def _segments(snapshot: Snapshot) -> list[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from softdb.check import Id
 from softdb.filters.conditions import statement
 from softdb.filters.filtered import FilteredStore
 from softdb.filters.grammar import parse
-from softdb.filters.matching import Matching
+from softdb.filters.matching import Matching, key_of
 from softdb.store import Snapshot
 from softdb.store.connect import typed_errors
 from softdb.store.entry import RecordEntry
@@ -35,7 +34,7 @@ class PinnedStore(FilteredStore):
         self.__dict__.update(store.__dict__)
         self._newest = store  # keeps the connection open
         self.loader = copy.copy(store.loader)
-        self._matched: dict[str, Matching] = {}  # the JSON of `where` -> matches in this generation
+        self._matched: dict[str, Matching] = {}  # `key_of` a filter -> matches in this generation
 
     def __del__(self) -> None:
         """Do nothing: the store closes its files itself."""
@@ -70,23 +69,18 @@ class PinnedStore(FilteredStore):
 
     def known_matching(self, where: dict[str, Any], snapshot: Snapshot) -> Live | None:
         """Return a filter's cached mask (size,) of the pinned snapshot; None: not cached."""
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # else `parse` reports the error
-            known = self._matched.get(json.dumps(where))
-            return None if known is None else known.live
-        return None
+        known = self._matched.get(key_of(where))
+        return None if known is None else known.live
 
     @on_thread
     def _matching(self, where: dict[str, Any]) -> tuple[Snapshot, Matching]:
-        snapshot = self.snapshot
+        snapshot, key = self.snapshot, key_of(where)
         with self.reader.transaction() as newest:
-            matching = self.matches.of(where, self.catalog, newest)
-            name = json.dumps(where)
-            if newest.generation != snapshot.generation and name not in self._matched:
-                matching = self._earlier(where, matching, newest)
-            elif name in self._matched:
-                matching = self._matched[name]
-        self._matched[name] = matching
-        return snapshot, matching
+            if key not in self._matched:
+                matching = self.matches.of(where, self.catalog, newest)
+                same = newest.generation == snapshot.generation
+                self._matched[key] = matching if same else self._earlier(where, matching, newest)
+        return snapshot, self._matched[key]
 
     def _earlier(self, where: dict[str, Any], matching: Matching, newest: Snapshot) -> Matching:
         """Convert the matches of the newest generation to those of the pinned one. Cost: time for the matches."""

@@ -107,3 +107,15 @@ def test_an_undone_delete_does_not_come_twice(tmp_path: Path) -> None:
         assert db.core.store.catalog.one("SELECT count(*) FROM retired")[0] == 0
         assert len(view) == len(db) == 2
         assert view.get(["a", "b"]).ids == ["a", "b"]
+
+
+def test_filters_of_pinned_stores_take_numbers_and_arrays_of_numpy() -> None:
+    db = softdb.open(None, dim=2)
+    db.insert(list("abc"), np.eye(3, 2), payloads=[{"n": n} for n in range(3)])
+    db.core.store.retain(-1)
+    view = pinned(db)
+    db.delete(["b"])
+    for where in ({"n": np.int64(1)}, {"n": {"$in": np.arange(1, 2)}}):
+        for _ in range(2):  # the second time from the cache
+            assert view.search(np.ones((1, 2)), k=3, where=where).ids == [["b"]]
+            assert db.search(np.ones((1, 2)), k=3, where=where).ids == [[]]
