@@ -25,9 +25,14 @@ from softdb.index.sampler import Drawing, FirstRound
 from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # for n samples, POINTS n + SURE (√n + 1) points are expected, so that fewer than n are rare
+TURNS, MORE = (
+    2,
+    6,
+)  # if B is so far above log Z that there are fewer, the query has another turn with MORE times as many
 PROPOSED = 16  # at most 1 / PROPOSED of the records may be candidates: with more of them, a pass costs less
 EXPECTED = 1500  # number of candidates of a query, assumed before the first draw
 SPARE = 3  # room for candidates, over the largest expected number of the latest queries
+FORGOTTEN = 0.9  # factor on this room after each batch, as few queries may need much more than others
 NEWER = 4096  # largest number of unindexed records that are scored for each query
 RUN = 2048  # number of records in a run, of which a pass computes the mass
 PAIRS = 256  # number of runs that are scored again together
@@ -158,32 +163,47 @@ def _by_points(estimator: Estimator, count: int, seed: int) -> Positions:  # (q,
     each = draw_cost(q, sampler.slots_for(kind), sampler.parts, EXPECTED, d, 0)
     if sampler.hopeless(kind) or each > full_cost or len(unindexed) > NEWER:
         return positions
-    room = sampler.plans.get(kind, FirstRound(most)).budget  # few, as large arrays take longer than the draw
-    drawing = Drawing(estimator.queries, estimator.factor, min(room, most), seed, 0.5, points=wanted)
-    drawn = sampler.draw(estimator.eligible, source.snapshot, drawing, False)
-    expected = drawn.figures.expected
-    sampler.read(kind, float(drawn.figures.scanned.mean()))
-    sampler.learn(kind, 2 * float((expected > most).mean()))
-    sampler.plans[kind] = FirstRound(int(SPARE * expected[expected <= most].max(initial=EXPECTED)))
-    scores: Numbers = np.empty((q, 0))
+    room = min(sampler.plans.get(kind, FirstRound(most)).budget, most)  # few, as large arrays take longer than the draw
+    near: Numbers = np.empty((q, 0))
     if len(unindexed):
-        scores = source.scored(estimator.request, np.tile(unindexed, (q, 1))).scores.cpu().double().numpy()
-    for i in np.flatnonzero(expected <= min(room, most)):
-        live = slice(int(drawn.figures.drawn[i]))
-        base, proposed = drawn.figures.base[i], drawn.chances[i, live]
-        near = scores[i] / estimator.request.temperature
-        logits = np.concatenate([drawn.scores[i, live] * estimator.factor[i], near])
-        with np.errstate(over="ignore"):
-            rates = wanted * np.exp(logits - base)
-        chances = -np.expm1(-rates) / np.concatenate([proposed, np.ones(len(unindexed))])
-        if (chances > 1 + 1e-9).any() or not rates.sum() < MANY * wanted:  # a bound by codes does not hold
-            continue
-        accepted = np.flatnonzero(random.random(len(chances)) < chances)
-        first = -np.log1p(random.random(len(accepted)) * np.expm1(-rates[accepted]))  # first point of each record
-        points = np.repeat(accepted, 1 + random.poisson(np.maximum(rates[accepted] - first, 0)))
-        if len(points) >= count:
-            positions[i] = np.concatenate([drawn.positions[i, live], unindexed])[random.permutation(points)[:count]]
+        near = source.scored(estimator.request, np.tile(unindexed, (q, 1))).scores.cpu().double().numpy()
+    which = np.arange(q)
+    for turn in range(TURNS):
+        points = wanted * MORE**turn
+        drawing = Drawing(estimator.queries[which], estimator.factor[which], room, seed + turn, 0.5, points=points)
+        drawn = sampler.draw(estimator.eligible, source.snapshot, drawing, False)
+        expected = drawn.figures.expected
+        if turn == 0:
+            sampler.read(kind, float(drawn.figures.scanned.mean()))
+            sampler.learn(kind, 2 * float((expected > most).mean()))
+            usual = SPARE * expected[expected <= most].max(initial=EXPECTED)
+            sampler.plans[kind] = FirstRound(int(max(usual, FORGOTTEN * room)))
+        for j in np.flatnonzero(expected <= room):
+            i, live = which[j], slice(int(drawn.figures.drawn[j]))
+            logits = drawn.scores[j, live] * estimator.factor[i], near[i] / estimator.request.temperature
+            chances = drawn.chances[j, live], np.ones(len(unindexed))
+            chosen = _points(np.concatenate(logits) - drawn.figures.base[j], np.concatenate(chances), points, random)
+            if len(chosen) >= count:
+                positions[i] = np.concatenate([drawn.positions[j, live], unindexed])[chosen[:count]]
+        which = which[(expected <= room) & (positions[which, 0] < 0)]  # B was above log Z: they need more points
+        if not len(which):
+            break
     return positions
+
+
+def _points(logits: Numbers, proposed: Numbers, wanted: float, random: np.random.Generator) -> Positions:  # (c,), (c,)
+    """Accept candidates; return a Poisson process' points as indices of candidates, in random order.
+
+    None are returned if a bound by codes does not hold, or if B is far from log Z.
+    """
+    with np.errstate(over="ignore"):
+        rates = wanted * np.exp(logits)
+    chances = -np.expm1(-rates) / proposed
+    if (chances > 1 + 1e-9).any() or not rates.sum() < MANY * wanted:
+        return np.arange(0)
+    accepted = np.flatnonzero(random.random(len(chances)) < chances)
+    first = -np.log1p(random.random(len(accepted)) * np.expm1(-rates[accepted]))  # first point of each record
+    return random.permutation(np.repeat(accepted, 1 + random.poisson(np.maximum(rates[accepted] - first, 0))))
 
 
 def require_softmax(request: Request) -> None:

@@ -101,6 +101,18 @@ def test_lists_of_few_candidates_are_not_scanned(monkeypatch: pytest.MonkeyPatch
     assert abs(by_batch.mean() - equal.sum()) < 5 * np.sqrt(equal.sum() / 40)
 
 
+def test_queries_with_too_few_points_have_another_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softdb.attend.sample.POINTS", 0.5)
+    monkeypatch.setattr("softdb.attend.sample.SURE", 0.0)
+    db = halves("dot")
+    temperature, query = temperature_of(db), clustered(1)[:1]
+    rows, scanned = drawn(db, query, temperature)
+    assert scanned == 0
+    assert p_value(rows, weights(db, query, temperature)) > 1e-4
+    monkeypatch.setattr("softdb.attend.sample.TURNS", 1)
+    assert db.sample(query, DRAWS // 4, temperature=temperature).scanned.all()
+
+
 def test_samples_of_filtered_deleted_and_young_records() -> None:
     db = halves("dot")
     db.delete(range(0, 3000))
