@@ -25,10 +25,7 @@ from softdb.index.sampler import Drawing, FirstRound
 from softdb.scoring import Softmax
 
 POINTS, SURE = 1.3, 4.0  # for n samples, POINTS n + SURE (√n + 1) points are expected, so that fewer than n are rare
-TURNS, MORE = (
-    2,
-    6,
-)  # if B is so far above log Z that there are fewer, the query has another turn with MORE times as many
+TURNS, MORE = 2, 6  # a query with fewer points, as B is far above log Z, has another turn with MORE times as many
 PROPOSED = 16  # at most 1 / PROPOSED of the records may be candidates: with more of them, a pass costs less
 EXPECTED = 1500  # number of candidates of a query, assumed before the first draw
 SPARE = 3  # room for candidates, over the largest expected number of the latest queries

@@ -190,7 +190,7 @@ def test_loose_codes_send_a_query_to_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
 
 def passed(monkeypatch: pytest.MonkeyPatch, by_kernels: bool, metric: Any = "dot") -> softdb.SoftDB:
     """Open a database without an index that a pass samples, in many runs of a few records each."""
-    monkeypatch.setattr("softdb.attend.sample.RUN", 100)
+    monkeypatch.setattr("softdb.attend.sample.RUN", 70)
     monkeypatch.setattr("softdb.attend.sample.PAIRS", 7)
     if not by_kernels:
         monkeypatch.setattr("softdb.attend.sample.run_masses", lambda request, source, most: None)
@@ -250,3 +250,10 @@ def test_log_probabilities_of_a_pass_are_exact_and_scores_that_overflow_are_refu
     assert (samples.log_prob - expected).abs().max() < 1e-5 * (exact.abs().max() + 1)
     with pytest.raises(softdb.BadInput, match="NaN"):
         db.sample(query * 1e38, 6, temperature=1e38)
+
+
+def test_the_last_run_of_a_pass_may_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    db = passed(monkeypatch, True)
+    monkeypatch.setattr("softdb.attend.sample.RUN", 7000)
+    rows = db.sample(clustered(1)[:1], 20_000, temperature=1e6).hits.rows.numpy().ravel()
+    assert p_value(rows, np.full(N, 1 / N)) > 1e-4
