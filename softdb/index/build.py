@@ -32,7 +32,8 @@ from softdb.store import Snapshot
 SMALL = 20_000  # with fewer records no index is built: comparing all takes about a millisecond
 LEAST = 1000  # least number of records that can train an index
 QUERIES = 1024  # number of queries: one half for tuning, the other half for the reported recall
-BLOCK = 10_000  # records added at once; a build can be cancelled after each block
+BLOCK = 10_000  # least number of records added at once; a build can be cancelled after each block
+NUMBERS = 1 << 24  # numbers of keys that kernels encode at once: threads of OpenMP, which spin after each step of torch, disturb small blocks
 TRAINED = 1 << 14  # least number of records in the sample that trains the codes
 BUILT = 3  # largest number of indexes built: the next one only if the one before misses the recall
 NORMS, EDGES = ("longest 1%", "next 9%", "rest"), (0.99, 0.9)  # classes of keys by length; quantiles between them
@@ -322,8 +323,8 @@ def _filled(snapshot: Snapshot, metric: Metric, option: Option, progress: Progre
     if index.sketches is None and available():
         index.companion = Sketches.train(metric, keys, snapshot.count, *Sketches.codes(keys.shape[1]))
     progress("training", 1, 1)
-    done = 0
-    for block in snapshot.blocks(BLOCK):
+    done, size = 0, max(BLOCK, NUMBERS // keys.shape[1] if isinstance(index, Sketches) else 0)
+    for block in snapshot.blocks(size):
         index.add(snapshot.rows(block.positions.numpy()), block.keys.numpy())
         done += len(block.positions)
         progress("adding", done, snapshot.count)

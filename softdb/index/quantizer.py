@@ -291,8 +291,8 @@ def _words(turned: Floats, parts: int) -> Floats:  # (m, parts · word) -> (part
     points = np.ascontiguousarray(turned.reshape(m, parts, -1).transpose(1, 2, 0))  # (parts, word, m)
     words = points[:, :, random.choice(m, BLOCK, replace=m < BLOCK)]
     for _ in range(ROUNDS):
-        halves, table = torch.from_numpy(np.square(words).sum(1)[:, :, None] / 2), torch.from_numpy(words)
-        own = torch.baddbmm(halves, table.mT, torch.from_numpy(points), beta=-1).argmax(1).numpy()  # (parts, m)
+        halves, table = torch.from_numpy(np.square(words).sum(1)[:, None] / 2), torch.from_numpy(words)
+        own = torch.baddbmm(halves, torch.from_numpy(points).mT, table, beta=-1).argmax(2).numpy()  # (parts, m)
         cells = (own + BLOCK * np.arange(parts)[:, None]).ravel()
         sizes = np.bincount(cells, minlength=BLOCK * parts).reshape(parts, 1, BLOCK)
         sums = [np.bincount(cells, column.ravel(), BLOCK * parts) for column in points.transpose(1, 0, 2)]
